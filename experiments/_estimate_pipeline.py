@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from rich.table import Column, Table
 
 from jaxpar import aot
+from jaxpar.aot.estimate import has_margin
 from jaxpar.aot.memory_estimate import JobLayout
 from jaxpar.lm import loss
 from jaxpar.lm import params as declared
@@ -32,6 +33,9 @@ from ._estimate_report import size_text
 from ._mesh import shares
 from ._pipeline import with_sides
 
+MARGIN = 0.20
+"""Fraction of a device's memory that must stay free: over `bench/pipeline_memory.py` a compiler needs up to a quarter
+more than is counted here."""
 
 _LEADING = {"inbox": 1, "head": 1, "stash": 2, "factors": 2}
 """Axes of slots, and of turns of a chunk, before those of one microbatch's array."""
@@ -182,7 +186,8 @@ def row_of(config: Any, name: str, schedule: Schedule, held: Held, capacity: flo
     return {
         "schedule": name, "bubble": events.idle_fraction, "lockstep": steps.idle_fraction, "time": steps.makespan,
         "microbatches": schedule.microbatches, "kept": max(steps.held), "slots": slots, "stage": kept,
-        "own": own, "device": device, "fits": None if capacity is None else device <= capacity,
+        "own": own, "device": device, "fits": None if capacity is None else has_margin(device, capacity, MARGIN),
+        "margin": MARGIN,
     }  # fmt: skip
 
 
@@ -214,7 +219,7 @@ def searched(config: Any, rows: list[dict[str, Any]], held: Held, capacity: floa
             if row["fits"] is not False or cap <= chunks:
                 break
             # Less by what is over, at least by one; each kept microbatch of a chunk takes its share.
-            over = row["device"] - (capacity or 0)
+            over = row["device"] - (1 - MARGIN) * (capacity or 0)
             each = row["own"] / max(row["kept"], 1)
             cap = max(chunks, min(cap, row["kept"]) - max(1, int(over / each)))
         out.append(row | {"cap": cap})

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-from jaxpar.aot.estimate import Estimate, estimate
+from jaxpar.aot.estimate import EFFORTS, MARGINS, Estimate, estimate, has_margin
 from jaxpar.aot.job import Job
 from jaxpar.aot.memory_estimate import analyse
 from jaxpar.aot.roofline import roofline
@@ -16,8 +16,8 @@ __all__ = ["Finding", "factorisations", "rank_candidates"]
 
 T = TypeVar("T")
 
-MARGIN = 1.15
-"""A candidate is passed over without a compile only if the analytic model sees it over the memory by more than this."""
+DOUBT = 1.15
+"""A candidate is passed over without a compile only where the analytic model sees so much more than may be used."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +75,10 @@ def rank_candidates(
       tell: Called with a line of progress before each compile.
 
     Raises:
-      UsageError: If no candidate is legal.
+      UsageError: If no candidate is legal, or the effort is unknown.
     """
+    if effort not in EFFORTS:
+        raise UsageError(f"effort={effort!r} is unknown; legal are {', '.join(EFFORTS)}.")
     findings, jobs = [], {}
     for number, candidate in enumerate(candidates):
         try:
@@ -86,7 +88,9 @@ def rank_candidates(
             findings.append(Finding(candidate, None, None, "not legal", reason=str(error)))
             continue
         time = roofline(traffic, traffic.crossings, chip, job.mesh, job.model_flops).step_s
-        verdict = "slower" if memory.peak <= MARGIN * chip.hbm_bytes else "over"
+        verdict = "over"
+        if has_margin(memory.peak, DOUBT * chip.hbm_bytes, MARGINS[effort]):
+            verdict = "slower"
         findings.append(Finding(candidate, memory.peak, time, verdict))
         jobs[number] = job
     if not jobs:

@@ -45,8 +45,21 @@ class MemoryEstimate(NamedTuple):
 
 def analyse(job: Job, jaxpr: Jaxpr | None = None) -> tuple[MemoryEstimate, Traffic]:
     """Returns the analytic account of a job's memory, and its traffic. Costs one trace unless its jaxpr is given."""
-    traffic = traffic_of(jaxpr if jaxpr is not None else job.trace(), JobLayout(job), job.mesh.size)
+    jaxpr = jaxpr if jaxpr is not None else job.trace()
+    traffic = traffic_of(jaxpr, JobLayout(job), job.mesh.size, donated_leaves(job))
     return MemoryEstimate(*arguments(job), traffic.peak), traffic
+
+
+def donated_leaves(job: Job) -> tuple[int, ...]:
+    """Returns the numbers of the leaves of donated arguments, among those of all arguments."""
+    found: list[int] = []
+    number = 0
+    for place, argument in enumerate(job.args):
+        leaves = range(number, number + len(jax.tree.leaves(argument)))
+        if place in job.donate:
+            found += leaves
+        number = leaves.stop
+    return tuple(found)
 
 
 def arguments(job: Job) -> tuple[float, float, float]:

@@ -1,12 +1,14 @@
 """The analytic account against the compiler's."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 from fast import OPTIONS
 
 from jaxpar.aot import Job, analyse, compile_job, placements
-from jaxpar.aot.memory_estimate import JobLayout, saved_bytes
+from jaxpar.aot.memory_estimate import JobLayout, donated_leaves, saved_bytes
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, loss
 from jaxpar.mesh import MeshSpec, make_mesh
 
@@ -51,6 +53,73 @@ def test_the_account_is_near_the_compiled_program(sizes, changes):
     held = memory.parameters + memory.optimizer + memory.other
     assert held == pytest.approx(stats.argument_size_in_bytes, rel=0.01)
     assert memory.peak == pytest.approx(outcome.peak, rel=0.35)
+
+
+SIZE = 4 * 64 * 1024
+"""Bytes of one array of the states below, and of no other array there."""
+
+
+def state_job(step, *shapes, donate):
+    mesh = make_mesh(MeshSpec(data=1), jax.devices()[:1])
+    state = {str(i): jax.ShapeDtypeStruct(shape, jnp.float32) for i, shape in enumerate(shapes)}
+    x = jax.ShapeDtypeStruct((), jnp.float32)
+    axes = {name: (None,) * len(leaf.shape) for name, leaf in state.items()}
+    return Job(step, (x, state), ((), axes), mesh, donate=donate, options=OPTIONS)
+
+
+@pytest.mark.parametrize("donate, times", [((1,), 1), ((), 2)])
+def test_donated_memory_is_counted_once_and_other_memory_twice(donate, times):
+    """Of two arrays, which take `times` arrays' memory each: what the compiled program says, exactly."""
+
+    def step(x, state):
+        return jax.tree.map(lambda leaf: leaf * x, state)
+
+    job = state_job(step, (64, 1024), (1024, 64), donate=donate)
+    outcome = compile_job(job, "full")
+    stats = outcome.program.memory_analysis()
+    assert stats.alias_size_in_bytes == (2 * SIZE if donate else 0)
+    small = 4096
+    assert 2 * SIZE * times <= outcome.peak <= 2 * SIZE * times + small
+    assert stats.argument_size_in_bytes + stats.output_size_in_bytes <= outcome.peak + stats.alias_size_in_bytes
+    memory, _ = analyse(job)
+    assert memory.peak == 2 * SIZE * times + 4
+
+
+def test_each_donated_array_serves_one_result_of_its_shape_and_dtype():
+    def step(x, state):
+        one = state["0"] * x
+        return one, one + 1, one.astype(jnp.int32)  # of which one lies in the donated memory
+
+    for donate, times in (((1,), 3), ((), 4)):
+        job = state_job(step, (64, 1024), donate=donate)
+        assert analyse(job)[0].peak == pytest.approx(times * SIZE, rel=0.01)
+        assert compile_job(job, "full").peak == pytest.approx(times * SIZE, rel=0.01)
+
+
+def test_what_is_written_before_the_old_is_read_for_the_last_time_needs_its_own_memory():
+    """As new moments beside the old ones, which a step that is not finite keeps; a product comes after them."""
+
+    def step(x, state):
+        new = state["0"] @ state["1"]
+        kept = jnp.where(jnp.isfinite((new @ state["1"]).sum()), new, state["0"])
+        return {"0": kept, "1": state["1"] * x}
+
+    job = state_job(step, (64, 1024), (1024, 1024), donate=(1,))
+    square = 4 * 1024 * 1024
+    assert analyse(job)[0].peak >= square + 2 * SIZE
+    assert compile_job(job, "full").peak >= square + 2 * SIZE
+
+    def last(x, state):
+        return {"0": state["0"] @ state["1"], "1": state["1"] * x}
+
+    assert analyse(state_job(last, (64, 1024), (1024, 1024), donate=(1,)))[0].peak <= square + 2 * SIZE + 4
+
+
+def test_donated_leaves_are_numbered_over_all_arguments():
+    job = state_job(lambda x, state: state, (2, 3), (4, 5), donate=(1,))
+    assert donated_leaves(job) == (1, 2)
+    assert donated_leaves(dataclasses.replace(job, donate=(0,))) == (0,)
+    assert donated_leaves(dataclasses.replace(job, donate=())) == ()
 
 
 def test_recomputation_saves_memory_in_order():

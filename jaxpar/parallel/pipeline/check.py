@@ -13,10 +13,11 @@ __all__ = ["check_schedule"]
 def check_schedule(schedule: Schedule, cap: int | None = None) -> list[str]:
     """Returns what is wrong with a schedule, a sentence each: an empty list where it can run.
 
-    Each number of a chunk, a microbatch or a device is one that there is; each task is there once, on the device of its chunk; each chunk of each microbatch has F, and BW or both B and W;
-    S and T are on all devices or on none; order and dependencies leave nobody waiting for ever; no device keeps more
-    than `cap`; what is offloaded has been computed, comes back before it is needed, and travels once; weights are
-    gathered before a chunk's first task, and reduced after its last.
+    Each number of a chunk, a microbatch or a device is one that there is. Each task is there once, on the device of its
+    chunk. Each chunk of each microbatch has F, and BW or both B and W. S and T are on all devices or on none. Order and
+    dependencies leave nobody waiting for ever; no device keeps more than `cap`. An offload begins after its F, comes
+    back before it is needed, and travels once. Weights are gathered before a chunk's first task, and gradients reduced
+    after its last.
 
     Args:
       schedule: Any.
