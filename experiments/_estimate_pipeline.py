@@ -112,7 +112,7 @@ def bytes_on_device(slots: dict[str, list[jax.ShapeDtypeStruct]], layout: JobLay
     total = size_of(slots["weights"]) / (shares("mlp") * shares("experts"))
     for name, leading in _LEADING.items():
         for x in slots[name]:
-            one = jax.ShapeDtypeStruct(x.shape[leading:], x.dtype)
+            one = jax.core.ShapedArray(x.shape[leading:], x.dtype)
             total += math.prod(x.shape[:leading]) * layout.bytes(one)
     return total
 

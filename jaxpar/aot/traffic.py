@@ -353,6 +353,7 @@ def _placed_size(eqn: JaxprEqn, var: Var, layout: ArrayLayout) -> float:
     """Bytes of a result on a device: where the program constrains it, what it says."""
     sharding = eqn.params.get("sharding") if eqn.primitive.name == "sharding_constraint" else None
     if isinstance(sharding, jax.sharding.NamedSharding):
-        aval = array_of(var)
-        return float(math.prod(sharding.shard_shape(aval.shape)) * aval.dtype.itemsize)
+        # Not by `shard_shape`, which knows no sharding within a block that is manual over other axes.
+        parts = [sharding.mesh.shape[axis] for entry in sharding.spec for axis in _names(entry)]
+        return bytes_of(array_of(var)) / math.prod(parts)
     return layout.bytes(var.aval)
