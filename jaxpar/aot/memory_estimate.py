@@ -16,7 +16,7 @@ from jax.extend.core import Jaxpr
 from jaxpar.aot.job import Job, placements
 from jaxpar.aot.traffic import ArrayLayout, Traffic, bytes_of, traffic_of
 
-__all__ = ["MemoryEstimate", "analyse", "arguments", "saved_bytes"]
+__all__ = ["JobLayout", "MemoryEstimate", "analyse", "arguments", "saved_bytes"]
 
 ROWS = ("batch", "population", "envs", "particles")
 """Logical axes of independent things, which an array of intermediate results is split over."""

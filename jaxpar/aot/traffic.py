@@ -132,6 +132,7 @@ class _Program:
     def __init__(self, layout: ArrayLayout, num_devices: int, donated: Collection[int] | None = None):
         self.layout, self.num_devices = layout, num_devices
         self.donated = donated
+        self.in_place: set[_Value] = set()  # what may lie where an input of its own kernel does
         self.reused: set[_Value] = set()  # results in the memory of an input that is dead by then
         self.nodes: list[_Node] = []
         self.operations: dict[tuple[float, float], float] = collections.defaultdict(float)
@@ -193,9 +194,11 @@ class _Program:
             for out in node.outs:
                 born[out] = place
             if name in _LOOPS:
+                self.in_place.update(node.outs)
                 self._loop(place, node)
                 return
-            if name.startswith("scatter") or name == "dynamic_update_slice":  # in place
+            if name.startswith("scatter") or name == "dynamic_update_slice":
+                self.in_place.update(node.outs)
                 read -= node.ins[0].size
                 written = read
             else:
@@ -262,7 +265,8 @@ class _Program:
     def _take_over(self, jaxpr: Jaxpr, known: dict, born: dict[_Value, int], end: int) -> None:
         """Counts results: one takes over a donated input's memory, any other needs memory of its own.
 
-        What is written before the input is read for the last time cannot lie in its place.
+        What is written before the input is read for the last time cannot lie in its place; nor what is
+        written while it is read, but for updates of slices and for what loops carry.
         """
         free: dict[tuple, list[_Value]] = collections.defaultdict(list)
         for number in sorted(self.donated or (), reverse=True):
@@ -276,7 +280,7 @@ class _Program:
             value = known[var]
             source = free[_kind(var)].pop() if free[_kind(var)] else None
             if value in born:
-                if source is not None and source.last <= born[value]:
+                if source is not None and source.last < born[value] + (value in self.in_place):
                     self.reused.add(value)
             elif source is None:  # written by the last fused work
                 own += value.size
