@@ -1,9 +1,9 @@
-"""How far is the memory that an estimate counts for a pipeline from what XLA for CPUs allocates.
+"""Ratio of the memory that an estimate counts for a pipeline to what XLA for CPUs allocates.
 
-    python bench/pipeline_memory.py          # eight simulated devices, a quarter of an hour on two busy cores
+    python bench/pipeline_memory.py    # eight simulated devices, a quarter of an hour on two cores
 
-Each number is a ratio: bytes of a device by `experiments.estimate`, over those that the compiled step allocates
-(arguments, temporaries and results, less what results take over of donated arguments). Nothing is run.
+Each number is the bytes of a device by `experiments.estimate`, over those of the compiled step. These
+are arguments, temporaries and results, less results in the memory of donated arguments.
 """
 
 import argparse
@@ -34,7 +34,7 @@ STAGES = (2, 4)
 
 
 def measure(flags: list[str]) -> dict:
-    """Returns the bytes of a device, estimated and compiled, for one set of flags of `experiments.estimate`."""
+    """Returns the bytes of a device, estimated and compiled, by flags of `experiments.estimate`."""
     import jax
 
     from experiments import estimate as experiment
@@ -54,10 +54,12 @@ def measure(flags: list[str]) -> dict:
 
 def main() -> None:
     """Measures every case, prints a table and writes JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     parser.add_argument("--schedules", default=",".join(SCHEDULES))
     parser.add_argument("--cases", default=";".join(CASES), help="names, with ; between them")
-    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results" / "pipeline_memory.json")
+    results = HERE / "results" / "pipeline_memory.json"
+    parser.add_argument("--out", type=pathlib.Path, default=results)
     given = parser.parse_args()
 
     from jaxpar.mesh import simulate_devices
@@ -75,7 +77,8 @@ def main() -> None:
                 found = measure(flags)
                 rows.append({"case": case, "stages": num_stages, "schedule": name, **found})
                 ratios.append(found["estimated"] / found["compiled"])
-            print(f"| {case}, {num_stages} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |", flush=True)
+            cells = " | ".join(f"{ratio:.2f}" for ratio in ratios)
+            print(f"| {case}, {num_stages} | {cells} |", flush=True)
     every = [row["estimated"] / row["compiled"] for row in rows]
     print(f"smallest {min(every):.2f}, largest {max(every):.2f}")
     given.out.parent.mkdir(exist_ok=True)

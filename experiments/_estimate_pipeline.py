@@ -34,18 +34,18 @@ from ._mesh import shares
 from ._pipeline import with_sides
 
 MARGIN = 0.20
-"""Fraction of a device's memory that must stay free: over `bench/pipeline_memory.py` a compiler needs up to a quarter
-more than is counted here."""
+"""Fraction of a device's memory that must stay free. In `bench/pipeline_memory.py` a compiler
+needs up to a quarter more than is counted here."""
 
 _LEADING = {"inbox": 1, "head": 1, "stash": 2, "factors": 2}
-"""Axes of slots, and of turns of a chunk, before those of one microbatch's array."""
+"""Number of leading axes, of slots and of turns of a chunk, before the axes of a microbatch."""
 
 
 class Held(NamedTuple):
     """Bytes of a device besides slots.
 
     Attributes:
-      state: Parameters, optimizer, batch and counters: the arguments, whose memory the results take over.
+      state: Parameters, optimizer, batch and counters: all arguments, which are donated.
       optimizer: Optimizer's share of `state`.
       parameters: Trained parameters' share of `state`; gradients are as wide.
       layers: Layers' share of `parameters`.
@@ -61,11 +61,11 @@ class Held(NamedTuple):
     layout: JobLayout
 
     def by(self, schedule: Schedule, slots: float) -> float:
-        """Returns the most that a device holds at once, with slots of so many bytes in its loop over ticks.
+        """Returns the most that a device holds at once, with `slots` bytes in its loop over ticks.
 
-        Slots, sums of gradients and layers that were sent to the devices of their chunks are there while the loop
-        runs. Sums are then brought to where their layers lie at rest. At last the optimizer's new state is written
-        beside the old one, which a step that is not finite keeps.
+        While the loop runs, it holds slots, sums of gradients, and layers that were sent to the
+        devices of their chunks. Sums are then sent to the devices that hold their layers. The
+        optimizer's new state is written last. The old one stays: a step that is not finite keeps it.
         """
         at_rest = tuple(chunk * schedule.devices // schedule.depth for chunk in range(schedule.depth))
         is_at_rest = schedule.placement == at_rest
@@ -95,18 +95,19 @@ def schedules(config: Any) -> dict[str, Schedule]:
 
 
 def slots_of(config: Any, schedule: Schedule) -> dict[str, list[jax.ShapeDtypeStruct]]:
-    """Returns the arrays of each kind of slots on one stage, all of its devices together, as the program has them."""
+    """Returns the arrays of each kind of slots on one stage, whole, as the program has them."""
     rows = jax.ShapeDtypeStruct((config.data.batch_size, config.data.seq_len), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", *(("places",) if shares("seq_layer") > 1 else ())), rows)
     key = jax.eval_shape(lambda: jax.random.key(0)) if config.model.dropout else None
     params = declared.abstract(config.model, jnp.dtype("float32"))
-    return Pipelined(schedule).slots(stages(config.model), params, batch, key, schedule.microbatches)
+    model = stages(config.model)
+    return Pipelined(schedule).slots(model, params, batch, key, schedule.microbatches)
 
 
 def bytes_on_device(slots: dict[str, list[jax.ShapeDtypeStruct]], layout: JobLayout) -> float:
-    """Returns the bytes of slots on one device, each split within its stage as an array of one microbatch is.
+    """Returns the bytes of slots on one device, split within a stage as a microbatch is.
 
-    Gathered weights lie as products read them: split by tensor and experts, but for their norms, not as the batch is.
+    Gathered weights lie as products read them: split by tensor and experts, but for their norms.
     What waits on the host is on no device.
     """
     total = size_of(slots["weights"]) / (shares("mlp") * shares("experts"))
@@ -122,8 +123,8 @@ def size_of(arrays: list[jax.ShapeDtypeStruct]) -> float:
     return float(sum(x.size * x.dtype.itemsize for x in arrays))
 
 
-def held_by(config: Any, job: aot.Job, schedule: Schedule) -> Held:
-    """Returns what a device holds besides slots, by any schedule of as many microbatches."""
+def bytes_besides_slots(config: Any, job: aot.Job, schedule: Schedule) -> Held:
+    """Returns what a device holds besides slots, for any schedule with these microbatches."""
     sizes: dict[str, float] = collections.defaultdict(float)
     for row in aot.placements(job):
         sizes[row.group] += row.bytes
@@ -141,10 +142,10 @@ def held_by(config: Any, job: aot.Job, schedule: Schedule) -> Held:
 
 
 def task_job(config: Any, job: aot.Job, schedule: Schedule) -> aot.Job:
-    """Returns the gradient of one turn and of both ends of the model for one microbatch, on the mesh of one stage.
+    """Returns the gradient of one turn and of both ends of the model, for one microbatch.
 
-    A task of a stage does no more than this, turn by turn, and the peaks of a turn and of the loss are its own. Where
-    all stages share the head, each has its rows of it alone.
+    A task of a stage does no more than this, turn by turn, and has the peaks of a turn and
+    of the loss. Where all stages share the head, each has its own rows of it.
     """
     model = config.model
     turns = stages(model).num_turns
@@ -183,11 +184,11 @@ def row_of(config: Any, name: str, schedule: Schedule, held: Held, capacity: flo
     kept = sum(slots.values())
     own = bytes_on_device(arrays, held.layout)
     device = held.by(schedule, own)
+    fits = None if capacity is None else has_margin(device, capacity, MARGIN)
     return {
         "schedule": name, "bubble": events.idle_fraction, "lockstep": steps.idle_fraction, "time": steps.makespan,
         "microbatches": schedule.microbatches, "kept": max(steps.held), "slots": slots, "stage": kept,
-        "own": own, "device": device, "fits": None if capacity is None else has_margin(device, capacity, MARGIN),
-        "margin": MARGIN,
+        "own": own, "device": device, "fits": fits, "margin": MARGIN,
     }  # fmt: skip
 
 
@@ -197,7 +198,7 @@ def estimate_pipeline(config: Any, job: aot.Job, capacity: float | None) -> list
         found = schedules(config)
         if not found:
             raise UsageError(f"no schedule has layers for each chunk of mesh.stage={shares('stage')}.")
-        held = held_by(config, job, next(iter(found.values())))
+        held = bytes_besides_slots(config, job, next(iter(found.values())))
         rows = [row_of(config, name, schedule, held, capacity) for name, schedule in found.items()]
         if config.pipeline == "search" and not config.offload:  # which has no cap on what is kept
             rows += searched(config, rows, held, capacity)

@@ -68,8 +68,9 @@ def verdict(found: aot.Estimate) -> str:
     word = "fits" if found.fits else "DOES NOT FIT"
     rest = "too much" if found.excess > 0 else "to spare"
     capacity = found.capacity or 0.0
-    sizes = f"{size_text(found.peak)} of {size_text(capacity)} a device, {size_text(abs(found.excess))} {rest}"
-    return f"{word} with {margin_text(found.margin)}: {sizes}."
+    used = f"{size_text(found.peak)} of {size_text(capacity)} a device"
+    free = f"{size_text(abs(found.excess))} {rest}"
+    return f"{word} with {margin_text(found.margin)}: {used}, {free}."
 
 
 def margin_text(margin: float) -> str:

@@ -89,7 +89,8 @@ def held(folder: pathlib.Path) -> Iterator[None]:
     Raises:
       UsageError: Another run has it, or it cannot be written.
     """
-    file, problem = -1, ""
+    file = -1
+    problem = ""
     if jax.process_index() == 0:
         file, problem = lock_folder(folder, "run folder", _REMEDY)
     try:

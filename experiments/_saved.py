@@ -32,7 +32,7 @@ def saved_run(config: Any, given: Sequence[str] = ()) -> tuple[pathlib.Path, Any
 
 
 def restored(checkpoints: Checkpoints, which: str, abstract_state: PyTree, run: pathlib.Path) -> tuple[int, PyTree]:
-    """Returns the step and the state of a run's best or newest checkpoint, and says which one it is.
+    """Returns the step and the state of a run's best or newest checkpoint, and prints the step.
 
     A damaged one is left as it is, and the newest whole one is read instead.
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-from jaxpar.aot.estimate import EFFORTS, MARGINS, Estimate, estimate, has_margin
+from jaxpar.aot.estimate import Estimate, estimate, has_margin, margin_of
 from jaxpar.aot.job import Job
 from jaxpar.aot.memory_estimate import analyse
 from jaxpar.aot.roofline import roofline
@@ -17,7 +17,7 @@ __all__ = ["Finding", "factorisations", "rank_candidates"]
 T = TypeVar("T")
 
 DOUBT = 1.15
-"""A candidate is passed over without a compile only where the analytic model sees so much more than may be used."""
+"""A candidate is compiled unless the analytic model has it over what may be used by this factor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +77,7 @@ def rank_candidates(
     Raises:
       UsageError: If no candidate is legal, or the effort is unknown.
     """
-    if effort not in EFFORTS:
-        raise UsageError(f"effort={effort!r} is unknown; legal are {', '.join(EFFORTS)}.")
+    margin = margin_of(effort)
     findings, jobs = [], {}
     for number, candidate in enumerate(candidates):
         try:
@@ -89,7 +88,7 @@ def rank_candidates(
             continue
         time = roofline(traffic, traffic.crossings, chip, job.mesh, job.model_flops).step_s
         verdict = "over"
-        if has_margin(memory.peak, DOUBT * chip.hbm_bytes, MARGINS[effort]):
+        if has_margin(memory.peak, DOUBT * chip.hbm_bytes, margin):
             verdict = "slower"
         findings.append(Finding(candidate, memory.peak, time, verdict))
         jobs[number] = job

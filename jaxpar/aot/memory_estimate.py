@@ -45,13 +45,14 @@ class MemoryEstimate(NamedTuple):
 
 def analyse(job: Job, jaxpr: Jaxpr | None = None) -> tuple[MemoryEstimate, Traffic]:
     """Returns the analytic account of a job's memory, and its traffic. Costs one trace unless its jaxpr is given."""
-    jaxpr = jaxpr if jaxpr is not None else job.trace()
+    if jaxpr is None:
+        jaxpr = job.trace()
     traffic = traffic_of(jaxpr, JobLayout(job), job.mesh.size, donated_leaves(job))
     return MemoryEstimate(*arguments(job), traffic.peak), traffic
 
 
 def donated_leaves(job: Job) -> tuple[int, ...]:
-    """Returns the numbers of the leaves of donated arguments, among those of all arguments."""
+    """Returns the numbers of the leaves of donated arguments, among the leaves of all arguments."""
     found: list[int] = []
     number = 0
     for place, argument in enumerate(job.args):

@@ -38,7 +38,7 @@ class Traffic(NamedTuple):
 
     Attributes:
       operations: (operations, bytes) of a kernel -> how often it runs.
-      peak: Most bytes alive at once, without the arguments and without results in the memory of donated ones.
+      peak: Most bytes alive at once, without arguments and results in the memory of donated ones.
       crossings: Collectives that the layout calls for, the largest first: gathers of what the program constrains to
         be whole, sums of products over split dimensions, and those written out in blocks. A compiler merges some.
     """
@@ -114,8 +114,8 @@ def traffic_of(
       jaxpr: Of a step, as `jax.make_jaxpr(step)(*args).jaxpr`.
       layout: How its arrays lie; by default whole on one device.
       num_devices: Devices that share the operations.
-      donated: Numbers of the inputs whose memory results of the same shape and dtype take over, each
-        once and in order, as XLA does; None takes no memory for results at all.
+      donated: Numbers of donated inputs. Each gives its memory to a result of its shape and dtype,
+        in order, as XLA does. With None results take no memory at all.
     """
     return _Program(layout or ArrayLayout(), num_devices, donated).run(jaxpr)
 
@@ -129,7 +129,12 @@ def bytes_of(aval: AbstractValue) -> float:
 class _Program:
     """One jaxpr, its calls inlined; the bodies of its loops are programs of their own."""
 
-    def __init__(self, layout: ArrayLayout, num_devices: int, donated: Collection[int] | None = None):
+    def __init__(
+        self,
+        layout: ArrayLayout,
+        num_devices: int,
+        donated: Collection[int] | None = None,
+    ):
         self.layout, self.num_devices = layout, num_devices
         self.donated = donated
         self.in_place: set[_Value] = set()  # what may lie where an input of its own kernel does
@@ -263,10 +268,10 @@ class _Program:
             self.operations[0.0, sum(reads.values()) + written] += 1
 
     def _take_over(self, jaxpr: Jaxpr, known: dict, born: dict[_Value, int], end: int) -> None:
-        """Counts results: one takes over a donated input's memory, any other needs memory of its own.
+        """Counts results: one takes a donated input's memory, any other needs memory of its own.
 
-        What is written before the input is read for the last time cannot lie in its place; nor what is
-        written while it is read, but for updates of slices and for what loops carry.
+        A result needs its own if it is written before the input is read for the last time. It does
+        so if it is written while the input is read, except for updates of slices and carries of loops.
         """
         free: dict[tuple, list[_Value]] = collections.defaultdict(list)
         for number in sorted(self.donated or (), reverse=True):
@@ -278,7 +283,9 @@ class _Program:
             if isinstance(var, Literal) or known[var] in inputs:
                 continue
             value = known[var]
-            source = free[_kind(var)].pop() if free[_kind(var)] else None
+            source = None
+            if free[_kind(var)]:
+                source = free[_kind(var)].pop()
             if value in born:
                 if source is not None and source.last < born[value] + (value in self.in_place):
                     self.reused.add(value)
@@ -357,7 +364,7 @@ def _placed_size(eqn: JaxprEqn, var: Var, layout: ArrayLayout) -> float:
     """Bytes of a result on a device: where the program constrains it, what it says."""
     sharding = eqn.params.get("sharding") if eqn.primitive.name == "sharding_constraint" else None
     if isinstance(sharding, jax.sharding.NamedSharding):
-        # Not by `shard_shape`, which knows no sharding within a block that is manual over other axes.
+        # `shard_shape` rejects shardings within a block that is manual over other axes.
         parts = [sharding.mesh.shape[axis] for entry in sharding.spec for axis in _names(entry)]
         return bytes_of(array_of(var)) / math.prod(parts)
     return layout.bytes(var.aval)

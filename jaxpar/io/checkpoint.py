@@ -54,14 +54,14 @@ class Checkpoints:
       read_only: Never to write, delete or set aside anything, as beside a run that trains.
 
     Attributes:
-      refused: One sentence about each checkpoint that was set aside, or passed over with `read_only`, in the order in
-        which it was.
+      refused: One sentence about each checkpoint that was set aside or, with `read_only`, passed
+        over; in order.
 
     Raises:
       UsageError: An option is illegal, `folder` cannot be written, or another object writes there.
     """
 
-    # Of what writes alone: it lists the folder once, reads all metrics, and fails at a damaged checkpoint's.
+    # Of a writer alone: it lists the folder once, and fails at the metrics of a damaged checkpoint.
     _manager: ocp.CheckpointManager
 
     def __init__(
@@ -90,8 +90,10 @@ class Checkpoints:
         self._worker = ThreadPoolExecutor(1, "checkpoint")
         self.refused: list[str] = []
         storage.open_folder(self._folder, read_only)
-        # Before anything is tidied up: what looks half-written may be another object's save under way.
-        file = -1 if read_only else storage.lock(self._folder)
+        # Before anything is tidied up: another object's save under way looks half-written.
+        file = -1
+        if not read_only:
+            file = storage.lock(self._folder)
         self._unlock = weakref.finalize(self, unlock_folder, file)
         try:
             if not read_only:
@@ -218,7 +220,7 @@ class Checkpoints:
         self._job = self._pending = None
 
     def close(self) -> None:
-        """Waits as `wait` does, ends all threads and unlocks the folder; the object is of no use afterwards."""
+        """Waits as `wait` does, ends all threads and unlocks the folder; it is of no use then."""
         if self._closed:
             return
         try:
@@ -272,7 +274,7 @@ class Checkpoints:
         """Restores the newest checkpoint that is whole and of this run; sets newer ones aside as `<step>.refused`.
 
         Nothing is ever deleted or overwritten: what was set aside stays until the user removes it. `refused` then says
-        what and why. Where none can be restored, nothing is set aside; with `read_only`, nothing ever is.
+        what and why. Where none can be restored, nothing is set aside; nor is it with `read_only`.
 
         Args:
           abstract_state: As for `restore`.
@@ -315,7 +317,7 @@ class Checkpoints:
         return None
 
     def restore_first(self, steps: Sequence[int], abstract_state: PyTree) -> tuple[int, PyTree]:
-        """Restores the first of `steps` that is whole, and sets nothing aside; `refused` then names those before it.
+        """Restores the first of `steps` that is whole; `refused` names those before it.
 
         Args:
           steps: Steps to read, the one wanted most first.
@@ -336,7 +338,9 @@ class Checkpoints:
                 continue
             self._pass_over(problems, step)
             return step, state
-        why = problems[0] if problems else "there is none"
+        why = "there is none"
+        if problems:
+            why = str(problems[0])
         raise CorruptCheckpointError(f"no checkpoint in {self._folder} is whole: {why}")
 
     def _pass_over(self, problems: Iterable[UsageError], step: int) -> None:

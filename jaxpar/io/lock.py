@@ -8,7 +8,7 @@ import socket
 __all__ = ["LOCK", "lock_folder", "unlock_folder"]
 
 LOCK = ".lock"
-"""File that is locked. The lock goes when its holder ends; the file stays, and names a holder while there is one."""
+"""File that is locked. It stays when its holder ends, and names a holder while there is one."""
 
 
 def lock_folder(folder: pathlib.Path, what: str, remedy: str) -> tuple[int, str]:
@@ -29,7 +29,8 @@ def lock_folder(folder: pathlib.Path, what: str, remedy: str) -> tuple[int, str]
         folder.mkdir(parents=True, exist_ok=True)
         file = os.open(folder / LOCK, flags, 0o666)
     except OSError as error:
-        return -1, f"the {what} {folder} cannot be written ({(error.strerror or str(error)).lower()})."
+        reason = (error.strerror or str(error)).lower()
+        return -1, f"the {what} {folder} cannot be written ({reason})."
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
+from orbax.checkpoint import CheckpointManager
 from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxpar.io.lock import lock_folder
@@ -39,7 +40,7 @@ _UNREADABLE = {
 }
 
 
-_REMEDY = "expected a folder of this run alone: close the other Checkpoints, choose another folder, or read_only=True"
+_REMEDY = "expected no other writer: close that Checkpoints, take another folder, or read_only=True"
 
 
 class CheckpointOrder:
@@ -55,19 +56,25 @@ class CheckpointOrder:
         return value if math.isfinite(value) else self._worst
 
     def best_step(self, folder: epath.Path, steps: Sequence[int]) -> int | None:
-        """Returns the best of `steps`, the newest of equals; None where none has a finite metric."""
+        """Returns the best of `steps`, the newest of equals; None if none has a finite metric."""
         found: tuple[float, int] | None = None
         for step in sorted(steps):
             value = self._metric_of(folder / str(step))
-            better = -value if self.mode == "min" else value
-            if value != self._worst and (found is None or better >= found[0]):
-                found = better, step
-        return None if found is None else found[1]
+            if value == self._worst:
+                continue
+            if self.mode == "min":
+                value = -value
+            if found is None or value >= found[0]:
+                found = value, step
+        if found is None:
+            return None
+        return found[1]
 
     def _metric_of(self, checkpoint: epath.Path) -> float:
         try:
             return self(json.loads((checkpoint / "metrics" / "metrics").read_text()))
-        except (OSError, ValueError, TypeError, AttributeError):  # damaged, or deleted by its run meanwhile
+        except (OSError, ValueError, TypeError, AttributeError):
+            # Damaged, or deleted by its run meanwhile.
             return self._worst
 
 
@@ -114,7 +121,7 @@ def open_folder(folder: epath.Path, read_only: bool) -> None:
 
 
 def lock(folder: epath.Path) -> int:
-    """Locks a local folder for the one `Checkpoints` that writes there, from process 0; a bucket has no locks.
+    """Locks a local folder for one `Checkpoints`, from process 0; a bucket has no locks.
 
     Returns:
       The open lock file for `unlock_folder`, or -1.
@@ -122,11 +129,13 @@ def lock(folder: epath.Path) -> int:
     Raises:
       UsageError: Another `Checkpoints`, of this process or of another one, writes there.
     """
-    file, problem = -1, ""
+    file = -1
+    problem = ""
     if jax.process_index() == 0 and "://" not in str(folder):
         file, problem = lock_folder(pathlib.Path(folder), "checkpoint folder", _REMEDY)
         if problem:
-            gc.collect()  # one that nobody holds any more, as after a cell of a notebook ran twice, lets go
+            # A `Checkpoints` without a reference, as where a notebook's cell ran twice, unlocks it.
+            gc.collect()
             file, problem = lock_folder(pathlib.Path(folder), "checkpoint folder", _REMEDY)
     if on_all_processes(bool(problem)):
         raise UsageError(f"folder={folder}: {problem or 'process 0 could not lock it.'}")
@@ -134,7 +143,7 @@ def lock(folder: epath.Path) -> int:
 
 
 def set_unlistable_aside(folder: epath.Path) -> list[str]:
-    """Sets aside what Orbax could not list; returns a sentence about each such checkpoint, on process 0."""
+    """Sets aside what Orbax could not list; returns a sentence about each, on process 0."""
     refused = []
     for path in folder.glob("*/metrics/metrics") if jax.process_index() == 0 else ():
         step = path.parent.parent
@@ -157,11 +166,11 @@ def set_aside(checkpoint: epath.Path, why: str) -> str:
     return f"{why}; it was set aside as {aside.name}"
 
 
-def open_manager(folder: epath.Path, keep: int, keep_every_s: float, order: CheckpointOrder) -> ocp.CheckpointManager:
+def open_manager(folder: epath.Path, keep: int, every_s: float, order: CheckpointOrder) -> CheckpointManager:
     """Returns Orbax's manager of `folder`, with our items and retention."""
     retention: list[policies.PreservationPolicy] = [policies.LatestN(keep)]
-    if keep_every_s:
-        retention.append(policies.EveryNSeconds(keep_every_s))  # pyright: ignore[reportArgumentType]
+    if every_s:
+        retention.append(policies.EveryNSeconds(every_s))  # pyright: ignore[reportArgumentType]
     if order.metric is not None:
         best = policies.BestN(
             get_metric_fn=order, reverse=order.mode == "min", n=1, keep_checkpoints_without_metrics=False
@@ -174,8 +183,8 @@ def open_manager(folder: epath.Path, keep: int, keep_every_s: float, order: Chec
         best_mode=order.mode,
         cleanup_tmp_directories=True,
         create=False,
-        # Named processes meet through the coordinator. The default is a collective on the devices, which from a
-        # thread would come between those of the training step, in another order on each process.
+        # Named processes meet through the coordinator. The default is a collective on the devices.
+        # From a thread it would come between those of the step, in another order on each process.
         multiprocessing_options=ocp.options.MultiprocessingOptions(
             active_processes=set(range(processes)) if processes > 1 else None
         ),
@@ -185,7 +194,7 @@ def open_manager(folder: epath.Path, keep: int, keep_every_s: float, order: Chec
         "layout": ocp.JsonCheckpointHandler(),
         "metadata": ocp.JsonCheckpointHandler(),
     }
-    return ocp.CheckpointManager(folder, item_handlers=handlers, options=options)
+    return CheckpointManager(folder, item_handlers=handlers, options=options)
 
 
 def storage_reason(error: BaseException | None) -> str | None:

@@ -437,7 +437,7 @@ def test_the_most_that_a_pipeline_holds_is_in_its_loop_or_after_it():
     assert held.by(at_rest, 70.0) == 100 + 30 + 70 + 5
     assert held.by(moved, 70.0) == 100 + 30 + 20 + 70 + 5  # layers sent to the stages of their chunks
     assert held.by(copies, 70.0) == 100 + (30 + 20) + 2 * 20 + 70 + 5  # and sums of a second copy
-    assert held.by(at_rest, 1.0) == 100 + 30 + 60  # gradients, and the optimizer's new state beside the old one
+    assert held.by(at_rest, 1.0) == 100 + 30 + 60  # gradients, and the optimizer's old and new state
     bare = held._replace(optimizer=0.0, task=0.0)
     assert bare.by(moved, 0.0) == 100 + 30 + 2 * 20  # sums on their way to where layers lie at rest
 

@@ -69,8 +69,9 @@ def test_a_second_writer_is_one_sentence_and_the_first_loses_nothing(tmp_path, o
     first.save(1, state, {}, {})
     with pytest.raises(UsageError) as caught:
         Checkpoints(tmp_path)
-    said = rf"folder={tmp_path}: {tmp_path} is in use by process {os.getpid()} on \S+; expected a folder of this run "
-    assert re.fullmatch(said + "alone: close the other Checkpoints, .*or read_only=True.", str(caught.value))
+    said = rf"folder={tmp_path}: {tmp_path} is in use by process {os.getpid()} on \S+; "
+    remedy = "expected no other writer: close that Checkpoints, take another folder, or read_only=True."
+    assert re.fullmatch(said + remedy, str(caught.value))
     reader = Checkpoints(tmp_path, read_only=True)  # which takes no lock
     first.save(2, state, {}, {})
     assert first.steps() == [1, 2]

@@ -271,26 +271,29 @@ def test_wrong_tasks_are_said():
     assert check_schedule(Schedule("none", (0, 2), 1, ((), ()))) == ["2 chunks of 1 copies do not lie on 2 devices"]
 
 
+NO_OPERATION = "it is no operation; expected one of Op after IDLE"
+
+
 @pytest.mark.parametrize(
-    "task, sentence",
+    "task, number, name, what, last",
     [
-        (Task(Op.F, 7, 0), "chunk=7 of a task of device 1, F0.7: there is no such chunk; expected 0 to 3"),
-        (Task(Op.F, -1, 0), "chunk=-1 of a task of device 1, F0.-1: there is no such chunk; expected 0 to 3"),
-        (Task(Op.BW, 4, 0), "chunk=4 of a task of device 1, BW0.4: there is no such chunk; expected 0 to 3"),
-        (Task(Op.F, 1, 5), "microbatch=5 of a task of device 1, F5.1: there is no such microbatch; expected 0 to 2"),
-        (Task(Op.W, 1, -1), "microbatch=-1 of a task of device 1, W-1.1: there is no such microbatch; expected 0 to 2"),
-        (Task(Op.S, 2, 0), "chunk=2 of a task of device 1, S0.2: there is no such device; expected 0 to 1"),
-        (Task(Op.T, -1, 0), "chunk=-1 of a task of device 1, T0.-1: there is no such device; expected 0 to 1"),
-        (Task(9, 1, 0), "op=9 of a task of device 1: it is no operation; expected one of Op after IDLE"),
-        (
-            Task(Op.IDLE, 1, 0),
-            "op=<Op.IDLE: 0> of a task of device 1: it is no operation; expected one of Op after IDLE",
-        ),
+        (Task(Op.F, 7, 0), "chunk=7", "F0.7", "chunk", 3),
+        (Task(Op.F, -1, 0), "chunk=-1", "F0.-1", "chunk", 3),
+        (Task(Op.BW, 4, 0), "chunk=4", "BW0.4", "chunk", 3),
+        (Task(Op.F, 1, 5), "microbatch=5", "F5.1", "microbatch", 2),
+        (Task(Op.W, 1, -1), "microbatch=-1", "W-1.1", "microbatch", 2),
+        (Task(Op.S, 2, 0), "chunk=2", "S0.2", "device", 1),
+        (Task(Op.T, -1, 0), "chunk=-1", "T0.-1", "device", 1),
+        (Task(9, 1, 0), "op=9", "", "", 0),
+        (Task(Op.IDLE, 1, 0), "op=<Op.IDLE: 0>", "", "", 0),
     ],
 )
-def test_tasks_of_what_is_not_there_are_one_sentence(task, sentence):
+def test_tasks_of_what_is_not_there_are_one_sentence(task, number, name, what, last):
     right = interleaved(2, 3, 2)
     wrong = dataclasses.replace(right, rows=(right.rows[0], (*right.rows[1], task)))
+    sentence = f"{number} of a task of device 1, {name}: there is no such {what}; expected 0 to {last}"
+    if not name:
+        sentence = f"{number} of a task of device 1: {NO_OPERATION}"
     assert check_schedule(wrong) == [sentence]
     for read in (simulate_schedule, pack_schedule, functools.partial(simulate_schedule, lockstep=True)):
         with pytest.raises(UsageError, match=re.escape(f"interleaved: {sentence}.")):
@@ -298,22 +301,30 @@ def test_tasks_of_what_is_not_there_are_one_sentence(task, sentence):
 
 
 @pytest.mark.parametrize(
-    "side, sentence",
+    "side, number, what, last",
     [
-        (Side("gather", 2, 0, 0), "device=2 of the side gather: there is no such device; expected 0 to 1"),
-        (Side("reduce", -1, 0, 0), "device=-1 of the side reduce: there is no such device; expected 0 to 1"),
-        (Side("gather", 0, 0, 4), "chunk=4 of the side gather: there is no such chunk; expected 0 to 3"),
-        (Side("fetch", 0, 1, -1, 0), "chunk=-1 of the side fetch: there is no such chunk; expected 0 to 3"),
-        (Side("offload", 0, 1, 0, 3), "microbatch=3 of the side offload: there is no such microbatch; expected 0 to 2"),
-        (Side("fetch", 0, 1, 0, -1), "microbatch=-1 of the side fetch: there is no such microbatch; expected 0 to 2"),
-        (Side("reduce", 0, 12, 1), "reduce of chunk 1 is on device 0, its chunk on device 1"),
-        (Side("gather", 0, 13, 0), "at no place of its row"),
-        (Side("gather", 0, -1, 0), "at no place of its row"),
+        (Side("gather", 2, 0, 0), "device=2", "device", 1),
+        (Side("reduce", -1, 0, 0), "device=-1", "device", 1),
+        (Side("gather", 0, 0, 4), "chunk=4", "chunk", 3),
+        (Side("fetch", 0, 1, -1, 0), "chunk=-1", "chunk", 3),
+        (Side("offload", 0, 1, 0, 3), "microbatch=3", "microbatch", 2),
+        (Side("fetch", 0, 1, 0, -1), "microbatch=-1", "microbatch", 2),
     ],
 )
-def test_sides_of_what_is_not_there_are_one_sentence(side, sentence):
-    (said,) = check_schedule(dataclasses.replace(interleaved(2, 3, 2), sides=(side,)))
-    assert sentence in said
+def test_sides_of_what_is_not_there_are_one_sentence(side, number, what, last):
+    said = check_schedule(dataclasses.replace(interleaved(2, 3, 2), sides=(side,)))
+    assert said == [f"{number} of the side {side.kind}: there is no such {what}; expected 0 to {last}"]
+
+
+def test_sides_of_another_device_or_outside_of_a_row_are_one_sentence():
+    def said(side):
+        return check_schedule(dataclasses.replace(interleaved(2, 3, 2), sides=(side,)))
+
+    elsewhere = "reduce of chunk 1 is on device 0, its chunk on device 1"
+    assert said(Side("reduce", 0, 12, 1)) == [elsewhere]
+    for number in (-1, 13):
+        (sentence,) = said(Side("gather", 0, number, 0))
+        assert "or at no place of its row" in sentence
 
 
 def test_numbers_of_which_nothing_can_be_placed_are_one_sentence():

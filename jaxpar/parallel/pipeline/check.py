@@ -13,11 +13,11 @@ __all__ = ["check_schedule"]
 def check_schedule(schedule: Schedule, cap: int | None = None) -> list[str]:
     """Returns what is wrong with a schedule, a sentence each: an empty list where it can run.
 
-    Each number of a chunk, a microbatch or a device is one that there is. Each task is there once, on the device of its
-    chunk. Each chunk of each microbatch has F, and BW or both B and W. S and T are on all devices or on none. Order and
-    dependencies leave nobody waiting for ever; no device keeps more than `cap`. An offload begins after its F, comes
-    back before it is needed, and travels once. Weights are gathered before a chunk's first task, and gradients reduced
-    after its last.
+    Each number of a chunk, a microbatch or a device is in range. Each task is there once, on the
+    device of its chunk. Each chunk of each microbatch has F, and BW or both B and W. S and T are on
+    all devices or on none. No device waits for ever or keeps more than `cap`. An offload begins after
+    its F, comes back before it is needed, and travels once. Weights are gathered before a chunk's first
+    task, and gradients reduced after its last.
 
     Args:
       schedule: Any.
@@ -89,7 +89,8 @@ def _wrong_sides(schedule: Schedule) -> Iterator[str]:
                 if sides[0].place > row.index(schedule.backward(chunk, j)):
                     yield f"{name} comes back after it is needed"
         elif chunk not in schedule.chunks_of(device):
-            yield f"{kind} of chunk {chunk} is on device {device}, its chunk on device {schedule.placement[chunk]}"
+            owner = schedule.placement[chunk]
+            yield f"{kind} of chunk {chunk} is on device {device}, its chunk on device {owner}"
         else:
             users = [i for i, task in enumerate(row) if task.chunk == chunk and task.op not in (Op.S, Op.T)]
             if not users:

@@ -318,7 +318,7 @@ class _Walk:
                 if written[other, goal] is None:
                     self.found.append(f"tick {tick}, device {device}: {kind} slot {source} holds nothing to {way}")
                 elif way == "offload" and (tick, device) in self.offloads:
-                    # A slot holds what F writes from the tick after F: in F's own, what goes is still another's.
+                    # F writes at the end of its tick; its slot holds another's or nothing before.
                     self.read(tick, device, kind, source, self.offloads[tick, device])
         slots.update(written)
 

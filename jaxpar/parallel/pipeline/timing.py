@@ -181,10 +181,13 @@ def _run(schedule: Schedule, costs: TaskCosts, latency: float) -> tuple[dict, di
 
 
 def try_run(schedule: Schedule, costs: TaskCosts, latency: float) -> tuple[dict, list[str], dict]:
-    """Runs as far as it goes; returns start and end of each task, who then waits for what, and the same of sides.
+    """Runs a schedule as far as it goes.
+
+    Returns:
+      Start and end of each task, a sentence about each device that waits, and times of sides.
 
     Raises:
-      UsageError: A number of the schedule names a chunk, a microbatch or a device that is not there.
+      UsageError: A number of the schedule names a chunk, microbatch or device that is not there.
     """
     for sentence in wrong_indices(schedule):
         raise UsageError(f"{schedule.name}: {sentence}.")
