@@ -66,9 +66,16 @@ def verdict(found: aot.Estimate) -> str:
     if found.fits is None:
         return f"peak {size_text(found.peak)} a device; how much this device has is unknown."
     word = "fits" if found.fits else "DOES NOT FIT"
-    rest = "to spare" if found.fits else "too much"
+    rest = "too much" if found.excess > 0 else "to spare"
     capacity = found.capacity or 0.0
-    return f"{word}: {size_text(found.peak)} of {size_text(capacity)} a device, {size_text(abs(found.excess))} {rest}."
+    used = f"{size_text(found.peak)} of {size_text(capacity)} a device"
+    free = f"{size_text(abs(found.excess))} {rest}"
+    return f"{word} with {margin_text(found.margin)}: {used}, {free}."
+
+
+def margin_text(margin: float) -> str:
+    """Returns a margin as "8 % margin"."""
+    return f"{100 * margin:.0f} % margin"
 
 
 def _memory_table(found: aot.Estimate) -> Table:

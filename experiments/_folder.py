@@ -1,11 +1,9 @@
 """The folder of a run: one run at a time has it, and its files are whole or absent."""
 
 import contextlib
-import fcntl
 import functools
 import os
 import pathlib
-import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,12 +12,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxpar.io import Checkpoints
+from jaxpar.io.lock import LOCK, lock_folder, unlock_folder
 from jaxpar.types import UsageError
 
 from . import _interrupt
 
-LOCK = ".lock"
-"""File that a run locks. The system takes the lock back when the run ends, however it ends; the file stays."""
+_REMEDY = "wait for its end, or begin another run with resume=false"
 
 
 def fresh_folder(folder: pathlib.Path, resume: bool) -> pathlib.Path:
@@ -68,24 +66,22 @@ def saving(folder: pathlib.Path, resume: bool, where: str = "", **options: Any) 
       where: The checkpoints' folder, or `folder/checkpoints`.
       **options: Of `Checkpoints`.
     """
-    elsewhere = where and "://" not in where
-    with held(pathlib.Path(where), "checkpoint folder") if elsewhere else contextlib.nullcontext():
-        checkpoints = Checkpoints(where or folder / "checkpoints", **options)
-        again = "the same command" + ("" if resume else f" with resume=true hydra.run.dir={short(folder)}")
+    checkpoints = Checkpoints(where or folder / "checkpoints", **options)
+    again = "the same command" + ("" if resume else f" with resume=true hydra.run.dir={short(folder)}")
 
-        def tell() -> str:
-            step = max(checkpoints.on_disk(), default=None)
-            if step is None:
-                return "nothing had been saved yet, and the same command begins anew"
-            return f"the checkpoint of step {step} is whole, and {again} goes on from it"
+    def tell() -> str:
+        step = max(checkpoints.on_disk(), default=None)
+        if step is None:
+            return "nothing had been saved yet, and the same command begins anew"
+        return f"the checkpoint of step {step} is whole, and {again} goes on from it"
 
-        _interrupt.answer.saved = tell
-        with contextlib.closing(checkpoints):
-            yield checkpoints
+    _interrupt.answer.saved = tell
+    with contextlib.closing(checkpoints):
+        yield checkpoints
 
 
 @contextlib.contextmanager
-def held(folder: pathlib.Path, what: str = "run folder") -> Iterator[None]:
+def held(folder: pathlib.Path) -> Iterator[None]:
     """Holds a folder, which is made, for this run while inside; all processes of the run call this, process 0 locks.
 
     Where storage has no locks, as some network file systems, a note says so. What only reads needs no lock.
@@ -93,7 +89,10 @@ def held(folder: pathlib.Path, what: str = "run folder") -> Iterator[None]:
     Raises:
       UsageError: Another run has it, or it cannot be written.
     """
-    file, problem = _lock(folder, what) if jax.process_index() == 0 else (-1, "")
+    file = -1
+    problem = ""
+    if jax.process_index() == 0:
+        file, problem = lock_folder(folder, "run folder", _REMEDY)
     try:
         if jax.process_count() > 1 and np.any(multihost_utils.process_allgather(np.array(bool(problem)))):
             problem = problem or f"{folder} could not be locked by process 0."
@@ -101,30 +100,7 @@ def held(folder: pathlib.Path, what: str = "run folder") -> Iterator[None]:
             raise UsageError(problem)
         yield
     finally:
-        if file >= 0:
-            os.truncate(file, 0)  # the lock file names its holder, and there is none now
-            os.close(file)
-
-
-def _lock(folder: pathlib.Path, what: str) -> tuple[int, str]:
-    """Returns the open lock file, or -1, and why the run cannot have the folder."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        return -1, f"the {what} {folder} cannot be written ({(error.strerror or str(error)).lower()})."
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.read(file, 200).decode(errors="replace").strip() or "another process"
-        os.close(file)
-        return -1, f"{folder} is in use by {holder}; wait for its end, or begin another run with resume=false."
-    except OSError as error:
-        print(f"note: {folder} cannot be locked ({(error.strerror or str(error)).lower()}); start no second run in it.")
-        return file, ""
-    os.truncate(file, 0)
-    os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-    return file, ""
+        unlock_folder(file)
 
 
 def replace_text(path: pathlib.Path, text: str) -> None:

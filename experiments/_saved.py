@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jaxpar.io import Checkpoints
@@ -29,6 +29,42 @@ def saved_run(config: Any, given: Sequence[str] = ()) -> tuple[pathlib.Path, Any
     saved, usual = _run.load(folder, type(config)), type(config)()
     changed = {name: getattr(config, name) for name in given if getattr(config, name) != getattr(usual, name)}
     return folder, saved, dataclasses.replace(saved, **changed)
+
+
+def restored(
+    checkpoints: Checkpoints,
+    which: str,
+    abstract_state: PyTree,
+    run: pathlib.Path,
+    later: Collection[str] = (),
+) -> tuple[int, PyTree]:
+    """Returns the step and the state of a run's best or newest checkpoint, and prints the step.
+
+    A damaged one is left as it is, and the newest whole one is read instead.
+
+    Args:
+      checkpoints: Opened to be read only, since the run may be training; closed at the end.
+      which: "best" or "newest"; without a best one, the newest.
+      abstract_state: As for `Checkpoints.restore`.
+      run: Folder of the run.
+      later: As for `Checkpoints.restore`.
+
+    Raises:
+      UsageError: There is no checkpoint, or none is whole.
+    """
+    with contextlib.closing(checkpoints):
+        steps = checkpoints.steps()[::-1]
+        if not steps:
+            raise UsageError(f"{run} has no checkpoint yet; train it first.")
+        best = checkpoints.best() if which == "best" else None
+        if best is not None:
+            steps.remove(best)
+            steps.insert(0, best)
+        step, state = checkpoints.restore_first(steps, abstract_state, later)
+    for sentence in checkpoints.refused:
+        _run.say(sentence)
+    _run.say(f"checkpoint of step {step} of {_run.short(run)}")
+    return step, state
 
 
 def newest_state(

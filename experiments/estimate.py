@@ -45,7 +45,7 @@ from jaxpar.types import UsageError
 from . import _estimate_report as report
 from . import _run, _silence
 from ._estimate_moves import moves
-from ._estimate_pipeline import estimate_pipeline, schedules, table_of
+from ._estimate_pipeline import MARGIN, estimate_pipeline, schedules, table_of
 from ._mesh import check_split, parse_layout, refuse_idle, shares
 from ._pipeline import PipelineConfig
 from ._run import say
@@ -175,6 +175,7 @@ def tell_pipeline(config: Config, folder: pathlib.Path, devices: list[Any], chip
     report.print_table(table_of(rows))
     for name, size in rows[0]["slots"].items():
         say(f"{name:10} {report.size_text(size)} on a stage, {rows[0]['schedule']}")
+    say(f"{'fits':10} with {report.margin_text(MARGIN)}; nothing compiled")
     place = folder / report.slug(config.topology or jax.default_backend(), f"stage={config.mesh.stage}", "pipeline")
     content = {"pipeline": rows, "config": dataclasses.asdict(config)}
     report.write(place, content, {}, config.json)

@@ -46,7 +46,7 @@ from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import named_shardings, partition
 from jaxpar.types import PyTree, UsageError
 
-from . import _evaluate, _experts, _export, _init, _run, _train
+from . import _evaluate, _experts, _export, _init, _run, _saved, _train
 from ._folder import owning
 from ._mesh import LM_AXES, check_split, refuse_idle, shares
 from ._pipeline import PipelineConfig, make_schedule
@@ -352,18 +352,12 @@ def load(folder: pathlib.Path, config: Config) -> tuple[Config, PyTree, Tokenize
         tuning=saved.tuning, objective=saved.objective, teacher=saved.teacher,
         adapter=dataclasses.replace(saved.adapter, merge=config.adapter.merge), init=saved.init,
     )  # fmt: skip
-    checkpoints = Checkpoints(checkpoint_folder(saved, folder), read_only=True)
-    step = checkpoints.best() if config.checkpoint == "best" else None
-    step = checkpoints.newest() if step is None else step
-    if step is None:
-        raise UsageError(f"{folder} has no checkpoint yet; train it first.")
     trainer = make_trainer(config)
     shapes = jax.eval_shape(trainer.init, jax.random.key(0))
     shardings = named_shardings(shapes, trainer.axes())
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-    state = checkpoints.restore(step, abstract, later=trainer.later_leaves)
-    checkpoints.close()
-    say(f"checkpoint of step {step} of {_run.short(folder)}")
+    checkpoints = Checkpoints(checkpoint_folder(saved, folder), read_only=True)
+    _, state = _saved.restored(checkpoints, config.checkpoint, abstract, folder, trainer.later_leaves)
     return config, judged_weights(config, state), corpus.tokenizer
 
 

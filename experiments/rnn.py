@@ -47,7 +47,7 @@ from . import _run, _train
 from ._folder import owning
 from ._mesh import check_split, refuse_idle
 from ._run import say
-from ._saved import saved_run
+from ._saved import restored, saved_run
 from ._series import SeriesConfig, Task, open_task
 from ._train import Run
 
@@ -203,18 +203,13 @@ def evaluate(config: Config, folder: pathlib.Path) -> dict[str, float]:
     run, saved, _ = saved_run(config)
     task = open_task(saved.data, saved.seed)
     trainer = make_trainer(saved, task)
-    checkpoints = Checkpoints(run / "checkpoints", read_only=True)
-    step = checkpoints.best()
-    step = checkpoints.newest() if step is None else step
-    if step is None:
-        raise UsageError(f"{run} has no checkpoint yet; train it first.")
     shapes = jax.eval_shape(trainer.init, jax.random.key(0))
     shardings = named_shardings(shapes, trainer.axes())
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-    params = checkpoints.restore(step, abstract).params
-    checkpoints.close()
+    checkpoints = Checkpoints(run / "checkpoints", read_only=True)
+    _, state = restored(checkpoints, "best", abstract, run)
+    params = state.params
     metrics = make_evaluate(trainer, task)(params)
-    say(f"checkpoint of step {step} of {_run.short(run)}")
     say("in parallel  " + _text(metrics))
     say(f"streamed     largest difference of an output {streaming_error(trainer, task, params):.1e}")
     return metrics

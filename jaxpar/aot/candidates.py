@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-from jaxpar.aot.estimate import Estimate, estimate
+from jaxpar.aot.estimate import Estimate, estimate, has_margin, margin_of
 from jaxpar.aot.job import Job
 from jaxpar.aot.memory_estimate import analyse
 from jaxpar.aot.roofline import roofline
@@ -16,8 +16,8 @@ __all__ = ["Finding", "factorisations", "rank_candidates"]
 
 T = TypeVar("T")
 
-MARGIN = 1.15
-"""A candidate is passed over without a compile only if the analytic model sees it over the memory by more than this."""
+DOUBT = 1.15
+"""A candidate is compiled unless the analytic model has it over what may be used by this factor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +75,9 @@ def rank_candidates(
       tell: Called with a line of progress before each compile.
 
     Raises:
-      UsageError: If no candidate is legal.
+      UsageError: If no candidate is legal, or the effort is unknown.
     """
+    margin = margin_of(effort)
     findings, jobs = [], {}
     for number, candidate in enumerate(candidates):
         try:
@@ -86,7 +87,9 @@ def rank_candidates(
             findings.append(Finding(candidate, None, None, "not legal", reason=str(error)))
             continue
         time = roofline(traffic, traffic.crossings, chip, job.mesh, job.model_flops).step_s
-        verdict = "slower" if memory.peak <= MARGIN * chip.hbm_bytes else "over"
+        verdict = "over"
+        if has_margin(memory.peak, DOUBT * chip.hbm_bytes, margin):
+            verdict = "slower"
         findings.append(Finding(candidate, memory.peak, time, verdict))
         jobs[number] = job
     if not jobs:

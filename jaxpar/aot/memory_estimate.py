@@ -16,7 +16,7 @@ from jax.extend.core import Jaxpr
 from jaxpar.aot.job import Job, placements
 from jaxpar.aot.traffic import ArrayLayout, Traffic, bytes_of, traffic_of
 
-__all__ = ["MemoryEstimate", "analyse", "arguments", "saved_bytes"]
+__all__ = ["JobLayout", "MemoryEstimate", "analyse", "arguments", "saved_bytes"]
 
 ROWS = ("batch", "population", "envs", "particles")
 """Logical axes of independent things, which an array of intermediate results is split over."""
@@ -45,8 +45,22 @@ class MemoryEstimate(NamedTuple):
 
 def analyse(job: Job, jaxpr: Jaxpr | None = None) -> tuple[MemoryEstimate, Traffic]:
     """Returns the analytic account of a job's memory, and its traffic. Costs one trace unless its jaxpr is given."""
-    traffic = traffic_of(jaxpr if jaxpr is not None else job.trace(), JobLayout(job), job.mesh.size)
+    if jaxpr is None:
+        jaxpr = job.trace()
+    traffic = traffic_of(jaxpr, JobLayout(job), job.mesh.size, donated_leaves(job))
     return MemoryEstimate(*arguments(job), traffic.peak), traffic
+
+
+def donated_leaves(job: Job) -> tuple[int, ...]:
+    """Returns the numbers of the leaves of donated arguments, among the leaves of all arguments."""
+    found: list[int] = []
+    number = 0
+    for place, argument in enumerate(job.args):
+        leaves = range(number, number + len(jax.tree.leaves(argument)))
+        if place in job.donate:
+            found += leaves
+        number = leaves.stop
+    return tuple(found)
 
 
 def arguments(job: Job) -> tuple[float, float, float]:

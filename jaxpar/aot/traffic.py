@@ -11,7 +11,7 @@ own, and caches.
 
 import collections
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -38,7 +38,7 @@ class Traffic(NamedTuple):
 
     Attributes:
       operations: (operations, bytes) of a kernel -> how often it runs.
-      peak: Most bytes alive at once, arguments and donated results not counted.
+      peak: Most bytes alive at once, without arguments and results in the memory of donated ones.
       crossings: Collectives that the layout calls for, the largest first: gathers of what the program constrains to
         be whole, sums of products over split dimensions, and those written out in blocks. A compiler merges some.
     """
@@ -102,15 +102,22 @@ class _Node(NamedTuple):
     layout: ArrayLayout
 
 
-def traffic_of(jaxpr: Jaxpr, layout: ArrayLayout | None = None, num_devices: int = 1) -> Traffic:
+def traffic_of(
+    jaxpr: Jaxpr,
+    layout: ArrayLayout | None = None,
+    num_devices: int = 1,
+    donated: Collection[int] | None = None,
+) -> Traffic:
     """Returns the traffic of a jaxpr.
 
     Args:
       jaxpr: Of a step, as `jax.make_jaxpr(step)(*args).jaxpr`.
       layout: How its arrays lie; by default whole on one device.
       num_devices: Devices that share the operations.
+      donated: Numbers of donated inputs. Each gives its memory to a result of its shape and dtype,
+        in order, as XLA does. With None results take no memory at all.
     """
-    return _Program(layout or ArrayLayout(), num_devices).run(jaxpr)
+    return _Program(layout or ArrayLayout(), num_devices, donated).run(jaxpr)
 
 
 def bytes_of(aval: AbstractValue) -> float:
@@ -122,8 +129,16 @@ def bytes_of(aval: AbstractValue) -> float:
 class _Program:
     """One jaxpr, its calls inlined; the bodies of its loops are programs of their own."""
 
-    def __init__(self, layout: ArrayLayout, num_devices: int):
+    def __init__(
+        self,
+        layout: ArrayLayout,
+        num_devices: int,
+        donated: Collection[int] | None = None,
+    ):
         self.layout, self.num_devices = layout, num_devices
+        self.donated = donated
+        self.in_place: set[_Value] = set()  # what may lie where an input of its own kernel does
+        self.reused: set[_Value] = set()  # results in the memory of an input that is dead by then
         self.nodes: list[_Node] = []
         self.operations: dict[tuple[float, float], float] = collections.defaultdict(float)
         self.extra: dict[int, float] = {}  # node -> bytes that it needs while it runs
@@ -140,6 +155,8 @@ class _Program:
             self._visit(place, node, born)
         end = len(self.nodes)
         self._results(outs, arguments, end)
+        if self.donated is not None:
+            self._take_over(jaxpr, known, born, end)
         found = [Crossing(*kind, int(count), int(size)) for kind, (count, size) in self.crossings.items()]
         found.sort(key=lambda one: -one.bytes)
         return Traffic(dict(self.operations), self._peak(born, end), tuple(found))
@@ -182,9 +199,11 @@ class _Program:
             for out in node.outs:
                 born[out] = place
             if name in _LOOPS:
+                self.in_place.update(node.outs)
                 self._loop(place, node)
                 return
-            if name.startswith("scatter") or name == "dynamic_update_slice":  # in place
+            if name.startswith("scatter") or name == "dynamic_update_slice":
+                self.in_place.update(node.outs)
                 read -= node.ins[0].size
                 written = read
             else:
@@ -248,6 +267,32 @@ class _Program:
         if written:
             self.operations[0.0, sum(reads.values()) + written] += 1
 
+    def _take_over(self, jaxpr: Jaxpr, known: dict, born: dict[_Value, int], end: int) -> None:
+        """Counts results: one takes a donated input's memory, any other needs memory of its own.
+
+        A result needs its own if it is written before the input is read for the last time. It does
+        so if it is written while the input is read, except for updates of slices and carries of loops.
+        """
+        free: dict[tuple, list[_Value]] = collections.defaultdict(list)
+        for number in sorted(self.donated or (), reverse=True):
+            var = jaxpr.invars[number]
+            free[_kind(var)].append(known[var])
+        inputs = {known[var] for var in jaxpr.invars}
+        own = 0.0
+        for var in jaxpr.outvars:
+            if isinstance(var, Literal) or known[var] in inputs:
+                continue
+            value = known[var]
+            source = None
+            if free[_kind(var)]:
+                source = free[_kind(var)].pop()
+            if value in born:
+                if source is not None and source.last < born[value] + (value in self.in_place):
+                    self.reused.add(value)
+            elif source is None:  # written by the last fused work
+                own += value.size
+        self.extra[end] = own
+
     def _sum(self, node: _Node) -> None:
         """Notes the sum over devices that a product over a split dimension needs."""
         (contract, _), _ = node.eqn.params["dimension_numbers"]
@@ -280,6 +325,8 @@ class _Program:
     def _peak(self, born: dict[_Value, int], end: int) -> float:
         change = [0.0] * (end + 2)
         for value, place in born.items():
+            if value in self.reused:
+                continue
             change[place] += value.size
             change[max(value.last, place) + 1] -= value.size
         alive = peak = 0.0
@@ -293,6 +340,11 @@ def _is_heavy(node: _Node) -> bool:
     name = node.eqn.primitive.name
     heavy = name in _HEAVY or name in _LOOPS or name in ("pallas_call", "dynamic_update_slice")
     return heavy or matmul_flops(node.eqn) is not None
+
+
+def _kind(var: Var) -> tuple:
+    aval = var.aval
+    return getattr(aval, "shape", ()), getattr(aval, "dtype", None)
 
 
 def _names(axes: str | Iterable[str] | None) -> tuple[str, ...]:
@@ -312,6 +364,7 @@ def _placed_size(eqn: JaxprEqn, var: Var, layout: ArrayLayout) -> float:
     """Bytes of a result on a device: where the program constrains it, what it says."""
     sharding = eqn.params.get("sharding") if eqn.primitive.name == "sharding_constraint" else None
     if isinstance(sharding, jax.sharding.NamedSharding):
-        aval = array_of(var)
-        return float(math.prod(sharding.shard_shape(aval.shape)) * aval.dtype.itemsize)
+        # `shard_shape` rejects shardings within a block that is manual over other axes.
+        parts = [sharding.mesh.shape[axis] for entry in sharding.spec for axis in _names(entry)]
+        return bytes_of(array_of(var)) / math.prod(parts)
     return layout.bytes(var.aval)

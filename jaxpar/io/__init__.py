@@ -6,6 +6,7 @@ file            | in -> out                                            | called 
 `snapshot.py`   | arrays -> copies on the devices, digests             | `checkpoint.py`
 `layers.py`     | stacked over layers <-> an array a layer             | `reading.py`, `checkpoint.py`
 `reading.py`    | `checkpoints/<step>/` -> arrays, or why not          | `checkpoint.py`
+`lock.py`       | folder -> its lock, or the sentence about its holder  | `storage.py`, experiments
 `storage.py`    | folder, retention -> Orbax's manager                 | `checkpoint.py`
 `checkpoint.py` | state pytree, any sharding <-> `checkpoints/<step>/` | `jaxpar.loop`, experiments
 `export.py`     | pytree, any sharding -> `.npz`, `.safetensors`       | experiments

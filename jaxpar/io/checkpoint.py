@@ -5,7 +5,8 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal, NoReturn, TypeVar
 
@@ -16,6 +17,7 @@ from etils import epath
 
 from jaxpar.fields import AtLeast, OneOf, check_value
 from jaxpar.io import layers, reading, storage
+from jaxpar.io.lock import unlock_folder
 from jaxpar.io.reading import CorruptCheckpointError, RunMismatchError
 from jaxpar.io.snapshot import fits_twice, on_all_processes, pinned, prepare, snapshot
 from jaxpar.types import PyTree, UsageError
@@ -37,6 +39,9 @@ class Checkpoints:
     removed at the next start. It holds arrays by logical name and global shape with a digest of each, and
     nothing of the mesh that they were on. All processes of a run call every method.
 
+    One object at a time writes to a local folder, from its construction to `close`, by a lock on
+    `folder/.lock`. Any number may read there meanwhile, with `read_only=True`.
+
     Args:
       folder: Where the checkpoints live, a local path or one such as gs://bucket/folder; created where absent.
       keep: How many of the newest to keep, at least 1.
@@ -50,11 +55,15 @@ class Checkpoints:
       read_only: Never to write, delete or set aside anything, as beside a run that trains.
 
     Attributes:
-      refused: One sentence about each checkpoint that was set aside, in the order in which it was.
+      refused: One sentence about each checkpoint that was set aside or, with `read_only`, passed
+        over; in order.
 
     Raises:
-      UsageError: An option is illegal, or `folder` cannot be written.
+      UsageError: An option is illegal, `folder` cannot be written, or another object writes there.
     """
+
+    # Of a writer alone: it lists the folder once, and fails at the metrics of a damaged checkpoint.
+    _manager: ocp.CheckpointManager
 
     def __init__(
         self,
@@ -80,16 +89,37 @@ class Checkpoints:
         self._closed = False
         # One thread, so that Orbax's barriers come in the same order on all processes.
         self._worker = ThreadPoolExecutor(1, "checkpoint")
-        self.refused = storage.open_folder(self._folder, read_only)
-        self._manager = storage.open_manager(self._folder, keep, keep_every_s, self._order, read_only)
+        self.refused: list[str] = []
+        storage.open_folder(self._folder, read_only)
+        # Before anything is tidied up: another object's save under way looks half-written.
+        file = -1
+        if not read_only:
+            file = storage.lock(self._folder)
+        self._unlock = weakref.finalize(self, unlock_folder, file)
+        try:
+            if not read_only:
+                self.refused += storage.set_unlistable_aside(self._folder)
+                self._manager = storage.open_manager(self._folder, keep, keep_every_s, self._order)
+        except BaseException:
+            self._unlock()
+            raise
+
+    @property
+    def folder(self) -> epath.Path:
+        """Whole path of the folder."""
+        return self._folder
 
     def steps(self) -> list[int]:
         """Returns the steps of all whole checkpoints, ascending; finishes a save under way first."""
         self.wait()
+        if self._read_only:
+            return self.on_disk()
         return sorted(self._manager.all_steps())
 
     def on_disk(self) -> list[int]:
         """Returns the steps of the checkpoints that are whole now, ascending; waits for no save that is under way."""
+        if not self._folder.exists():
+            return []
         return sorted(ocp.utils.checkpoint_steps(self._folder))
 
     def newest(self) -> int | None:
@@ -98,8 +128,7 @@ class Checkpoints:
 
     def best(self) -> int | None:
         """Returns the step whose `best_metric` is best, or None where no save had a finite one."""
-        self.wait()
-        return self._order.best_step(self._manager)
+        return self._order.best_step(self._folder, self.steps())
 
     def prepare(self, state: PyTree) -> None:
         """Compiles what a save of such a state runs on the devices, so that the first save does not stall for it."""
@@ -192,7 +221,7 @@ class Checkpoints:
         self._job = self._pending = None
 
     def close(self) -> None:
-        """Waits as `wait` does, then ends all threads; the object is of no use afterwards."""
+        """Waits as `wait` does, ends all threads and unlocks the folder; it is of no use then."""
         if self._closed:
             return
         try:
@@ -200,8 +229,12 @@ class Checkpoints:
         finally:
             self._closed = True
             # Orbax raises the error of a save once a thread, and the worker's has been told.
-            self._worker.submit(self._manager.close).result()
-            self._worker.shutdown()
+            try:
+                if not self._read_only:
+                    self._worker.submit(self._manager.close).result()
+                self._worker.shutdown()
+            finally:
+                self._unlock()
 
     def metadata(self, step: int) -> dict[str, object]:
         """Returns the `metadata` that was saved with `step`."""
@@ -251,7 +284,7 @@ class Checkpoints:
         """Restores the newest checkpoint that is whole and of this run; sets newer ones aside as `<step>.refused`.
 
         Nothing is ever deleted or overwritten: what was set aside stays until the user removes it. `refused` then says
-        what and why. Where none can be restored, nothing is set aside.
+        what and why. Where none can be restored, nothing is set aside; nor is it with `read_only`.
 
         Args:
           abstract_state: As for `restore`.
@@ -274,7 +307,9 @@ class Checkpoints:
             except (CorruptCheckpointError, RunMismatchError) as error:
                 problems[step] = error
                 continue
-            if problems and not self._read_only:
+            if problems and self._read_only:
+                self._pass_over(problems.values(), step)
+            elif problems:
                 for refused, problem in problems.items():
                     if jax.process_index() == 0:
                         self.refused.append(storage.set_aside(self._folder / str(refused), str(problem)))
@@ -292,6 +327,41 @@ class Checkpoints:
                 f"no checkpoint in {self._folder} is whole: {why}; start anew with resume=false, or in another folder"
             )
         return None
+
+    def restore_first(
+        self, steps: Sequence[int], abstract_state: PyTree, later: Collection[str] = ()
+    ) -> tuple[int, PyTree]:
+        """Restores the first of `steps` that is whole; `refused` names those before it.
+
+        Args:
+          steps: Steps to read, the one wanted most first.
+          abstract_state: As for `restore`.
+          later: As for `restore`.
+
+        Returns:
+          The step and its state.
+
+        Raises:
+          UsageError: None of `steps` is whole, or a leaf differs.
+        """
+        problems: list[UsageError] = []
+        for step in steps:
+            try:
+                state = self._restore(self._folder / str(step), abstract_state, {}, {}, later)
+            except CorruptCheckpointError as error:
+                problems.append(error)
+                continue
+            self._pass_over(problems, step)
+            return step, state
+        why = "there is none"
+        if problems:
+            why = str(problems[0])
+        raise CorruptCheckpointError(f"no checkpoint in {self._folder} is whole: {why}")
+
+    def _pass_over(self, problems: Iterable[UsageError], step: int) -> None:
+        """Notes which checkpoints were not read, on process 0, and which one was instead."""
+        if jax.process_index() == 0:
+            self.refused += [f"{problem}; step {step} is read instead" for problem in problems]
 
     def _restore(
         self,

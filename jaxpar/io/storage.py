@@ -1,18 +1,20 @@
 """The folder of checkpoints: local or in a bucket, whether it can be written, what is kept there and for how long."""
 
-import contextlib
+import gc
 import json
-import logging
 import math
 import os
+import pathlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
+from orbax.checkpoint import CheckpointManager
 from orbax.checkpoint import checkpoint_managers as policies
 
+from jaxpar.io.lock import lock_folder
 from jaxpar.io.snapshot import on_all_processes
 from jaxpar.types import UsageError, causes_of
 
@@ -38,6 +40,9 @@ _UNREADABLE = {
 }
 
 
+_REMEDY = "expected no other writer: close that Checkpoints, take another folder, or read_only=True"
+
+
 class CheckpointOrder:
     """How good a checkpoint is by its `metric`; None ranks none."""
 
@@ -50,10 +55,27 @@ class CheckpointOrder:
         value = metrics.get(self.metric or "", self._worst)
         return value if math.isfinite(value) else self._worst
 
-    def best_step(self, manager: ocp.CheckpointManager) -> int | None:
-        """Returns the best step, None where no step has a finite metric."""
-        best = None if self.metric is None else manager.best_step()
-        return None if best is None or self(manager.metrics(best) or {}) == self._worst else best
+    def best_step(self, folder: epath.Path, steps: Sequence[int]) -> int | None:
+        """Returns the best of `steps`, the newest of equals; None if none has a finite metric."""
+        found: tuple[float, int] | None = None
+        for step in sorted(steps):
+            value = self._metric_of(folder / str(step))
+            if value == self._worst:
+                continue
+            if self.mode == "min":
+                value = -value
+            if found is None or value >= found[0]:
+                found = value, step
+        if found is None:
+            return None
+        return found[1]
+
+    def _metric_of(self, checkpoint: epath.Path) -> float:
+        try:
+            return self(json.loads((checkpoint / "metrics" / "metrics").read_text()))
+        except (OSError, ValueError, TypeError, AttributeError):
+            # Damaged, or deleted by its run meanwhile.
+            return self._worst
 
 
 def absolute(folder: str | os.PathLike) -> epath.Path:
@@ -72,11 +94,8 @@ def absolute(folder: str | os.PathLike) -> epath.Path:
     return path if "://" in str(path) else path.absolute()  # which would take gs: for a folder's name
 
 
-def open_folder(folder: epath.Path, read_only: bool) -> list[str]:
-    """Makes the folder, tries to write there from each process, and sets aside what Orbax could not list.
-
-    Returns:
-      A sentence about each checkpoint that was set aside, on process 0.
+def open_folder(folder: epath.Path, read_only: bool) -> None:
+    """Makes the folder and tries to write there from each process; for `read_only`, looks there.
 
     Raises:
       UsageError: Some process cannot write there, or for `read_only` cannot look there.
@@ -99,9 +118,33 @@ def open_folder(folder: epath.Path, read_only: bool) -> list[str]:
             f"the checkpoint folder {folder} cannot be {'read' if read_only else 'written'} ({reason}); "
             "choose a folder that this user may write, on a disk with free space"
         ) from problem
+
+
+def lock(folder: epath.Path) -> int:
+    """Locks a local folder for one `Checkpoints`, from process 0; a bucket has no locks.
+
+    Returns:
+      The open lock file for `unlock_folder`, or -1.
+
+    Raises:
+      UsageError: Another `Checkpoints`, of this process or of another one, writes there.
+    """
+    file = -1
+    problem = ""
+    if jax.process_index() == 0 and "://" not in str(folder):
+        file, problem = lock_folder(pathlib.Path(folder), "checkpoint folder", _REMEDY)
+        if problem:
+            # A `Checkpoints` without a reference, as where a notebook's cell ran twice, unlocks it.
+            gc.collect()
+            file, problem = lock_folder(pathlib.Path(folder), "checkpoint folder", _REMEDY)
+    if on_all_processes(bool(problem)):
+        raise UsageError(f"folder={folder}: {problem or 'process 0 could not lock it.'}")
+    return file
+
+
+def set_unlistable_aside(folder: epath.Path) -> list[str]:
+    """Sets aside what Orbax could not list; returns a sentence about each, on process 0."""
     refused = []
-    if read_only:
-        return refused
     for path in folder.glob("*/metrics/metrics") if jax.process_index() == 0 else ():
         step = path.parent.parent
         try:
@@ -123,54 +166,35 @@ def set_aside(checkpoint: epath.Path, why: str) -> str:
     return f"{why}; it was set aside as {aside.name}"
 
 
-def open_manager(
-    folder: epath.Path, keep: int, keep_every_s: float, order: CheckpointOrder, read_only: bool
-) -> ocp.CheckpointManager:
+def open_manager(folder: epath.Path, keep: int, every_s: float, order: CheckpointOrder) -> CheckpointManager:
     """Returns Orbax's manager of `folder`, with our items and retention."""
     retention: list[policies.PreservationPolicy] = [policies.LatestN(keep)]
-    if keep_every_s:
-        retention.append(policies.EveryNSeconds(keep_every_s))  # pyright: ignore[reportArgumentType]
+    if every_s:
+        retention.append(policies.EveryNSeconds(every_s))  # pyright: ignore[reportArgumentType]
     if order.metric is not None:
         best = policies.BestN(
             get_metric_fn=order, reverse=order.mode == "min", n=1, keep_checkpoints_without_metrics=False
         )
         retention.append(best)
     processes = jax.process_count()
-    with _without_warnings_of_reading():
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=policies.AnyPreservationPolicy(retention),
-            best_fn=None if order.metric is None else order,
-            best_mode=order.mode,
-            cleanup_tmp_directories=not read_only,
-            create=False,
-            read_only=read_only,
-            # Named processes meet through the coordinator. The default is a collective on the devices, which from a
-            # thread would come between those of the training step, in another order on each process.
-            multiprocessing_options=ocp.options.MultiprocessingOptions(
-                active_processes=set(range(processes)) if processes > 1 else None
-            ),
-        )
-        handlers = {
-            "state": ocp.StandardCheckpointHandler(),
-            "layout": ocp.JsonCheckpointHandler(),
-            "metadata": ocp.JsonCheckpointHandler(),
-        }
-        return ocp.CheckpointManager(folder, item_handlers=handlers, options=options)
-
-
-@contextlib.contextmanager
-def _without_warnings_of_reading() -> Iterator[None]:
-    """Orbax warns, twice, that a folder is only read, as it was told to."""
-
-    def is_news(record: logging.LogRecord) -> bool:
-        return "read_only" not in record.getMessage() and "read only" not in record.getMessage()
-
-    orbax = logging.getLogger("absl")
-    orbax.addFilter(is_news)
-    try:
-        yield
-    finally:
-        orbax.removeFilter(is_news)
+    options = ocp.CheckpointManagerOptions(
+        preservation_policy=policies.AnyPreservationPolicy(retention),
+        best_fn=None if order.metric is None else order,
+        best_mode=order.mode,
+        cleanup_tmp_directories=True,
+        create=False,
+        # Named processes meet through the coordinator. The default is a collective on the devices.
+        # From a thread it would come between those of the step, in another order on each process.
+        multiprocessing_options=ocp.options.MultiprocessingOptions(
+            active_processes=set(range(processes)) if processes > 1 else None
+        ),
+    )
+    handlers = {
+        "state": ocp.StandardCheckpointHandler(),
+        "layout": ocp.JsonCheckpointHandler(),
+        "metadata": ocp.JsonCheckpointHandler(),
+    }
+    return CheckpointManager(folder, item_handlers=handlers, options=options)
 
 
 def storage_reason(error: BaseException | None) -> str | None:

@@ -8,7 +8,10 @@ import jax.numpy as jnp
 import pytest
 from fast import OPTIONS
 
+from experiments._estimate_report import verdict
 from jaxpar.aot import CHIPS, Job, estimate, factorisations, rank_candidates
+from jaxpar.aot.candidates import DOUBT
+from jaxpar.aot.estimate import EFFORTS, MARGINS
 from jaxpar.mesh import MeshSpec, constrain, make_mesh
 from jaxpar.types import UsageError
 
@@ -64,6 +67,43 @@ def test_the_estimate_of_collectives_is_near_the_compiled_ones():
     for axes in ("fsdp", "tensor"):
         real, estimated = (sum(row.bytes for row in p.crossings if row.axes == axes) for p in (compiled, guess))
         assert real / 3 < estimated < real * 3
+
+
+@pytest.mark.parametrize("effort", ["full", "none"])
+def test_a_step_fits_only_where_its_margin_stays_free(effort):
+    peak = estimate(job_of(), effort=effort, chip=CHIPS["h100"]).peak
+    margin = MARGINS[effort]
+    for free, fits in ((1.01 * margin, True), (0.99 * margin, False), (0.0, False)):
+        chip = dataclasses.replace(CHIPS["h100"], hbm_bytes=peak / (1 - free))
+        found = estimate(job_of(), effort=effort, chip=chip)
+        assert (found.fits, found.margin) == (fits, margin)
+        assert found.excess <= 0  # the margin is no part of it
+        said = verdict(found)
+        word = "fits" if fits else "DOES NOT FIT"
+        assert said.startswith(f"{word} with {100 * margin:.0f} % margin: ") and said.endswith("to spare.")
+    small = estimate(job_of(), effort=effort, chip=dataclasses.replace(CHIPS["h100"], hbm_bytes=peak / 2))
+    assert not small.fits and verdict(small).endswith("too much.")
+
+
+def test_each_effort_has_the_margin_of_its_own_errors():
+    assert set(MARGINS) == set(EFFORTS) and MARGINS["full"] < MARGINS["low"] < MARGINS["none"] < 0.25
+
+
+def test_a_search_keeps_the_margin():
+    """Both of what the analytic model passes over and of what the compiler judges."""
+    peak = estimate(build((1, 1, 1)), effort="full", chip=CHIPS["h100"]).peak
+    by_model = estimate(build((1, 1, 1)), effort="none", chip=CHIPS["h100"]).peak
+
+    def verdict_of(capacity, effort):
+        chip = dataclasses.replace(CHIPS["h100"], hbm_bytes=capacity)
+        return rank_candidates([(1, 1, 1)], build, chip, effort=effort)[0].verdict
+
+    assert verdict_of(1.01 * peak / (1 - MARGINS["full"]), "full") == "best"
+    assert verdict_of(0.99 * peak / (1 - MARGINS["full"]), "full") == "does not fit"
+    edge = by_model / DOUBT / (1 - MARGINS["none"])
+    assert verdict_of(0.99 * edge, "none") == "over" and verdict_of(1.01 * edge, "none") == "does not fit"
+    with pytest.raises(UsageError, match="effort='much' is unknown"):
+        rank_candidates([(1, 1, 1)], build, CHIPS["h100"], effort="much")
 
 
 def test_a_device_of_unknown_memory_decides_nothing():

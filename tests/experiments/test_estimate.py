@@ -1,5 +1,6 @@
 """`python -m experiments.estimate`: published parameter counts, reports, sentences and exit codes."""
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -11,14 +12,16 @@ import sys
 
 import jax
 import pytest
+from fast import OPTIONS
 from jax.experimental.compilation_cache import compilation_cache
 
 from experiments import _run, estimate
+from experiments._estimate_pipeline import MARGIN, Held
 from experiments._estimate_report import context_seconds, size_text
 from jaxpar import aot
 from jaxpar.lm import config_from_hf, num_params
 from jaxpar.parallel.context import Sizes, move_for
-from jaxpar.parallel.pipeline import PIPELINES
+from jaxpar.parallel.pipeline import PIPELINES, bitpipe, one_f_one_b, zb_v
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -102,7 +105,7 @@ def test_gpus_are_estimated_without_one(main, tmp_path):
     flags = "topology=h100:8 hf=config.json data.seq_len=4096 data.batch_size=16 model.remat=full show=true".split()
     code, out, err = main(*flags, "json=copy.json")
     assert (code, err) == (0, "")
-    assert "8,030,261,248 parameters" in out and "fsdp=8 on 8 h100 devices" in out and "fits: " in out
+    assert "8,030,261,248 parameters" in out and "fsdp=8 on 8 h100 devices" in out and "fits with 10 % margin: " in out
     assert "analytic model" in out and "model, not measurement" in out
     assert "layers.wq" in out and "embed -> inner+fsdp" in out  # of show
     report = report_of(tmp_path)
@@ -285,7 +288,7 @@ def test_a_slice_that_is_not_here(tmp_path):
     flags = "topology=v5e:2x2 mesh.fsdp=2 mesh.tensor=2 model.num_layers=2 model.embed_dim=256 model.head_dim=64"
     done = on_tpu(tmp_path, *flags.split(), "data.seq_len=128", "data.batch_size=8", "model.dtype=bfloat16")
     assert (done.returncode, told(done.stderr)) == (0, "")  # nothing of libtpu's start-up
-    assert "fits: " in done.stdout and "of 15.75 GiB" in done.stdout
+    assert "fits with 8 % margin: " in done.stdout and "of 15.75 GiB" in done.stdout
     report = report_of(tmp_path)
     assert report["compiled"] and report["roofline"]["step_s"] > 0 and report["notes"] == []
     found = {(row["kind"], row["axes"]): row["count"] for row in report["crossings"]}
@@ -374,9 +377,9 @@ def test_a_pipeline_is_told_by_its_bubble_and_what_its_stages_keep(ranked):
 @pytest.mark.slow  # 22 s on two busy cores
 def test_a_search_of_schedules_keeps_to_the_memory_and_ranks_by_time(ranked):
     free = {row["schedule"]: row for row in ranked(None)}
-    capacity = (free["searched"]["device"] + free["1f1b"]["device"]) / 2
+    capacity = (free["searched"]["device"] + free["1f1b"]["device"]) / 2 / (1 - MARGIN)
     rows = ranked(capacity)
-    assert all(row["fits"] == (row["device"] <= capacity) for row in rows)
+    assert all(row["fits"] == (row["device"] <= (1 - MARGIN) * capacity) for row in rows)
     assert [row["fits"] for row in rows] == sorted((row["fits"] for row in rows), reverse=True)
     fitting = [row["time"] for row in rows if row["fits"]]
     assert fitting == sorted(fitting)
@@ -396,10 +399,57 @@ def test_gathered_weights_and_what_waits_on_the_host_count_where_they_lie():
     layer = 16 * (3 * 32 + 4 * 16) + 2 * 16  # products and two norms
     assert plain["slots"]["weights"] == 0 < gathered["slots"]["weights"] <= 2 * layer * 4
     assert gathered["slots"]["weights"] >= 2 * layer * 2  # in bfloat16, of one layer a chunk
-    assert gathered["device"] - plain["device"] == gathered["slots"]["weights"]
+    assert gathered["own"] - plain["own"] == gathered["slots"]["weights"]
     plain, away = (row("pipeline=gpipe", f"offload={on}") for on in ("false", "true"))
     less = plain["slots"]["stash"] - away["slots"]["stash"]
-    assert away["slots"]["host"] > 0 < less and plain["device"] - away["device"] == less / 4  # rows lie over fsdp=4
+    assert away["slots"]["host"] > 0 < less and plain["own"] - away["own"] == less / 4  # rows lie over fsdp=4
+
+
+PIPES = ("preset=tiny", "mesh.data=1", "microbatches=8", "data.batch_size=16", "data.seq_len=64", "model.num_layers=8",
+         "model.embed_dim=64", "model.num_heads=4", "model.mlp_dim=256", "model.vocab_size=512")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("pipeline=1f1b", "mesh.stage=2", "model.remat=full", "model.vocab_size=8192"),  # a task's logits
+        ("pipeline=bitpipe", "mesh.stage=4", "model.remat=full", "model.embed_dim=192"),  # copies of layers and sums
+        ("pipeline=1f1b", "mesh.stage=2", "model.remat=full", "model.embed_dim=192"),  # the optimizer's new state
+        ("pipeline=zb_v", "mesh.stage=2", "mesh.tensor=2"),  # slots, split by tensor
+    ],
+    ids=" ".join,
+)
+def test_what_a_pipeline_holds_is_near_what_is_compiled(flags):
+    """Within a quarter, and never under by more than the margin; docs/estimates.md has more of them."""
+    config = estimate.compose(*PIPES, *flags)
+    devices = jax.devices()[: config.mesh.stage * config.mesh.tensor]
+    job = dataclasses.replace(estimate.pipeline_job(config, devices), options=OPTIONS)
+    (row,) = estimate.estimate_pipeline(config, job, None)
+    peak = aot.compile_job(job, "full").peak
+    assert (1 - MARGIN) * peak <= row["device"] <= 1.25 * peak
+    # The account of any step takes a pipelined one too; it does not know which slots are written in place.
+    assert aot.analyse(job)[0].peak >= row["device"]
+
+
+def test_the_most_that_a_pipeline_holds_is_in_its_loop_or_after_it():
+    held = Held(state=100.0, optimizer=60.0, parameters=30.0, layers=20.0, task=5.0, layout=None)
+    at_rest, moved, copies = one_f_one_b(2, 4), zb_v(2, 4), bitpipe(2, 4)
+    assert held.by(at_rest, 70.0) == 100 + 30 + 70 + 5
+    assert held.by(moved, 70.0) == 100 + 30 + 20 + 70 + 5  # layers sent to the stages of their chunks
+    assert held.by(copies, 70.0) == 100 + (30 + 20) + 2 * 20 + 70 + 5  # and sums of a second copy
+    assert held.by(at_rest, 1.0) == 100 + 30 + 60  # gradients, and the optimizer's old and new state
+    bare = held._replace(optimizer=0.0, task=0.0)
+    assert bare.by(moved, 0.0) == 100 + 30 + 2 * 20  # sums on their way to where layers lie at rest
+
+
+def test_a_pipeline_fits_only_where_its_margin_stays_free(ranked):
+    device = {row["schedule"]: row["device"] for row in ranked(None)}["1f1b"]
+    config = estimate.compose("topology=h100:8", "pipeline=1f1b", *PIPED)
+    config, devices, _ = estimate.find_devices(config)
+    job = estimate.pipeline_job(config, devices)
+    for free, fits in ((1.01 * MARGIN, True), (0.99 * MARGIN, False)):
+        (row,) = estimate.estimate_pipeline(config, job, device / (1 - free))
+        assert (row["fits"], row["margin"]) == (fits, MARGIN)
 
 
 def test_a_pipeline_is_printed_and_written(main, tmp_path):
@@ -407,3 +457,4 @@ def test_a_pipeline_is_printed_and_written(main, tmp_path):
     (report,) = tmp_path.glob("run/*/report.json")
     (row,) = json.loads(report.read_text())["pipeline"]
     assert code == 0 and row["fits"] and f"{row['bubble']:.1%}" in out and size_text(row["stage"]) in out
+    assert "fits       with 20 % margin; nothing compiled" in out

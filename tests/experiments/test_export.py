@@ -7,6 +7,7 @@ from fast import jit
 from safetensors.numpy import load_file
 
 from jaxpar.io import Checkpoints
+from jaxpar.io.lock import LOCK
 from jaxpar.io.reading import flatten
 from jaxpar.lm import apply, from_hf
 
@@ -75,7 +76,7 @@ def test_checkpoints_may_live_elsewhere(main, tmp_path):
     said = main(*flags, "train.steps=4", compiles=True)
     assert said.code == 0 and "checkpoint elsewhere/run" in said.out, said
     assert not (tmp_path / "run" / "checkpoints").exists()
-    assert sorted(path.name for path in (tmp_path / "elsewhere" / "run").iterdir()) == ["1", "2", "3", "4"]
+    assert sorted(path.name for path in (tmp_path / "elsewhere" / "run").iterdir()) == [LOCK, "1", "2", "3", "4"]
     again = main(*flags, "train.steps=4")
     assert again.code == 0 and "(resuming at step 4)" in again.out, again
     assert "checkpoint of step 4" in main("mode=eval", "run=run").out

@@ -64,6 +64,21 @@ def test_a_run_saves_tells_and_goes_on(tmp_path, capfd):
     assert "adding" in capfd.readouterr().err
 
 
+def test_a_run_cut_within_a_chunk_goes_on_at_the_steps_of_an_uncut_one(tmp_path):
+    def events(folder, steps):
+        run = run_of(folder, [], Config(train=TrainConfig(steps, 3, 3)), checkpoints={"keep": 9})
+        run = dataclasses.replace(run, fit=dataclasses.replace(run.fit, eval_every=6))
+        train(Sum(), jnp.float32, dataclasses.replace(run, evaluate=lambda state: {"eval/sum": state}))
+        evals = [row["step"] for row in rows(folder) if "eval/sum" in row]
+        return evals, sorted(Checkpoints(folder / "checkpoints", read_only=True).on_disk())
+
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+    assert events(tmp_path / "whole", 14) == ([6, 12, 14], [3, 6, 9, 12, 14])
+    assert events(tmp_path / "cut", 7) == ([6, 7], [3, 6, 7])
+    assert events(tmp_path / "cut", 14) == ([6, 7, 12, 14], [3, 6, 7, 9, 12, 14])
+
+
 def test_a_finished_run_says_how_to_extend_it(tmp_path, capfd):
     told = []
     train(Sum(), jnp.float32, run_of(tmp_path, told, extending="takes longer"))

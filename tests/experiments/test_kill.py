@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from killed_at import MOMENTS
 
+from jaxpar.io.lock import LOCK
+
 
 @pytest.fixture(scope="session")
 def cache(compiled):
@@ -111,7 +113,7 @@ def test_the_uninterrupted_run_leaves_its_files(finished):
     validation = {row["step"]: float(row["validation/loss"]) for row in rows(folder) if "validation/loss" in row}
     assert train == list(range(1, 41)) and list(validation) == [20, 40]
     assert abs(validation[40] - losses(folder)[-1]) < 0.5  # of other words from the same four
-    assert sorted(int(path.name) for path in (folder / "checkpoints").iterdir()) == [36, 40]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [LOCK, "36", "40"]
     for name in ("plots/loss.png", "metrics.jsonl", "checkpoints"):
         assert f"run/{name}" in said.out
     assert losses(folder)[-1] < 0.7 * losses(folder)[0]
@@ -126,6 +128,17 @@ def test_fifty_kills_in_all_phases_change_no_bit(command, main, finished):
     assert kill_and_compare(command, main, finished, 50, seed=1) >= 4
 
 
+def test_what_only_reads_leaves_a_damaged_checkpoint_to_the_run_and_reads_another(main, copied):
+    for path in (copied / "checkpoints" / "40").rglob("*"):
+        if path.parent.name == "d":
+            path.write_bytes(path.read_bytes()[:-100])
+    before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
+    said = main("mode=eval", "run=run", "checkpoint=newest")
+    assert said.code == 0 and "\ncheckpoint of step 36 of run\n" in said.out, said
+    assert re.search(r"^the checkpoint \S+/40 .*; step 36 is read instead$", said.out, re.MULTILINE)
+    assert {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()} == before
+
+
 def test_the_newest_being_damaged_the_run_goes_on_from_the_one_before(main, copied, finished):
     for path in (copied / "checkpoints" / "40").rglob("*"):
         if path.parent.name == "d":
@@ -134,7 +147,7 @@ def test_the_newest_being_damaged_the_run_goes_on_from_the_one_before(main, copi
     assert said.code == 0 and "(resuming at step 36)" in said.out, said
     assert re.search(r"^the checkpoint \S+/40 .*; it was set aside as 40\.refused$", said.out, re.MULTILINE)
     assert rows(copied) == rows(finished[1])
-    assert sorted(path.name for path in (copied / "checkpoints").iterdir()) == ["36", "40", "40.refused"]
+    assert sorted(path.name for path in (copied / "checkpoints").iterdir()) == [LOCK, "36", "40", "40.refused"]
 
 
 @pytest.mark.slow

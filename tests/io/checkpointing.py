@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxpar.io.lock import LOCK
+
 
 class Moments(NamedTuple):
     mean: dict
@@ -64,8 +66,25 @@ def save_scalar(checkpoints, step, **metrics):
     checkpoints.save(step, state, {f"validation/{name}": v for name, v in metrics.items()}, {})
 
 
+def names(folder):
+    """Names in a folder of checkpoints, without the lock's file."""
+    return sorted(path.name for path in folder.iterdir() if path.name != LOCK)
+
+
 # Orbax closes its event loop under the other leaves' reads when one of them fails.
 closed_loop = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+HOWS = (
+    "short data",
+    "flipped data",
+    "no layout",
+    "no manifest",
+    "no files",
+    "empty files",
+    "other metadata",
+    "other arrays",
+)
 
 
 def damage(folder, how):

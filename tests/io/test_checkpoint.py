@@ -12,7 +12,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpointing import abstract, bits, closed_loop, damage, flip, make_state, over, save_scalar, three_saved
+from checkpointing import (
+    HOWS,
+    abstract,
+    bits,
+    closed_loop,
+    damage,
+    flip,
+    make_state,
+    names,
+    over,
+    save_scalar,
+    three_saved,
+)
 
 from jaxpar.io import Checkpoints, CorruptCheckpointError, RunMismatchError, storage
 from jaxpar.types import UsageError
@@ -185,11 +197,12 @@ def bucket(tmp_path, monkeypatch):
 def test_a_bucket_is_opened_and_tidied_as_a_folder_is(bucket):
     folder = storage.absolute("gs://bucket/runs/a")
     assert str(folder) == "gs://bucket/runs/a"
-    assert storage.open_folder(folder, False) == [] and not list((bucket / "bucket/runs/a").iterdir())
+    storage.open_folder(folder, False)
+    assert storage.set_unlistable_aside(folder) == [] and not list((bucket / "bucket/runs/a").iterdir())
     for step, text in ((1, '{"validation/loss": 1.0}'), (2, "{")):
         (folder / str(step) / "metrics").mkdir(parents=True)
         (folder / str(step) / "metrics" / "metrics").write_text(text)
-    (sentence,) = storage.open_folder(folder, False)
+    (sentence,) = storage.set_unlistable_aside(folder)
     assert "the checkpoint gs://bucket/runs/a/2 is damaged" in sentence and "set aside as 2.refused" in sentence
     assert sorted(path.name for path in (bucket / "bucket/runs/a").iterdir()) == ["1", "2.refused"]
 
@@ -230,11 +243,6 @@ def test_wrong_use_is_one_sentence(tmp_path, opened):
         Checkpoints(tmp_path, best_mode="least")
 
 
-HOWS = "short data, flipped data, no layout, no manifest, no files, empty files, other metadata, other arrays".split(
-    ", "
-)
-
-
 @closed_loop
 @pytest.mark.parametrize("how", HOWS)
 def test_a_damaged_newest_is_named_and_set_aside_and_the_one_before_it_used(tmp_path, opened, how):
@@ -262,7 +270,7 @@ def test_a_damaged_newest_is_named_and_set_aside_and_the_one_before_it_used(tmp_
     for step in (3, 4, 5):  # the same step is saved again, and retention deletes only its own
         again.save(step, states[1], {}, {"seed": 3})
     assert again.steps() == [1, 4, 5]  # 1 is the best
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "3.refused", "4", "5"]
+    assert names(tmp_path) == ["1", "3.refused", "4", "5"]
 
 
 @closed_loop
@@ -275,7 +283,7 @@ def test_if_all_are_damaged_nothing_is_touched_and_nothing_starts_anew(tmp_path,
             CorruptCheckpointError, match=rf"no checkpoint in {tmp_path} is whole: .*{tmp_path}/3 .*resume=false"
         ):
             opened(tmp_path).restore_newest(abstract(states[1]), {"seed": 3})
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "3"]
+        assert names(tmp_path) == ["1", "2", "3"]
     for step in (1, 2, 3):
         (tmp_path / str(step)).rename(tmp_path / f"{step}.refused")
     with pytest.raises(
@@ -297,7 +305,7 @@ def test_a_checkpoint_of_another_run_is_refused_by_what_differs(tmp_path, opened
         RunMismatchError, match=r"of step 2 .* does not fit this run: params/b/0 is float32\[24,4\] there"
     ):
         opened(tmp_path).restore_newest(narrow, {"seed": 3})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "3"]
+    assert names(tmp_path) == ["1", "2", "3"]
     checkpoints = opened(tmp_path, keep=10)
     checkpoints.save(4, states[1], {}, {"seed": 5})
     step, _ = checkpoints.restore_newest(abstract(states[1]), {"seed": 3})

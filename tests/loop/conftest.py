@@ -6,7 +6,7 @@ import pytest
 from noisy_walk import Walk
 
 from jaxpar import loop
-from jaxpar.io import Checkpoints
+from jaxpar.io import Checkpoints, storage
 from jaxpar.loop import compile_step
 
 _programs = {}  # of `Walk`, by length
@@ -14,10 +14,13 @@ _programs = {}  # of `Walk`, by length
 
 @pytest.fixture
 def opened():
-    """`opened(folder)` is a `Checkpoints` that the test closes at its end."""
+    """`opened(folder)` is a `Checkpoints`, closed when its folder is opened again or the test ends."""
     all_opened = []
 
     def open_(folder, keep=100):
+        for earlier in all_opened:
+            if earlier.folder == storage.absolute(folder):
+                earlier.close()
         all_opened.append(Checkpoints(folder, keep=keep))
         return all_opened[-1]
 

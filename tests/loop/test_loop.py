@@ -25,6 +25,7 @@ from noisy_walk import (
 )
 
 from jaxpar.io import CorruptCheckpointError
+from jaxpar.io.lock import LOCK
 from jaxpar.loop import Fit, Hooks, fit, resume, run, run_until
 from jaxpar.types import UsageError
 
@@ -172,6 +173,26 @@ def test_evaluations_and_saves_come_on_their_steps(tmp_path, opened, plan, evals
     assert result.metrics["validation/loss"] == 1.0 / plan.num_steps
 
 
+@pytest.mark.parametrize("cut", [1, 4, 7, 11])
+def test_a_run_cut_within_a_chunk_evaluates_and_saves_on_its_own_steps(tmp_path, opened, cut):
+    def events(num_steps, checkpoints, start):
+        seen = []
+
+        def evaluate(state):
+            seen.append(int(state.count))
+            return {"validation/loss": 1.0}
+
+        hooks = Hooks(checkpoints=checkpoints, evaluate=evaluate)
+        fit(WALK, KEY, batch, Fit(num_steps, 3, eval_every=6, save_every=3), hooks)
+        return seen, [step for step in checkpoints.steps() if step > start]
+
+    evals, saves = events(17, opened(tmp_path / "whole"), 0)
+    assert (evals, saves) == ([6, 12, 17], [3, 6, 9, 12, 15, 17])
+    events(cut, opened(tmp_path / "cut"), 0)
+    later = [step for step in evals if step > cut], [step for step in saves if step > cut]
+    assert events(17, opened(tmp_path / "cut"), cut) == later
+
+
 def test_an_old_evaluation_never_ranks_a_later_checkpoint(tmp_path, opened):
     checkpoints = opened(tmp_path, keep=1)
     losses = {4: 1.0, 8: 5.0, 12: 6.0}
@@ -216,14 +237,18 @@ def test_a_finished_run_is_extended_with_the_same_bits(tmp_path, opened):
 def test_another_runs_checkpoint_is_refused_by_the_field(tmp_path, opened):
     saved = {"seed": 1, "corpus": "a1"}
     fit(WALK, KEY, batch, Fit(4), Hooks(checkpoints=opened(tmp_path), metadata=saved))
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    before = content(tmp_path)
     for wanted, field in (({"seed": 2}, "seed=1 .* 2;"), ({"corpus": "b2"}, "corpus='a1' .* 'b2'")):
         with pytest.raises(UsageError, match=f"of step 4 was made with {field}"):
             fit(WALK, KEY, batch, Fit(6), Hooks(checkpoints=opened(tmp_path), metadata=saved | wanted))
     with pytest.raises(UsageError, match="fresh=None"):
         fit(WALK, KEY, batch, Fit(6), Hooks(checkpoints=opened(tmp_path), metadata=saved | {"fresh": 1}))
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert content(tmp_path) == before
     assert fit(WALK, KEY, batch, Fit(6), Hooks(checkpoints=opened(tmp_path), metadata=saved)).step == 6
+
+
+def content(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != LOCK}
 
 
 def spoil(folder):

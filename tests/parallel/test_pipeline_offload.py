@@ -17,6 +17,7 @@ from jaxpar.lm import LMConfig
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.parallel.pipeline import (
     PIPELINES,
+    Op,
     Pipelined,
     Side,
     SlotSizes,
@@ -86,6 +87,42 @@ def test_wrong_transfers_are_said_and_change_the_gradient(wrong, monkeypatch):
     right = made(gpipe(4, 6), "tensor")[1]
     monkeypatch.setattr(run, "_packed", lambda *args: changed)
     assert made.__wrapped__(changed.schedule, "tensor")[1] != right
+
+
+EARLY = (Side("offload", 0, 0, 0, 1), Side("fetch", 0, 4, 0, 1))
+"""An offload before F0 of what F1 writes, and its fetch."""
+
+
+def test_an_offload_never_reads_its_slot_in_the_tick_of_its_f():
+    """Nor before: F writes at the end of its tick, and an offload reads at the beginning of one."""
+    schedule = dataclasses.replace(gpipe(2, 3), sides=EARLY)
+    said = check_schedule(schedule)
+    assert said == ["what chunk 0 keeps of microbatch 1 is offloaded before it is there"]
+    table = pack_schedule(schedule)  # which orders what it is given
+    is_forward = (table.column("op") == Op.F) & (table.column("microbatch") == 1)
+    forward = int(np.flatnonzero(is_forward[:, 0])[0])
+    ticks = {side.kind: tick for tick, side in table.sides}
+    assert ticks["offload"] == forward + 1 and check_table(table) == []
+
+    rows = table.rows.copy()
+    cells = [table.columns.index(name) for name in ("offload", "offload_to")]
+    rows[forward, 0, cells] = table.rows[forward + 1, 0, cells]
+    rows[forward + 1, 0, cells] = -1
+    slot = int(rows[forward, 0, cells[0]])
+    sides = tuple((tick - (side.kind == "offload"), side) for tick, side in table.sides)
+    said = check_table(dataclasses.replace(table, rows=rows, sides=sides))
+    assert said[0] == f"tick {forward}, device 0: stash slot {slot} holds nothing to offload"
+
+
+def test_an_offload_of_what_another_microbatch_left_is_said_where_it_is_read():
+    table = pack_schedule(with_offload(gpipe(2, 3), lockstep=True))
+    ticks = {side[3:]: tick for tick, side in table.sides if side.kind == "offload"}
+    earlier = ticks[0, 1] - 1
+    assert ticks[0, 0] == earlier
+    wrong = [(tick, side) for tick, side in table.sides if (side.kind, side.microbatch) != ("offload", 1)]
+    wrong.append((earlier, Side("offload", 0, 1, 0, 1)))
+    said = check_table(dataclasses.replace(table, sides=tuple(wrong)))
+    assert f"tick {earlier}, device 0: stash slot 0 holds F0.0, not F1.0" in said
 
 
 @pytest.mark.parametrize("schedule", [one_f_one_b(4, 8), zb_v(4, 8)], ids=str)

@@ -1,7 +1,9 @@
 """Schedules of pipelines: closed forms of idle time and memory, a plain simulator, what is noticed as wrong."""
 
 import dataclasses
+import functools
 import heapq
+import re
 from fractions import Fraction
 
 import pytest
@@ -25,6 +27,7 @@ from jaxpar.parallel.pipeline import (
     loop,
     mirrored,
     one_f_one_b,
+    pack_schedule,
     pipedream,
     simulate_schedule,
     vee,
@@ -257,10 +260,86 @@ def test_wrong_tasks_are_said():
     moved = dataclasses.replace(without(right, w), rows=((*right.rows[0], w), without(right, w).rows[1]))
     assert check_schedule(moved) == ["W2.1 is on device 0, its chunk on device 1"]
     alien = dataclasses.replace(right, rows=((*right.rows[0], Task(Op.F, 0, 3)), right.rows[1]))
-    assert check_schedule(alien) == ["F3.0 is of no chunk that microbatch 3 passes"]
+    assert check_schedule(alien) == [
+        "microbatch=3 of a task of device 0, F3.0: there is no such microbatch; expected 0 to 2"
+    ]
+    other = dataclasses.replace(without(bitpipe(2, 2), f0 := Task(Op.F, 0, 0)), microbatches=2)
+    placed = dataclasses.replace(other, rows=((Task(Op.F, 0, 1), *other.rows[0]), other.rows[1]))
+    assert check_schedule(placed) == [f"{f0} is missing", "F1.0 is of no chunk that microbatch 1 passes"]
     split = with_vocabulary(right)
     assert check_schedule(without(split, Task(Op.S, 0, 1))) == ["S1.0 is missing"]
     assert check_schedule(Schedule("none", (0, 2), 1, ((), ()))) == ["2 chunks of 1 copies do not lie on 2 devices"]
+
+
+NO_OPERATION = "it is no operation; expected one of Op after IDLE"
+
+
+@pytest.mark.parametrize(
+    "task, number, name, what, last",
+    [
+        (Task(Op.F, 7, 0), "chunk=7", "F0.7", "chunk", 3),
+        (Task(Op.F, -1, 0), "chunk=-1", "F0.-1", "chunk", 3),
+        (Task(Op.BW, 4, 0), "chunk=4", "BW0.4", "chunk", 3),
+        (Task(Op.F, 1, 5), "microbatch=5", "F5.1", "microbatch", 2),
+        (Task(Op.W, 1, -1), "microbatch=-1", "W-1.1", "microbatch", 2),
+        (Task(Op.S, 2, 0), "chunk=2", "S0.2", "device", 1),
+        (Task(Op.T, -1, 0), "chunk=-1", "T0.-1", "device", 1),
+        (Task(9, 1, 0), "op=9", "", "", 0),
+        (Task(Op.IDLE, 1, 0), "op=<Op.IDLE: 0>", "", "", 0),
+    ],
+)
+def test_tasks_of_what_is_not_there_are_one_sentence(task, number, name, what, last):
+    right = interleaved(2, 3, 2)
+    wrong = dataclasses.replace(right, rows=(right.rows[0], (*right.rows[1], task)))
+    sentence = f"{number} of a task of device 1, {name}: there is no such {what}; expected 0 to {last}"
+    if not name:
+        sentence = f"{number} of a task of device 1: {NO_OPERATION}"
+    assert check_schedule(wrong) == [sentence]
+    for read in (simulate_schedule, pack_schedule, functools.partial(simulate_schedule, lockstep=True)):
+        with pytest.raises(UsageError, match=re.escape(f"interleaved: {sentence}.")):
+            read(wrong)
+
+
+@pytest.mark.parametrize(
+    "side, number, what, last",
+    [
+        (Side("gather", 2, 0, 0), "device=2", "device", 1),
+        (Side("reduce", -1, 0, 0), "device=-1", "device", 1),
+        (Side("gather", 0, 0, 4), "chunk=4", "chunk", 3),
+        (Side("fetch", 0, 1, -1, 0), "chunk=-1", "chunk", 3),
+        (Side("offload", 0, 1, 0, 3), "microbatch=3", "microbatch", 2),
+        (Side("fetch", 0, 1, 0, -1), "microbatch=-1", "microbatch", 2),
+    ],
+)
+def test_sides_of_what_is_not_there_are_one_sentence(side, number, what, last):
+    said = check_schedule(dataclasses.replace(interleaved(2, 3, 2), sides=(side,)))
+    assert said == [f"{number} of the side {side.kind}: there is no such {what}; expected 0 to {last}"]
+
+
+def test_sides_of_another_device_or_outside_of_a_row_are_one_sentence():
+    def said(side):
+        return check_schedule(dataclasses.replace(interleaved(2, 3, 2), sides=(side,)))
+
+    elsewhere = "reduce of chunk 1 is on device 0, its chunk on device 1"
+    assert said(Side("reduce", 0, 12, 1)) == [elsewhere]
+    for number in (-1, 13):
+        (sentence,) = said(Side("gather", 0, number, 0))
+        assert "or at no place of its row" in sentence
+
+
+def test_numbers_of_which_nothing_can_be_placed_are_one_sentence():
+    right = one_f_one_b(2, 1)
+    for copies in (0, -1, 3):
+        wrong = dataclasses.replace(right, copies=copies)
+        assert check_schedule(wrong) == [f"2 chunks of {copies} copies do not lie on 2 devices"]
+    for placement in ((0, 2), (0, -1)):
+        wrong = dataclasses.replace(right, placement=placement)
+        assert check_schedule(wrong) == ["2 chunks of 1 copies do not lie on 2 devices"]
+    both = bitpipe(2, 2)
+    rows = tuple(tuple(task for task in row if task.microbatch == 0) for row in both.rows)
+    other = next(chunk for chunk in both.chunks_of(0) if chunk >= both.depth)  # of the copy that no microbatch passes
+    idle = dataclasses.replace(both, microbatches=1, rows=rows, sides=(Side("gather", 0, 0, other),))
+    assert check_schedule(idle) == [f"gather of chunk {other} serves no task of device 0"]
 
 
 def test_wrong_orders_are_said():

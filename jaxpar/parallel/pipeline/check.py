@@ -4,7 +4,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 
-from jaxpar.parallel.pipeline.ops import SIDES, Op, Schedule, Side, Task
+from jaxpar.parallel.pipeline.ops import SIDES, Op, Schedule, Side, Task, wrong_indices
 from jaxpar.parallel.pipeline.timing import UNITS, simulate_schedule, try_run
 
 __all__ = ["check_schedule"]
@@ -13,18 +13,19 @@ __all__ = ["check_schedule"]
 def check_schedule(schedule: Schedule, cap: int | None = None) -> list[str]:
     """Returns what is wrong with a schedule, a sentence each: an empty list where it can run.
 
-    Each task is there once, on the device of its chunk; each chunk of each microbatch has F, and BW or both B and W;
-    S and T are on all devices or on none; order and dependencies leave nobody waiting for ever; no device keeps more
-    than `cap`; what is offloaded has been computed, comes back before it is needed, and travels once; weights are
-    gathered before a chunk's first task, and reduced after its last.
+    Each number of a chunk, a microbatch or a device is in range. Each task is there once, on the
+    device of its chunk. Each chunk of each microbatch has F, and BW or both B and W. S and T are on
+    all devices or on none. No device waits for ever or keeps more than `cap`. An offload begins after
+    its F, comes back before it is needed, and travels once. Weights are gathered before a chunk's first
+    task, and gradients reduced after its last.
 
     Args:
       schedule: Any.
       cap: Microbatches of a chunk that a device keeps from F to the last task that needs them, at most.
     """
-    found = [*_wrong_tasks(schedule)]
+    found = [*wrong_indices(schedule)] or [*_wrong_tasks(schedule)]
     if found:
-        return found  # what follows asks of tasks that are there
+        return found  # what follows reads tasks that are there
     _, stuck, _ = try_run(dataclasses.replace(schedule, sides=()), UNITS, 0.0)
     found += stuck
     found += _wrong_sides(schedule)
@@ -37,10 +38,6 @@ def check_schedule(schedule: Schedule, cap: int | None = None) -> list[str]:
 
 
 def _wrong_tasks(schedule: Schedule) -> Iterator[str]:
-    copies, depth = schedule.copies, schedule.depth
-    if depth * copies != len(schedule.placement) or not set(schedule.placement) <= set(range(schedule.devices)):
-        yield f"{len(schedule.placement)} chunks of {copies} copies do not lie on {schedule.devices} devices"
-        return
     times = Counter(task for row in schedule.rows for task in row)
     for device, row in enumerate(schedule.rows):
         for task in row:
@@ -91,8 +88,14 @@ def _wrong_sides(schedule: Schedule) -> Iterator[str]:
                     yield f"{name} comes back before it is offloaded"
                 if sides[0].place > row.index(schedule.backward(chunk, j)):
                     yield f"{name} comes back after it is needed"
+        elif chunk not in schedule.chunks_of(device):
+            owner = schedule.placement[chunk]
+            yield f"{kind} of chunk {chunk} is on device {device}, its chunk on device {owner}"
         else:
             users = [i for i, task in enumerate(row) if task.chunk == chunk and task.op not in (Op.S, Op.T)]
+            if not users:
+                yield f"{kind} of chunk {chunk} serves no task of device {device}"
+                continue
             if kind == "reduce" and (len(sides) > 1 or sides[0].place <= users[-1]):
                 yield f"the gradient of chunk {chunk} is reduced on device {device} before its last task"
             if kind == "gather" and min(side.place for side in sides) > users[0]:

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxpar.types import UsageError
@@ -196,6 +197,54 @@ class Schedule:
 
     def __str__(self) -> str:
         return f"{self.name}, {self.devices} devices, {len(self.placement)} chunks, {self.microbatches} microbatches"
+
+
+def wrong_indices(schedule: Schedule) -> Iterator[str]:
+    """Yields a sentence about each number of a schedule that names what is not there.
+
+    Other functions use the numbers as indices, and Python takes negative ones without an error.
+    """
+    copies = schedule.copies
+    chunks = len(schedule.placement)
+    devices = schedule.devices
+    microbatches = schedule.microbatches
+    if copies < 1 or chunks % copies or not set(schedule.placement) <= set(range(devices)):
+        yield f"{chunks} chunks of {copies} copies do not lie on {devices} devices"
+        return
+    yield from _wrong_tasks(schedule)
+    for side in schedule.sides:
+        name = f"the side {side.kind}"
+        is_transfer = side.kind in ("offload", "fetch")
+        yield from _outside("device", side.device, name, "device", devices)
+        yield from _outside("chunk", side.chunk, name, "chunk", chunks)
+        if is_transfer:
+            yield from _outside("microbatch", side.microbatch, name, "microbatch", microbatches)
+
+
+def _wrong_tasks(schedule: Schedule) -> Iterator[str]:
+    ranges = {"chunk": len(schedule.placement), "device": schedule.devices}
+    microbatches = schedule.microbatches
+    operations = set(Op) - {Op.IDLE}
+    for device, row in enumerate(schedule.rows):
+        for task in row:
+            what = "chunk"
+            if task.op in (Op.S, Op.T):
+                what = "device"  # with its share of the head
+            is_there = 0 <= task.chunk < ranges[what] and 0 <= task.microbatch < microbatches
+            if is_there and task.op in operations:
+                continue
+            name = f"a task of device {device}"
+            if task.op not in operations:
+                yield f"op={task.op!r} of {name}: it is no operation; expected one of Op after IDLE"
+                continue
+            whose = f"{name}, {task}"
+            yield from _outside("chunk", task.chunk, whose, what, ranges[what])
+            yield from _outside("microbatch", task.microbatch, whose, "microbatch", microbatches)
+
+
+def _outside(field: str, value: int, whose: str, what: str, count: int) -> Iterator[str]:
+    if not 0 <= value < count:
+        yield f"{field}={value} of {whose}: there is no such {what}; expected 0 to {count - 1}"
 
 
 def require(devices: int, microbatches: int, chunks: int = 1) -> None:

@@ -281,6 +281,11 @@ class _Walk:
         self.found: list[str] = []
         self.done: set[Task] = set()
         self.way: dict[int, list[tuple[int, str, object]]] = {}  # when it arrives -> goal, column, what
+        self.offloads = {
+            (tick, side.device): Task(Op.F, side.chunk, side.microbatch)
+            for tick, side in table.sides
+            if side.kind == "offload"
+        }
 
     def tick(self, tick: int) -> None:
         cells = [dict(zip(self.table.columns, map(int, row), strict=True)) for row in self.table.rows[tick]]
@@ -312,6 +317,9 @@ class _Walk:
                 written[other, goal] = slots.get((kind, source))
                 if written[other, goal] is None:
                     self.found.append(f"tick {tick}, device {device}: {kind} slot {source} holds nothing to {way}")
+                elif way == "offload" and (tick, device) in self.offloads:
+                    # F writes at the end of its tick; its slot holds another's or nothing before.
+                    self.read(tick, device, kind, source, self.offloads[tick, device])
         slots.update(written)
 
     def read(self, tick: int, device: int, kind: str, slot: int, wanted: object) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jaxpar.fields import AtLeast, Each, check_fields, check_value, field
 from jaxpar.parallel.pipeline._trips import ticks_of_transfers
-from jaxpar.parallel.pipeline.ops import Op, Schedule, Side, Task
+from jaxpar.parallel.pipeline.ops import Op, Schedule, Side, Task, wrong_indices
 from jaxpar.types import UsageError
 
 __all__ = ["SlotSizes", "TaskCosts", "Timed", "Timing", "simulate_schedule"]
@@ -181,7 +181,16 @@ def _run(schedule: Schedule, costs: TaskCosts, latency: float) -> tuple[dict, di
 
 
 def try_run(schedule: Schedule, costs: TaskCosts, latency: float) -> tuple[dict, list[str], dict]:
-    """Runs as far as it goes; returns start and end of each task, who then waits for what, and the same of sides."""
+    """Runs a schedule as far as it goes.
+
+    Returns:
+      Start and end of each task, a sentence about each device that waits, and times of sides.
+
+    Raises:
+      UsageError: A number of the schedule names a chunk, microbatch or device that is not there.
+    """
+    for sentence in wrong_indices(schedule):
+        raise UsageError(f"{schedule.name}: {sentence}.")
     done: dict[Task, tuple[float, float]] = {}
     sides = _Sides(schedule, costs)
     place, free = [0] * schedule.devices, [0.0] * schedule.devices
