@@ -12,7 +12,7 @@ from jaxpar.mesh import make_mesh, rules_from, use_mesh
 from jaxpar.own.layout import lay_out
 from jaxpar.own.model import Axes, OwnModel
 from jaxpar.types import PyTree, UsageError
-from jaxpar.verify import Layout, LayoutReport, Model, Transfer, verify
+from jaxpar.verify import Layout, LayoutReport, Model, Transfer, allowed_by_axes, verify
 
 __all__ = ["verify_own"]
 
@@ -23,6 +23,7 @@ def verify_own(
     layouts: Sequence[Layout],
     *,
     given: Mapping[str, Axes] | None = None,
+    allow: Sequence[str] = (),
     dtypes: Sequence[str] = ("float32", "float64"),
     steps: int = 3,
     seed: int = 0,
@@ -30,8 +31,7 @@ def verify_own(
 ) -> list[LayoutReport]:
     """Compares layouts with one device: loss, every gradient leaf, `steps` optimizer steps; judges their collectives.
 
-    These may be what `allowed_transfers` says.
-    Each has the axes that the two rules give on its own mesh; those that differ along data alone, beside each other,
+    These may be what `allowed_transfers` says. Each has the axes that the two rules give on its own mesh; those that differ along data alone, beside each other,
     are compared with one program of one device. Collections stay at their first
     value, floats of the batch and of the parameters are cast to each dtype, and every step has the same key.
 
@@ -40,6 +40,7 @@ def verify_own(
       batch: Step number -> pytree of host arrays, rows in front.
       layouts: Of data, fsdp and tensor.
       given: As in `lay_out`.
+      allow: Transfers that are not judged, by kind and mesh axis, such as "gather over tensor".
       dtypes: Of "float32" and "float64"; the model must compute in the dtype of its parameters.
       steps: Optimizer steps.
       seed: Of parameters and keys.
@@ -64,31 +65,43 @@ def verify_own(
         return Model(params, laid.param_axes(params), loss, laid.rule())
 
     rows: list[LayoutReport] = []
-    for _, group in itertools.groupby(layouts, lambda layout: (layout.mesh.fsdp, layout.mesh.tensor)):
-        group = list(group)
+    for _, same in itertools.groupby(layouts, lambda layout: (layout.mesh.fsdp, layout.mesh.tensor)):
+        group = list(same)
         mesh = make_mesh(group[0].mesh, jax.devices()[: group[0].num_devices])
         with use_mesh(mesh, rules_from(layout=group[0].name)):
             laid = lay_out(model, sample, given).model
+        axes = laid.param_axes(state.params)
+        declared = functools.partial(allowed_transfers, state.params, axes, batch_axes)
         rows += verify(
-            functools.partial(in_dtype, laid), batch, batch_axes, group,
-            declared=functools.partial(allowed_transfers, state.params), dtypes=dtypes, steps=steps, report=report,
-        )  # fmt: skip
+            functools.partial(in_dtype, laid),
+            batch,
+            batch_axes,
+            group,
+            declared=declared,
+            allow=allow,
+            dtypes=dtypes,
+            steps=steps,
+            report=report,
+        )
     return rows
 
 
-def allowed_transfers(params: PyTree, layout: Layout) -> list[Transfer]:
-    """Returns what a layout may send between devices: no more kinds than these, over no other axes.
+def allowed_transfers(
+    params: PyTree, axes: PyTree, batch_axes: PyTree, layout: Layout
+) -> list[Transfer]:
+    """Returns what a layout may send between devices, on the ambient mesh.
 
-    Sums over every axis, gathers over those that split parameters, as often as the program asks. GSPMD puts the
-    gradient of a look-up, and of what is split along two axes at once, where it likes and sends it on: exchanges, of no
-    more bytes than two float64 of each parameter. Were activations exchanged, they would be more.
+    That is what `jaxpar.verify.allowed_by_axes` says: each parameter gathered at most twice,
+    activations never. GSPMD also puts the gradient of a look-up, and of what is split along two axes at
+    once, where it likes and sends it on: exchanges over any axis, of at most two float64 of each
+    parameter. Were activations exchanged, they would be more.
     """
-    most, size = 10**12, 2 * 8 * sum(leaf.size for leaf in jax.tree.leaves(params))
-    split = [axis for axis in ("fsdp", "inner", "tensor") if layout.mesh.sizes(layout.num_devices)[axis] > 1]
-    sums = [Transfer("sum", (axis,), most, most, "of activations or gradients") for axis in ("data", *split)]
-    gathers = [Transfer("gather", (axis,), most, most, "of weights or shares") for axis in split]
-    moves = [Transfer("exchange", (axis,), most, size, "of gradients") for axis in ("data", *split)]
-    return [*sums, *gathers, *moves]
+    size = 2 * 8 * sum(leaf.size for leaf in jax.tree.leaves(params))
+    sizes = layout.mesh.sizes(layout.num_devices)
+    over = [axis for axis in ("data", "fsdp", "inner", "tensor") if sizes[axis] > 1]
+    moves = [Transfer("exchange", (axis,), 10**12, size, "gradients") for axis in over]
+    wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.float64), params)
+    return [*allowed_by_axes(wide, axes, batch_axes), *moves]
 
 
 def _cast(x: PyTree, dtype: str) -> PyTree:

@@ -185,10 +185,13 @@ def allowed_by_axes(params: PyTree, axes: PyTree, batch_axes: PyTree) -> list[Tr
         inside.update(multiplied)
         # A stack of layers may be gathered a layer at a time.
         pieces = leaf.shape[0] if len(leaf.shape) > 2 else 1
-        entries = leaf.size // num_shares(*multiplied)
-        size = entries * leaf.dtype.itemsize
-        gathered = tuple(axis for axis in at_rest if axis not in multiplied)
+        size = leaf.size * leaf.dtype.itemsize // num_shares(*multiplied)
+        # Vectors may be gathered wherever they are split: biases and scales cost nothing.
+        kept = multiplied if len(leaf.shape) > 1 else ()
+        gathered = tuple(axis for axis in at_rest if axis not in kept)
+        entries = leaf.size // num_shares(*kept)
         if gathered:
+            size = entries * leaf.dtype.itemsize
             sizes = _sizes_on_the_way(entries, gathered, pieces)
             out.append(Transfer("gather", gathered, 2 * pieces, 2 * size, f"{name}, twice", sizes=sizes))
         for axis in at_rest:

@@ -117,11 +117,9 @@ def find(errors: tuple[Planted, ...], report: Callable[[Planted, Any, float], No
       report: Called with each error, its `LayoutReport` and the seconds that it took.
     """
     lived = []
-    proof = functools.cache(_proof_of)  # whose twins are made before anything is planted, and kept
     for error in errors:
         begin = time.perf_counter()
-        config = proof(error.flags)
-        row = judged(config, error)
+        row = judged(_clean(error.flags), error)
         report(error, row, time.perf_counter() - begin)
         if not row.breaches:
             lived.append(error)
@@ -136,7 +134,9 @@ class Clean:
         self.proof = _proof.Proof(self.config)
 
 
-def _proof_of(flags: tuple[str, ...]) -> Clean:
+@functools.cache
+def _clean(flags: tuple[str, ...]) -> Clean:
+    """The configuration with these flags; its twins are made before anything is planted, and kept."""
     return Clean(flags)
 
 
