@@ -105,8 +105,8 @@ CLAIMS = {
     "ZeRO-1 to 3, hybrid": "test_mesh.py::layouts_are_changes_of_the_table "
     "test_docs.py::verify_of_ones_own_model_holds",
     "each layout against one device": "experiments/test_verify_command.py::rows_table_plot_and_exit_code",
-    "for your own model by one function": "test_verify.py::a_right_model_holds_in_both_dtypes "
-    "test_verify.py::a_wrong_gradient_is_named",
+    "for your own model by one function": "verify/test_verify.py::a_right_model_holds_in_both_dtypes "
+    "verify/test_verify.py::a_wrong_gradient_is_named",
     "chips that you do not have": "experiments/test_estimate.py::gpus_are_estimated_without_one "
     "aot/test_memory_estimate.py::the_account_is_near_the_compiled_program "
     "aot/test_roofline.py::prediction_is_near_the_h100",

@@ -320,3 +320,45 @@ print(jax.device_count(), os.environ["PJRT_NPROC"])
     devices, threads = done.stdout.split()
     assert devices == "3"
     assert int(threads) >= 12  # a device may wait in several collectives at once
+
+
+def split_of(x):
+    """Returns the mesh axes that split each dimension of an array that a program returned."""
+    spec = x.sharding.spec
+    return (*spec, *(None,) * (x.ndim - len(spec)))
+
+
+@pytest.mark.parametrize(("is_open", "split"), [(False, None), (True, "context")])
+def test_dimensions_that_are_not_named_are_whole_or_lie_as_they_do(is_open, split):
+    mesh = make_mesh(MeshSpec(data=2, context=2), jax.devices()[:4])
+    with use_mesh(mesh, rules_from()):
+        x = jax.device_put(jnp.ones((4, 8, 2)), jax.NamedSharding(mesh, jax.P("data", "context")))
+        axes = ("batch",) if is_open else ("batch", None, None)
+
+        @jax.jit
+        def step(x):
+            return constrain(x, *axes, is_rest_open=is_open)
+
+        assert split_of(step(x)) == ("data", split, None)
+        has_gather = "all-gather" in step.lower(x).compile().as_text()
+    assert has_gather != is_open
+
+
+def test_an_open_rest_still_checks_what_is_named():
+    with use_mesh(make_mesh(MeshSpec(data=2), jax.devices()[:2])):
+        with pytest.raises(UsageError, match=r"part: dimension 0 \(batch\)"):
+            constrain(jnp.ones((3, 2)), "batch", name="part", is_rest_open=True)
+
+
+def test_an_empty_part_of_a_state_has_no_sharding():
+    """An optimizer without moments has a state of (); its axes are () too, as those of a count."""
+    mesh = make_mesh(MeshSpec(fsdp=8))
+    state = {"w": jnp.zeros((8, 2)), "optimizer": (), "both": ((), jnp.zeros(()))}
+    axes = {"w": ("embed", None), "optimizer": (), "both": ((), ())}
+    with use_mesh(mesh, rules_from()):
+        shardings = named_shardings(state, axes)
+        placed = shard(state, axes)
+    assert shardings["optimizer"] == () and shardings["both"][0] == ()
+    assert shardings["w"].spec == jax.P("fsdp") or split_of(placed["w"]) == ("fsdp", None)
+    assert shardings["both"][1].spec == jax.P()
+    assert placed["optimizer"] == () and placed["both"][0] == ()

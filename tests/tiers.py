@@ -33,7 +33,7 @@ PROCESSES = (
     "scan/test_kernels_tpu.py test_notebooks.py test_mutants.py test_packaging.py test_startup.py "
     "test_tiers.py"
 ).split()
-PROGRAMS = ("contracts/", "distributed/", "experiments/", "own/", "test_docs.py", "test_verify.py")
+PROGRAMS = ("contracts/", "distributed/", "experiments/", "own/", "test_docs.py", "verify/")
 PAPERS = (
     "decode/test_conformal.py decode/test_noise.py experiments/test_gru_svm.py "
     "experiments/test_information_gain_trellis.py experiments/test_l2mu.py "

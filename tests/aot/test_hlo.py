@@ -163,3 +163,53 @@ ENTRY %main (x: f32[4]) -> f32[4] {
     mesh = make_mesh(MeshSpec(data=8), jax.devices())
     assert hlo.trip_counts(text) == {"while.1": 7}
     assert [c.trips for c in hlo.collectives(text, mesh)] == [7]
+
+
+PRODUCT = 2 * 8 * 4 * 6
+
+
+def products_of(fn, *shapes, shardings=None):
+    """Returns the operations of products that a compiled function has on one device."""
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    options = {} if shardings is None else {"in_shardings": shardings}
+    return hlo.matmul_flops(jit(fn, **options).lower(*arguments).compile().as_text())
+
+
+def test_operations_of_a_product():
+    assert products_of(jnp.matmul, (8, 4), (4, 6)) == PRODUCT
+    assert products_of(lambda x, w: jnp.sin(x) + w.sum(), (8, 4), (4, 6)) == 0
+
+
+def test_operations_of_a_batched_product():
+    assert products_of(jnp.matmul, (5, 8, 4), (5, 4, 6)) == 5 * PRODUCT
+    assert products_of(lambda x, w: jnp.einsum("bti,bsi->bts", x, w), (5, 8, 4), (5, 6, 4)) == 5 * PRODUCT
+
+
+def test_operations_of_a_gradient_are_three_products():
+    def loss(x, w):
+        return jnp.square(jnp.sin(x) @ w).sum()
+
+    assert products_of(jax.grad(loss, argnums=(0, 1)), (8, 4), (4, 6)) == 3 * PRODUCT
+
+
+def test_a_scan_counts_its_body_as_often_as_it_runs():
+    def scanned(x, w):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+    assert products_of(scanned, (8, 4), (7, 4, 4)) == 7 * 2 * 8 * 4 * 4
+
+
+def test_a_device_counts_its_share_of_an_einsum():
+    mesh = make_mesh(MeshSpec(data=4, tensor=2), jax.devices())
+
+    def split(*axes):
+        return jax.NamedSharding(mesh, jax.P(*axes))
+
+    def product(x, w):
+        return jnp.einsum("bti,io->bto", x, w)
+
+    shapes = (4, 8, 4), (4, 6)
+    whole = 4 * PRODUCT
+    assert products_of(product, *shapes, shardings=(split("data"), split())) == whole / 4
+    assert products_of(product, *shapes, shardings=(split("data"), split(None, "tensor"))) == whole / 8
+    assert products_of(product, *shapes, shardings=(split(), split())) == whole

@@ -62,35 +62,71 @@ class Planted:
     flags: tuple[str, ...] = ()
 
 
+Held = list[tuple[Any, list[str]]]
+"""Modules or one class, each with the names under which it holds a function."""
+
+
+def resolve(target: str) -> Held:
+    """Returns every module of the library, or the class, that holds a function, with its names there.
+
+    Args:
+      target: The function, as "module:name" or "module:Class.name".
+
+    Raises:
+      LookupError: If the library has no such function.
+    """
+    module_name, _, path = target.partition(":")
+    owner = importlib.import_module(module_name)
+    *outer, last = path.split(".")
+    for part in outer:
+        owner = getattr(owner, part)
+    right = vars(owner).get(last)
+    if right is None:
+        raise LookupError(f"{target} is held by no module.")
+    holders = [owner] if outer else _holders(right)
+    held = []
+    for holder in holders:
+        names = [name for name, value in vars(holder).items() if value is right]
+        held.append((holder, names))
+    return held
+
+
 @contextlib.contextmanager
 def planted(error: Planted) -> Iterator[None]:
     """Replaces the function of an error in every module and class that holds it, and forgets all traces.
 
     Raises:
-      LookupError: If the library has no such function, or nothing holds it.
+      LookupError: If the library has no such function.
     """
-    module_name, _, path = error.target.partition(":")
-    owner = importlib.import_module(module_name)
-    *outer, last = path.split(".")
-    for part in outer:
-        owner = getattr(owner, part)
-    right = owner.__dict__[last] if outer else getattr(owner, last)
+    held = resolve(error.target)
+    first, names = held[0]
+    right = vars(first)[names[0]]
     wrong = _wrapped(right, error.wrong)
-    holders = [owner] if outer else _holders(right)
-    if not holders:
-        raise LookupError(f"{error.target} is held by no module.")
-    names = [[name for name, value in vars(holder).items() if value is right] for holder in holders]
     try:
-        for holder, held in zip(holders, names, strict=True):
-            for name in held:
-                setattr(holder, name, wrong)
-        jax.clear_caches()
+        _hold(held, wrong)
+        _forget()
         yield
     finally:
-        for holder, held in zip(holders, names, strict=True):
-            for name in held:
-                setattr(holder, name, right)
-        jax.clear_caches()
+        _hold(held, right)
+        _forget()
+
+
+def _hold(held: Held, function: Any) -> None:
+    """Puts a function under all names of another."""
+    for holder, names in held:
+        for name in names:
+            setattr(holder, name, function)
+
+
+def _forget() -> None:
+    """Empties JAX's caches of traces and the library's of tables and trials, which may hold what is wrong."""
+    jax.clear_caches()
+    for name, module in sorted(sys.modules.items()):
+        if name.split(".")[0] != "jaxpar":
+            continue
+        for value in vars(module).values():
+            if isinstance(value, functools._lru_cache_wrapper):
+                value.cache_clear()
 
 
 def _wrapped(right: Any, wrong: Callable[[Any], Any]) -> Any:
@@ -104,9 +140,13 @@ def _wrapped(right: Any, wrong: Callable[[Any], Any]) -> Any:
 
 def _holders(right: Any) -> list[Any]:
     """Modules of the library that hold a function under any name."""
-    ours = ("jaxpar", "experiments", "tests.verify")
-    modules = [module for name, module in sorted(sys.modules.items()) if name.split(".")[0] in ours or name in ours]
-    return [module for module in modules if any(value is right for value in vars(module).values())]
+    modules = []
+    for name, module in sorted(sys.modules.items()):
+        # Wrong functions, of tests.verify, go on to call the right ones.
+        is_ours = name.split(".")[0] in ("jaxpar", "experiments")
+        if is_ours and any(value is right for value in vars(module).values()):
+            modules.append(module)
+    return modules
 
 
 def find(errors: tuple[Planted, ...], report: Callable[[Planted, Any, float], None]) -> list[Planted]:
@@ -161,7 +201,10 @@ def main(kinds: list[str]) -> int:
     from tests.verify.errors import ERRORS
     from tests.verify.outside import OUTSIDE
 
-    chosen = tuple(error for error in (*ERRORS, *OUTSIDE) if not kinds or error.kind in kinds or any(k in error.name for k in kinds))
+    def is_chosen(error: Planted) -> bool:
+        return not kinds or error.kind in kinds or any(kind in error.name for kind in kinds)
+
+    chosen = tuple(error for error in (*ERRORS, *OUTSIDE) if is_chosen(error))
 
     def report(error: Planted, row: Any, seconds: float) -> None:
         found = row.breaches[0] if row.breaches else "NOT SEEN"
