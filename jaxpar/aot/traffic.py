@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.core import AbstractValue
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import PartitionSpec as P
 
 from jaxpar.aot.flops import flops_of, matmul_flops, shards
 from jaxpar.aot.hlo import Crossing
@@ -347,8 +348,11 @@ def _kind(var: Var) -> tuple:
     return getattr(aval, "shape", ()), getattr(aval, "dtype", None)
 
 
-def _names(axes: str | Iterable[str] | None) -> tuple[str, ...]:
-    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+def _names(axes: Any) -> tuple[str, ...]:
+    """Mesh axes of an entry of a sharding: none where it is whole, or left to the partitioner."""
+    if axes is None or axes is P.UNCONSTRAINED:
+        return ()
+    return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def _kernel_flops(eqn: JaxprEqn) -> float:
@@ -363,7 +367,7 @@ def _kernel_flops(eqn: JaxprEqn) -> float:
 def _placed_size(eqn: JaxprEqn, var: Var, layout: ArrayLayout) -> float:
     """Bytes of a result on a device: where the program constrains it, what it says."""
     sharding = eqn.params.get("sharding") if eqn.primitive.name == "sharding_constraint" else None
-    if isinstance(sharding, jax.sharding.NamedSharding):
+    if isinstance(sharding, jax.sharding.NamedSharding) and P.UNCONSTRAINED not in sharding.spec:
         # `shard_shape` rejects shardings within a block that is manual over other axes.
         parts = [sharding.mesh.shape[axis] for entry in sharding.spec for axis in _names(entry)]
         return bytes_of(array_of(var)) / math.prod(parts)

@@ -213,7 +213,9 @@ def _weights(config: LMConfig, optimizer: str, add) -> None:
         name, in_layer = jax.tree_util.keystr(path, simple=True, separator="/"), path[0].key == "layers"
         trips = leaf.shape[0] if in_layer else 1
         is_weight, leaf = not isinstance(leaf.init, str), leaf._replace(axes=_of_layer(leaf.axes))
-        width = jnp.dtype(config.dtype).itemsize if in_layer and is_weight else _wide(config)
+        # The head is cast before it is gathered, as the layers' weights are; the embedding is not.
+        is_narrow = is_weight and (in_layer or name == "head")
+        width = jnp.dtype(config.dtype).itemsize if is_narrow else _wide(config)
         whole = math.prod(leaf.shape) * width / trips
         multiplied = _over(in_role(leaf.axes, "product" if leaf.is_product and in_layer else "use"))
         used = whole / num_shares(*multiplied)
@@ -232,10 +234,13 @@ def _weights(config: LMConfig, optimizer: str, add) -> None:
             add("gather", _minus(_over(leaf.axes), _over(in_role(leaf.axes, "use"))), 1, used, f"{name}, where used")
         over = inside if is_weight or "norm" not in name else outside
         over = _minus(over, mesh_axes("experts")) if "experts" in leaf.axes else over
-        add("sum", over, trips, used, f"gradient of {name}")
+        # That of the head is summed as the loss adds it up, wide.
+        size = used if in_layer else used / width * _wide(config)
+        add("sum", over, trips, size, f"gradient of {name}")
     if config.tied:
         shape = (config.vocab_size / num_shares(*mesh_axes("vocab"))) * config.embed_dim * _wide(config)
-        add("gather", mesh_axes("embed"), 1, shape, "the embedding, as the head")
+        narrow = shape / _wide(config) * jnp.dtype(config.dtype).itemsize
+        add("gather", mesh_axes("embed"), 1, narrow, "the embedding, as the head")
         add("sum", inside, 1, shape, "gradient of the embedding, as the head")
     if optimizer == "muon":
         _exchanges(config, add)
