@@ -221,7 +221,6 @@ class Proof:
             return run_program(program, compile_program(program), STEPS)
 
 
-
 @dataclasses.dataclass(frozen=True)
 class Noting:
     """A schedule of microbatches that notes what another one returns, so that gradients can be compared.

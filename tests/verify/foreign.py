@@ -1,4 +1,4 @@
-"""Models that are none of the library's: right ones, which `jaxpar.verify` must pass, and wrong ones, which it must not."""
+"""Models that are none of the library's: right ones, which `verify` must pass, and wrong ones."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,7 +14,12 @@ from jaxpar.verify import Layout, Model
 
 ROWS, WIDTH, HIDDEN, SYMBOLS, STEPS = 40, 16, 32, 24, 8
 ADAM = optax.adamw(1e-3, eps=1e-6)
-BATCH_AXES = {"x": ("batch", None), "y": ("batch", None), "weights": ("batch",), "tokens": ("batch", None)}
+BATCH_AXES = {
+    "x": ("batch", None),
+    "y": ("batch", None),
+    "weights": ("batch",),
+    "tokens": ("batch", None),
+}
 LAYOUTS = (Layout(MeshSpec(data=2, fsdp=2, tensor=2)), Layout(MeshSpec(fsdp=8)))
 OF_ROWS = (Layout(MeshSpec(data=2, fsdp=4)), Layout(MeshSpec(fsdp=8)))
 """Layouts of models that nothing of is split over tensor."""
@@ -221,7 +226,11 @@ def experts() -> Foreign:
         out = jnp.einsum("ned,ne->nd", each, shares)
         return squared_error(constrain(out, "batch-experts", None), batch)
 
-    params = {"router": draw(WIDTH, 4), "up": draw(4, WIDTH, HIDDEN), "down": draw(4, HIDDEN, WIDTH)}
+    params = {
+        "router": draw(WIDTH, 4),
+        "up": draw(4, WIDTH, HIDDEN),
+        "down": draw(4, HIDDEN, WIDTH),
+    }
     layout = Layout(MeshSpec(data=4, expert=2))
     return Foreign(params, axes, loss, layouts=(layout,), allow=("gather over expert",))
 
@@ -281,7 +290,8 @@ def plain_descent() -> Foreign:
 def stateless() -> Foreign:
     """Returns a network whose optimizer's state is an empty tuple."""
     rule = optax.GradientTransformation(
-        lambda params: (), lambda grads, state, params=None: (jax.tree.map(lambda g: -0.1 * g, grads), state)
+        lambda params: (),
+        lambda grads, state, params=None: (jax.tree.map(lambda g: -0.1 * g, grads), state),
     )
     return by_hand()._replace(optimizer=rule)
 

@@ -554,9 +554,7 @@ def _not_pinned(right):
         def moved(x):
             return constrain(x, *whole, name=name)
 
-        moved.defvjp(
-            lambda x: (moved(x), None), lambda _, g: (constrain(g, *(grad or split), name=name),)
-        )
+        moved.defvjp(lambda x: (moved(x), None), lambda _, g: (constrain(g, *(grad or split), name=name),))
         return moved(x)
 
     return gather

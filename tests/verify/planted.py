@@ -208,7 +208,10 @@ def main(kinds: list[str]) -> int:
 
     def report(error: Planted, row: Any, seconds: float) -> None:
         found = row.breaches[0] if row.breaches else "NOT SEEN"
-        print(f"{error.kind:12} {error.name:45} {error.layout:24} {seconds:4.0f} s  {found}", flush=True)
+        print(
+            f"{error.kind:12} {error.name:45} {error.layout:24} {seconds:4.0f} s  {found}",
+            flush=True,
+        )
 
     lived = find(chosen, report)
     print(f"{len(chosen) - len(lived)} of {len(chosen)} planted errors are seen")

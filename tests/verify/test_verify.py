@@ -150,9 +150,7 @@ def stateless():
 def test_a_right_model_holds_in_both_dtypes():
     rows = verify(model_of(right), batch, BATCH_AXES, LAYOUTS)
     names = ("data2.fsdp2.tensor2 zero3", "fsdp8 zero2")
-    assert [(str(row.layout), row.dtype) for row in rows] == [
-        (name, dtype) for name in names for dtype in TOLERANCE
-    ]
+    assert [(str(row.layout), row.dtype) for row in rows] == [(name, dtype) for name in names for dtype in TOLERANCE]
     for row in rows:
         assert not row.breaches and not row.refused, row
         assert 0 < row.gradient <= TOLERANCE[row.dtype]
@@ -233,9 +231,7 @@ def test_dtypes_without_a_tolerance_are_refused():
 def test_an_illegal_layout_is_a_row_that_says_why():
     layouts = [Layout(MeshSpec(data=3)), Layout(MeshSpec(data=4, tensor=2))]
     seen = []
-    rows = verify(
-        model_of(right), batch, BATCH_AXES, layouts, dtypes=["float32"], report=seen.append
-    )
+    rows = verify(model_of(right), batch, BATCH_AXES, layouts, dtypes=["float32"], report=seen.append)
     assert rows == seen
     assert "does not divide over data=3" in rows[0].refused and not rows[0].breaches
     assert not rows[1].refused
@@ -456,7 +452,10 @@ def test_memory_has_limits(product):
     none = Compiled(run=types.SimpleNamespace(in_avals=()), text="", partitioned="", memory=memory)
     for limits, breach in (
         ({"held": 999}, "a device holds 1,000 bytes of state and batch, where 999 are its share"),
-        ({"temporaries": 499}, "a device needs 500 bytes beside state and batch, where at most 499 are declared"),
+        (
+            {"temporaries": 499},
+            "a device needs 500 bytes beside state and batch, where at most 499 are declared",
+        ),
     ):
         row = LayoutReport(DATA8, "float32")
         judge(row, none, product, make_mesh(MeshSpec(data=8)), Limits(transfers=(), **limits))
