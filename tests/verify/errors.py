@@ -1,4 +1,4 @@
-"""Planted errors, by those who wrote the checker: all that an outside review planted, and their brothers."""
+"""Errors planted by those who wrote the checker: all of an outside review, and their brothers."""
 
 import dataclasses
 
@@ -176,7 +176,8 @@ def _every_pair_seen(right):
 
 def _future_seen(right):
     def pairs(self, turn, device):
-        return [(own, other, is_used, False) for own, other, is_used, _ in right(self, turn, device)]
+        pairs_of = right(self, turn, device)
+        return [(own, other, is_used, False) for own, other, is_used, _ in pairs_of]
 
     return pairs
 
