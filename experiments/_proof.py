@@ -164,8 +164,8 @@ class Proof:
             transfers = pipeline_transfers(model, rows, length, schedule, self.config.optimizer.name)
         else:
             transfers = step_transfers(model, rows, length, training.parts, self.config.optimizer.name)
-        declared = jax.tree.map(lambda leaf: leaf.axes, leaves(model), is_leaf=lambda x: isinstance(x, Leaf))
-        held = bytes_on_device(program.state, program.state.params, declared) + _bytes_of_batch(program)
+        expected = _expected_axes(model)
+        held = bytes_on_device(program.state, program.state.params, expected) + _bytes_of_batch(program)
         unjudged = []
         if training.model.dropout != self.config.model.dropout:
             unjudged.append("dropout, which gathers whole rows where a sequence is split")
@@ -219,7 +219,6 @@ class Proof:
         )
         with on_mesh(alone, rules_from(self.config.rules)):
             return run_program(program, compile_program(program), STEPS)
-
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,6 +323,20 @@ def _ordered(config: Any, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def _batch_axes(is_split: bool) -> dict[str, tuple[str | None, ...]]:
     names = (*NAMES, "places") if is_split else NAMES
     return dict.fromkeys(names, ("batch", "seq_layer"))
+
+
+def _expected_axes(model: LMConfig) -> PyTree:
+    """Axes by which the parameters' shares are counted: matrices of attention and mlp, by what fsdp has to split."""
+
+    def one(path, leaf: Leaf):
+        is_known = path[-1].key in ("wq", "wk", "wv", "wo", "w_up", "w_gate", "w_down")
+        if not is_known or "embed" in leaf.axes or model.embed_dim not in leaf.shape:
+            return leaf.axes
+        axes = list(leaf.axes)
+        axes[leaf.shape.index(model.embed_dim)] = "embed"
+        return tuple(axes)
+
+    return jax.tree_util.tree_map_with_path(one, leaves(model), is_leaf=lambda x: isinstance(x, Leaf))
 
 
 def _bytes_of_batch(program: Program) -> int:

@@ -39,7 +39,6 @@ from ._mesh import LM_AXES, parse_layout, refuse_idle, staged
 from ._proof import STEPS, cases_of, expert_model, schedule_of
 from ._run import say
 
-
 DTYPES = (*TOLERANCE, "bfloat16")
 """Dtypes in which values are compared, and one in which collectives alone are judged."""
 

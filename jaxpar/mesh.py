@@ -328,9 +328,7 @@ def shard(tree: PyTree, axes: PyTree) -> PyTree:
     return tree if _ambient().empty else jax.device_put(tree, named_shardings(tree, axes))
 
 
-def constrain(
-    x: jax.Array, *axes: str | None, name: str = "activation", is_rest_open: bool = False
-) -> jax.Array:
+def constrain(x: jax.Array, *axes: str | None, name: str = "activation", is_rest_open: bool = False) -> jax.Array:
     """Tells GSPMD how `x` is split, by logical axis; its cotangent is split alike.
 
     Args:

@@ -51,7 +51,11 @@ EXPERIMENTS = {
     RunConfig: {"seed": SEED, "cpu_devices": LEAST_0},
     Processes: {"num_processes": LEAST_0, "process_id": LEAST_MINUS_1},
     PipelineConfig: {"microbatches": LEAST_0, "chunks": COUNT},
-    verify.Config: {"microbatches chunks": COUNT},
+    verify.Config: {
+        "microbatches chunks accumulate float32_every": COUNT,
+        "num_experts jobs": LEAST_0,
+        "ema": UNDER_1,
+    },
     TrainConfig: {"steps chunk": COUNT, "save_every": LEAST_0},
     lm.TrainConfig: {
         "steps accumulate keep max_skipped": COUNT,

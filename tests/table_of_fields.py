@@ -390,8 +390,8 @@ RESULTS = {
     "pomdp.exact.Exact", "pomdp.outline.Branch", "pomdp.particle_search.ParticleTreeSearch",
     "pomdp.tree_search.TreeSearch", "solve.carries.Division",
     "solve.carries.Loop", "solve.problem.Problem", "solve.program.Recurrence",
-    "solve.solution.Solve", "estimate.Candidate", "pomdp.Results", "_rocks.Flips",
-    "_policy_run.PolicyRun",
+    "solve.solution.Solve", "verify.judge.Limits", "estimate.Candidate", "pomdp.Results", "_rocks.Flips",
+    "_policy_run.PolicyRun", "_proof.Training",
 }  # fmt: skip
 """Frozen dataclasses with numbers that the library makes, or an environment says, and that no user configures."""
 BY_HAND = {(bin_pack.Split, "container"), (Despot, "default"), (ImageClassifier, "shape"), (FramePredictor, "shape")}

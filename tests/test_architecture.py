@@ -41,6 +41,8 @@ FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 # Names that several rooms define, and why none is mistaken for the other. Everything else has a name of its own.
 SHARED_NAMES = {
     "Tree": "nodes and their parents: what a planner searches, and what one pass of decoding verifies",
+    "Outcome": "what came of a computation: of a solver's methods, and of steps that are compared",
+    "Program": "what devices run: the tasks of a pipeline, and a step of training that is verified",
     "Problem": "a task to evolve networks for, and a recurrence to solve for: the word of either field",
     "Schedule": "what comes when: a number over the steps of training, and the tasks of a pipeline's devices",
     "generate": "the continuation of prompts: with any model, and with a language model of this library",
@@ -60,7 +62,10 @@ SHARED_FILES = {
     "network": "networks and their parameters",
     "picture": "pictures",
     "policies": "what acts on observations, and on beliefs",
+    "program": "what is run: the statements of a recurrence, and a step that is verified",
+    "run": "a room's work from end to end: a pipeline's tasks, and the verification of layouts",
     "train": "trainers",
+    "transfers": "what crosses devices: what a language model declares, and what a program has",
     "triton": "kernels of Triton: how they are launched, and one",
 }
 MOST_ANYS = 40

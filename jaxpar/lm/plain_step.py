@@ -12,7 +12,7 @@ from jaxpar.lm.train import Trainer
 from jaxpar.optim import learning_rate
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
-__all__ = ["plain_optimizer", "plain_state", "plain_step"]
+__all__ = ["plain_state", "plain_step"]
 
 
 def plain_optimizer(trainer: Trainer) -> optax.GradientTransformation:
@@ -61,7 +61,9 @@ def plain_step(
     """
     objective = trainer.objective.kind != "tokens" or trainer.teacher is not None
     if objective or trainer.tuning.freeze or trainer.tuning.layer_decay != 1:
-        raise UsageError("the plain step trains all of a model on tokens; leave out objective, teacher, freeze and layer_decay.")
+        raise UsageError(
+            "the plain step trains all of a model on tokens; leave out objective, teacher, freeze and layer_decay."
+        )
     count = trainer.accumulate
     wide = jnp.promote_types(trainer.model.dtype, jnp.float32)
     weights = batch.get("weights", jnp.ones(batch["targets"].shape, wide))

@@ -98,11 +98,7 @@ def pipeline_transfers(
     gathers = any(side.kind == "gather" for side in schedule.sides)
     with as_in_stage():
         chunk = declared_transfers(dataclasses.replace(config, num_layers=layers), rows // m, length)
-    out = [
-        t.times(ticks)
-        for t in chunk
-        if not (gathers and t.why.endswith(EACH_LAYER))
-    ]
+    out = [t.times(ticks) for t in chunk if not (gathers and t.why.endswith(EACH_LAYER))]
 
     def add(kind: str, axes: tuple[str, ...], arrays: int, size: float, why: str) -> None:
         if gathers and why.endswith(EACH_LAYER):  # in a place of its own, at most one chunk a tick, and in no task

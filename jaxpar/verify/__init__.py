@@ -7,7 +7,7 @@ Works on any model that is a loss of parameters with logical axes (`Model`).
 | file | in -> out | called by |
 | --- | --- | --- |
 | `layouts` | number of devices -> meshes with named changes of the table | `run`, users |
-| `transfers` | HLO text; axes -> collectives that are there, that may be there, and where they differ | `judge`, `nn`, `lm` |
+| `transfers` | HLO text; axes -> collectives found and allowed, and breaches | `judge`, `nn`, `lm` |
 | `program` | state, step, batches -> compiled program; what some steps gave | `run` |
 | `compare` | two trees -> error of each leaf | `run`, tests |
 | `judge` | compiled program, limits -> report | `run` |

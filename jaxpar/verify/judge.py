@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -165,7 +164,7 @@ def bytes_on_device(tree: PyTree, params: PyTree, param_axes: PyTree) -> int:
     return total
 
 
-def _axes_of(entry: Any) -> tuple[str, ...]:
+def _axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """Mesh axes of one entry of a `PartitionSpec`."""
     if entry is None:
         return ()

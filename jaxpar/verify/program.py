@@ -77,21 +77,19 @@ class Compiled(NamedTuple):
       memory: Statistics of the compiler: bytes of arguments, results and temporaries; None where it has none.
     """
 
-    run: Callable
+    run: jax.stages.Compiled
     text: str
     partitioned: str
     memory: Any
 
 
 def on_mesh(layout: Layout, rules: Rules, devices: Sequence[Device] | None = None):
-    """Returns the context in which a layout is ambient: `with on_mesh(layout, rules) as mesh`."""
+    """Returns a context that yields a layout's mesh, ambient inside, with the rules."""
     chosen = jax.devices()[: layout.num_devices] if devices is None else devices
     return use_mesh(make_mesh(layout.mesh, chosen), rules)
 
 
-def compile_program(
-    program: Program, *, with_gradient: bool = True, is_partitioned_kept: bool = False
-) -> Compiled:
+def compile_program(program: Program, *, with_gradient: bool = True, is_partitioned_kept: bool = False) -> Compiled:
     """Compiles a step for the devices of the ambient mesh; the state is donated, as training does.
 
     Args:
@@ -141,7 +139,7 @@ def _compile_apart(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, st
         return compiled, _partitioned(folder)
 
 
-def _options() -> dict[str, Any]:
+def _options() -> dict[str, bool | float | str]:
     """Options of a compiler for programs that run three times."""
     if platform() == "cpu":
         # Sharding and buffers are decided before machine code is made, which needs no optimising here.
@@ -171,7 +169,7 @@ def _partitioned(folder: str) -> str:
 
 
 def run_program(program: Program, compiled: Compiled, steps: int, seed: int = 0) -> Outcome:
-    """Runs some steps on the ambient mesh, each with its own key and batch, and brings what came of them to the host."""
+    """Runs steps on the ambient mesh, each with its own key and batch, and returns host arrays."""
     root = jax.random.key(seed)
     losses = []
     first = None

@@ -3,9 +3,8 @@
 import concurrent.futures
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import optax
@@ -267,9 +266,7 @@ def _compare_outcomes(row: LayoutReport, got: Outcome, want: Outcome, steps: int
     dead = dead_leaves(want.gradient, NOISE[row.dtype])
     row.worst_step, row.steps = _worst(of_live(errors, want.gradient, dead))
     if not row.steps <= tolerance:
-        row.breaches.append(
-            f"{row.worst_step} after {steps} steps is off by {row.steps:.1e}, over {tolerance:g}"
-        )
+        row.breaches.append(f"{row.worst_step} after {steps} steps is off by {row.steps:.1e}, over {tolerance:g}")
     for path, count in count_differences(got.state, want.state).items():
         row.breaches.append(f"{path} after {steps} steps differs in {count} entries")
     if dead:

@@ -14,7 +14,6 @@ from jaxpar.mesh import in_role, is_axes, mesh_axes, num_shares
 from jaxpar.types import PyTree
 
 __all__ = [
-    "KINDS",
     "Transfer",
     "allowed_by_axes",
     "breaches_of",
@@ -136,9 +135,7 @@ def breaches_of(
 _VERB = {"gather": "are gathered", "sum": "are summed", "exchange": "are exchanged"}
 
 
-def _foreign_sizes(
-    kind: str, axis: str, found: Sequence[Transfer], declared: Sequence[Transfer]
-) -> list[str]:
+def _foreign_sizes(kind: str, axis: str, found: Sequence[Transfer], declared: Sequence[Transfer]) -> list[str]:
     """Sentences for arrays over an axis that have the size of none of those that are declared."""
     legal = [transfer.sizes for transfer in declared if transfer.kind == kind and axis in transfer.axes]
     if not all(legal):

@@ -102,9 +102,7 @@ def test_parts_experts_and_odd_rows_of_a_layout():
     config = compose("accumulate=8", "microbatches=2", "num_experts=6", "ema=0.5")
     proof = _proof.Proof(config)
     plain = Layout(MeshSpec(data=2))
-    assert proof.training(plain, number=0) == (
-        _proof.Training(model=config.model, length=config.data.seq_len, parts=8)
-    )
+    assert proof.training(plain, number=0) == (_proof.Training(model=config.model, length=config.data.seq_len, parts=8))
     assert proof.training(plain, number=2).length == config.data.seq_len - 1
     assert proof.training(Layout(MeshSpec(stage=2), "stages", "1f1b"), number=0).parts == 2
     split = proof.training(Layout(MeshSpec(expert=2)), number=0)

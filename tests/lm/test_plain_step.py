@@ -1,4 +1,4 @@
-"""The plain step is the trainer's own on one device, to rounding, and refuses what it does not have."""
+"""The plain step is the trainer's own on one device, to rounding, and refuses what it lacks."""
 
 import dataclasses
 import functools
@@ -42,7 +42,7 @@ def batch_of(step):
 
 
 def both(trainer):
-    """Returns what the plain step and the trainer's made of the same steps, and the first norm of a gradient."""
+    """Returns what the plain step and the trainer's made of the same batches, and the norms."""
     state = trainer.begin(tiny.params_of(trainer.model))
     plain = plain_state(trainer, state.params)
     own_step = jit(trainer.step)
@@ -54,7 +54,8 @@ def both(trainer):
         state, info = own_step(key, state, batch)
         loss, gradient, plain = twin_step(key, plain, batch)
         norms.append(float(optax.tree.norm(gradient)))
-        assert float(info["loss"]) == pytest.approx(float(loss), rel=1e-6)  # which the step has in float32
+        # The trainer's step reports its loss in float32.
+        assert float(info["loss"]) == pytest.approx(float(loss), rel=1e-6)
     return plain, state, norms
 
 
@@ -89,8 +90,9 @@ def test_without_an_average_it_keeps_none(x64):
 
 def test_another_rule_is_the_trainers_own():
     trainer = dataclasses.replace(TRAINER, optimizer=dataclasses.replace(OPTIMIZER, name="muon"))
-    shapes = jax.eval_shape(plain_optimizer(trainer).init, tiny.params_of(with_model(dtype="float32").model))
-    own = jax.eval_shape(trainer.make_optimizer().init, tiny.params_of(with_model(dtype="float32").model))
+    params = tiny.params_of(with_model(dtype="float32").model)
+    shapes = jax.eval_shape(plain_optimizer(trainer).init, params)
+    own = jax.eval_shape(trainer.make_optimizer().init, params)
     assert jax.tree.leaves(shapes) == jax.tree.leaves(own)
 
 
@@ -108,5 +110,5 @@ def test_it_refuses_what_it_does_not_have(changes):
     trainer = dataclasses.replace(TRAINER)
     for name, value in changes.items():
         object.__setattr__(trainer, name, value)  # past the checks of the trainer
-    with pytest.raises(UsageError, match="the plain step trains all of a model on tokens; leave out"):
+    with pytest.raises(UsageError, match="the plain step trains all of a model on tokens"):
         plain_step(trainer, jax.random.key(0), {}, {})

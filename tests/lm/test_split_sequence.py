@@ -17,6 +17,7 @@ from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, shard, use_mesh
 from jaxpar.parallel.context import MOVES, ORDERS, Order, Sizes, choose_move, in_order, move_for, padded
 from jaxpar.types import UsageError
 from jaxpar.verify import found_transfers, sum_by_axis
+from jaxpar.verify.transfers import SMALL
 
 ROWS, LENGTH, VOCAB = 4, 32, 32
 MODEL = LMConfig(
@@ -203,13 +204,18 @@ def declared_of(move, remat):
         return declared_transfers(trained_model(move, remat), ROWS, LONG)
 
 
+def large(declared):
+    """Returns the transfers without those of small arrays, which are not judged."""
+    return [transfer for transfer in declared if transfer.bytes > SMALL * transfer.arrays]
+
+
 def assert_declared(found, declared, move, remat):
     """Asserts that a program sends what its table says."""
     found = sum_by_axis(found)
-    wanted = sum_by_axis(declared)
+    wanted = sum_by_axis(large(declared))
     if jax.__version_info__ < (0, 11) and remat == "full":
         # XLA's CPU compiler merges some of what is recomputed there with what was computed first.
-        once = sum_by_axis(declared_of(move, "none"))
+        once = sum_by_axis(large(declared_of(move, "none")))
         assert found.keys() == wanted.keys()
         assert all(found[kind] in (wanted[kind], once[kind]) for kind in wanted)
     else:

@@ -37,7 +37,9 @@ def test_every_example_is_the_same_on_any_layout(name):
     [row] = verify_own(task.model, batch, [ALL_AXES], allow=task.allow, dtypes=["float32"], steps=2)
     assert not (row.breaches or row.refused), row
     assert row.gradient > 0 and row.steps > 0  # something was compared
-    assert {axis for _, axis in row.transfers} == {"data", "fsdp", "tensor"}
+    # Devices have at most 64 bytes of each weight of the policy: sums of these are not judged.
+    expected = {"tensor"} if name == "policy" else {"data", "fsdp", "tensor"}
+    assert {axis for _, axis in row.transfers} == expected
 
 
 @pytest.mark.slow  # 90 s of compiling
@@ -300,4 +302,4 @@ def test_a_layout_that_sends_activations_about_is_told():
     model = dataclasses.replace(LINEAR, loss=loss, init_variables=init)
     wide = np.random.default_rng(0).standard_normal((64, 4)).astype(np.float32)
     rows = verify_own(model, lambda step: {"x": wide}, [Layout(MeshSpec(data=8))], dtypes=["float32"], steps=1)
-    assert any("over data, where the table declares" in breach for breach in rows[0].breaches), rows
+    assert any("over data, where at most 0 of 0 are declared" in breach for breach in rows[0].breaches), rows

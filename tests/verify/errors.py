@@ -1,4 +1,4 @@
-"""Planted errors, by those who wrote the checker: all that an outside review planted, and their brothers."""
+"""Errors planted by those who wrote the checker: all of an outside review, and their brothers."""
 
 import dataclasses
 
@@ -176,7 +176,8 @@ def _every_pair_seen(right):
 
 def _future_seen(right):
     def pairs(self, turn, device):
-        return [(own, other, is_used, False) for own, other, is_used, _ in right(self, turn, device)]
+        pairs_of = right(self, turn, device)
+        return [(own, other, is_used, False) for own, other, is_used, _ in pairs_of]
 
     return pairs
 
@@ -274,7 +275,14 @@ def _last_part_twice(right):
 
 def _total_of_part(right):
     def schedule(self, stages, params, batch, key, count):
-        return right(self, stages._replace(total=lambda b: count * stages.total(b)), params, batch, key, count)
+        return right(
+            self,
+            stages._replace(total=lambda b: count * stages.total(b)),
+            params,
+            batch,
+            key,
+            count,
+        )
 
     return schedule
 
@@ -425,76 +433,367 @@ BITPIPE = "stage2.data4/bitpipe"
 
 ERRORS = (
     # rules
-    Planted("rules", "moments lie whole", f"{TRAINER}.axes", _with_result(_unsplit_moments), "fsdp8"),
-    Planted("rules", "the average lies whole", f"{TRAINER}.axes", _with_result(_unsplit_average), "fsdp8"),
-    Planted("rules", "the embedding lies whole", "jaxpar.lm.params:axes", _with_result(_whole_embedding), "fsdp8"),
-    Planted("rules", "two axes of a weight are crossed", f"{TRAINER}.axes", _with_result(_crossed), "fsdp4.tensor2"),
-    # batch
-    Planted("batch", "every device gets all rows", "jaxpar.mesh:place_rows", _rows_everywhere, "fsdp8"),
-    Planted("batch", "microbatches are blocks of rows", "jaxpar.nn.schedule:parts_of", _parts_in_turn, "data8"),
-    Planted("batch", "microbatches lie whole", "jaxpar.nn.schedule:parts_of", _whole_parts, "data8"),
     Planted(
-        "batch", "padding counts", "jaxpar.parallel.context.orders:padded", _heavy_padding,
-        "data2.context4", flags=("data.seq_len=31",),
+        "rules",
+        "moments lie whole",
+        f"{TRAINER}.axes",
+        _with_result(_unsplit_moments),
+        "fsdp8",
+    ),
+    Planted(
+        "rules",
+        "the average lies whole",
+        f"{TRAINER}.axes",
+        _with_result(_unsplit_average),
+        "fsdp8",
+    ),
+    Planted(
+        "rules",
+        "the embedding lies whole",
+        "jaxpar.lm.params:axes",
+        _with_result(_whole_embedding),
+        "fsdp8",
+    ),
+    Planted(
+        "rules",
+        "two axes of a weight are crossed",
+        f"{TRAINER}.axes",
+        _with_result(_crossed),
+        "fsdp4.tensor2",
+    ),
+    # batch
+    Planted(
+        "batch",
+        "every device gets all rows",
+        "jaxpar.mesh:place_rows",
+        _rows_everywhere,
+        "fsdp8",
+    ),
+    Planted(
+        "batch",
+        "microbatches are blocks of rows",
+        "jaxpar.nn.schedule:parts_of",
+        _parts_in_turn,
+        "data8",
+    ),
+    Planted(
+        "batch",
+        "microbatches lie whole",
+        "jaxpar.nn.schedule:parts_of",
+        _whole_parts,
+        "data8",
+    ),
+    Planted(
+        "batch",
+        "padding counts",
+        "jaxpar.parallel.context.orders:padded",
+        _heavy_padding,
+        "data2.context4",
+        flags=("data.seq_len=31",),
     ),
     # keys
-    Planted("keys", "all steps have one key", f"{TRAINER}.step", _constant_key, "data8"),
-    Planted("keys", "all microbatches have one key", "jaxpar.nn.schedule:key_of_part", _same_key_of_parts, "fsdp8"),
-    Planted("keys", "all layers have one key", "jaxpar.nn.stack:Stack.layer", _same_key_of_layers, "data8"),
-    Planted("keys", "all rows have one mask", "jaxpar.nn.block:dropout", _dropout_of_first_row, "data8"),
+    Planted(
+        "keys",
+        "all steps have one key",
+        f"{TRAINER}.step",
+        _constant_key,
+        "data8",
+    ),
+    Planted(
+        "keys",
+        "all microbatches have one key",
+        "jaxpar.nn.schedule:key_of_part",
+        _same_key_of_parts,
+        "fsdp8",
+    ),
+    Planted(
+        "keys",
+        "all layers have one key",
+        "jaxpar.nn.stack:Stack.layer",
+        _same_key_of_layers,
+        "data8",
+    ),
+    Planted(
+        "keys",
+        "all rows have one mask",
+        "jaxpar.nn.block:dropout",
+        _dropout_of_first_row,
+        "data8",
+    ),
     # stages
-    Planted("stages", "tokens are counted, not weights", "jaxpar.lm.batches:normaliser_of", _size_for_weights, "fsdp4.tensor2"),
-    Planted("stages", "documents do not begin anew", "jaxpar.lm.stages:_positions", _positions_of_rows,
-            "stage2.data4/1f1b", flags=("model.positions=learned",)),
-    Planted("stages", "nothing is dropped", "jaxpar.lm.stages:_dropped", _undropped, "stage2.data4/zb_v"),
-    Planted("stages", "each layer is the first", "jaxpar.lm.stages:stages", _first_layer_always, "stage2.data4/zb_v"),
+    Planted(
+        "stages",
+        "tokens are counted, not weights",
+        "jaxpar.lm.batches:normaliser_of",
+        _size_for_weights,
+        "fsdp4.tensor2",
+    ),
+    Planted(
+        "stages",
+        "documents do not begin anew",
+        "jaxpar.lm.stages:_positions",
+        _positions_of_rows,
+        "stage2.data4/1f1b",
+        flags=("model.positions=learned",),
+    ),
+    Planted(
+        "stages",
+        "nothing is dropped",
+        "jaxpar.lm.stages:_dropped",
+        _undropped,
+        "stage2.data4/zb_v",
+    ),
+    Planted(
+        "stages",
+        "each layer is the first",
+        "jaxpar.lm.stages:stages",
+        _first_layer_always,
+        "stage2.data4/zb_v",
+    ),
     # context
-    Planted("context", "documents see each other", "jaxpar.parallel.context._partial:_documents", _no_documents, "data2.context4"),
-    Planted("context", "rows are gathered", "jaxpar.parallel.context.split_sequence:SplitSequence.__call__", _gathered_sequence, "data2.context4"),
-    Planted("context", "pairs that are not seen count", "jaxpar.parallel.context._partial:ByTable._pairs", _every_pair_seen,
-            "data2.context4", flags=("model.context_order=contiguous",)),
-    Planted("context", "a part sees what follows", "jaxpar.parallel.context._partial:ByTable._pairs", _future_seen, "fsdp4.context2"),
+    Planted(
+        "context",
+        "documents see each other",
+        "jaxpar.parallel.context._partial:_documents",
+        _no_documents,
+        "data2.context4",
+    ),
+    Planted(
+        "context",
+        "rows are gathered",
+        "jaxpar.parallel.context.split_sequence:SplitSequence.__call__",
+        _gathered_sequence,
+        "data2.context4",
+    ),
+    Planted(
+        "context",
+        "pairs that are not seen count",
+        "jaxpar.parallel.context._partial:ByTable._pairs",
+        _every_pair_seen,
+        "data2.context4",
+        flags=("model.context_order=contiguous",),
+    ),
+    Planted(
+        "context",
+        "a part sees what follows",
+        "jaxpar.parallel.context._partial:ByTable._pairs",
+        _future_seen,
+        "fsdp4.context2",
+    ),
     # experts
-    Planted("experts", "the balance has no gradient", "jaxpar.nn.experts.losses:balance_loss", _without_balance, "fsdp2.expert4"),
-    Planted("experts", "the balance is that of rows", "jaxpar.nn.experts.losses:balance_loss", _balance_of_rows, "data4.expert2"),
-    Planted("experts", "weights do not sum to 1", "jaxpar.nn.experts.route:route", _weights_not_normalised, "fsdp2.expert4"),
-    Planted("experts", "the router does not learn", "jaxpar.nn.experts.route:route", _detached_router, "data2.context2.expert2"),
+    Planted(
+        "experts",
+        "the balance has no gradient",
+        "jaxpar.nn.experts.losses:balance_loss",
+        _without_balance,
+        "fsdp2.expert4",
+    ),
+    Planted(
+        "experts",
+        "the balance is that of rows",
+        "jaxpar.nn.experts.losses:balance_loss",
+        _balance_of_rows,
+        "data4.expert2",
+    ),
+    Planted(
+        "experts",
+        "weights do not sum to 1",
+        "jaxpar.nn.experts.route:route",
+        _weights_not_normalised,
+        "fsdp2.expert4",
+    ),
+    Planted(
+        "experts",
+        "the router does not learn",
+        "jaxpar.nn.experts.route:route",
+        _detached_router,
+        "data2.context2.expert2",
+    ),
     # pipelines
     Planted(
-        "pipelines", "losses of layers count m times", "jaxpar.parallel.pipeline._turn:Turn.backward", _layer_losses_whole,
-        BITPIPE, flags=EXPERTS,
+        "pipelines",
+        "losses of layers count m times",
+        "jaxpar.parallel.pipeline._turn:Turn.backward",
+        _layer_losses_whole,
+        BITPIPE,
+        flags=EXPERTS,
     ),
-    Planted("pipelines", "the second copy counts on", WORK, _second_copy_counts_on, BITPIPE),
-    Planted("pipelines", "each chunk is the first", WORK, _first_chunk_of_all, "stage2.data4/interleaved"),
-    Planted("pipelines", "microbatches share a key", WORK, _key_of_batch, "stage2.data4/1f1b"),
+    Planted(
+        "pipelines",
+        "the second copy counts on",
+        WORK,
+        _second_copy_counts_on,
+        BITPIPE,
+    ),
+    Planted(
+        "pipelines",
+        "each chunk is the first",
+        WORK,
+        _first_chunk_of_all,
+        "stage2.data4/interleaved",
+    ),
+    Planted(
+        "pipelines",
+        "microbatches share a key",
+        WORK,
+        _key_of_batch,
+        "stage2.data4/1f1b",
+    ),
     # accumulation
-    Planted("accumulation", "gradients are doubled", TURN, _doubled, "fsdp8"),
-    Planted("accumulation", "losses of layers count twice", TURN, _whole_share, "data4.expert2"),
-    Planted("accumulation", "the last part counts twice", TURN, _last_part_twice, "data8"),
-    Planted("accumulation", "the mean is that of parts", TURN, _total_of_part, "data8"),
+    Planted(
+        "accumulation",
+        "gradients are doubled",
+        TURN,
+        _doubled,
+        "fsdp8",
+    ),
+    Planted(
+        "accumulation",
+        "losses of layers count twice",
+        TURN,
+        _whole_share,
+        "data4.expert2",
+    ),
+    Planted(
+        "accumulation",
+        "the last part counts twice",
+        TURN,
+        _last_part_twice,
+        "data8",
+    ),
+    Planted(
+        "accumulation",
+        "the mean is that of parts",
+        TURN,
+        _total_of_part,
+        "data8",
+    ),
     # optimizer
     Planted(
-        "optimizer", "leaves are clipped apart", "jaxpar.optim.update:Optimizer._clip", _clip_by_leaf,
-        "fsdp8", flags=("optimizer.clip_norm=0.05",),
+        "optimizer",
+        "leaves are clipped apart",
+        "jaxpar.optim.update:Optimizer._clip",
+        _clip_by_leaf,
+        "fsdp8",
+        flags=("optimizer.clip_norm=0.05",),
     ),
-    Planted("optimizer", "the rate is that of the next step", "jaxpar.optim.update:Optimizer._scheduled", _late_rate, "data8"),
-    Planted("optimizer", "norms decay", "jaxpar.lm.params:decay_mask", _with_result(_everything_decays), "data8"),
-    Planted("optimizer", "the average forgets", "jaxpar.lm.tuning:next_average", _average_turned_round, "fsdp8"),
+    Planted(
+        "optimizer",
+        "the rate is that of the next step",
+        "jaxpar.optim.update:Optimizer._scheduled",
+        _late_rate,
+        "data8",
+    ),
+    Planted(
+        "optimizer",
+        "norms decay",
+        "jaxpar.lm.params:decay_mask",
+        _with_result(_everything_decays),
+        "data8",
+    ),
+    Planted(
+        "optimizer",
+        "the average forgets",
+        "jaxpar.lm.tuning:next_average",
+        _average_turned_round,
+        "fsdp8",
+    ),
     # casts
-    Planted("casts", "weights are gathered before they are cast", "jaxpar.nn.stack:Stack.hold", _uncast_hold, "fsdp8/zero2", "bfloat16"),
-    Planted("casts", "the head is gathered before it is cast", "jaxpar.lm.loss:_sharded", _uncast_head, "fsdp8", "bfloat16"),
-    Planted("casts", "experts are gathered in float32", "jaxpar.mesh:gather", _cast_after_gather, "fsdp2.expert4", "bfloat16"),
-    Planted("casts", "norms are of float32", "jaxpar.nn.norm:Norm.apply", _narrow_norm, "data8"),
-    Planted("casts", "gradients pass float32", "jaxpar.optim.update:Optimizer.update", _narrow_moments, "data8"),
+    Planted(
+        "casts",
+        "weights are gathered before they are cast",
+        "jaxpar.nn.stack:Stack.hold",
+        _uncast_hold,
+        "fsdp8/zero2",
+        "bfloat16",
+    ),
+    Planted(
+        "casts",
+        "the head is gathered before it is cast",
+        "jaxpar.lm.loss:_sharded",
+        _uncast_head,
+        "fsdp8",
+        "bfloat16",
+    ),
+    Planted(
+        "casts",
+        "experts are gathered in float32",
+        "jaxpar.mesh:gather",
+        _cast_after_gather,
+        "fsdp2.expert4",
+        "bfloat16",
+    ),
+    Planted(
+        "casts",
+        "norms are of float32",
+        "jaxpar.nn.norm:Norm.apply",
+        _narrow_norm,
+        "data8",
+    ),
+    Planted(
+        "casts",
+        "gradients pass float32",
+        "jaxpar.optim.update:Optimizer.update",
+        _narrow_moments,
+        "data8",
+    ),
     # gathers
-    Planted("gathers", "weights are whole through the step", "jaxpar.nn.stack:Stack.hold", _held_whole, "fsdp8"),
-    Planted("gathers", "weights are whole beside tensor", "jaxpar.nn.stack:Stack.hold", _held_whole, "fsdp4.tensor2"),
-    Planted("gathers", "the stream is gathered", "jaxpar.nn.norm:Norm.apply", _gathered_again, "data8"),
-    Planted("gathers", "tokens are gathered", "jaxpar.lm.model:hidden", _gathered_batch, "data8"),
+    Planted(
+        "gathers",
+        "weights are whole through the step",
+        "jaxpar.nn.stack:Stack.hold",
+        _held_whole,
+        "fsdp8",
+    ),
+    Planted(
+        "gathers",
+        "weights are whole beside tensor",
+        "jaxpar.nn.stack:Stack.hold",
+        _held_whole,
+        "fsdp4.tensor2",
+    ),
+    Planted(
+        "gathers",
+        "the stream is gathered",
+        "jaxpar.nn.norm:Norm.apply",
+        _gathered_again,
+        "data8",
+    ),
+    Planted(
+        "gathers",
+        "tokens are gathered",
+        "jaxpar.lm.model:hidden",
+        _gathered_batch,
+        "data8",
+    ),
     # losses
-    Planted("losses", "half of z has a gradient", "jaxpar.lm.loss:_sharded", _half_z, "data8"),
-    Planted("losses", "weights count twice", "jaxpar.lm.batches:valid_batch", _with_result(_squared_weights), "fsdp8"),
-    Planted("losses", "weights are 0 or 1", "jaxpar.lm.batches:valid_batch", _with_result(_unweighted), "fsdp4.tensor2"),
-    Planted("losses", "each part has its own mean", "jaxpar.lm.loss:losses", _own_normaliser, "data8"),
+    Planted(
+        "losses",
+        "half of z has a gradient",
+        "jaxpar.lm.loss:_sharded",
+        _half_z,
+        "data8",
+    ),
+    Planted(
+        "losses",
+        "weights count twice",
+        "jaxpar.lm.batches:valid_batch",
+        _with_result(_squared_weights),
+        "fsdp8",
+    ),
+    Planted(
+        "losses",
+        "weights are 0 or 1",
+        "jaxpar.lm.batches:valid_batch",
+        _with_result(_unweighted),
+        "fsdp4.tensor2",
+    ),
+    Planted(
+        "losses",
+        "each part has its own mean",
+        "jaxpar.lm.loss:losses",
+        _own_normaliser,
+        "data8",
+    ),
 )
 """All of them; a layout is of eight devices."""

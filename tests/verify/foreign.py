@@ -1,4 +1,4 @@
-"""Models that are none of the library's: right ones, which `jaxpar.verify` must pass, and wrong ones, which it must not."""
+"""Models that are none of the library's: right ones, which `verify` must pass, and wrong ones."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,7 +14,12 @@ from jaxpar.verify import Layout, Model
 
 ROWS, WIDTH, HIDDEN, SYMBOLS, STEPS = 40, 16, 32, 24, 8
 ADAM = optax.adamw(1e-3, eps=1e-6)
-BATCH_AXES = {"x": ("batch", None), "y": ("batch", None), "weights": ("batch",), "tokens": ("batch", None)}
+BATCH_AXES = {
+    "x": ("batch", None),
+    "y": ("batch", None),
+    "weights": ("batch",),
+    "tokens": ("batch", None),
+}
 LAYOUTS = (Layout(MeshSpec(data=2, fsdp=2, tensor=2)), Layout(MeshSpec(fsdp=8)))
 OF_ROWS = (Layout(MeshSpec(data=2, fsdp=4)), Layout(MeshSpec(fsdp=8)))
 """Layouts of models that nothing of is split over tensor."""
@@ -60,7 +65,8 @@ def batch(step: int) -> dict[str, np.ndarray]:
 
 def draw(*shape: int, seed: int = 0) -> np.ndarray:
     """Returns normal weights of a fan-in scale."""
-    return np.random.default_rng((seed, *shape)).standard_normal(shape) / np.sqrt(shape[-2] if len(shape) > 1 else 1)
+    fan_in = shape[-2] if len(shape) > 1 else 1
+    return np.random.default_rng((seed, *shape)).standard_normal(shape) / np.sqrt(fan_in)
 
 
 def weighted_mean(values: jax.Array, batch: Any) -> jax.Array:
@@ -75,7 +81,7 @@ def squared_error(out: jax.Array, batch: Any) -> jax.Array:
 
 
 def used(params: Any, axes: Any, name: str) -> jax.Array:
-    """Returns a weight as it is multiplied, by the rule table; its gradient is summed into shares."""
+    """Returns a weight as it is multiplied, by the table; its gradient is summed into shares."""
     names = axes[name]
     return gather(params[name], names, in_role(names, "use"), in_role(names, "grad"), name)
 
@@ -97,11 +103,18 @@ def mlp(params: Any, x: jax.Array) -> jax.Array:
 
 def by_hand() -> Foreign:
     """Returns a network that says how its weights and activations lie."""
-    return Foreign(mlp_params(), MLP_AXES, lambda params, batch: squared_error(mlp(params, batch["x"]), batch))
+
+    def loss(params, batch):
+        return squared_error(mlp(params, batch["x"]), batch)
+
+    return Foreign(mlp_params(), MLP_AXES, loss)
 
 
 def _of_module(module: nn.Module, axes: Callable[[Any], Any], **options: Any) -> Foreign:
-    """A module of flax that knows no mesh: its parameters lie by their shapes, and are whole where it takes them."""
+    """A module of flax that knows no mesh.
+
+    Its parameters lie by their shapes, and are whole where it takes them.
+    """
     sample = batch(0)["x"]
     params = jax.device_get(module.init(jax.random.key(0), sample, **options))["params"]
     lie = jax.tree.map(axes, params)
@@ -140,11 +153,13 @@ def batch_norm() -> Foreign:
     """Returns a network that normalises over the batch: means over all devices' rows."""
 
     def loss(params, batch):
-        x = constrain(batch["x"].astype(params["up"].dtype) @ used(params, MLP_AXES, "up"), "batch", "mlp")
+        x = batch["x"].astype(params["up"].dtype) @ used(params, MLP_AXES, "up")
+        x = constrain(x, "batch", "mlp")
         mean = x.mean(0)
         variance = jnp.square(x - mean).mean(0)
         x = params["scale"] * (x - mean) * jax.lax.rsqrt(variance + 1e-5)
-        return squared_error(constrain(jnp.tanh(x) @ used(params, MLP_AXES, "down"), "batch", None), batch)
+        out = jnp.tanh(x) @ used(params, MLP_AXES, "down")
+        return squared_error(constrain(out, "batch", None), batch)
 
     params = mlp_params() | {"scale": np.ones(HIDDEN)}
     return Foreign(params, MLP_AXES | {"scale": ("mlp",)}, loss)
@@ -159,7 +174,8 @@ def tied() -> Foreign:
         x = constrain(table[batch["tokens"]], "batch", None, None)
         x = x + jnp.tanh(x @ used(params, axes, "mix"))
         logits = constrain(x[:, :-1] @ table.T, "batch", None, None)
-        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["tokens"][:, 1:, None], -1)[..., 0]
+        next_symbols = batch["tokens"][:, 1:, None]
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), next_symbols, -1)[..., 0]
         return -weighted_mean(chosen.mean(-1), batch)
 
     params = {"table": draw(SYMBOLS, WIDTH), "mix": draw(WIDTH, WIDTH)}
@@ -179,7 +195,7 @@ def frozen() -> Foreign:
 
 
 def scanned() -> Foreign:
-    """Returns a stack of layers in a scan, of which each gathers its weights when it is computed."""
+    """Returns a scan over layers, each of which gathers its weights when it is computed."""
     stacked = {name: (None, *axes) for name, axes in MLP_AXES.items()}
 
     def loss(params, batch):
@@ -210,24 +226,29 @@ def lstm() -> Foreign:
 
 
 def experts() -> Foreign:
-    """Returns a mixture whose experts devices share: each adds its own experts' part of every row."""
+    """Returns a mixture whose experts devices share: each adds its own part of every row."""
     axes = {"router": (None, None), "up": ("experts", None, None), "down": ("experts", None, None)}
 
     def loss(params, batch):
         x = constrain(batch["x"].astype(params["router"].dtype), "batch-experts", None)
         shares = jax.nn.softmax(x @ params["router"])
         inside = jnp.tanh(jnp.einsum("nd,edf->nef", x, params["up"]))
-        each = jnp.einsum("nef,efd->ned", constrain(inside, "batch-experts", "experts", None), params["down"])
+        inside = constrain(inside, "batch-experts", "experts", None)
+        each = jnp.einsum("nef,efd->ned", inside, params["down"])
         out = jnp.einsum("ned,ne->nd", each, shares)
         return squared_error(constrain(out, "batch-experts", None), batch)
 
-    params = {"router": draw(WIDTH, 4), "up": draw(4, WIDTH, HIDDEN), "down": draw(4, HIDDEN, WIDTH)}
+    params = {
+        "router": draw(WIDTH, 4),
+        "up": draw(4, WIDTH, HIDDEN),
+        "down": draw(4, HIDDEN, WIDTH),
+    }
     layout = Layout(MeshSpec(data=4, expert=2))
     return Foreign(params, axes, loss, layouts=(layout,), allow=("gather over expert",))
 
 
 def sharded_embedding() -> Foreign:
-    """Returns a model whose embedding's rows are split over tensor: each device looks its own up."""
+    """Returns a model whose embedding is split over tensor: each device looks its own up."""
     axes = {"table": ("vocab", None), "out": (None, None)}
 
     def looked_up(table, tokens):
@@ -241,7 +262,8 @@ def sharded_embedding() -> Foreign:
         x = local(looked_up, split, ("batch", None, None))(params["table"], batch["tokens"])
         return squared_error(jnp.tanh(x).mean(1) @ params["out"], batch)
 
-    return Foreign({"table": draw(SYMBOLS, WIDTH), "out": draw(WIDTH, WIDTH)}, axes, loss, layouts=LAYOUTS[:1])
+    params = {"table": draw(SYMBOLS, WIDTH), "out": draw(WIDTH, WIDTH)}
+    return Foreign(params, axes, loss, layouts=LAYOUTS[:1])
 
 
 class Convolved(nn.Module):
@@ -281,7 +303,8 @@ def plain_descent() -> Foreign:
 def stateless() -> Foreign:
     """Returns a network whose optimizer's state is an empty tuple."""
     rule = optax.GradientTransformation(
-        lambda params: (), lambda grads, state, params=None: (jax.tree.map(lambda g: -0.1 * g, grads), state)
+        lambda params: (),
+        lambda grads, state, params=None: (jax.tree.map(lambda g: -0.1 * g, grads), state),
     )
     return by_hand()._replace(optimizer=rule)
 
@@ -320,7 +343,8 @@ def local_means() -> Foreign:
         return jax.lax.pmean(own, mesh_axes("batch")) if mesh_axes("batch") else own
 
     def loss(params, batch):
-        values = jnp.square(mlp(params, batch["x"]) - batch["y"].astype(params["up"].dtype)).mean(-1)
+        difference = mlp(params, batch["x"]) - batch["y"].astype(params["up"].dtype)
+        values = jnp.square(difference).mean(-1)
         weights = batch["weights"].astype(values.dtype)
         return local(mean, [("batch",), ("batch",)], (), check=False)(values, weights)
 
@@ -369,7 +393,9 @@ def whole_weights() -> Foreign:
     """Has every device hold all weights, also those that tensor splits."""
 
     def loss(params, batch):
-        up, down = (constrain(constrain(params[n], *MLP_AXES[n]), None, None) for n in ("up", "down"))
+        split = {name: constrain(params[name], *MLP_AXES[name]) for name in ("up", "down")}
+        up = constrain(split["up"], None, None)
+        down = constrain(split["down"], None, None)
         out = constrain(jnp.tanh(batch["x"].astype(up.dtype) @ up), "batch", None) @ down
         return squared_error(constrain(out, "batch", None), batch)
 

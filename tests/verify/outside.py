@@ -554,9 +554,10 @@ def _not_pinned(right):
         def moved(x):
             return constrain(x, *whole, name=name)
 
-        moved.defvjp(
-            lambda x: (moved(x), None), lambda _, g: (constrain(g, *(grad or split), name=name),)
-        )
+        def backward(_, g):
+            return (constrain(g, *(grad or split), name=name),)
+
+        moved.defvjp(lambda x: (moved(x), None), backward)
         return moved(x)
 
     return gather

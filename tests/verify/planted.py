@@ -1,10 +1,10 @@
 """Errors that are planted in the library, and what of them `experiments.verify` sees.
 
-    python -m tests.verify.planted                    # all of them, with what found each; 25 minutes on two cores
+    python -m tests.verify.planted                    # all, with what found each; 25 minutes
     python -m tests.verify.planted accumulation keys  # those of some kinds
 
-Each error replaces a named function of the library, wherever it was imported, while one layout is verified. All
-share the plain twin, which is compiled from the library as it is.
+Each error replaces a named function of the library, wherever it was imported, while one layout is
+verified. All share the plain twin, which is compiled from the library as it is.
 """
 
 import contextlib
@@ -49,7 +49,8 @@ class Planted:
       target: Function that is replaced, as "module:name" or "module:Class.name".
       wrong: Function of the right one that returns the wrong one.
       layout: Layout under which it must be seen, as `experiments.verify layouts=[...]` takes it.
-      dtype: "float64" where values, gathers or operations are wrong; "bfloat16" where bytes of casts are.
+      dtype: "float64" where values, gathers or operations are wrong; "bfloat16" where bytes of
+        casts are.
       flags: Further flags of `experiments.verify`.
     """
 
@@ -67,7 +68,7 @@ Held = list[tuple[Any, list[str]]]
 
 
 def resolve(target: str) -> Held:
-    """Returns every module of the library, or the class, that holds a function, with its names there.
+    """Returns all modules of the library, or the class, that hold a function, with its names there.
 
     Args:
       target: The function, as "module:name" or "module:Class.name".
@@ -93,7 +94,7 @@ def resolve(target: str) -> Held:
 
 @contextlib.contextmanager
 def planted(error: Planted) -> Iterator[None]:
-    """Replaces the function of an error in every module and class that holds it, and forgets all traces.
+    """Replaces the function of an error wherever it is held, and forgets all traces.
 
     Raises:
       LookupError: If the library has no such function.
@@ -119,7 +120,7 @@ def _hold(held: Held, function: Any) -> None:
 
 
 def _forget() -> None:
-    """Empties JAX's caches of traces and the library's of tables and trials, which may hold what is wrong."""
+    """Empties JAX's caches of traces and the library's of tables, which may hold what is wrong."""
     jax.clear_caches()
     for name, module in sorted(sys.modules.items()):
         if name.split(".")[0] != "jaxpar":
@@ -149,7 +150,10 @@ def _holders(right: Any) -> list[Any]:
     return modules
 
 
-def find(errors: tuple[Planted, ...], report: Callable[[Planted, Any, float], None]) -> list[Planted]:
+Report = Callable[[Planted, Any, float], None]
+
+
+def find(errors: tuple[Planted, ...], report: Report) -> list[Planted]:
     """Verifies the layout of each error while it is planted, and returns those that nothing saw.
 
     Args:
@@ -167,7 +171,7 @@ def find(errors: tuple[Planted, ...], report: Callable[[Planted, Any, float], No
 
 
 class Clean:
-    """A configuration of `experiments.verify` with the twins that layouts of it are compared with."""
+    """A configuration of `experiments.verify` with the twins that its layouts are compared with."""
 
     def __init__(self, flags: tuple[str, ...]):
         self.config = verify.compose(*flags)
@@ -208,7 +212,10 @@ def main(kinds: list[str]) -> int:
 
     def report(error: Planted, row: Any, seconds: float) -> None:
         found = row.breaches[0] if row.breaches else "NOT SEEN"
-        print(f"{error.kind:12} {error.name:45} {error.layout:24} {seconds:4.0f} s  {found}", flush=True)
+        print(
+            f"{error.kind:12} {error.name:45} {error.layout:24} {seconds:4.0f} s  {found}",
+            flush=True,
+        )
 
     lived = find(chosen, report)
     print(f"{len(chosen) - len(lived)} of {len(chosen)} planted errors are seen")

@@ -1,4 +1,4 @@
-"""Planted errors: four of the table are seen a day, all of them by `make test-slow`, and the table is whole."""
+"""Planted errors: four of the table are seen a day, all by `make test-slow`; the table is whole."""
 
 import collections
 import datetime

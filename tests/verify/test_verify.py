@@ -60,7 +60,7 @@ def batch(step):
 
 
 def right(params, batch):
-    """Computes a two-layer network in the sharded way; the gradient of `shift` is rounding alone."""
+    """Computes two layers in the sharded way; the gradient of `shift` is rounding alone."""
     held = {}
     for name in ("up", "down"):
         axes = AXES[name]
@@ -128,7 +128,7 @@ def row_of(loss, layout=DATA8, dtype="float32", optimizer=ADAM, **options):
 
 
 def counts_devices():
-    """Returns an optimizer that steps, and whose state counts the axes of the mesh along with its steps."""
+    """Returns an optimizer whose state counts the axes of the mesh along with its steps."""
 
     def update(grads, count, params=None):
         del params
@@ -150,9 +150,8 @@ def stateless():
 def test_a_right_model_holds_in_both_dtypes():
     rows = verify(model_of(right), batch, BATCH_AXES, LAYOUTS)
     names = ("data2.fsdp2.tensor2 zero3", "fsdp8 zero2")
-    assert [(str(row.layout), row.dtype) for row in rows] == [
-        (name, dtype) for name in names for dtype in TOLERANCE
-    ]
+    expected = [(name, dtype) for name in names for dtype in TOLERANCE]
+    assert [(str(row.layout), row.dtype) for row in rows] == expected
     for row in rows:
         assert not row.breaches and not row.refused, row
         assert 0 < row.gradient <= TOLERANCE[row.dtype]
@@ -233,9 +232,8 @@ def test_dtypes_without_a_tolerance_are_refused():
 def test_an_illegal_layout_is_a_row_that_says_why():
     layouts = [Layout(MeshSpec(data=3)), Layout(MeshSpec(data=4, tensor=2))]
     seen = []
-    rows = verify(
-        model_of(right), batch, BATCH_AXES, layouts, dtypes=["float32"], report=seen.append
-    )
+    options = {"dtypes": ["float32"], "report": seen.append}
+    rows = verify(model_of(right), batch, BATCH_AXES, layouts, **options)
     assert rows == seen
     assert "does not divide over data=3" in rows[0].refused and not rows[0].breaches
     assert not rows[1].refused
@@ -337,8 +335,9 @@ def test_arrays_and_bytes_are_each_a_breach(found, breach):
 def test_fewer_gathers_than_must_be_are_a_breach_even_of_none():
     declared = [gathers(2, 100).times(4, least=1)]
     assert declared[0].arrays == 8 and declared[0].bytes == 400
-    expected = "0 arrays of together 0 bytes are gathered over fsdp, where at least 8 of 400 are declared"
-    assert breaches_of([], declared) == [expected]
+    (said,) = breaches_of([], declared)
+    found = "0 arrays of together 0 bytes are gathered over fsdp"
+    assert said == f"{found}, where at least 8 of 400 are declared"
     assert not breaches_of([], [gathers(8, 400)])
     assert not breaches_of([], declared, allow=["gather over fsdp"])
 
@@ -456,7 +455,10 @@ def test_memory_has_limits(product):
     none = Compiled(run=types.SimpleNamespace(in_avals=()), text="", partitioned="", memory=memory)
     for limits, breach in (
         ({"held": 999}, "a device holds 1,000 bytes of state and batch, where 999 are its share"),
-        ({"temporaries": 499}, "a device needs 500 bytes beside state and batch, where at most 499 are declared"),
+        (
+            {"temporaries": 499},
+            "a device needs 500 bytes beside state and batch, where at most 499 are declared",
+        ),
     ):
         row = LayoutReport(DATA8, "float32")
         judge(row, none, product, make_mesh(MeshSpec(data=8)), Limits(transfers=(), **limits))
