@@ -427,6 +427,9 @@ def _trips(program: dict[str, list[_Instruction]], around: list[_Instruction], l
         return None
     counter, limit = compare.operands
     bound = _constant(inside, inside.get(limit))
+    # Inside a block that is manual over some axes, the partitioner copies the counter first.
+    while counter in inside and inside[counter].op == "copy":
+        counter = inside[counter].operands[0]
     if "#" not in counter and counter in inside:
         counter = f"{inside[counter].op}{inside[counter].rest}"
     index = re.search(r"#(\d+)$|get-tuple-element\(.*index=(\d+)", counter)

@@ -29,11 +29,12 @@ def verify_own(
     seed: int = 0,
     report: Callable[[LayoutReport], None] | None = None,
 ) -> list[LayoutReport]:
-    """Compares layouts with one device: loss, every gradient leaf, `steps` optimizer steps; judges their collectives.
+    """Compares layouts with one device: loss, every gradient leaf, `steps` optimizer steps; judges what they send.
 
-    These may be what `allowed_transfers` says. Each has the axes that the two rules give on its own mesh; those that differ along data alone, beside each other,
-    are compared with one program of one device. Collections stay at their first
-    value, floats of the batch and of the parameters are cast to each dtype, and every step has the same key.
+    They may send what `allowed_transfers` says. Each layout has the axes that the two rules give on its
+    own mesh; those that differ along data alone, beside each other, are compared with one program of one
+    device. Collections stay at their first value, floats of the batch and of the parameters are cast to
+    each dtype, and every step has the same key.
 
     Args:
       model: What is verified. Adam's eps should be over the rounding of the gradients, as in `jaxpar.verify.Model`.
@@ -86,9 +87,7 @@ def verify_own(
     return rows
 
 
-def allowed_transfers(
-    params: PyTree, axes: PyTree, batch_axes: PyTree, layout: Layout
-) -> list[Transfer]:
+def allowed_transfers(params: PyTree, axes: PyTree, batch_axes: PyTree, layout: Layout) -> list[Transfer]:
     """Returns what a layout may send between devices, on the ambient mesh.
 
     That is what `jaxpar.verify.allowed_by_axes` says: each parameter gathered at most twice,

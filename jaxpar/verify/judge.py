@@ -26,7 +26,7 @@ class Limits:
       flops: Most operations of its matrix products; None is not judged.
       least_flops: Fewest.
       held: Bytes of its share of state and batch; None is not judged.
-      temporaries: Most bytes beside these; None is not judged.
+      room: Most bytes beside these, over what `estimated_temporaries` says; None is not judged.
       allow: Transfers that are not judged, such as "gather over tensor".
       unjudged: What is left out, a sentence each.
     """
@@ -35,7 +35,7 @@ class Limits:
     flops: float | None = None
     least_flops: float = 0.0
     held: float | None = None
-    temporaries: float | None = None
+    room: float | None = None
     allow: tuple[str, ...] = ()
     unjudged: tuple[str, ...] = ()
 
@@ -81,7 +81,14 @@ class LayoutReport:
     unjudged: list[str] = dataclasses.field(default_factory=list)
 
 
-def judge(row: LayoutReport, compiled: Compiled, text: str, mesh: Mesh, limits: Limits) -> None:
+def judge(
+    row: LayoutReport,
+    compiled: Compiled,
+    text: str,
+    mesh: Mesh,
+    limits: Limits,
+    temporaries: float | None = None,
+) -> None:
     """Fills in what a program does on one device, and what of it is over or under the limits.
 
     Args:
@@ -90,6 +97,7 @@ def judge(row: LayoutReport, compiled: Compiled, text: str, mesh: Mesh, limits: 
       text: Text of it that is judged: after all passes, or as partitioned.
       mesh: Its devices.
       limits: What it may do, and must.
+      temporaries: Most bytes beside state and batch; None is not judged.
     """
     found = found_transfers(text, mesh)
     row.transfers = sum_by_axis(found)
@@ -99,7 +107,7 @@ def judge(row: LayoutReport, compiled: Compiled, text: str, mesh: Mesh, limits: 
     row.breaches += breaches_of(found, limits.transfers, limits.allow)
     row.unjudged += limits.unjudged
     _judge_flops(row, text, limits)
-    _judge_memory(row, compiled, limits)
+    _judge_memory(row, compiled, limits, temporaries)
 
 
 def _judge_flops(row: LayoutReport, text: str, limits: Limits) -> None:
@@ -115,7 +123,7 @@ def _judge_flops(row: LayoutReport, text: str, limits: Limits) -> None:
         row.breaches.append(f"{said}, where at least {limits.least_flops:,.0f} are its share")
 
 
-def _judge_memory(row: LayoutReport, compiled: Compiled, limits: Limits) -> None:
+def _judge_memory(row: LayoutReport, compiled: Compiled, limits: Limits, temporaries: float | None) -> None:
     memory = compiled.memory
     if memory is None:
         row.unjudged.append("memory, of which the compiler says nothing")
@@ -126,10 +134,10 @@ def _judge_memory(row: LayoutReport, compiled: Compiled, limits: Limits) -> None
         row.breaches.append(
             f"a device holds {row.held:,} bytes of state and batch, where {limits.held:,.0f} are its share"
         )
-    if limits.temporaries is not None and row.temporaries > limits.temporaries:
+    if temporaries is not None and row.temporaries > temporaries:
         row.breaches.append(
             f"a device needs {row.temporaries:,} bytes beside state and batch, where at most "
-            f"{limits.temporaries:,.0f} are declared"
+            f"{temporaries:,.0f} are estimated"
         )
 
 

@@ -9,13 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 from jaxpar.aot.estimate import EFFORTS, compile_lowered
+from jaxpar.aot.job import Job
+from jaxpar.aot.memory_estimate import analyse
 from jaxpar.mesh import make_mesh, named_shardings, platform, shard, use_mesh
 from jaxpar.types import Array, Device, PRNGKey, PyTree
 from jaxpar.verify.layouts import Layout
 
-__all__ = ["Compiled", "Outcome", "Program", "compile_program", "on_mesh", "run_program"]
+__all__ = ["Compiled", "Outcome", "Program", "compile_program", "estimated_temporaries", "on_mesh", "run_program"]
 
 Rules = Mapping[str, tuple[str, ...]]
 
@@ -74,12 +77,14 @@ class Compiled(NamedTuple):
       text: HLO after all passes.
       partitioned: HLO as the partitioner left it, in the dtypes of the model: XLA for CPU widens those of 16 bits
         afterwards. Empty where it was not asked for.
+      jaxpr: What was traced.
       memory: Statistics of the compiler: bytes of arguments, results and temporaries; None where it has none.
     """
 
     run: jax.stages.Compiled
     text: str
     partitioned: str
+    jaxpr: Any
     memory: Any
 
 
@@ -114,12 +119,19 @@ def compile_program(program: Program, *, with_gradient: bool = True, is_partitio
     key = jax.eval_shape(lambda: jax.random.key(0))
     precision = jax.default_matmul_precision("highest")
     with precision if with_gradient else contextlib.nullcontext():
-        lowered = jitted.lower(key, state, _shapes_of_batch(program))
+        traced = jitted.trace(key, state, _shapes_of_batch(program))
+        lowered = traced.lower()
     if is_partitioned_kept:
         compiled, partitioned = _compile_apart(lowered)
     else:
         compiled, partitioned = compile_lowered(lowered, _options()), ""
-    return Compiled(compiled, compiled.as_text() or "", partitioned, compiled.memory_analysis())
+    return Compiled(
+        run=compiled,
+        text=compiled.as_text() or "",
+        partitioned=partitioned,
+        jaxpr=traced.jaxpr.jaxpr,
+        memory=compiled.memory_analysis(),
+    )
 
 
 def _compile_apart(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, str]:
@@ -137,6 +149,19 @@ def _compile_apart(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, st
         finally:
             jax.config.update(name, before)
         return compiled, _partitioned(folder)
+
+
+def estimated_temporaries(program: Program, compiled: Compiled, mesh: Mesh, rules: Rules) -> float:
+    """Returns the bytes that a device needs beside state and batch, by the analytic account of `jaxpar.aot`."""
+    batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)), program.batch(0)
+    )
+    state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), program.state)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    axes = ((), program.axes, program.batch_axes)
+    job = Job(program.step, (key, state, batch), axes, mesh, rules=rules, donate=(1,))
+    memory, _ = analyse(job, compiled.jaxpr)
+    return memory.temporaries
 
 
 def _options() -> dict[str, bool | float | str]:

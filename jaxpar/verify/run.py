@@ -26,6 +26,7 @@ from jaxpar.verify.program import (
     Outcome,
     Program,
     compile_program,
+    estimated_temporaries,
     on_mesh,
     run_program,
 )
@@ -239,11 +240,14 @@ def _compare(case: Case, dtype: str, steps: int) -> LayoutReport:
             limits = case.limits(program, dtype)
             compiled = compile_program(program)
             got = run_program(program, compiled, steps)
+            most = None
+            if limits.room is not None:
+                most = limits.room * estimated_temporaries(program, compiled, mesh, case.rules)
     except UsageError as error:
         row.refused = str(error)
         return row
     _compare_outcomes(row, got, case.twin(dtype), steps)
-    judge(row, compiled, compiled.text, mesh, limits)
+    judge(row, compiled, compiled.text, mesh, limits, most)
     return row
 
 
@@ -304,7 +308,7 @@ def _judge_topology(case: Case, devices: Sequence[Device]) -> LayoutReport:
         row.refused = str(error)
         return row
     # Compilers for TPU pad arrays to tiles and make look-ups products, which is not the layout's affair.
-    limits = dataclasses.replace(limits, flops=None, held=None, temporaries=None)
+    limits = dataclasses.replace(limits, flops=None, held=None)
     judge(row, compiled, compiled.text, mesh, limits)
     return row
 
