@@ -225,13 +225,17 @@ def _weights(config: LMConfig, optimizer: str, add) -> None:
             if config.weights == "ternary":
                 add("sum", _over(leaf.axes), 1, trips * _wide(config), f"mean magnitude of {name}")
         elif is_weight:
-            add("gather", _minus(_over(leaf.axes), _over(in_role(leaf.axes, "use"))), 1, used, f"{name}, where used")
+            gathered = _minus(_over(leaf.axes), _over(in_role(leaf.axes, "use")))
+            # The head is cast before it is gathered; a table is looked up as it is.
+            size = used * jnp.dtype(config.dtype).itemsize / width if name == "head" else used
+            add("gather", gathered, 1, size, f"{name}, where used")
         over = inside if is_weight or "norm" not in name else outside
         over = _minus(over, mesh_axes("experts")) if "experts" in leaf.axes else over
         add("sum", over, trips, used, f"gradient of {name}")
     if config.tied:
         shape = (config.vocab_size / num_shares(*mesh_axes("vocab"))) * config.embed_dim * _wide(config)
-        add("gather", mesh_axes("embed"), 1, shape, "the embedding, as the head")
+        size = shape * jnp.dtype(config.dtype).itemsize / _wide(config)
+        add("gather", mesh_axes("embed"), 1, size, "the embedding, as the head")
         add("sum", inside, 1, shape, "gradient of the embedding, as the head")
     if optimizer == "muon":
         _exchanges(config, add)
