@@ -10,6 +10,7 @@ own, and caches.
 """
 
 import collections
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -231,8 +232,9 @@ class _Program:
             if gathered or shared or summed:
                 self._write(out, place, born)
             if gathered:
-                kept = {axis for entry in node.eqn.params["sharding"].spec for axis in _names(entry)}
-                over = [a for entry in node.layout.axes(node.eqn.invars[0].aval.shape) for a in entry if a not in kept]
+                lies = node.layout.axes(node.eqn.invars[0].aval.shape)
+                kept = _kept_axes(node.eqn.params["sharding"].spec, lies)
+                over = [axis for entry in lies for axis in entry if axis not in kept]
                 self._cross("all-gather", over, out.size)
             elif name in _SUMS:
                 self._cross(_SUMS[name], node.eqn.params.get("axes", node.eqn.params.get("axis_name", ())), out.size)
@@ -360,11 +362,21 @@ def _kernel_flops(eqn: JaxprEqn) -> float:
     return grid * flops_of(eqn.params["jaxpr"]).total
 
 
+def _kept_axes(spec: Iterable, lies: Iterable[Iterable[str]]) -> set[str]:
+    """Returns the mesh axes that split a constrained array; an open dimension lies as it did."""
+    kept: set[str] = set()
+    for entry, before in itertools.zip_longest(spec, lies, fillvalue=()):
+        is_open = entry is jax.sharding.PartitionSpec.UNCONSTRAINED
+        kept.update(before if is_open else _names(entry))
+    return kept
+
+
 def _placed_size(eqn: JaxprEqn, var: Var, layout: ArrayLayout) -> float:
     """Bytes of a result on a device: where the program constrains it, what it says."""
     sharding = eqn.params.get("sharding") if eqn.primitive.name == "sharding_constraint" else None
     if isinstance(sharding, jax.sharding.NamedSharding):
         # `shard_shape` rejects shardings within a block that is manual over other axes.
-        parts = [sharding.mesh.shape[axis] for entry in sharding.spec for axis in _names(entry)]
+        axes = _kept_axes(sharding.spec, layout.axes(array_of(var).shape))
+        parts = [sharding.mesh.shape[axis] for axis in axes]
         return bytes_of(array_of(var)) / math.prod(parts)
     return layout.bytes(var.aval)
