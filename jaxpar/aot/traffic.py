@@ -10,6 +10,7 @@ own, and caches.
 """
 
 import collections
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -18,7 +19,6 @@ import jax
 import numpy as np
 from jax.core import AbstractValue
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
-from jax.sharding import PartitionSpec as P
 
 from jaxpar.aot.flops import flops_of, matmul_flops, shards
 from jaxpar.aot.hlo import Crossing
@@ -232,8 +232,9 @@ class _Program:
             if gathered or shared or summed:
                 self._write(out, place, born)
             if gathered:
-                kept = {axis for entry in node.eqn.params["sharding"].spec for axis in _names(entry)}
-                over = [a for entry in node.layout.axes(node.eqn.invars[0].aval.shape) for a in entry if a not in kept]
+                lies = node.layout.axes(node.eqn.invars[0].aval.shape)
+                kept = _kept_axes(node.eqn.params["sharding"].spec, lies)
+                over = [axis for entry in lies for axis in entry if axis not in kept]
                 self._cross("all-gather", over, out.size)
             elif name in _SUMS:
                 self._cross(_SUMS[name], node.eqn.params.get("axes", node.eqn.params.get("axis_name", ())), out.size)
@@ -348,11 +349,8 @@ def _kind(var: Var) -> tuple:
     return getattr(aval, "shape", ()), getattr(aval, "dtype", None)
 
 
-def _names(axes: Any) -> tuple[str, ...]:
-    """Mesh axes of an entry of a sharding: none where it is whole, or left to the partitioner."""
-    if axes is None or axes is P.UNCONSTRAINED:
-        return ()
-    return (axes,) if isinstance(axes, str) else tuple(axes)
+def _names(axes: str | Iterable[str] | None) -> tuple[str, ...]:
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def _kernel_flops(eqn: JaxprEqn) -> float:
@@ -364,11 +362,21 @@ def _kernel_flops(eqn: JaxprEqn) -> float:
     return grid * flops_of(eqn.params["jaxpr"]).total
 
 
+def _kept_axes(spec: Iterable, lies: Iterable[Iterable[str]]) -> set[str]:
+    """Returns the mesh axes that split a constrained array; an open dimension lies as it did."""
+    kept: set[str] = set()
+    for entry, before in itertools.zip_longest(spec, lies, fillvalue=()):
+        is_open = entry is jax.sharding.PartitionSpec.UNCONSTRAINED
+        kept.update(before if is_open else _names(entry))
+    return kept
+
+
 def _placed_size(eqn: JaxprEqn, var: Var, layout: ArrayLayout) -> float:
     """Bytes of a result on a device: where the program constrains it, what it says."""
     sharding = eqn.params.get("sharding") if eqn.primitive.name == "sharding_constraint" else None
-    if isinstance(sharding, jax.sharding.NamedSharding) and P.UNCONSTRAINED not in sharding.spec:
+    if isinstance(sharding, jax.sharding.NamedSharding):
         # `shard_shape` rejects shardings within a block that is manual over other axes.
-        parts = [sharding.mesh.shape[axis] for entry in sharding.spec for axis in _names(entry)]
+        axes = _kept_axes(sharding.spec, layout.axes(array_of(var).shape))
+        parts = [sharding.mesh.shape[axis] for axis in axes]
         return bytes_of(array_of(var)) / math.prod(parts)
     return layout.bytes(var.aval)

@@ -22,7 +22,7 @@ from jaxpar.parallel.context import SplitSequence
 from jaxpar.parallel.experts import TRANSPORTS, bytes_sent, transport_for
 from jaxpar.parallel.pipeline import Schedule, pack_schedule
 from jaxpar.stage import as_in_stage
-from jaxpar.verify import Transfer
+from jaxpar.verify import SMALL, Transfer
 
 __all__ = ["context_bytes", "declared_transfers", "expert_bytes", "pipeline_transfers", "step_transfers"]
 
@@ -65,12 +65,15 @@ def step_transfers(
     without those gathers holds the weights whole. What is gathered once a microbatch must be found once
     at least, since compilers move it before the loop over microbatches.
     """
+    # Of a loop of one turn compilers make none, and of its two gathers one.
+    has_loop = config.num_layers > config.stack().period
     out = []
     for transfer in declared_transfers(config, rows // parts, length, optimizer):
-        if transfer.kind != "gather":
+        is_small = transfer.bytes <= SMALL * transfer.arrays
+        if transfer.kind != "gather" or is_small:
             least = 0.0
         elif transfer.why.endswith(EACH_LAYER):
-            least = 1.0
+            least = 1.0 if has_loop else 0.5
         else:
             least = 1 / parts if transfer.why.endswith(ONCE) else 0.0
         times = 1 if transfer.why.startswith("momentum") else parts
@@ -209,9 +212,7 @@ def _weights(config: LMConfig, optimizer: str, add) -> None:
         name, in_layer = jax.tree_util.keystr(path, simple=True, separator="/"), path[0].key == "layers"
         trips = leaf.shape[0] if in_layer else 1
         is_weight, leaf = not isinstance(leaf.init, str), leaf._replace(axes=_of_layer(leaf.axes))
-        # The head is cast before it is gathered, as the layers' weights are; the embedding is not.
-        is_narrow = is_weight and (in_layer or name == "head")
-        width = jnp.dtype(config.dtype).itemsize if is_narrow else _wide(config)
+        width = jnp.dtype(config.dtype).itemsize if in_layer and is_weight else _wide(config)
         whole = math.prod(leaf.shape) * width / trips
         multiplied = _over(in_role(leaf.axes, "product" if leaf.is_product and in_layer else "use"))
         used = whole / num_shares(*multiplied)
@@ -227,16 +228,17 @@ def _weights(config: LMConfig, optimizer: str, add) -> None:
             if config.weights == "ternary":
                 add("sum", _over(leaf.axes), 1, trips * _wide(config), f"mean magnitude of {name}")
         elif is_weight:
-            add("gather", _minus(_over(leaf.axes), _over(in_role(leaf.axes, "use"))), 1, used, f"{name}, where used")
+            gathered = _minus(_over(leaf.axes), _over(in_role(leaf.axes, "use")))
+            # The head is cast before it is gathered; a table is looked up as it is.
+            size = used * jnp.dtype(config.dtype).itemsize / width if name == "head" else used
+            add("gather", gathered, 1, size, f"{name}, where used")
         over = inside if is_weight or "norm" not in name else outside
         over = _minus(over, mesh_axes("experts")) if "experts" in leaf.axes else over
-        # That of the head is summed as the loss adds it up, wide.
-        size = used if in_layer else used / width * _wide(config)
-        add("sum", over, trips, size, f"gradient of {name}")
+        add("sum", over, trips, used, f"gradient of {name}")
     if config.tied:
         shape = (config.vocab_size / num_shares(*mesh_axes("vocab"))) * config.embed_dim * _wide(config)
-        narrow = shape / _wide(config) * jnp.dtype(config.dtype).itemsize
-        add("gather", mesh_axes("embed"), 1, narrow, "the embedding, as the head")
+        size = shape * jnp.dtype(config.dtype).itemsize / _wide(config)
+        add("gather", mesh_axes("embed"), 1, size, "the embedding, as the head")
         add("sum", inside, 1, shape, "gradient of the embedding, as the head")
     if optimizer == "muon":
         _exchanges(config, add)

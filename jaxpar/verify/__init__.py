@@ -19,12 +19,20 @@ from jaxpar.verify.judge import LayoutReport, Limits, bytes_on_device, judge
 from jaxpar.verify.layouts import Layout, every_layout
 from jaxpar.verify.program import Compiled, Outcome, Program, compile_program, on_mesh, run_program
 from jaxpar.verify.run import ROOM_FOR_FLOPS, Case, Model, verify, verify_cases
-from jaxpar.verify.transfers import Transfer, allowed_by_axes, breaches_of, found_transfers, sum_by_axis
+from jaxpar.verify.transfers import (
+    SMALL,
+    Transfer,
+    allowed_by_axes,
+    breaches_of,
+    found_transfers,
+    sum_by_axis,
+)
 
 __all__ = [
     "FLOOR",
     "NOISE",
     "ROOM_FOR_FLOPS",
+    "SMALL",
     "TOLERANCE",
     "Case",
     "Compiled",
