@@ -1,6 +1,7 @@
 """Verifies layouts of a language model: each equals one device, and moves between devices what the rule table says.
 
-    python -m experiments.verify                                    # tiny, every layout of eight devices, 10 minutes
+    python -m experiments.verify                          # tiny, every pair of axes of eight devices, 10 minutes
+    python -m experiments.verify 'layouts=[all]'          # every mesh, 20 minutes
     python -m experiments.verify layouts=[data2.fsdp4,tensor2.fsdp4/zero2+sequence] topology=none
     python -m experiments.verify layouts=[stage2.fsdp2.tensor2/zb_v,stage4.data2/zero2+interleaved]
     python -m experiments.verify layouts=[data8] topology=none dtypes=[float32]     # one row, a minute
@@ -53,8 +54,8 @@ class Config(_run.RunConfig):
         the model has some, it is theirs.
       data: Its batch_size and seq_len; tokens are drawn at random.
       optimizer: Three steps are made with it.
-      layouts: [all], or a list such as [data2.fsdp4,fsdp4.tensor2/zero2+sequence,stage2.data4/zb_v]; stages without
-        a schedule take 1f1b.
+      layouts: [pairs], every mesh of at most two axes; [all], every mesh; or a list such as
+        [data2.fsdp4,fsdp4.tensor2/zero2+sequence,stage2.data4/zb_v]; stages without a schedule take 1f1b.
       accumulate: Microbatches of a batch, where there are no stages.
       ema: Decay of the running average of the parameters; 0 keeps none.
       dropout_off: Whether layouts that split a sequence are judged without dropout, with which they would gather whole
@@ -75,9 +76,9 @@ class Config(_run.RunConfig):
         vocab_size=128, num_layers=4, embed_dim=32, mlp_dim=64, num_heads=4, num_kv_heads=2, dropout=0.1, z_loss=1e-3
     )
     num_experts: int = field(4, AtLeast(0))
-    data: DataConfig = DataConfig(batch_size=16, seq_len=32)
+    data: DataConfig = DataConfig(batch_size=16, seq_len=16)
     optimizer: OptimizerConfig = OptimizerConfig(eps=1e-6)
-    layouts: list[str] = dataclasses.field(default_factory=lambda: ["all"])
+    layouts: list[str] = dataclasses.field(default_factory=lambda: ["pairs"])
     accumulate: int = field(2, AtLeast(1))
     ema: float = field(0.9, Between(0, 1, "[)"))
     dropout_off: bool = True
@@ -85,7 +86,7 @@ class Config(_run.RunConfig):
     chunks: int = field(2, AtLeast(1))
     gather_chunks: bool = False
     dtypes: list[str] = dataclasses.field(default_factory=lambda: list(DTYPES))
-    float32_every: int = field(4, AtLeast(1))
+    float32_every: int = field(6, AtLeast(1))
     jobs: int = field(0, AtLeast(0))
     topology: str = "auto"
     train: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -96,7 +97,7 @@ class Config(_run.RunConfig):
         for dtype in self.dtypes:
             if dtype not in DTYPES:
                 raise UsageError(f"dtypes={dtype} is not judged; expected any of {', '.join(DTYPES)}.")
-        for name, legal in (("layouts", "all, or layouts such as data2.fsdp4"), ("dtypes", ", ".join(DTYPES))):
+        for name, legal in (("layouts", "pairs, all, or layouts such as data2.fsdp4"), ("dtypes", ", ".join(DTYPES))):
             if not getattr(self, name):
                 raise UsageError(f"{name}=[] leaves nothing to verify; legal are {legal}.")
         if self.mesh != MeshSpec(data=-1) or self.layout != "zero3":
@@ -149,11 +150,19 @@ def execute(config: Config, folder: pathlib.Path) -> None:
 
 def chosen_layouts(config: Config, num_devices: int) -> list[Layout]:
     """Returns the layouts that the flag names."""
-    if config.layouts == ["all"]:
+    if config.layouts in (["all"], ["pairs"]):
         plain = every_layout(num_devices)
-        more = [Layout(row.mesh, name) for row in plain for name in variants(row.mesh)] + nested(num_devices)
-        return plain + more + with_experts(config, num_devices) + piped(config, num_devices)
+        more = [Layout(row.mesh, name) for row in plain for name in variants(row.mesh)]
+        more += nested(num_devices)
+        found = plain + more + with_experts(config, num_devices) + piped(config, num_devices)
+        return found if config.layouts == ["all"] else [row for row in found if is_pair(row)]
     return [staged(parse_layout(text)) for text in config.layouts]
+
+
+def is_pair(layout: Layout) -> bool:
+    """Whether a mesh has at most two axes over 1, beside `inner`: what two axes do to each other is then judged."""
+    sizes = dataclasses.asdict(layout.mesh)
+    return sum(size > 1 for name, size in sizes.items() if name != "inner") <= 2
 
 
 def variants(mesh: MeshSpec) -> list[str]:
