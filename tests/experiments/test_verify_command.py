@@ -200,6 +200,28 @@ def pipeline_declared(gather_chunks):
         return pipeline_transfers(config, 8, 16, schedule), len(pack_schedule(schedule).rows)
 
 
+def moves_of(schedule):
+    """Returns declared arrays and bytes of layers sent to the stages of their chunks, and those of one layer's share."""
+    from experiments._proof import schedule_of
+    from experiments.verify import Config
+    from jaxpar.verify import Layout
+
+    layout = Layout(MeshSpec(stage=2), schedule=schedule)
+    config = LMConfig(num_layers=4, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=64)
+    with use_mesh(make_mesh(layout.mesh, jax.devices()[:2]), rules_from(layout="stages")):
+        declared = pipeline_transfers(config, 8, 16, schedule_of(Config(), layout))
+    moved = [t for t in declared if t.why.startswith("layers/w_up to its chunks' devices")]
+    return sum(t.arrays for t in moved), sum(t.bytes for t in moved)
+
+
+def test_layers_that_are_sent_to_the_stages_of_their_chunks_are_declared():
+    assert moves_of("1f1b") == (0, 0)  # each stage holds its chunks at rest
+    arrays, size = moves_of("interleaved")
+    # Two chunks a stage, sent there and their gradients back, of one layer in float32 each.
+    assert arrays == 4
+    assert size == 4 * 32 * 64 * 4
+
+
 def test_weights_that_are_gathered_once_are_declared_a_chunk_a_tick():
     (each, _), (once, ticks) = (pipeline_declared(on) for on in (False, True))
     whole, chunk = ("w_up, each layer, forward and backward", "w_up, a chunk a tick")
