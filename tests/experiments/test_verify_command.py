@@ -201,7 +201,7 @@ def pipeline_declared(gather_chunks):
 
 
 def moves_of(schedule):
-    """Returns declared arrays and bytes of layers sent to the stages of their chunks, and those of one layer's share."""
+    """Returns declared arrays and bytes of w_up, sent to the stages of its chunks and back."""
     from experiments._proof import schedule_of
     from experiments.verify import Config
     from jaxpar.verify import Layout
