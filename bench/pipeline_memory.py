@@ -2,8 +2,8 @@
 
     python bench/pipeline_memory.py    # eight simulated devices, a quarter of an hour on two cores
 
-Each number is the bytes of a device by `experiments.estimate`, over those of the compiled step. These
-are arguments, temporaries and results, less results in the memory of donated arguments.
+Each number is the bytes of a device by `experiments.estimate`, over the bytes of the compiled step:
+arguments, temporaries and results, less results in the memory of donated arguments.
 """
 
 import argparse

@@ -299,7 +299,9 @@ def resume(algorithm: Algorithm, hooks: Hooks, *, state: PyTree | None = None) -
     else:
         shardings = named_shardings(shapes, hooks.axes)
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-    later = algorithm.later_leaves if isinstance(algorithm, SupportsOlderStates) else ()
+    later = ()
+    if isinstance(algorithm, SupportsOlderStates):
+        later = algorithm.later_leaves
     restored = checkpoints.restore_newest(abstract, hooks.metadata, hooks.renamed, later)
     for sentence in checkpoints.refused:  # on process 0
         (hooks.progress.note if hooks.progress else print)(sentence)

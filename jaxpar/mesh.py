@@ -329,7 +329,7 @@ def shard(tree: PyTree, axes: PyTree) -> PyTree:
 
 
 def constrain(x: jax.Array, *axes: str | None, name: str = "activation", is_rest_open: bool = False) -> jax.Array:
-    """Tells GSPMD how `x` is split, by logical axis; its cotangent is split alike.
+    """Tells GSPMD how `x` is split, by logical axis; its cotangent is split the same way.
 
     Args:
       x: Array.

@@ -81,7 +81,7 @@ class SupportsDone(Algorithm[State], Protocol[State]):
 
 @runtime_checkable
 class SupportsOlderStates(Protocol):
-    """An algorithm whose state has leaves that checkpoints of earlier versions lack."""
+    """An algorithm with leaves in its state that checkpoints of earlier versions lack."""
 
     @property
     def later_leaves(self) -> tuple[str, ...]:

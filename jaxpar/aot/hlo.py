@@ -271,19 +271,26 @@ def _numbers_summed(found: _Instruction, shapes: dict[str, str]) -> int:
 def _dimensions(pattern: str, text: str) -> list[int]:
     """Numbers that a list among an instruction's attributes holds."""
     listed = re.search(pattern, text)
-    return [int(number) for number in re.findall(r"\d+", listed[1])] if listed else []
+    if not listed:
+        return []
+    return [int(number) for number in re.findall(r"\d+", listed[1])]
 
 
 def _operand_shape(found: _Instruction, index: int, shapes: dict[str, str]) -> list[int]:
     """Dimensions of an operand, which may be `name#2`, an entry of a tuple."""
     name, _, entry = found.operands[index].partition("#")
-    return _shape_of(_elements(shapes[name])[int(entry)] if entry else shapes[name])
+    shape = shapes[name]
+    if entry:
+        shape = _elements(shape)[int(entry)]
+    return _shape_of(shape)
 
 
 def _shape_of(shape: str) -> list[int]:
     """Dimensions of an array, or of the first of a tuple, as HLO writes them."""
     listed = _ARRAY.search(shape)
-    return _numbers(listed[2]) if listed else []
+    if not listed:
+        return []
+    return _numbers(listed[2])
 
 
 def _size_of(shape: str) -> int:

@@ -233,7 +233,7 @@ class _Program:
                 self._write(out, place, born)
             if gathered:
                 lies = node.layout.axes(node.eqn.invars[0].aval.shape)
-                kept = _kept_axes(node.eqn.params["sharding"].spec, lies)
+                kept = _constrained_axes(node.eqn.params["sharding"].spec, lies)
                 over = [axis for entry in lies for axis in entry if axis not in kept]
                 self._cross("all-gather", over, out.size)
             elif name in _SUMS:
@@ -362,12 +362,15 @@ def _kernel_flops(eqn: JaxprEqn) -> float:
     return grid * flops_of(eqn.params["jaxpr"]).total
 
 
-def _kept_axes(spec: Iterable, lies: Iterable[Iterable[str]]) -> set[str]:
+def _constrained_axes(spec: Iterable, lies: Iterable[Iterable[str]]) -> set[str]:
     """Returns the mesh axes that split a constrained array; an open dimension lies as it did."""
     kept: set[str] = set()
     for entry, before in itertools.zip_longest(spec, lies, fillvalue=()):
         is_open = entry is jax.sharding.PartitionSpec.UNCONSTRAINED
-        kept.update(before if is_open else _names(entry))
+        if is_open:
+            kept.update(before)
+        else:
+            kept.update(_names(entry))
     return kept
 
 
@@ -376,7 +379,7 @@ def _placed_size(eqn: JaxprEqn, var: Var, layout: ArrayLayout) -> float:
     sharding = eqn.params.get("sharding") if eqn.primitive.name == "sharding_constraint" else None
     if isinstance(sharding, jax.sharding.NamedSharding):
         # `shard_shape` rejects shardings within a block that is manual over other axes.
-        axes = _kept_axes(sharding.spec, layout.axes(array_of(var).shape))
+        axes = _constrained_axes(sharding.spec, layout.axes(array_of(var).shape))
         parts = [sharding.mesh.shape[axis] for axis in axes]
         return bytes_of(array_of(var)) / math.prod(parts)
     return layout.bytes(var.aval)

@@ -221,7 +221,7 @@ class Checkpoints:
         self._job = self._pending = None
 
     def close(self) -> None:
-        """Waits as `wait` does, ends all threads and unlocks the folder; it is of no use then."""
+        """Waits as `wait` does, ends all threads and unlocks the folder; nothing can be done with it then."""
         if self._closed:
             return
         try:

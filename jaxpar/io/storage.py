@@ -184,7 +184,7 @@ def open_manager(folder: epath.Path, keep: int, every_s: float, order: Checkpoin
         cleanup_tmp_directories=True,
         create=False,
         # Named processes meet through the coordinator. The default is a collective on the devices.
-        # From a thread it would come between those of the step, in another order on each process.
+        # From a thread it would come between the step's own, in another order on each process.
         multiprocessing_options=ocp.options.MultiprocessingOptions(
             active_processes=set(range(processes)) if processes > 1 else None
         ),

@@ -201,7 +201,7 @@ QWEN3_MOE = Architecture(
         "mlp_dim": ("moe_intermediate_size", SIZE), "num_experts": ("num_experts", SIZE),
         "experts_per_token": ("num_experts_per_tok", SIZE),
     },
-    # The last is of layers without experts.
+    # The last key belongs to layers without experts.
     others=ROPE_KEYS | BALANCE_KEYS | {"norm_topk_prob": FLAG, "intermediate_size": SIZE},
     fixed={"hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": [], "attention_bias": False},
     read=_read_qwen3, write=_write_qwen3, needs=_needs_qwen3,

@@ -169,7 +169,9 @@ def num_pairs(batch: dict[str, Array], config: LMConfig | None = None) -> Array:
 def _pair_counts(batch: dict[str, Array], config: LMConfig | None) -> Array:
     """Returns a flag for each pair that counts, [B]."""
     counts = jnp.any(batch["weights"] > 0, -1)
-    return counts if config is None else counts & ~has_invalid(batch, config)
+    if config is None:
+        return counts
+    return counts & ~has_invalid(batch, config)
 
 
 def preference_loss(

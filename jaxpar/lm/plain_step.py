@@ -35,7 +35,9 @@ def plain_optimizer(trainer: Trainer) -> optax.GradientTransformation:
 
 def plain_state(trainer: Trainer, params: PyTree) -> dict[str, PyTree]:
     """Returns what `plain_step` starts from: parameters, the optimizer's state and the average, if one is kept."""
-    average = params if trainer.tuning.ema else {}
+    average = {}
+    if trainer.tuning.ema:
+        average = params
     return {"params": params, "optimizer": plain_optimizer(trainer).init(params), "average": average}
 
 
@@ -51,7 +53,7 @@ def plain_step(
       trainer: Model, optimizer, number of microbatches and average; its schedule is not read.
       key: Consumed for dropout.
       state: As from `plain_state`.
-      batch: As `jaxpar.lm.losses` takes it, rows in turn.
+      batch: As `jaxpar.lm.losses` takes it, rows in order.
 
     Returns:
       Loss, gradient of the parameters before clipping, next state.
@@ -73,14 +75,18 @@ def plain_step(
     for number in range(count):
         # Row r of a batch belongs to microbatch r % count, whatever the mesh.
         part = jax.tree.map(lambda x, number=number: x[number::count], batch)
-        part_key = jax.random.fold_in(key, number) if count > 1 else key
+        part_key = None
+        if _draws(trainer):
+            part_key = key
+            if count > 1:
+                part_key = jax.random.fold_in(key, number)
         of_part = functools.partial(
             losses,
             batch=part,
             config=trainer.model,
             normaliser=total,
             share=1 / count,
-            dropout_key=part_key if _draws(trainer) else None,
+            dropout_key=part_key,
         )
         (value, _), grads = jax.value_and_grad(of_part, has_aux=True)(state["params"])
         loss = loss + value
@@ -96,5 +102,5 @@ def plain_step(
 
 
 def _draws(trainer: Trainer) -> bool:
-    """Whether a step of the model draws numbers."""
+    """Returns True if a step of the model draws numbers."""
     return bool(trainer.model.dropout or trainer.model.expert_failures)

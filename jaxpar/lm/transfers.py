@@ -28,10 +28,10 @@ __all__ = ["context_bytes", "declared_transfers", "expert_bytes", "pipeline_tran
 
 
 ONCE = ", once"
-"""Ends what is told of weights that a step gathers when it begins and holds."""
+"""Ends the purpose of weights that a step gathers when it begins and holds."""
 
 EACH_LAYER = "each layer, forward and backward"
-"""Ends what is told of weights that a layer gathers whenever it is computed."""
+"""Ends the purpose of weights that a layer gathers whenever it is computed."""
 
 
 def declared_transfers(config: LMConfig, rows: int, length: int, optimizer: str = "adamw") -> list[Transfer]:
@@ -59,7 +59,7 @@ def declared_transfers(config: LMConfig, rows: int, length: int, optimizer: str 
 def step_transfers(
     config: LMConfig, rows: int, length: int, parts: int = 1, optimizer: str = "adamw"
 ) -> list[Transfer]:
-    """Returns the same of a step whose batch is cut into `parts` microbatches, one after the other.
+    """Returns the same of a step with a batch that is cut into `parts` microbatches, one after the other.
 
     What a layer gathers whenever it is computed must be found as often as it is computed: a program
     without those gathers holds the weights whole. What is gathered once a microbatch must be found once
@@ -70,13 +70,17 @@ def step_transfers(
     out = []
     for transfer in declared_transfers(config, rows // parts, length, optimizer):
         is_small = transfer.bytes <= SMALL * transfer.arrays
-        if transfer.kind != "gather" or is_small:
-            least = 0.0
-        elif transfer.why.endswith(EACH_LAYER):
-            least = 1.0 if has_loop else 0.5
-        else:
-            least = 1 / parts if transfer.why.endswith(ONCE) else 0.0
-        times = 1 if transfer.why.startswith("momentum") else parts
+        is_judged = transfer.kind == "gather" and not is_small
+        least = 0.0
+        if is_judged and transfer.why.endswith(ONCE):
+            least = 1 / parts
+        elif is_judged and transfer.why.endswith(EACH_LAYER):
+            least = 0.5
+            if has_loop:
+                least = 1.0
+        times = parts
+        if transfer.why.startswith("momentum"):
+            times = 1
         out.append(transfer.times(times, least))
     return out
 
@@ -86,8 +90,8 @@ def pipeline_transfers(
 ) -> list[Transfer]:
     """Returns the same of a step by a pipeline, `jaxpar.parallel.pipeline.Pipelined(schedule)`.
 
-    A compiled program has all tasks in every tick, of which a stage does one, and a count of its text counts all: so
-    what a chunk sends within a stage, forward and backward, is declared once a tick.
+    A compiled program has all tasks in every tick, though a stage does one, and a count of its text
+    counts all. So what a chunk sends within a stage, forward and backward, is declared once a tick.
 
     Args:
       config: The model.
@@ -114,7 +118,9 @@ def pipeline_transfers(
     shares = num_shares(*mesh_axes("batch"), *mesh_axes("seq"))
     for leaf in stream:
         # Of two stages one permutation reaches both neighbours.
-        messages = ticks if schedule.devices == 2 else 2 * ticks
+        messages = 2 * ticks
+        if schedule.devices == 2:
+            messages = ticks
         size = leaf.size * leaf.dtype.itemsize / shares
         add("exchange", stage, messages, size, "the stream, to both neighbours")
     for leaf in of_last:
@@ -123,8 +129,17 @@ def pipeline_transfers(
         size = schedule.copies * config.num_layers * m * leaf.size * leaf.dtype.itemsize
         add("gather", stage, 1, size, "what layers told of each microbatch")
         add("sum", stage, 1, size, "what layers told of each microbatch")
+    _parameters_of_chunks(config, schedule, add)
+    return out
+
+
+def _parameters_of_chunks(config: LMConfig, schedule: Schedule, add) -> None:
+    """Adds what moves layers to the stages of their chunks, and sums of the gradients of all other parameters."""
+    stage = ("stage",)
     at_rest = tuple(chunk * schedule.devices // schedule.depth for chunk in range(schedule.depth))
-    moves = 0 if schedule.placement == at_rest else len(schedule.placement) // schedule.devices
+    moves = 0
+    if schedule.placement != at_rest:
+        moves = len(schedule.placement) // schedule.devices
     for path, leaf in jax.tree_util.tree_leaves_with_path(leaves(config), is_leaf=lambda x: isinstance(x, Leaf)):
         name, size = jax.tree_util.keystr(path, simple=True, separator="/"), math.prod(leaf.shape) * _wide(config)
         if path[0].key == "layers":
@@ -133,7 +148,6 @@ def pipeline_transfers(
                 add("exchange", stage, moves, share, f"{name} to its chunks' devices, or its gradient back")
         else:
             add("sum", stage, 1, size / num_shares(*_over(in_role(leaf.axes, "use"))), f"gradient of {name}")
-    return out
 
 
 def _told_of(config: LMConfig, rows: int, length: int) -> tuple[list[jax.ShapeDtypeStruct], ...]:
@@ -223,14 +237,18 @@ def _weights(config: LMConfig, optimizer: str, add) -> None:
             # Experts gather theirs anew for their backward pass, within a layer that is recomputed as well.
             times = 3 if "experts" in leaf.axes and config.remat != "none" else 2
             # A router's is kept for its backward pass, or gathered for it again.
-            when = f"{EACH_LAYER} at least" if leaf.raw and "experts" not in leaf.axes else EACH_LAYER
+            when = EACH_LAYER
+            if leaf.raw and "experts" not in leaf.axes:
+                when = f"{EACH_LAYER} at least"
             add("gather", gathered, times * trips, used, f"{name}, {when}")
             if config.weights == "ternary":
                 add("sum", _over(leaf.axes), 1, trips * _wide(config), f"mean magnitude of {name}")
         elif is_weight:
             gathered = _minus(_over(leaf.axes), _over(in_role(leaf.axes, "use")))
             # The head is cast before it is gathered; a table is looked up as it is.
-            size = used * jnp.dtype(config.dtype).itemsize / width if name == "head" else used
+            size = used
+            if name == "head":
+                size = used * jnp.dtype(config.dtype).itemsize / width
             add("gather", gathered, 1, size, f"{name}, where used")
         over = inside if is_weight or "norm" not in name else outside
         over = _minus(over, mesh_axes("experts")) if "experts" in leaf.axes else over

@@ -121,7 +121,9 @@ class Context(NamedTuple):
         if length == self.positions.shape[1]:
             return self
         visible = None if self.visible is None else self.visible[:, :length, :length]
-        weights = None if self.weights is None else self.weights[:, :length]
+        weights = self.weights
+        if weights is not None:
+            weights = weights[:, :length]
         return self._replace(positions=self.positions[:, :length], visible=visible, weights=weights)
 
     def last(self, states: Float[Array, "B S ..."]) -> Float[Array, "B ..."]:

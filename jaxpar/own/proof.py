@@ -32,9 +32,9 @@ def verify_own(
     """Compares layouts with one device: loss, every gradient leaf, `steps` optimizer steps; judges what they send.
 
     They may send what `allowed_transfers` says. Each layout has the axes that the two rules give on its
-    own mesh; those that differ along data alone, beside each other, are compared with one program of one
-    device. Collections stay at their first value, floats of the batch and of the parameters are cast to
-    each dtype, and every step has the same key.
+    own mesh. Neighbours that differ along data alone are compared with one program of one device.
+    Collections stay at their first value. Floats of the batch and of the parameters are cast to each
+    dtype, and every step has the same key.
 
     Args:
       model: What is verified. Adam's eps should be over the rounding of the gradients, as in `jaxpar.verify.Model`.
@@ -92,8 +92,8 @@ def allowed_transfers(params: PyTree, axes: PyTree, batch_axes: PyTree, layout: 
 
     That is what `jaxpar.verify.allowed_by_axes` says: each parameter gathered at most twice,
     activations never. GSPMD also puts the gradient of a look-up, and of what is split along two axes at
-    once, where it likes and sends it on: exchanges over any axis, of at most two float64 of each
-    parameter. Were activations exchanged, they would be more.
+    once, where it likes and sends it on. That makes exchanges over any axis, of at most two float64 of
+    each parameter. Were activations exchanged, they would be more.
     """
     size = 2 * 8 * sum(leaf.size for leaf in jax.tree.leaves(params))
     sizes = layout.mesh.sizes(layout.num_devices)

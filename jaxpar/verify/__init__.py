@@ -1,4 +1,4 @@
-"""Is a layout right? Each against one device, in value, gradient and steps, and what a device does against the table.
+"""Proof of layouts: each equals one device in value, gradient and steps, and does what the table says.
 
     rows = verify(model, batch, batch_axes, every_layout(8))
 

@@ -13,7 +13,7 @@ FLOOR = 1e-3
 """Share of the whole tree's norm under which a leaf's own norm is no measure."""
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
-"""Between layouts only the order of sums differs; float64 tells rounding from bugs."""
+"""Between layouts only the order of sums differs; float64 separates rounding from bugs."""
 
 NOISE = {"float32": 1e-6, "float64": 1e-14}
 """Share of the whole gradient's norm under which a leaf's gradient counts as zero but for rounding."""
@@ -22,9 +22,9 @@ NOISE = {"float32": 1e-6, "float64": 1e-14}
 def leaf_errors(got: PyTree, want: PyTree, floor: float = FLOOR) -> dict[str, float]:
     """Returns the error of each floating leaf by its path: `|got - want| / max(|want|, floor |tree|)`.
 
-    Euclidean norms, in float64. A plain relative error means nothing for a leaf whose true value is
-    zero, as the gradient of an attention key bias is: both sides hold rounding noise of the sums that
-    cancel, which is as large as the tree, not as the leaf. A leaf that is not finite on either side
+    Euclidean norms, in float64. A plain relative error means nothing for a leaf with a true value of
+    zero, as the gradient of an attention key bias is. Both sides then hold rounding noise of the sums
+    that cancel, which is as large as the tree, not as the leaf. A leaf that is not finite on either side
     has an infinite error. A tree without floating leaves has no errors.
 
     Raises:
@@ -43,7 +43,9 @@ def leaf_errors(got: PyTree, want: PyTree, floor: float = FLOOR) -> dict[str, fl
             raise UsageError(f"{name} has shape {left.shape} on one side and {right.shape} on the other.")
         scale = max(float(np.linalg.norm(right)), floor * whole) or 1.0
         error = float(np.linalg.norm(left - right)) / scale
-        errors[name] = error if math.isfinite(error) else math.inf
+        if not math.isfinite(error):
+            error = math.inf
+        errors[name] = error
     return errors
 
 
@@ -61,17 +63,17 @@ def count_differences(got: PyTree, want: PyTree) -> dict[str, int]:
 
 
 def dead_leaves(gradient: PyTree, share: float) -> set[str]:
-    """Returns the paths of the leaves whose gradient is zero but for rounding."""
+    """Returns the paths of the leaves with a gradient of zero but for rounding."""
     leaves = _floats(gradient)
     whole = _norm(leaves)
     return {name for name, leaf in leaves.items() if float(np.linalg.norm(leaf)) <= share * whole}
 
 
 def of_live(errors: dict[str, float], params: PyTree, dead: set[str]) -> dict[str, float]:
-    """Returns the errors without those of dead parameters, their moments and their averages.
+    """Returns the errors without dead parameters, their moments and their averages.
 
-    A leaf of a state belongs to the parameter whose whole path is the longest end of the leaf's own:
-    `mu/mlp/b` is of `mlp/b`, never of a `b` at the top.
+    A leaf of a state belongs to the parameter with the longest path that ends the leaf's own:
+    `mu/mlp/b` belongs to `mlp/b`, never to a `b` at the top.
     """
     names = {name for name, _ in _flat(params)}
 

@@ -1,4 +1,4 @@
-"""What one device does in a step, against what its layout declares: transfers, operations, memory."""
+"""Judges a device's step by what its layout declares: transfers, operations, memory."""
 
 import dataclasses
 import math
@@ -19,14 +19,14 @@ __all__ = ["Limits", "LayoutReport", "bytes_on_device", "judge"]
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What one device may do in a step, and must.
+    """Bounds of what one device may do in a step, and must.
 
     Attributes:
       transfers: Collectives that it may make; `Transfer.least` says which it must.
       flops: Most operations of its matrix products; None is not judged.
       least_flops: Fewest.
       held: Bytes of its share of state and batch; None is not judged.
-      room: Most bytes beside these, over what `estimated_temporaries` says; None is not judged.
+      room: Most further bytes, over what `estimated_temporaries` says; None is not judged.
       allow: Transfers that are not judged, such as "gather over tensor".
       unjudged: What is left out, a sentence each.
     """
@@ -42,7 +42,7 @@ class Limits:
 
 @dataclasses.dataclass
 class LayoutReport:
-    """What one layout in one dtype gave.
+    """Result of one layout in one dtype.
 
     Attributes:
       layout: The layout.
@@ -57,7 +57,7 @@ class LayoutReport:
       kinds: HLO's own names by mesh axes, with arrays a step.
       flops: Operations of a device's matrix products, over the most that are declared; 0 where they are not judged.
       held: Bytes of a device's arguments.
-      temporaries: Bytes of a device beside them.
+      temporaries: All other bytes of a device.
       precision: Precision of products: "full", or "default" where no values are compared.
       breaches: What does not hold, a sentence each.
       unjudged: What was not judged, a sentence each.
@@ -97,7 +97,7 @@ def judge(
       text: Text of it that is judged: after all passes, or as partitioned.
       mesh: Its devices.
       limits: What it may do, and must.
-      temporaries: Most bytes beside state and batch; None is not judged.
+      temporaries: Most bytes besides state and batch; None is not judged.
     """
     found = found_transfers(text, mesh)
     row.transfers = sum_by_axis(found)
@@ -151,7 +151,7 @@ def _rounding(compiled: Compiled) -> int:
 def bytes_on_device(tree: PyTree, params: PyTree, param_axes: PyTree) -> int:
     """Returns the bytes of a device's share of a state, on the ambient mesh, from the parameters' axes alone.
 
-    A leaf whose path ends in a parameter's whole path and that has its shape lies as the parameter
+    A leaf with a path that ends in a parameter's whole path and with its shape lies as the parameter
     does; the others are whole on every device.
 
     Args:
@@ -162,13 +162,17 @@ def bytes_on_device(tree: PyTree, params: PyTree, param_axes: PyTree) -> int:
     known = {}
     axes = jax.tree.leaves(param_axes, is_leaf=is_axes)
     for (path, leaf), names in zip(jax.tree_util.tree_leaves_with_path(params), axes, strict=True):
-        shares = [math.prod(jax.sharding.get_mesh().shape[a] for a in _axes_of(entry)) for entry in partition(names)]
-        known[jax.tree_util.keystr(path)] = (leaf.shape, math.prod(shares))
+        over = [axis for entry in partition(names) for axis in _axes_of(entry)]
+        sizes = [jax.sharding.get_mesh().shape[axis] for axis in over]
+        known[jax.tree_util.keystr(path)] = (leaf.shape, math.prod(sizes))
     total = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         ends = [jax.tree_util.keystr(path[start:]) for start in range(len(path))]
         owned = [known[end][1] for end in ends if end in known and known[end][0] == leaf.shape]
-        total += leaf.size * leaf.dtype.itemsize // (owned[0] if owned else 1)
+        shares = 1
+        if owned:
+            shares = owned[0]
+        total += leaf.size * leaf.dtype.itemsize // shares
     return total
 
 
@@ -176,4 +180,6 @@ def _axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """Mesh axes of one entry of a `PartitionSpec`."""
     if entry is None:
         return ()
-    return entry if isinstance(entry, tuple) else (entry,)
+    if isinstance(entry, tuple):
+        return entry
+    return (entry,)

@@ -36,7 +36,7 @@ class Program(NamedTuple):
       batch: Number of a step -> its batch, a pytree of host arrays, in the order of the ambient mesh.
       batch_axes: Logical axes of these.
       place: Number of a step -> its batch on the devices of the ambient mesh, as training brings it
-        there; None places whole arrays by their axes.
+        there; None splits whole arrays by their axes.
       observed: state -> the part of it that is compared, by names that the twin has too.
     """
 
@@ -56,7 +56,7 @@ class Program(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What some steps gave, on the host.
+    """Results of some steps, on the host.
 
     Attributes:
       losses: Loss of each step.
@@ -75,8 +75,8 @@ class Compiled(NamedTuple):
     Attributes:
       run: (key, state, batch) -> what the step returns.
       text: HLO after all passes.
-      partitioned: HLO as the partitioner left it, in the dtypes of the model: XLA for CPU widens those of 16 bits
-        afterwards. Empty where it was not asked for.
+      partitioned: HLO as the partitioner left it, in the dtypes of the model: XLA for CPU widens 16 bits
+        afterwards. Empty where it is not wanted.
       jaxpr: What was traced.
       memory: Statistics of the compiler: bytes of arguments, results and temporaries; None where it has none.
     """
@@ -90,8 +90,9 @@ class Compiled(NamedTuple):
 
 def on_mesh(layout: Layout, rules: Rules, devices: Sequence[Device] | None = None):
     """Returns a context that yields a layout's mesh, ambient inside, with the rules."""
-    chosen = jax.devices()[: layout.num_devices] if devices is None else devices
-    return use_mesh(make_mesh(layout.mesh, chosen), rules)
+    if devices is None:
+        devices = jax.devices()[: layout.num_devices]
+    return use_mesh(make_mesh(layout.mesh, devices), rules)
 
 
 def compile_program(program: Program, *, with_gradient: bool = True, is_partitioned_kept: bool = False) -> Compiled:
@@ -106,7 +107,9 @@ def compile_program(program: Program, *, with_gradient: bool = True, is_partitio
 
     def step(key, state, batch):
         loss, gradient, state = program.step(key, state, batch)
-        return loss, gradient if with_gradient else None, state
+        if not with_gradient:
+            gradient = None
+        return loss, gradient, state
 
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), program.state)
     shardings = named_shardings(state, program.axes)
@@ -117,8 +120,10 @@ def compile_program(program: Program, *, with_gradient: bool = True, is_partitio
         donate_argnums=1,
     )
     key = jax.eval_shape(lambda: jax.random.key(0))
-    precision = jax.default_matmul_precision("highest")
-    with precision if with_gradient else contextlib.nullcontext():
+    precision = contextlib.nullcontext()
+    if with_gradient:
+        precision = jax.default_matmul_precision("highest")
+    with precision:
         traced = jitted.trace(key, state, _shapes_of_batch(program))
         lowered = traced.lower()
     if is_partitioned_kept:
@@ -152,7 +157,7 @@ def _compile_apart(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, st
 
 
 def estimated_temporaries(program: Program, compiled: Compiled, mesh: Mesh, rules: Rules) -> float:
-    """Returns the bytes that a device needs beside state and batch, by the analytic account of `jaxpar.aot`."""
+    """Returns the bytes that a device needs besides state and batch, by the account of `jaxpar.aot`."""
     batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)), program.batch(0)
     )
@@ -169,7 +174,9 @@ def _options() -> dict[str, bool | float | str]:
     if platform() == "cpu":
         # Sharding and buffers are decided before machine code is made, which needs no optimising here.
         return {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    return dict(EFFORTS["low"]) if platform() == "tpu" else {}
+    if platform() == "tpu":
+        return dict(EFFORTS["low"])
+    return {}
 
 
 def _shapes_of_batch(program: Program) -> PyTree:
@@ -190,7 +197,9 @@ def _shapes_of_batch(program: Program) -> PyTree:
 def _partitioned(folder: str) -> str:
     """Text of the program right after the partitioner, of those that XLA wrote into a folder."""
     files = sorted(pathlib.Path(folder).glob("*after_spmd-partitioning*.txt"))
-    return files[-1].read_text() if files else ""
+    if not files:
+        return ""
+    return files[-1].read_text()
 
 
 def run_program(program: Program, compiled: Compiled, steps: int, seed: int = 0) -> Outcome:

@@ -39,14 +39,14 @@ ROOM_FOR_FLOPS = 1.02
 
 
 class Model(NamedTuple):
-    """What is verified, in one dtype.
+    """A model that is verified, in one dtype.
 
     Attributes:
       params: Pytree of floating host arrays.
       axes: Logical axes of each, as in `jaxpar.mesh.RULES`.
       loss: (params, batch) -> scalar; pure, and of the params' dtype throughout.
       optimizer: Optimizer of the steps. Adam's eps should be over the rounding of the gradients (1e-6,
-        say): an entry whose gradient is zero but for rounding moves by a whole learning rate
+        say): an entry with a gradient of zero but for rounding moves by a whole learning rate
         otherwise, either way.
       gradient: (params, batch, layout) -> (loss, its gradient), where it is not `loss` that is
         differentiated; of `Layout(MeshSpec())`, which all are compared with, its plain form.
@@ -97,11 +97,12 @@ def verify(
 ) -> list[LayoutReport]:
     """Runs loss, gradient and `steps` optimizer steps under each layout and compares them with one device's.
 
-    Leaves whose gradient is zero but for rounding (`NOISE`) are left out of the comparison after the
-    steps: Adam turns that rounding into moves of a whole learning rate. Each report names them. Each
-    layout is also judged by what a device does in a step: the collectives, against `declared` or, without
-    it, against `allowed_by_axes`; the matrix products, against its share of the batch; the bytes of its
-    state and batch, against the axes. Products have full precision on every device.
+    Leaves with a gradient of zero but for rounding (`NOISE`) are left out of the comparison after the
+    steps: Adam turns that rounding into moves of a whole learning rate. Each report names them.
+
+    Each layout is also judged by what a device does in a step. The collectives are compared with
+    `declared` or, without it, with `allowed_by_axes`. The matrix products are compared with its share of
+    the batch, and the bytes of its state and batch with the axes. Products have full precision on every device.
 
     Args:
       model: dtype -> `Model`; the same values in each dtype.
@@ -213,7 +214,10 @@ def verify_cases(
             if dtype in case.skips:
                 continue
             with jax.enable_x64(dtype == "float64"):
-                row = _compare(case, dtype, steps) if dtype in TOLERANCE else _judge_bytes(case, dtype)
+                if dtype in TOLERANCE:
+                    row = _compare(case, dtype, steps)
+                else:
+                    row = _judge_bytes(case, dtype)
             rows.append(row)
             if report:
                 report(row)
@@ -232,7 +236,7 @@ def verify_cases(
 
 
 def _compare(case: Case, dtype: str, steps: int) -> LayoutReport:
-    """Makes the report of one layout in a dtype of which values are compared."""
+    """Makes the report of one layout in a dtype in which values are compared."""
     row = LayoutReport(case.layout, dtype)
     try:
         program = case.program(dtype)
@@ -256,7 +260,10 @@ def _compare_outcomes(row: LayoutReport, got: Outcome, want: Outcome, steps: int
     tolerance = TOLERANCE[row.dtype]
     for number, (left, right) in enumerate(zip(got.losses, want.losses, strict=True)):
         error = abs(left - right) / (abs(right) or 1.0)
-        row.loss = max(row.loss, error) if error == error else float("inf")
+        if error == error:
+            row.loss = max(row.loss, error)
+        else:
+            row.loss = float("inf")
         if not error <= tolerance:
             row.breaches.append(f"the loss of step {number + 1} is off by {error:.1e}, over {tolerance:g}")
     row.worst, row.gradient = _worst(leaf_errors(got.gradient, want.gradient))
@@ -266,7 +273,11 @@ def _compare_outcomes(row: LayoutReport, got: Outcome, want: Outcome, steps: int
     errors = {}
     for name, part in want.state.items():
         parts = leaf_errors(got.state[name], part)
-        errors |= {f"{name}/{path}" if path else name: error for path, error in parts.items()}
+        for path, error in parts.items():
+            full = name
+            if path:
+                full = f"{name}/{path}"
+            errors[full] = error
     dead = dead_leaves(want.gradient, NOISE[row.dtype])
     row.worst_step, row.steps = _worst(of_live(errors, want.gradient, dead))
     if not row.steps <= tolerance:
@@ -278,7 +289,7 @@ def _compare_outcomes(row: LayoutReport, got: Outcome, want: Outcome, steps: int
 
 
 def _judge_bytes(case: Case, dtype: str) -> LayoutReport:
-    """Makes the report of a program in few bits, of which collectives are judged.
+    """Makes the report of a program in few bits, by its collectives alone.
 
     XLA for CPU sends these in float32: there the program is judged as the partitioner wrote it.
     """
@@ -292,7 +303,10 @@ def _judge_bytes(case: Case, dtype: str) -> LayoutReport:
     except UsageError as error:
         row.refused = str(error)
         return row
-    judge(row, compiled, compiled.partitioned if is_widened else compiled.text, mesh, limits)
+    text = compiled.text
+    if is_widened:
+        text = compiled.partitioned
+    judge(row, compiled, text, mesh, limits)
     return row
 
 

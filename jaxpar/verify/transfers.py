@@ -37,11 +37,11 @@ class Transfer(NamedTuple):
       kind: "gather" (all-gather), "sum" (all-reduce, or the reduce-scatter that a compiler makes of
         one and a slice), or "exchange" (all-to-all and permutations).
       axes: Mesh axes that it spans.
-      arrays: Number of arrays, those of loops counted each time.
+      arrays: Number of arrays; arrays of loops count each time.
       bytes: Bytes of the whole arrays on one device, together.
       why: Purpose; of found ones, the instruction.
-      least: Share of the arrays and bytes that a program must have: 1 for a weight that a layer gathers
-        whenever it is computed, since a program without that gather holds the weight whole.
+      least: Share of the arrays and bytes that a program must have. It is 1 for a weight that a layer
+        gathers whenever it is computed: a program without that gather holds the weight whole.
       sizes: Numbers of entries of its arrays; of declared ones, those that they may have, () for any.
     """
 
@@ -54,8 +54,9 @@ class Transfer(NamedTuple):
     sizes: tuple[int, ...] = ()
 
     def times(self, count: int, least: float | None = None) -> "Transfer":
-        """Returns the transfer of `count` microbatches, of which at least the share `least` must be found."""
-        least = self.least if least is None else least
+        """Returns the transfer of `count` microbatches; at least the share `least` must be found."""
+        if least is None:
+            least = self.least
         return self._replace(arrays=count * self.arrays, bytes=count * self.bytes, least=least)
 
 
@@ -71,10 +72,13 @@ def found_transfers(text: str, mesh: Mesh) -> list[Transfer]:
         large = [size for size in arrays if size > SMALL]
         if not large:
             continue
+        axes = found.axes
+        if axes is None:
+            axes = ("?",)
         out.append(
             Transfer(
                 kind=kinds.get(found.kind, "exchange"),
-                axes=("?",) if found.axes is None else found.axes,
+                axes=axes,
                 arrays=len(large) * found.trips,
                 bytes=sum(large) * found.trips,
                 why=f"{found.kind} {found.name}",
@@ -87,7 +91,7 @@ def found_transfers(text: str, mesh: Mesh) -> list[Transfer]:
 def sum_by_axis(transfers: Iterable[Transfer]) -> dict[tuple[str, str], tuple[int, int]]:
     """Sums transfers by (kind, mesh axis): arrays and bytes.
 
-    One sum over two axes and two sums after each other count alike.
+    One sum over two axes counts the same as two sums after each other.
     """
     out: dict[tuple[str, str], tuple[int, int]] = collections.defaultdict(lambda: (0, 0))
     for transfer in transfers:
@@ -122,7 +126,9 @@ def breaches_of(
         most_arrays, most_bytes = most.get((kind, axis), (0, 0))
         least_arrays, least_bytes = least.get((kind, axis), (0, 0))
         said = f"{arrays} arrays of together {size:,} bytes {_VERB[kind]} over {axis}"
-        slack = SLACK if most_bytes else 0
+        slack = 0
+        if most_bytes:
+            slack = SLACK
         if arrays > most_arrays or size > most_bytes + slack:
             out.append(f"{said}, where at most {most_arrays} of {most_bytes:,} are declared")
         elif arrays < least_arrays or size < least_bytes:
@@ -160,9 +166,9 @@ def allowed_by_axes(params: PyTree, axes: PyTree, batch_axes: PyTree) -> list[Tr
     """Returns what a model that declares nothing may send on the ambient mesh, derived from its axes.
 
     Each parameter is gathered at most twice a step, whole or a layer of its stack at a time, over the
-    axes that split it at rest and not where it is multiplied. Activations are never gathered. Sums, of
-    gradients over the axes of the batch and of activations over axes that split parameters where they
-    are multiplied, are as many as the program likes. Exchanges carry at most two copies of the
+    axes that split it at rest and not where it is multiplied. Activations are never gathered. Any
+    number of sums is legal: gradients over the axes of the batch, and activations over axes that split
+    parameters where they are multiplied. Exchanges carry at most two copies of the
     parameters that an axis splits: GSPMD puts the gradient of a look-up where it likes and sends it on.
 
     Args:
@@ -181,10 +187,14 @@ def allowed_by_axes(params: PyTree, axes: PyTree, batch_axes: PyTree) -> list[Tr
         multiplied = _over_all([in_role(names, "use")])
         inside.update(multiplied)
         # A stack of layers may be gathered a layer at a time.
-        pieces = leaf.shape[0] if len(leaf.shape) > 2 else 1
+        pieces = 1
+        if len(leaf.shape) > 2:
+            pieces = leaf.shape[0]
         size = leaf.size * leaf.dtype.itemsize // num_shares(*multiplied)
         # Vectors may be gathered wherever they are split: biases and scales cost nothing.
-        kept = multiplied if len(leaf.shape) > 1 else ()
+        kept = ()
+        if len(leaf.shape) > 1:
+            kept = multiplied
         gathered = tuple(axis for axis in at_rest if axis not in kept)
         entries = leaf.size // num_shares(*kept)
         if gathered:

@@ -94,7 +94,7 @@ def within_capacity(
 def capacity_rank(weights: Float[Array, "B T"]) -> Int[Array, "B T"]:
     """Returns the class in which tokens take slots: 0, 1 or 2.
 
-    Tokens that count come first. Those of weight 0 before one that counts, such as prompts, come
+    Tokens that count come first. Tokens of weight 0 before one that counts, such as prompts, come
     second, since a causal model reads them. Those behind all that count are padding and come last.
     """
     counts = weights != 0
@@ -107,7 +107,7 @@ def count_before(
 ) -> Int[Array, "*G N k"]:
     """Counts, for each choice, those of the same expert and group that come before it in GShard's order.
 
-    An expert of `num_experts` is none, and counted alike. For `rank` see `within_capacity`.
+    An expert of `num_experts` is none, and counted the same way. For `rank` see `within_capacity`.
     """
     if expert.ndim > 2:
         if rank is None:

@@ -153,7 +153,9 @@ class Experts:
         if self.shared:
             names = self._shared.leaves(1, 1.0, 1.0)
             y = y + self._shared.apply({name: params[name.replace("w_", "w_shared_")] for name in names}, x, context)[0]
-        bias = params["b_router"] if self.bias else None
+        bias = None
+        if self.bias:
+            bias = params["b_router"]
         weights = context.weights
         if weights is not None:
             weights = weights.reshape(x.shape[:2])

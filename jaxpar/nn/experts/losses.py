@@ -38,8 +38,9 @@ def token_mean(
       num_axes: Number of axes of tokens where there are no weights; by default all but the last.
     """
     if weights is None:
-        axes = x.ndim - 1 if num_axes is None else num_axes
-        return x.mean(tuple(range(axes)))
+        if num_axes is None:
+            num_axes = x.ndim - 1
+        return x.mean(tuple(range(num_axes)))
 
     weights = jnp.abs(weights).astype(x.dtype)
     axes = tuple(range(weights.ndim))
@@ -139,7 +140,9 @@ def information_gain(
       weights: What each token counts; None for equal weights.
     """
     flat = scores.reshape(-1, scores.shape[-1])
-    flat_weights = None if weights is None else jnp.abs(weights).reshape(-1).astype(flat.dtype)
+    flat_weights = None
+    if weights is not None:
+        flat_weights = jnp.abs(weights).reshape(-1).astype(flat.dtype)
     if classes is None:
         own = token_mean(_entropy(flat), flat_weights, 1)
         return _entropy(token_mean(flat, flat_weights)) - own
@@ -160,5 +163,5 @@ def _ratio(sums: jax.Array, total: jax.Array) -> jax.Array:
 
 
 def _entropy(p: jax.Array) -> jax.Array:
-    """Sums -p log p along the last axis, whose gradient is 0 where p is."""
+    """Sums -p log p along the last axis; the gradient is 0 where p is."""
     return -jnp.sum(jnp.where(p > 0, p * jnp.log(jnp.where(p > 0, p, 1)), 0), -1)
