@@ -165,7 +165,7 @@ def build(sizes):
 
 
 def test_search_ranks_by_the_compiler_and_keeps_the_illegal():
-    small = dataclasses.replace(CHIPS["v5e"], hbm_bytes=4e6)  # of which all rows on each device are too much
+    small = dataclasses.replace(CHIPS["v5e"], hbm_bytes=4e6)  # all rows on each device are too much for it
     told = []
     found = rank_candidates(
         [*factorisations(8, 3), (1, 1, 3)], build, small, effort="full", compiled=2, tell=told.append

@@ -311,7 +311,7 @@ def test_a_mesh_that_splits_axes_of_the_torus(tmp_path):
 @needs_libtpu
 @pytest.mark.slow  # 10 s
 def test_a_million_tokens_of_llama_8b_fit_on_64_chips(tmp_path):
-    """By the analytic model; attention's bytes are those of its table, the forward pass made twice."""
+    """By the analytic model; attention's bytes follow its table, the forward pass made twice."""
     flags = "preset=llama_8b topology=v5p:4x4x4 mesh.context=64 rules.embed=context model.context=two_way effort=none"
     flags += " model.context_order=zigzag model.remat=full data.batch_size=1 data.seq_len=1048576"
     done = on_tpu(tmp_path, *flags.split())
@@ -356,7 +356,7 @@ PIPED = ("mesh.stage=2", "mesh.fsdp=4", "data.batch_size=32", "data.seq_len=16",
 
 @pytest.fixture(scope="module")
 def ranked():
-    """`ranked(capacity)`: all schedules, best first, for devices with so many bytes."""
+    """`ranked(capacity)`: all schedules, best first, for devices with that capacity in bytes."""
     config = estimate.compose("topology=h100:8", "pipeline=search", *PIPED)
     config, devices, _ = estimate.find_devices(config)
     job = estimate.pipeline_job(config, devices)

@@ -201,7 +201,7 @@ def pipeline_declared(gather_chunks):
 
 
 def moves_of(schedule):
-    """Returns declared arrays and bytes of layers sent to their stages, and of one layer's share."""
+    """Returns declared arrays and bytes of layers sent to stages, and of one layer's share."""
     from experiments._proof import schedule_of
     from experiments.verify import Config
     from jaxpar.verify import Layout

@@ -294,7 +294,7 @@ def test_boxes_of_linen_are_opened():
 
 
 def test_a_layout_that_sends_activations_about_is_told():
-    """Rows in another order: every device needs those of all others."""
+    """Rows in another order: every device needs rows of all others."""
 
     def loss(variables, batch, key):
         mixed = batch["x"] @ variables["w"]

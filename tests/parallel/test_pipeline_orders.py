@@ -375,12 +375,10 @@ def test_wrong_sides_are_said():
     assert said(out, back._replace(place=3)) == ["what chunk 0 keeps of microbatch 0 comes back after it is needed"]
     assert said(out) == ["what chunk 0 keeps of microbatch 0 has offload and nothing that undoes it"]
     assert "taken by fetch 2 times" in said(out, back, back)[0]
-    assert breaches_of(Side("offload", 1, 1, 0, 0), Side("fetch", 1, 2, 0, 0))[0].endswith("is not on device 1")
-    assert breaches_of(Side("gather", 0, 0, 0), Side("reduce", 0, 4, 0)) == []
-    assert breaches_of(Side("gather", 0, 1, 0)) == ["chunk 0 is used on device 0 before its weights are gathered"]
-    assert breaches_of(Side("reduce", 0, 3, 0)) == [
-        "the gradient of chunk 0 is reduced on device 0 before its last task"
-    ]
+    assert said(Side("offload", 1, 1, 0, 0), Side("fetch", 1, 2, 0, 0))[0].endswith("is not on device 1")
+    assert said(Side("gather", 0, 0, 0), Side("reduce", 0, 4, 0)) == []
+    assert said(Side("gather", 0, 1, 0)) == ["chunk 0 is used on device 0 before its weights are gathered"]
+    assert said(Side("reduce", 0, 3, 0)) == ["the gradient of chunk 0 is reduced on device 0 before its last task"]
     assert "none of offload" in said(Side("send", 0, 0, 0))[0]
 
 

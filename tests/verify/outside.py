@@ -759,12 +759,12 @@ def _head_of_own_tokens(right):
 
 
 BEYOND = {
-    "The hybrid layout leaves gradients split over fsdp as well.": ("the rule table is what is declared"),
-    "The nested layout splits the optimizer over data before fsdp.": ("the rule table is what is declared"),
-    "Gradients are summed into the layout of the held weights.": ("XLA for CPU sums whole and cuts afterwards"),
-    "Tokens are put in order by the shares of the residual stream.": ("the program computes the same"),
-    "A stage has room for the activations of one microbatch too many.": ("memory of a pipeline's slots is not judged"),
-    "Experts keep nothing, so that tokens travel once more for the backward pass.": ("XLA merges both computations"),
+    "The hybrid layout leaves gradients split over fsdp as well.": "the rule table is what is declared",
+    "The nested layout splits the optimizer over data before fsdp.": "the rule table is what is declared",
+    "Gradients are summed into the layout of the held weights.": "XLA for CPU sums whole and cuts afterwards",
+    "Tokens are put in order by the shares of the residual stream.": "the program computes the same",
+    "A stage has room for the activations of one microbatch too many.": "memory of a pipeline's slots is not judged",
+    "Experts keep nothing, so that tokens travel once more for the backward pass.": "XLA merges both computations",
 }
 """Errors that the proof cannot see, by name, with the reason; they are planted all the same."""
 
