@@ -333,7 +333,9 @@ def test_dimensions_that_are_not_named_are_whole_or_lie_as_they_do(is_open, spli
     mesh = make_mesh(MeshSpec(data=2, context=2), jax.devices()[:4])
     with use_mesh(mesh, rules_from()):
         x = jax.device_put(jnp.ones((4, 8, 2)), jax.NamedSharding(mesh, jax.P("data", "context")))
-        axes = ("batch",) if is_open else ("batch", None, None)
+        axes = ("batch", None, None)
+        if is_open:
+            axes = ("batch",)
 
         @jax.jit
         def step(x):
@@ -351,7 +353,7 @@ def test_an_open_rest_still_checks_what_is_named():
 
 
 def test_an_empty_part_of_a_state_has_no_sharding():
-    """An optimizer without moments has a state of (); its axes are () too, as those of a count."""
+    """An optimizer without moments has a state of (); its axes are () too, as a count's are."""
     mesh = make_mesh(MeshSpec(fsdp=8))
     state = {"w": jnp.zeros((8, 2)), "optimizer": (), "both": ((), jnp.zeros(()))}
     axes = {"w": ("embed", None), "optimizer": (), "both": ((), ())}

@@ -171,7 +171,9 @@ PRODUCT = 2 * 8 * 4 * 6
 def products_of(fn, *shapes, shardings=None):
     """Returns the operations of products that a compiled function has on one device."""
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    options = {} if shardings is None else {"in_shardings": shardings}
+    options = {}
+    if shardings is not None:
+        options["in_shardings"] = shardings
     return hlo.matmul_flops(jit(fn, **options).lower(*arguments).compile().as_text())
 
 
@@ -182,7 +184,11 @@ def test_operations_of_a_product():
 
 def test_operations_of_a_batched_product():
     assert products_of(jnp.matmul, (5, 8, 4), (5, 4, 6)) == 5 * PRODUCT
-    assert products_of(lambda x, w: jnp.einsum("bti,bsi->bts", x, w), (5, 8, 4), (5, 6, 4)) == 5 * PRODUCT
+
+    def product(x, w):
+        return jnp.einsum("bti,bsi->bts", x, w)
+
+    assert products_of(product, (5, 8, 4), (5, 6, 4)) == 5 * PRODUCT
 
 
 def test_operations_of_a_gradient_are_three_products():
@@ -211,5 +217,6 @@ def test_a_device_counts_its_share_of_an_einsum():
     shapes = (4, 8, 4), (4, 6)
     whole = 4 * PRODUCT
     assert products_of(product, *shapes, shardings=(split("data"), split())) == whole / 4
-    assert products_of(product, *shapes, shardings=(split("data"), split(None, "tensor"))) == whole / 8
+    over_both = (split("data"), split(None, "tensor"))
+    assert products_of(product, *shapes, shardings=over_both) == whole / 8
     assert products_of(product, *shapes, shardings=(split(), split())) == whole

@@ -79,14 +79,19 @@ def test_a_step_fits_only_where_its_margin_stays_free(effort):
         assert (found.fits, found.margin) == (fits, margin)
         assert found.excess <= 0  # the margin is no part of it
         said = verdict(found)
-        word = "fits" if fits else "DOES NOT FIT"
-        assert said.startswith(f"{word} with {100 * margin:.0f} % margin: ") and said.endswith("to spare.")
-    small = estimate(job_of(), effort=effort, chip=dataclasses.replace(CHIPS["h100"], hbm_bytes=peak / 2))
+        word = "DOES NOT FIT"
+        if fits:
+            word = "fits"
+        assert said.startswith(f"{word} with {100 * margin:.0f} % margin: ")
+        assert said.endswith("to spare.")
+    chip = dataclasses.replace(CHIPS["h100"], hbm_bytes=peak / 2)
+    small = estimate(job_of(), effort=effort, chip=chip)
     assert not small.fits and verdict(small).endswith("too much.")
 
 
 def test_each_effort_has_the_margin_of_its_own_errors():
-    assert set(MARGINS) == set(EFFORTS) and MARGINS["full"] < MARGINS["low"] < MARGINS["none"] < 0.25
+    assert set(MARGINS) == set(EFFORTS)
+    assert MARGINS["full"] < MARGINS["low"] < MARGINS["none"] < 0.25
 
 
 def test_a_search_keeps_the_margin():
@@ -101,7 +106,8 @@ def test_a_search_keeps_the_margin():
     assert verdict_of(1.01 * peak / (1 - MARGINS["full"]), "full") == "best"
     assert verdict_of(0.99 * peak / (1 - MARGINS["full"]), "full") == "does not fit"
     edge = by_model / DOUBT / (1 - MARGINS["none"])
-    assert verdict_of(0.99 * edge, "none") == "over" and verdict_of(1.01 * edge, "none") == "does not fit"
+    assert verdict_of(0.99 * edge, "none") == "over"
+    assert verdict_of(1.01 * edge, "none") == "does not fit"
     with pytest.raises(UsageError, match="effort='much' is unknown"):
         rank_candidates([(1, 1, 1)], build, CHIPS["h100"], effort="much")
 
@@ -159,7 +165,7 @@ def build(sizes):
 
 
 def test_search_ranks_by_the_compiler_and_keeps_the_illegal():
-    small = dataclasses.replace(CHIPS["v5e"], hbm_bytes=4e6)  # of which all rows on each device are too much
+    small = dataclasses.replace(CHIPS["v5e"], hbm_bytes=4e6)  # all rows on each device are too much for it
     told = []
     found = rank_candidates(
         [*factorisations(8, 3), (1, 1, 3)], build, small, effort="full", compiled=2, tell=told.append

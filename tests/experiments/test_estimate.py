@@ -311,7 +311,7 @@ def test_a_mesh_that_splits_axes_of_the_torus(tmp_path):
 @needs_libtpu
 @pytest.mark.slow  # 10 s
 def test_a_million_tokens_of_llama_8b_fit_on_64_chips(tmp_path):
-    """By the analytic model; attention's bytes are those of its table, the forward pass made twice."""
+    """By the analytic model; attention's bytes follow its table, the forward pass made twice."""
     flags = "preset=llama_8b topology=v5p:4x4x4 mesh.context=64 rules.embed=context model.context=two_way effort=none"
     flags += " model.context_order=zigzag model.remat=full data.batch_size=1 data.seq_len=1048576"
     done = on_tpu(tmp_path, *flags.split())
@@ -356,7 +356,7 @@ PIPED = ("mesh.stage=2", "mesh.fsdp=4", "data.batch_size=32", "data.seq_len=16",
 
 @pytest.fixture(scope="module")
 def ranked():
-    """`ranked(capacity)`: all schedules, best first, for devices with so many bytes."""
+    """`ranked(capacity)`: all schedules, best first, for devices with that capacity in bytes."""
     config = estimate.compose("topology=h100:8", "pipeline=search", *PIPED)
     config, devices, _ = estimate.find_devices(config)
     job = estimate.pipeline_job(config, devices)
@@ -402,7 +402,8 @@ def test_gathered_weights_and_what_waits_on_the_host_count_where_they_lie():
     assert gathered["own"] - plain["own"] == gathered["slots"]["weights"]
     plain, away = (row("pipeline=gpipe", f"offload={on}") for on in ("false", "true"))
     less = plain["slots"]["stash"] - away["slots"]["stash"]
-    assert away["slots"]["host"] > 0 < less and plain["own"] - away["own"] == less / 4  # rows lie over fsdp=4
+    assert away["slots"]["host"] > 0 < less
+    assert plain["own"] - away["own"] == less / 4  # rows lie over fsdp=4
 
 
 PIPES = ("preset=tiny", "mesh.data=1", "microbatches=8", "data.batch_size=16", "data.seq_len=64", "model.num_layers=8",
@@ -420,24 +421,29 @@ PIPES = ("preset=tiny", "mesh.data=1", "microbatches=8", "data.batch_size=16", "
     ids=" ".join,
 )
 def test_what_a_pipeline_holds_is_near_what_is_compiled(flags):
-    """Within a quarter, and never under by more than the margin; docs/estimates.md has more of them."""
+    """Within a quarter, never under by more than the margin; docs/estimates.md has more."""
     config = estimate.compose(*PIPES, *flags)
     devices = jax.devices()[: config.mesh.stage * config.mesh.tensor]
     job = dataclasses.replace(estimate.pipeline_job(config, devices), options=OPTIONS)
     (row,) = estimate.estimate_pipeline(config, job, None)
     peak = aot.compile_job(job, "full").peak
     assert (1 - MARGIN) * peak <= row["device"] <= 1.25 * peak
-    # The account of any step takes a pipelined one too; it does not know which slots are written in place.
+    # The account of any step takes a pipelined one too.
+    # It does not know which slots are written in place.
     assert aot.analyse(job)[0].peak >= row["device"]
 
 
 def test_the_most_that_a_pipeline_holds_is_in_its_loop_or_after_it():
     held = Held(state=100.0, optimizer=60.0, parameters=30.0, layers=20.0, task=5.0, layout=None)
-    at_rest, moved, copies = one_f_one_b(2, 4), zb_v(2, 4), bitpipe(2, 4)
+    at_rest = one_f_one_b(2, 4)
+    moved = zb_v(2, 4)
+    copies = bitpipe(2, 4)
     assert held.by(at_rest, 70.0) == 100 + 30 + 70 + 5
-    assert held.by(moved, 70.0) == 100 + 30 + 20 + 70 + 5  # layers sent to the stages of their chunks
+    # Layers sent to the stages of their chunks.
+    assert held.by(moved, 70.0) == 100 + 30 + 20 + 70 + 5
     assert held.by(copies, 70.0) == 100 + (30 + 20) + 2 * 20 + 70 + 5  # and sums of a second copy
-    assert held.by(at_rest, 1.0) == 100 + 30 + 60  # gradients, and the optimizer's old and new state
+    # Gradients, and the optimizer's old and new state.
+    assert held.by(at_rest, 1.0) == 100 + 30 + 60
     bare = held._replace(optimizer=0.0, task=0.0)
     assert bare.by(moved, 0.0) == 100 + 30 + 2 * 20  # sums on their way to where layers lie at rest
 

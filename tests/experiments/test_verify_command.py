@@ -282,8 +282,14 @@ def test_a_breach_ends_in_exit_code_1(verify, monkeypatch):
         (["layouts=[data8/zero9]"], "layout 'data8/zero9' has after the slash what is none of zero3, zero2"),
         (["layouts=[stage2.data4/zb_v+1f1b]"], "layout 'stage2.data4/zb_v+1f1b' has after the slash what is none of"),
         (["layouts=[data8]", "gather_chunks=true"], "gather_chunks=true is of stages; name a layout of some, as "),
-        (["dtypes=[int8]"], "dtypes=int8 is not judged; expected any of float32, float64, bfloat16."),
-        (["dtypes=[]"], "dtypes=[] leaves nothing to verify; legal are float32, float64, bfloat16."),
+        (
+            ["dtypes=[int8]"],
+            "dtypes=int8 is not judged; expected any of float32, float64, bfloat16.",
+        ),
+        (
+            ["dtypes=[]"],
+            "dtypes=[] leaves nothing to verify; legal are float32, float64, bfloat16.",
+        ),
         (["layouts=[]"], "layouts=[] leaves nothing to verify; legal are all, or layouts such as"),
         (["topology=v9:2x2"], "topology='v9:2x2' is unknown; legal are"),
         (["accumulate=0"], "accumulate=0"),

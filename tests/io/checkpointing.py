@@ -115,7 +115,7 @@ def flip(path, place, bit=3):
 
 
 def three_saved(folder, opened):
-    """Saves the steps 1, 2 and 3, whose scores are the step's; returns what was saved."""
+    """Saves the steps 1, 2 and 3 with the step as score; returns what was saved."""
     checkpoints = opened(folder, keep=10)
     states = {step: make_state().replace(key=jax.random.split(jax.random.key(step), 24)) for step in (1, 2, 3)}
     for step, state in states.items():

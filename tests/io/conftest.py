@@ -7,7 +7,7 @@ from jaxpar.io import Checkpoints, storage
 
 @pytest.fixture
 def opened():
-    """`opened(folder, ...)` is a `Checkpoints`, closed when its folder is opened again or the test ends."""
+    """`opened(folder, ...)` is a `Checkpoints`, closed when its folder reopens or the test ends."""
     all_opened = []
 
     def open_(folder, **options):

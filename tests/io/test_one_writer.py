@@ -1,4 +1,4 @@
-"""One object at a time writes to a folder of checkpoints, and those that read change nothing there."""
+"""One object at a time writes to a folder of checkpoints, and readers change nothing there."""
 
 import gc
 import os
@@ -11,7 +11,17 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from checkpointing import HOWS, abstract, bits, closed_loop, damage, make_state, names, save_scalar, three_saved
+from checkpointing import (
+    HOWS,
+    abstract,
+    bits,
+    closed_loop,
+    damage,
+    make_state,
+    names,
+    save_scalar,
+    three_saved,
+)
 
 from jaxpar.io import Checkpoints, CorruptCheckpointError, storage
 from jaxpar.io.lock import LOCK
@@ -134,7 +144,8 @@ def test_a_second_process_is_one_sentence_and_a_killed_one_holds_nothing(tmp_pat
         _, said = second.communicate(timeout=100)
         assert second.returncode == 1
         (line,) = [line for line in said.splitlines() if str(tmp_path) in line]
-        assert f"{tmp_path} is in use by process {first.pid} on " in line and "Traceback" not in said
+        assert f"{tmp_path} is in use by process {first.pid} on " in line
+        assert "Traceback" not in said
     finally:
         first.send_signal(signal.SIGKILL)
         first.communicate()

@@ -1,4 +1,4 @@
-"""The balance loss of all layers together is transformers', and folders that ask for it are read and written."""
+"""The balance loss of all layers together is transformers', also of folders that name it."""
 
 import dataclasses
 import json
@@ -12,22 +12,37 @@ from fast import jit, noisy_params
 from jaxpar.lm import LMConfig, config_from_hf, from_hf, to_hf
 from jaxpar.lm.loss import losses
 
-SIZES = dict(vocab_size=16, max_seq_len=32, num_layers=3, embed_dim=8, num_heads=4, mlp_dim=12, num_experts=4)
+SIZES = dict(
+    vocab_size=16,
+    max_seq_len=32,
+    num_layers=3,
+    embed_dim=8,
+    num_heads=4,
+    mlp_dim=12,
+    num_experts=4,
+)
 CONFIGS = {
     "mixtral": LMConfig(**SIZES, dtype="float32", init_std=0.5),
-    "qwen3_moe": LMConfig(**SIZES, dtype="float32", init_std=0.5, experts_per_token=3, qk_norm=True),
+    "qwen3_moe": LMConfig(
+        **SIZES,
+        dtype="float32",
+        init_std=0.5,
+        experts_per_token=3,
+        qk_norm=True,
+    ),
 }
-ROWS, LENGTH = 2, 7
+ROWS = 2
+LENGTH = 7
 
 
 def load_balancing_loss(gate_logits, num_experts, k, mask):
-    """A twin in NumPy of `load_balancing_loss_func` of transformers' Mixtral, with its attention mask [B, T].
+    """A twin in NumPy of `load_balancing_loss_func` of transformers' Mixtral.
 
     Args:
       gate_logits: A list over layers of [B * T, E].
       num_experts: E.
       k: Experts of a token.
-      mask: 1 where a token counts.
+      mask: Its attention mask [B, T], 1 where a token counts.
     """
     every = np.concatenate(gate_logits, 0)
     scores = np.exp(every - every.max(-1, keepdims=True))
@@ -41,8 +56,9 @@ def load_balancing_loss(gate_logits, num_experts, k, mask):
 
 
 def logits_of_gates(folder, tokens, monkeypatch):
-    """What the twin's routers compute, layer by layer, [B * T, E]."""
-    found, plain = [], twin_folders.mixture
+    """Returns the logits of the twin's routers, layer by layer, [B * T, E]."""
+    found = []
+    plain = twin_folders.mixture
 
     def recorded(x, logits, *rest):
         found.append(logits)
@@ -60,14 +76,18 @@ def test_it_is_the_loss_of_transformers(name, weighted, tmp_path, monkeypatch, x
     config = CONFIGS[name]
     to_hf(noisy_params(config, np.float32), config, tmp_path / "model")
     path = tmp_path / "model" / "config.json"
-    values = json.loads(path.read_text()) | {"output_router_logits": True, "router_aux_loss_coef": 0.25}
+    values = json.loads(path.read_text())
+    values |= {"output_router_logits": True, "router_aux_loss_coef": 0.25}
     path.write_text(json.dumps(values))
     read, params = from_hf(tmp_path / "model", dtype="float64", param_dtype=np.float64)
     assert (read.balance_loss, read.balance_layers) == (0.25, "concatenated")
 
     tokens = np.random.default_rng(0).integers(0, 16, (ROWS, LENGTH))
-    mask = np.ones((ROWS, LENGTH)) if not weighted else (np.arange(LENGTH) < [[4], [7]]).astype(float)
-    batch = {"tokens": tokens, "targets": tokens} | ({"weights": mask} if weighted else {})
+    batch = {"tokens": tokens, "targets": tokens}
+    mask = np.ones((ROWS, LENGTH))
+    if weighted:
+        mask = (np.arange(LENGTH) < [[4], [7]]).astype(float)
+        batch["weights"] = mask
     gates = logits_of_gates(tmp_path / "model", tokens, monkeypatch)
     assert len(gates) == config.num_layers
     want = 0.25 * load_balancing_loss(gates, 4, config.experts_per_token, mask)
@@ -135,9 +155,11 @@ def test_transformers_has_the_same_loss(name, tmp_path):
     labels = torch.from_numpy(tokens)
     want = float(model(labels, labels=labels).loss)
     targets = np.concatenate([tokens[:, 1:], np.full((ROWS, 1), -100)], 1)  # as it shifts them
-    value, aux = losses(params, {"tokens": tokens, "targets": targets, "weights": (targets >= 0) * 1.0}, config)
+    batch = {"tokens": tokens, "targets": targets, "weights": (targets >= 0) * 1.0}
+    value, aux = losses(params, batch, config)
     balance = float(model(labels, labels=labels).aux_loss) * 0.25
     plain = float(value - aux.losses["balance_loss"])
     np.testing.assert_allclose(plain + balance, want, rtol=1e-4)
     whole = losses(params, {"tokens": tokens, "targets": tokens}, config)[1].losses["balance_loss"]
-    np.testing.assert_allclose(whole, balance, rtol=1e-4)  # of all tokens, as no attention mask is given
+    # It counts all tokens, as no attention mask is given.
+    np.testing.assert_allclose(whole, balance, rtol=1e-4)

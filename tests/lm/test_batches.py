@@ -1,4 +1,4 @@
-"""Ids that are no symbols count nothing, and batches of which nothing counts are steps of zeros."""
+"""Ids that are no symbols count nothing, and batches where nothing counts are steps of zeros."""
 
 import contextlib
 import dataclasses
@@ -29,9 +29,12 @@ from jaxpar.types import UsageError
 
 
 def with_bad_ids(batch):
-    """A target of -100, one of V, and a token of V + 3, all of which should count."""
+    """A target of -100, one of V, and a token of V + 3, all with weights that count."""
     tokens, targets, weights = (batch[name].copy() for name in ("tokens", "targets", "weights"))
-    targets[0, 2], targets[4, 3], tokens[5, 5], targets[1, 0] = -100, V, V + 3, -7
+    targets[0, 2] = -100
+    targets[4, 3] = V
+    tokens[5, 5] = V + 3
+    targets[1, 0] = -7
     weights[0, 2] = weights[4, 3] = weights[5, 5] = 1.0
     return batch | {"tokens": tokens, "targets": targets, "weights": weights}
 
@@ -39,7 +42,8 @@ def with_bad_ids(batch):
 @pytest.mark.parametrize("name", ["dense", "capacity"])
 def test_bad_ids_count_nothing(name, x64):
     config = MODELS[name]
-    params, model = tiny.params_of(config), stages(config)
+    params = tiny.params_of(config)
+    model = stages(config)
     bad = with_bad_ids(batch_of())
     good = {name: x.copy() for name, x in bad.items()}
     good["targets"][[0, 4, 1], [2, 3, 0]] = 5
@@ -49,10 +53,11 @@ def test_bad_ids_count_nothing(name, x64):
     for count in (1, 2):
         plain = outcome(in_turn, model, params, good, None, count)
         assert_close(outcome(in_turn, model, params, bad, None, count), plain, NEAR)
-    told = losses(params, bad, config)  # whose normaliser is its own
+    told = losses(params, bad, config)  # with its own normaliser
     assert_close((told[0], scalars(told[1])), want[:2], NEAR)
     report = report_of(bad, config)
-    assert (int(report.invalid_tokens), int(report.invalid_targets)) == (1, 2)  # one of weight 0 is none
+    # One of weight 0 is none.
+    assert (int(report.invalid_tokens), int(report.invalid_targets)) == (1, 2)
 
 
 def test_targets_that_are_ignored_need_no_weights(x64):
@@ -69,20 +74,29 @@ def test_targets_that_are_ignored_need_no_weights(x64):
     assert_close(losses(params, checked, EXPERTS)[0], want[0], 1e-6)  # weights in float32
 
 
+def narrowed(x):
+    """Returns an array in float32 where it is in float64."""
+    if x.dtype == np.float64:
+        return x.astype(np.float32)
+    return x
+
+
 @pytest.mark.parametrize("sizes", [None, dict(data=4, tensor=2), dict(stage=2, data=2)], ids=str)
 @pytest.mark.parametrize("parts", [2])
 def test_counts_are_the_same_under_every_layout(sizes, parts):
     config = dataclasses.replace(tiny.LLAMA, num_experts=4)
     trainer = Trainer(config, OptimizerConfig(warmup_steps=1), 5, accumulate=parts)
-    state, bad = trainer.init(jax.random.key(0)), with_bad_ids(batch_of())
-    bad = jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, bad)
+    state = trainer.init(jax.random.key(0))
+    bad = jax.tree.map(narrowed, with_bad_ids(batch_of()))
+    rules = None
     if sizes is None:
         _, info = jit(trainer.step)(jax.random.key(1), state, bad)
     else:
         if "stage" in sizes:
             trainer = dataclasses.replace(trainer, schedule=Pipelined(zb_h1(2, parts)))
+            rules = rules_from(layout="stages")
         mesh = make_mesh(MeshSpec(**sizes), jax.devices()[: int(np.prod(list(sizes.values())))])
-        with use_mesh(mesh, rules_from(layout="stages") if "stage" in sizes else None):
+        with use_mesh(mesh, rules):
             _, info = jit(trainer.step)(jax.random.key(1), shard(state, trainer.axes()), bad)
     assert (info["invalid_tokens"], info["invalid_targets"], info["empty"]) == (1, 2, 0)
     np.testing.assert_allclose(info["loss"], _loss_of(config, trainer, bad), rtol=1e-5)
@@ -96,10 +110,16 @@ def _loss_of(config, trainer, batch):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        (dict(tokens=(1, 2, V)), "tokens=16 at row 11, position 2 of a batch: it is no symbol of model.vocab_size=16"),
+        (
+            dict(tokens=(1, 2, V)),
+            "tokens=16 at row 11, position 2 of a batch: it is no symbol of model.vocab_size=16",
+        ),
         (dict(tokens=(0, 0, -1)), "tokens=-1 at row 10, position 0 .*; expected 0 to 15[.]"),
         (dict(tokens=(0, 0, -100)), "tokens=-100 at row 10"),
-        (dict(targets=(1, 3, V)), "targets=16 at row 11, position 3 .*; expected 0 to 15, -100 for a target that"),
+        (
+            dict(targets=(1, 3, V)),
+            "targets=16 at row 11, position 3 .*; expected 0 to 15, -100 for a target that",
+        ),
         (dict(targets=(0, 2, -1)), "targets=-1 at row 10, position 2"),
         (dict(rejected_targets=(0, 2, V + 1)), "rejected_targets=17 at row 10, position 2"),
     ],
@@ -117,7 +137,8 @@ def test_bad_ids_are_refused_on_the_host(changes, sentence):
 def test_ignored_and_weightless_targets_pass_the_host():
     batch = batch_of(rows=2)
     targets = batch["targets"].copy()
-    targets[0, 0], targets[1, 3] = 999, -100
+    targets[0, 0] = 999
+    targets[1, 3] = -100
     checked = check_batch(batch | {"targets": targets}, V)
     assert checked["weights"][1, 3] == 0 != batch["weights"][1, 3]
     assert checked["targets"][1, 3] == 0 and checked["tokens"] is batch["tokens"]
@@ -141,7 +162,8 @@ SMOOTH = 0.1
 @pytest.mark.parametrize("name", MODELS)
 def test_an_empty_batch_is_zero(name, x64):
     config = MODELS[name]
-    params, model = tiny.params_of(config), stages(config, SMOOTH)
+    params = tiny.params_of(config)
+    model = stages(config, SMOOTH)
     batch = batch_of()
     empty = batch | {"weights": np.zeros((ROWS, T))}
     for count in (1, 2):
@@ -151,9 +173,11 @@ def test_an_empty_batch_is_zero(name, x64):
 
 
 def test_an_empty_microbatch_adds_nothing(x64):
-    """Auxiliary losses are means over microbatches, of which an empty one has 0."""
+    """Auxiliary losses are means over microbatches; an empty one has 0."""
     config = MODELS["experts"]
-    params, model, batch = tiny.params_of(config), stages(config, SMOOTH), batch_of()
+    params = tiny.params_of(config)
+    model = stages(config, SMOOTH)
+    batch = batch_of()
     batch["weights"][1::2] = 0
     alone = {name: x[::2] for name, x in batch.items()}
     total = normaliser_of(batch, config)
@@ -167,9 +191,11 @@ def test_an_empty_microbatch_adds_nothing(x64):
 
 def test_an_empty_batch_is_zero_in_a_pipeline():
     config = dataclasses.replace(tiny.LLAMA, num_experts=4, z_loss=0.1)
-    trainer = Trainer(config, OptimizerConfig(warmup_steps=1), 5, accumulate=2, schedule=Pipelined(zb_h1(2, 2)))
+    schedule = Pipelined(zb_h1(2, 2))
+    trainer = Trainer(config, OptimizerConfig(warmup_steps=1), 5, accumulate=2, schedule=schedule)
     batch = tiny.batch_of(batch=4) | {"weights": np.zeros((4, tiny.LENGTH), np.float32)}
-    with use_mesh(make_mesh(MeshSpec(stage=2, data=2), jax.devices()[:4]), rules_from(layout="stages")):
+    mesh = make_mesh(MeshSpec(stage=2, data=2), jax.devices()[:4])
+    with use_mesh(mesh, rules_from(layout="stages")):
         state = shard(trainer.init(jax.random.key(0)), trainer.axes())
         _, info = jit(trainer.step)(jax.random.key(1), state, batch)
     assert (info["loss"], info["grad_norm"], info["empty"], info["skipped"]) == (0, 0, 1, 0)
@@ -177,14 +203,16 @@ def test_an_empty_batch_is_zero_in_a_pipeline():
 
 def test_an_empty_step_is_counted_apart_and_no_spike_is_judged_by_it():
     trainer = Trainer(tiny.LLAMA, OptimizerConfig(warmup_steps=1), 9)
-    step, state = jit(trainer.step), trainer.init(jax.random.key(0))
+    step = jit(trainer.step)
+    state = trainer.init(jax.random.key(0))
     full = tiny.batch_of() | {"weights": np.ones((tiny.BATCH, tiny.LENGTH), np.float32)}
     empty = full | {"weights": np.zeros_like(full["weights"])}
     state, _ = step(jax.random.key(1), state, full)
     before = state.health
     state, info = step(jax.random.key(2), state, empty)
     assert (info["loss"], info["empty"], info["spike"], info["skipped"]) == (0, 1, 0, 0)
-    assert (state.health.loss_mean, state.health.loss_variance) == (before.loss_mean, before.loss_variance)
+    after = state.health
+    assert (after.loss_mean, after.loss_variance) == (before.loss_mean, before.loss_variance)
     state, info = step(jax.random.key(3), state, full)
     assert info["empty"] == 1 and info["spike"] == 0
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
@@ -197,10 +225,28 @@ def test_a_loss_after_empty_ones_is_judged_by_those_before():
     assert not spike and health.empty == 50 and abs(float(health.loss_mean) - 4) < 0.01
 
 
+def with_masks(pairs):
+    """Returns pairs with weights of 1 where they were above 0, in float32."""
+    out = dict(pairs)
+    for name, x in pairs.items():
+        if x.dtype.kind != "i":
+            out[name] = (x > 0).astype(np.float32)
+    return out
+
+
+def without_weights(pairs):
+    """Returns pairs with weights of 0."""
+    out = dict(pairs)
+    for name, x in pairs.items():
+        if name.endswith("weights"):
+            out[name] = np.zeros_like(x)
+    return out
+
+
 def test_pairs_that_count_nothing_are_zero():
     batch = batch_of(rows=4)
     pairs = batch | {f"rejected_{name}": np.roll(x, 1, 0) for name, x in batch.items()}
-    pairs = {name: x if x.dtype.kind == "i" else (x > 0).astype(np.float32) for name, x in pairs.items()}
+    pairs = with_masks(pairs)
     params, start = (tiny.params_of(tiny.LLAMA) for _ in range(2))
     start = jax.tree.map(lambda x: 0.9 * x, start)
 
@@ -208,12 +254,12 @@ def test_pairs_that_count_nothing_are_zero():
         return preference_loss(params, start, batch, tiny.LLAMA, 0.1)
 
     run = jit(jax.value_and_grad(of, has_aux=True))
-    nothing = {name: np.zeros_like(x) if name.endswith("weights") else x for name, x in pairs.items()}
+    nothing = without_weights(pairs)
     (value, _), gradient = run(params, nothing)
     assert value == 0 and not any(np.any(leaf) for leaf in jax.tree.leaves(gradient))
 
     bad = {name: x.copy() for name, x in pairs.items()}
-    bad["rejected_tokens"][1, 0] = V  # whose whole pair has no meaning then
+    bad["rejected_tokens"][1, 0] = V  # its whole pair has no meaning then
     left = {name: np.delete(x, 1, 0) for name, x in pairs.items()}
     assert_close(run(params, bad), run(params, left), 1e-5)
     trainer = Trainer(tiny.LLAMA, objective=ObjectiveConfig(kind="dpo"))

@@ -35,13 +35,13 @@ def with_model(trainer=TRAINER, **changes):
 
 
 def batch_of(step):
-    """Returns a batch with uneven weights, of which those of a row are zero."""
+    """Returns a batch with uneven weights; all weights of a row are zero."""
     weights = np.random.default_rng(step).integers(0, 9, (ROWS, tiny.LENGTH)) / 4
     weights[1] = 0
     return tiny.batch_of(batch=ROWS, seed=step) | {"weights": weights}
 
 
-def both(trainer):
+def compare_steps(trainer):
     """Returns what the plain step and the trainer's made of the same batches, and the norms."""
     state = trainer.begin(tiny.params_of(trainer.model))
     plain = plain_state(trainer, state.params)
@@ -63,7 +63,7 @@ def both(trainer):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_it_is_the_trainers_step(accumulate, changes, x64):
     trainer = dataclasses.replace(with_model(**changes), accumulate=accumulate)
-    plain, state, norms = both(trainer)
+    plain, state, norms = compare_steps(trainer)
     assert min(norms) > 2 * OPTIMIZER.clip_norm
     got = {"params": plain["params"], "average": plain["average"]}
     want = {"params": state.params, "average": state.average}

@@ -205,7 +205,7 @@ def declared_of(move, remat):
 
 
 def large(declared):
-    """Returns the transfers without those of small arrays, which are not judged."""
+    """Returns the transfers without small arrays, which are not judged."""
     return [transfer for transfer in declared if transfer.bytes > SMALL * transfer.arrays]
 
 

@@ -1,4 +1,4 @@
-"""Tokens of weight 0 move no loss, gradient or metric of a language model: its experts' neither, in any layout."""
+"""Tokens of weight 0 move no loss, gradient or metric of a language model, in any layout."""
 
 import dataclasses
 
@@ -24,22 +24,27 @@ LAYOUTS = {
 
 
 def is_padding(weights):
-    """Whether no token from here to the end of its row counts."""
+    """Returns true where no token from here to the end of its row counts."""
     return np.flip(np.cumsum(np.flip(weights, 1), 1), 1) == 0
 
 
 def with_other_padding(batch):
     other = tiny.batch_of(batch=len(batch["tokens"]), length=batch["tokens"].shape[1], seed=9)
     hidden = is_padding(batch["weights"])
-    return batch | {name: np.where(hidden, other[name], batch[name]) for name in ("tokens", "targets")}
+    out = dict(batch)
+    for name in ("tokens", "targets"):
+        out[name] = np.where(hidden, other[name], batch[name])
+    return out
 
 
 @pytest.mark.parametrize(
     ("name", "count"), [*((name, 1) for name in MODELS), ("experts", 2), ("capacity in groups", 2)]
 )
 def test_padding_moves_nothing(name, count, x64):
-    config, batch = MODELS[name], batch_of()
-    params, model = tiny.params_of(config), stages(config)
+    config = MODELS[name]
+    batch = batch_of()
+    params = tiny.params_of(config)
+    model = stages(config)
     want = outcome(in_turn, model, params, batch, None, count)
     got = outcome(in_turn, model, params, with_other_padding(batch), None, count)
     assert_close(got, want, NEAR)
@@ -51,8 +56,10 @@ def test_padding_moves_nothing(name, count, x64):
 
 @pytest.mark.parametrize("name", ["dense", "experts", "sigmoid, concatenated"])
 def test_padded_is_unpadded(name, x64):
-    config, few = MODELS[name], batch_of(rows=3)
-    params, model = tiny.params_of(config), stages(config)
+    config = MODELS[name]
+    few = batch_of(rows=3)
+    params = tiny.params_of(config)
+    model = stages(config)
     more = {name: np.pad(x, ((0, 1), (0, 3)), mode="edge") for name, x in few.items()}
     more["weights"][3:] = 0
     more["weights"][:, T:] = 0
@@ -61,8 +68,10 @@ def test_padded_is_unpadded(name, x64):
 
 
 def test_rows_of_padding_leave_a_capacity_as_it_was(x64):
-    config, few = MODELS["capacity"], batch_of(rows=3)
-    params, model = tiny.params_of(config), stages(config)
+    config = MODELS["capacity"]
+    few = batch_of(rows=3)
+    params = tiny.params_of(config)
+    model = stages(config)
     more = {name: np.pad(x, ((0, 1), (0, 0))) for name, x in few.items()}
     want = outcome(in_turn, model, params, few, None, 1)
     assert_close(outcome(in_turn, model, params, more, None, 1), want, NEAR)
@@ -71,7 +80,8 @@ def test_rows_of_padding_leave_a_capacity_as_it_was(x64):
 @pytest.mark.parametrize("transport", LAYOUTS)
 def test_padding_moves_nothing_on_a_mesh(transport, x64):
     sizes, name = LAYOUTS[transport]
-    config, batch = MODELS[name], batch_of()
+    config = MODELS[name]
+    batch = batch_of()
     params = tiny.params_of(config)
     want = outcome(in_turn, stages(config), params, batch, None, 1)
     split = stages(dataclasses.replace(config, transport=transport, context_order="contiguous"))
@@ -84,7 +94,8 @@ def test_padding_moves_nothing_on_a_mesh(transport, x64):
 
 
 def test_padding_moves_nothing_in_a_pipeline(x64):
-    config, batch = MODELS["experts"], batch_of()
+    config = MODELS["experts"]
+    batch = batch_of()
     params = tiny.params_of(config)
     want = outcome(in_turn, stages(config), params, batch, None, 2)
     with use_mesh(make_mesh(MeshSpec(stage=2, expert=2, data=2)), rules_from(layout="stages")):
@@ -95,7 +106,12 @@ def test_padding_moves_nothing_in_a_pipeline(x64):
 
 def test_a_loss_of_all_layers_together_has_no_pipeline():
     config = dataclasses.replace(tiny.LLAMA, num_experts=4, balance_layers="concatenated")
-    params, batch = tiny.params_of(config), tiny.batch_of(batch=4)
+    params = tiny.params_of(config)
+    batch = tiny.batch_of(batch=4)
     mesh = make_mesh(MeshSpec(stage=2, data=2), jax.devices()[:4])
     with use_mesh(mesh), pytest.raises(UsageError, match="expected summed"):
-        jax.eval_shape(lambda *args: Pipelined(zb_h1(2, 2))(stages(config), *args, None, 2), params, batch)
+        jax.eval_shape(
+            lambda *args: Pipelined(zb_h1(2, 2))(stages(config), *args, None, 2),
+            params,
+            batch,
+        )

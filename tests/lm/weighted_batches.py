@@ -1,4 +1,4 @@
-"""Models and batches of which some tokens have weight 0."""
+"""Models, and batches with some tokens of weight 0."""
 
 import dataclasses
 
@@ -11,7 +11,9 @@ from jaxpar.nn.auxiliary import scalars
 from jaxpar.nn.schedule import InTurn
 
 NEAR = 1e-12  # float64; sums in another order
-V, ROWS, T = tiny.VOCAB, 8, 6
+V = tiny.VOCAB
+ROWS = 8
+T = 6
 DENSE = dataclasses.replace(tiny.exact(tiny.LLAMA), z_loss=0.1, ranges=True)
 EXPERTS = dataclasses.replace(
     DENSE, num_experts=4, experts_per_token=2, balance_loss=0.5, router_z_loss=0.1, router_bias=0.3
@@ -29,7 +31,7 @@ in_turn = jit(InTurn(), static_argnums=(0, 4))
 
 
 def batch_of(rows=ROWS, length=T):
-    """Prompts of weight 0, answers, padding behind them, and every fourth row nothing but padding."""
+    """Prompts of weight 0, answers, padding behind them, and every fourth row padding alone."""
     batch = tiny.batch_of(batch=rows, length=length)
     weights = np.random.default_rng(2).uniform(0.5, 2.0, (rows, length))
     weights[:, :2] = 0

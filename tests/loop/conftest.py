@@ -14,7 +14,7 @@ _programs = {}  # of `Walk`, by length
 
 @pytest.fixture
 def opened():
-    """`opened(folder)` is a `Checkpoints`, closed when its folder is opened again or the test ends."""
+    """`opened(folder)` is a `Checkpoints`, closed when its folder reopens or the test ends."""
     all_opened = []
 
     def open_(folder, keep=100):

@@ -1,4 +1,4 @@
-"""Tokens of weight 0 move no loss, load or capacity of experts: outcomes are those of the tokens that count."""
+"""Tokens of weight 0 move no loss, load or capacity of experts: only tokens that count matter."""
 
 import dataclasses
 
@@ -47,7 +47,8 @@ LOSSES = {
 
 
 def gain_of_classes(logits, chosen, w, classes=None):
-    classes = jnp.arange(logits[..., 0].size) % 3 if classes is None else classes
+    if classes is None:
+        classes = jnp.arange(logits[..., 0].size) % 3
     return information_gain(chosen.scores, classes.reshape(logits.shape[:-1]), 3, weights=w)
 
 
@@ -58,7 +59,7 @@ def test_a_loss_is_that_of_the_tokens_that_count(name, x64):
     want = LOSSES[name](logits[some], jax.tree.map(lambda x: x[some], chosen), None)
     assert_close(LOSSES[name](logits, chosen, COUNTED), want, NEAR)
     plain = LOSSES[name](logits, chosen, None)
-    assert np.abs(np.asarray(plain - want)).max() > 1e-5  # it is not that of all
+    assert np.abs(np.asarray(plain - want)).max() > 1e-5  # the loss of all tokens differs
     assert_close(LOSSES[name](logits, chosen, np.ones((B, T))), plain, NEAR)
 
 
@@ -93,7 +94,7 @@ def test_without_a_token_that_counts_a_loss_and_its_gradient_are_zero(name, x64)
     assert value == 0 and not np.asarray(gradient).any()
 
 
-def kept_by_loop(expert, rank, most):
+def keep_by_loop(expert, rank, most):
     kept = np.zeros(expert.shape, bool)
     for row in range(len(expert)):
         taken = [0] * E
@@ -106,25 +107,34 @@ def kept_by_loop(expert, rank, most):
     return kept
 
 
+def rank_of(weight, is_prompt):
+    if weight:
+        return 0
+    if is_prompt:
+        return 1
+    return 2
+
+
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_slots_go_to_tokens_that_count_then_prompts_then_padding(most):
     rng = np.random.default_rng(most)
-    expert = np.stack([rng.permuted(np.arange(E)[None].repeat(16, 0), axis=1)[:, :2] for _ in range(8)])
+    experts = np.arange(E)[None].repeat(16, 0)
+    expert = np.stack([rng.permuted(experts, axis=1)[:, :2] for _ in range(8)])
     weights = rng.integers(0, 2, (8, 16)) * np.where(rng.uniform(size=(8, 16)) < 0.5, 1.0, -0.5)
     weights[:, 12:] = 0
     weights[0] = 0
     rank = np.asarray(capacity_rank(jnp.asarray(weights)))
     last = [max(np.flatnonzero(row), default=-1) for row in weights]
     for row in range(8):
-        want = [0 if w else 1 if t < last[row] else 2 for t, w in enumerate(weights[row])]
+        want = [rank_of(w, t < last[row]) for t, w in enumerate(weights[row])]
         np.testing.assert_array_equal(rank[row], want)
     got = within_capacity(jnp.asarray(expert), E, most, jnp.asarray(rank))
-    np.testing.assert_array_equal(got, kept_by_loop(expert, rank, most))
+    np.testing.assert_array_equal(got, keep_by_loop(expert, rank, most))
     assert not np.array_equal(got, within_capacity(jnp.asarray(expert), E, most))
 
 
 def outcome(layer, params, x, weights):
-    """What counts of a layer's output, its losses and metrics, and all gradients."""
+    """Returns what counts of a layer's output, its losses and metrics, and all gradients."""
     context = Context(jnp.zeros(x.shape[:2], jnp.int32), weights=jnp.asarray(weights))
 
     def value(params, x):
@@ -138,7 +148,8 @@ def outcome(layer, params, x, weights):
 
 @pytest.mark.parametrize("name", CASES)
 def test_padding_moves_nothing(name, x64):
-    layer, params = CASES[name], params_of(CASES[name])
+    layer = CASES[name]
+    params = params_of(layer)
     x = normal(B, T, D)
     other = np.where(IS_PADDING[..., None], normal(B, T, D, seed=7), x)
     want, got = (outcome(layer, params, each, COUNTED) for each in (x, other))
@@ -165,14 +176,16 @@ def test_dropped_choices_are_of_tokens_that_count(x64):
     layer = CASES["capacity for one"]
     _, (_, told) = outcome(layer, params_of(layer), normal(B, T, D), COUNTED)[0]
     expert = route(jnp.asarray(normal(B, T, D) @ params_of(layer)["w_router"]), 2).expert
-    kept = kept_by_loop(np.asarray(expert), np.asarray(capacity_rank(jnp.asarray(COUNTED))), 1)
+    kept = keep_by_loop(np.asarray(expert), np.asarray(capacity_rank(jnp.asarray(COUNTED))), 1)
     np.testing.assert_allclose(told["dropped"], 1 - kept[COUNTED != 0].mean(), rtol=1e-12)
 
 
 def test_experts_of_attention_count_alike(x64):
     layer = AttentionExperts(Attention(2, 1, 4), E, 2, balance_loss=0.3)
     leaves = layer.leaves(D, 1.0, 1.0)
-    params = {name: jnp.asarray(0.5 * normal(*leaf.shape, seed=n)) for n, (name, leaf) in enumerate(leaves.items())}
+    params = {}
+    for n, (name, leaf) in enumerate(leaves.items()):
+        params[name] = jnp.asarray(0.5 * normal(*leaf.shape, seed=n))
     x = normal(B, T, D)
     context = Context(jnp.broadcast_to(jnp.arange(T), (B, T)), weights=jnp.asarray(COUNTED))
     chosen = route(jnp.asarray(x @ params["w_heads"]), 2)

@@ -24,7 +24,8 @@ def test_row_r_goes_to_microbatch_r_modulo_their_number():
 def test_microbatches_gather_no_sequence_that_is_split():
     mesh = make_mesh(MeshSpec(data=2, context=2), jax.devices()[:4])
     with use_mesh(mesh, rules_from()):
-        rows = jax.ShapeDtypeStruct((8, 16), jnp.int32, sharding=jax.NamedSharding(mesh, jax.P("data", "context")))
+        sharding = jax.NamedSharding(mesh, jax.P("data", "context"))
+        rows = jax.ShapeDtypeStruct((8, 16), jnp.int32, sharding=sharding)
         step = jax.jit(functools.partial(parts_of, count=2)).lower({"tokens": rows}).compile()
         text = step.as_text()
         parts = step.output_shardings["tokens"]

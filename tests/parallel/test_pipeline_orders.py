@@ -295,7 +295,8 @@ def test_tasks_of_what_is_not_there_are_one_sentence(task, number, name, what, l
     if not name:
         sentence = f"{number} of a task of device 1: {NO_OPERATION}"
     assert check_schedule(wrong) == [sentence]
-    for read in (simulate_schedule, pack_schedule, functools.partial(simulate_schedule, lockstep=True)):
+    in_lockstep = functools.partial(simulate_schedule, lockstep=True)
+    for read in (simulate_schedule, pack_schedule, in_lockstep):
         with pytest.raises(UsageError, match=re.escape(f"interleaved: {sentence}.")):
             read(wrong)
 
@@ -313,17 +314,18 @@ def test_tasks_of_what_is_not_there_are_one_sentence(task, number, name, what, l
 )
 def test_sides_of_what_is_not_there_are_one_sentence(side, number, what, last):
     said = check_schedule(dataclasses.replace(interleaved(2, 3, 2), sides=(side,)))
-    assert said == [f"{number} of the side {side.kind}: there is no such {what}; expected 0 to {last}"]
+    sentence = f"{number} of the side {side.kind}: there is no such {what}; expected 0 to {last}"
+    assert said == [sentence]
 
 
 def test_sides_of_another_device_or_outside_of_a_row_are_one_sentence():
-    def said(side):
+    def breaches_of(side):
         return check_schedule(dataclasses.replace(interleaved(2, 3, 2), sides=(side,)))
 
     elsewhere = "reduce of chunk 1 is on device 0, its chunk on device 1"
-    assert said(Side("reduce", 0, 12, 1)) == [elsewhere]
+    assert breaches_of(Side("reduce", 0, 12, 1)) == [elsewhere]
     for number in (-1, 13):
-        (sentence,) = said(Side("gather", 0, number, 0))
+        (sentence,) = breaches_of(Side("gather", 0, number, 0))
         assert "or at no place of its row" in sentence
 
 
@@ -337,8 +339,10 @@ def test_numbers_of_which_nothing_can_be_placed_are_one_sentence():
         assert check_schedule(wrong) == ["2 chunks of 1 copies do not lie on 2 devices"]
     both = bitpipe(2, 2)
     rows = tuple(tuple(task for task in row if task.microbatch == 0) for row in both.rows)
-    other = next(chunk for chunk in both.chunks_of(0) if chunk >= both.depth)  # of the copy that no microbatch passes
-    idle = dataclasses.replace(both, microbatches=1, rows=rows, sides=(Side("gather", 0, 0, other),))
+    # A chunk of the copy that no microbatch passes.
+    other = next(chunk for chunk in both.chunks_of(0) if chunk >= both.depth)
+    sides = (Side("gather", 0, 0, other),)
+    idle = dataclasses.replace(both, microbatches=1, rows=rows, sides=sides)
     assert check_schedule(idle) == [f"gather of chunk {other} serves no task of device 0"]
 
 

@@ -14,7 +14,7 @@ EXPERTS = ("model.num_experts=4",)
 
 
 def _with_result(change):
-    """Returns what makes a function whose result is changed."""
+    """Returns an error that changes the result of a function."""
 
     def wrong(right):
         def changed(*args, **options):
@@ -104,7 +104,7 @@ def _same_key_of_parts(right):
 
 def _same_key_of_layers(right):
     def layer(self, layer, index, x, context, *args, **options):
-        # The index that folds the key is that of the first layer.
+        # The key is folded with the index of the first layer.
         if context.key is not None:
             return right(self, layer, index * 0, x, context, *args, **options)
         return right(self, layer, index, x, context, *args, **options)
@@ -347,12 +347,12 @@ def _uncast_head(right):
 
 
 def _cast_after_gather(right):
-    def moved(x, split, whole, grad=None, name="activation"):
+    def gather_wide(x, split, whole, grad=None, name="activation"):
         if x.dtype != jnp.bfloat16:
             return right(x, split, whole, grad, name)
         return right(x.astype(jnp.float32), split, whole, grad, name).astype(x.dtype)
 
-    return moved
+    return gather_wide
 
 
 def _narrow_norm(right):
@@ -370,7 +370,7 @@ def _narrow_moments(right):
     return update
 
 
-def _held_whole(right):
+def _hold_whole(right):
     def hold(self, params):
         held = right(self, params)
 
@@ -388,7 +388,9 @@ def _held_whole(right):
 def _gathered_again(right):
     def apply(self, params, x, *args, **options):
         # The residual stream is made whole at each norm.
-        return right(self, params, constrain(x, None, None, None) if x.ndim == 3 else x)
+        if x.ndim == 3:
+            x = constrain(x, None, None, None)
+        return right(self, params, x)
 
     return apply
 
@@ -530,7 +532,7 @@ ERRORS = (
     ),
     Planted(
         "stages",
-        "documents do not begin anew",
+        "documents do not start over",
         "jaxpar.lm.stages:_positions",
         _positions_of_rows,
         "stage2.data4/1f1b",
@@ -567,7 +569,7 @@ ERRORS = (
     ),
     Planted(
         "context",
-        "pairs that are not seen count",
+        "pairs that attention excludes count",
         "jaxpar.parallel.context._partial:ByTable._pairs",
         _every_pair_seen,
         "data2.context4",
@@ -590,7 +592,7 @@ ERRORS = (
     ),
     Planted(
         "experts",
-        "the balance is that of rows",
+        "the balance is taken over each row",
         "jaxpar.nn.experts.losses:balance_loss",
         _balance_of_rows,
         "data4.expert2",
@@ -663,7 +665,7 @@ ERRORS = (
     ),
     Planted(
         "accumulation",
-        "the mean is that of parts",
+        "the mean is taken over parts",
         TURN,
         _total_of_part,
         "data8",
@@ -679,7 +681,7 @@ ERRORS = (
     ),
     Planted(
         "optimizer",
-        "the rate is that of the next step",
+        "the rate belongs to the next step",
         "jaxpar.optim.update:Optimizer._scheduled",
         _late_rate,
         "data8",
@@ -725,7 +727,7 @@ ERRORS = (
     ),
     Planted(
         "casts",
-        "norms are of float32",
+        "norms are computed in float32",
         "jaxpar.nn.norm:Norm.apply",
         _narrow_norm,
         "data8",
@@ -742,14 +744,14 @@ ERRORS = (
         "gathers",
         "weights are whole through the step",
         "jaxpar.nn.stack:Stack.hold",
-        _held_whole,
+        _hold_whole,
         "fsdp8",
     ),
     Planted(
         "gathers",
-        "weights are whole beside tensor",
+        "weights are whole along tensor",
         "jaxpar.nn.stack:Stack.hold",
-        _held_whole,
+        _hold_whole,
         "fsdp4.tensor2",
     ),
     Planted(
@@ -796,4 +798,4 @@ ERRORS = (
         "data8",
     ),
 )
-"""All of them; a layout is of eight devices."""
+"""All of them; a layout has eight devices."""

@@ -12,7 +12,11 @@ import optax
 from jaxpar.mesh import MeshSpec, constrain, gather, in_role, local, mesh_axes
 from jaxpar.verify import Layout, Model
 
-ROWS, WIDTH, HIDDEN, SYMBOLS, STEPS = 40, 16, 32, 24, 8
+ROWS = 40
+WIDTH = 16
+HIDDEN = 32
+SYMBOLS = 24
+STEPS = 8
 ADAM = optax.adamw(1e-3, eps=1e-6)
 BATCH_AXES = {
     "x": ("batch", None),
@@ -65,7 +69,9 @@ def batch(step: int) -> dict[str, np.ndarray]:
 
 def draw(*shape: int, seed: int = 0) -> np.ndarray:
     """Returns normal weights of a fan-in scale."""
-    fan_in = shape[-2] if len(shape) > 1 else 1
+    fan_in = 1
+    if len(shape) > 1:
+        fan_in = shape[-2]
     return np.random.default_rng((seed, *shape)).standard_normal(shape) / np.sqrt(fan_in)
 
 
@@ -145,7 +151,7 @@ class Dense(nn.Module):
 
 
 def flax_mlp() -> Foreign:
-    """Returns a network of flax whose kernels are split over fsdp at rest."""
+    """Returns a network of flax with kernels that are split over fsdp at rest."""
     return _of_module(Dense(), _fsdp_axes)
 
 
@@ -166,7 +172,7 @@ def batch_norm() -> Foreign:
 
 
 def tied() -> Foreign:
-    """Returns a model whose embedding is its head too."""
+    """Returns a model with an embedding that is its head too."""
     axes = {"table": (None, "embed"), "mix": ("embed", None)}
 
     def loss(params, batch):
@@ -195,7 +201,7 @@ def frozen() -> Foreign:
 
 
 def scanned() -> Foreign:
-    """Returns a scan over layers, each of which gathers its weights when it is computed."""
+    """Returns a scan over layers; each gathers its weights when it is computed."""
     stacked = {name: (None, *axes) for name, axes in MLP_AXES.items()}
 
     def loss(params, batch):
@@ -221,12 +227,12 @@ class Recurrent(nn.Module):
 
 
 def lstm() -> Foreign:
-    """Returns an LSTM whose kernels are whole."""
+    """Returns an LSTM with whole kernels."""
     return _of_module(Recurrent(), lambda x: (None,) * x.ndim)
 
 
 def experts() -> Foreign:
-    """Returns a mixture whose experts devices share: each adds its own part of every row."""
+    """Returns a mixture with experts that devices share: each adds its own part of every row."""
     axes = {"router": (None, None), "up": ("experts", None, None), "down": ("experts", None, None)}
 
     def loss(params, batch):
@@ -248,14 +254,18 @@ def experts() -> Foreign:
 
 
 def sharded_embedding() -> Foreign:
-    """Returns a model whose embedding is split over tensor: each device looks its own up."""
+    """Returns a model with an embedding that is split over tensor: each device looks its own up."""
     axes = {"table": ("vocab", None), "out": (None, None)}
 
     def looked_up(table, tokens):
-        first = jax.lax.axis_index(mesh_axes("vocab")) * table.shape[0] if mesh_axes("vocab") else 0
+        first = 0
+        if mesh_axes("vocab"):
+            first = jax.lax.axis_index(mesh_axes("vocab")) * table.shape[0]
         mine = (tokens >= first) & (tokens < first + table.shape[0])
         x = jnp.where(mine[..., None], table[jnp.where(mine, tokens - first, 0)], 0)
-        return jax.lax.psum(x, mesh_axes("vocab")) if mesh_axes("vocab") else x
+        if mesh_axes("vocab"):
+            return jax.lax.psum(x, mesh_axes("vocab"))
+        return x
 
     def loss(params, batch):
         split = [("vocab", None), ("batch", None)]
@@ -291,17 +301,17 @@ class Attending(nn.Module):
 
 
 def attention() -> Foreign:
-    """Returns attention whose weights are whole."""
+    """Returns attention with whole weights."""
     return _of_module(Attending(), lambda x: (None,) * x.ndim)
 
 
 def plain_descent() -> Foreign:
-    """Returns a network whose optimizer has no state."""
+    """Returns a network with an optimizer that has no state."""
     return by_hand()._replace(optimizer=optax.sgd(0.1))
 
 
 def stateless() -> Foreign:
-    """Returns a network whose optimizer's state is an empty tuple."""
+    """Returns a network; the state of its optimizer is an empty tuple."""
     rule = optax.GradientTransformation(
         lambda params: (),
         lambda grads, state, params=None: (jax.tree.map(lambda g: -0.1 * g, grads), state),
@@ -310,7 +320,7 @@ def stateless() -> Foreign:
 
 
 def accumulated() -> Foreign:
-    """Returns a network whose optimizer steps after every second gradient."""
+    """Returns a network with an optimizer that steps after every second gradient."""
     return by_hand()._replace(optimizer=optax.MultiSteps(ADAM, 2).gradient_transformation())
 
 
@@ -332,7 +342,7 @@ CORRECT = (
 )
 
 
-# Wrong ones, each a network whose loss is right on one device.
+# Wrong ones, each a network with a loss that is right on one device.
 
 
 def local_means() -> Foreign:
@@ -340,7 +350,9 @@ def local_means() -> Foreign:
 
     def mean(values, weights):
         own = (values * weights).sum() / jnp.maximum(weights.sum(), 1e-6)
-        return jax.lax.pmean(own, mesh_axes("batch")) if mesh_axes("batch") else own
+        if mesh_axes("batch"):
+            return jax.lax.pmean(own, mesh_axes("batch"))
+        return own
 
     def loss(params, batch):
         difference = mlp(params, batch["x"]) - batch["y"].astype(params["up"].dtype)

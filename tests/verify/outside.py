@@ -57,7 +57,13 @@ def _nested_in_another_order(right):
 
 def _gradients_as_weights(right):
     """Has gradients take the row of the weights that a step holds."""
-    return lambda axes, role: right(axes, "weight" if role == "grad" else role)
+
+    def in_role(axes, role):
+        if role == "grad":
+            role = "weight"
+        return right(axes, role)
+
+    return in_role
 
 
 def _output_weight_whole(right):
@@ -74,11 +80,12 @@ def _output_weight_whole(right):
 
 
 def _order_of_the_stream(right):
-    """Puts tokens in order by the shares of the residual stream, not by those of attention."""
+    """Puts tokens in order by the shares of the residual stream, not by the shares of attention."""
     del right
 
     def place(config, rows):
-        length, count = row_length(config), shares_of("seq")
+        length = row_length(config)
+        count = shares_of("seq")
         order = config.model.order(length)
 
         def ordered(part):
@@ -112,11 +119,13 @@ def _rows_dealt_out(right):
 
 
 def _weights_in_turn(right):
-    """Leaves the weights of tokens in turn where all else is put in order."""
+    """Leaves the weights of tokens in sequence where all else is put in order."""
 
     def ordered(batch, order, shares):
         out = right(batch, order, shares)
-        return out | {"weights": batch["weights"]} if "weights" in batch else out
+        if "weights" in batch:
+            return out | {"weights": batch["weights"]}
+        return out
 
     return ordered
 
@@ -160,7 +169,8 @@ def _heads_share_a_seed(right):
     """Gives all heads of a device the seed of its first one."""
 
     def attend(q, k, v, seen, *, seeds=None, **rest):
-        seeds = None if seeds is None else jnp.broadcast_to(seeds[:, :1], seeds.shape)
+        if seeds is not None:
+            seeds = jnp.broadcast_to(seeds[:, :1], seeds.shape)
         return right(q, k, v, seen, seeds=seeds, **rest)
 
     return attend
@@ -226,12 +236,12 @@ def _layers_of_a_stage(right):
 def _total_of_the_first_part(right):
     """Divides by the weights of the first microbatch, times how many there are."""
 
-    def made(self, stages, params, batch, key, count):
+    def with_total(self, stages, params, batch, key, count):
         out = right(self, stages, params, batch, key, count)
         first = jax.tree.map(lambda x: x[0], out.given.parts)
         return out._replace(given=out.given._replace(total=stages.total(first) * count))
 
-    return made
+    return with_total
 
 
 def _layer_losses_in_full(right):
@@ -248,7 +258,7 @@ def _layer_losses_in_full(right):
 
 
 def _documents_of_other_tokens(right):
-    """Leaves documents' numbers in the order of devices, where heads' tokens are put in turn."""
+    """Leaves documents' numbers in the order of devices, where heads' tokens are put in sequence."""
     del right
 
     def together(how, x):
@@ -268,7 +278,7 @@ def _gradient_without_documents(right):
 
 
 def _places_lost(right):
-    """Loses the places of tokens, so that nothing is known of their order."""
+    """Loses the positions of tokens, so that nothing is known of their order."""
 
     def apply(self, params, x, *, places=None, **rest):
         del places
@@ -307,7 +317,9 @@ def _balance_of_each_device(right):
 
     def balance_loss(scores, expert, weights=None):
         count = num_shares(*mesh_axes("batch"))
-        arrays = scores, expert, *([] if weights is None else [weights])
+        arrays = [scores, expert]
+        if weights is not None:
+            arrays.append(weights)
         cut = (x.reshape(count, -1, *x.shape[1:]) for x in arrays)
         return jnp.mean(jax.vmap(right)(*cut))
 
@@ -315,7 +327,7 @@ def _balance_of_each_device(right):
 
 
 def _padding_is_balanced(right):
-    """Counts tokens that weigh nothing among those of which the experts' loads are."""
+    """Counts tokens that weigh nothing in the experts' loads."""
 
     def balance_loss(scores, expert, weights=None):
         del weights
@@ -365,7 +377,7 @@ def _experts_again(right):
 
 
 def _copy_over_copy(right):
-    """Puts the gradient of one copy of a chunk over that of the other."""
+    """Puts the gradient of one copy of a chunk over the gradient of the other."""
     del right
 
     def collect_chunks(gradients, schedule):
@@ -385,18 +397,18 @@ def _copy_over_copy(right):
     return collect_chunks
 
 
-def _told_of_one_copy(right):
-    """Reads what layers told of every microbatch from the chunks of the first copy."""
+def _metrics_of_one_copy(right):
+    """Reads the metrics of layers from the chunks of the first copy for every microbatch."""
     del right
 
-    def in_order_of_layers(self, told):
+    def in_order_of_layers(self, metrics):
         schedule = self.schedule
         own = [schedule.chunks_of(device) for device in range(schedule.devices)]
         pairs = [(device, place) for device, row in enumerate(own) for place in range(len(row))]
         at = {own[device][place]: device * len(own[0]) + place for device, place in pairs}
         rows = np.array([[at[chunk] for chunk in schedule.path(0)]] * schedule.microbatches)
         columns = np.arange(schedule.microbatches)[:, None]
-        return jax.tree.map(lambda x: x[rows, columns].reshape(len(rows), -1, *x.shape[3:]), told)
+        return jax.tree.map(lambda x: x[rows, columns].reshape(len(rows), -1, *x.shape[3:]), metrics)
 
     return in_order_of_layers
 
@@ -481,7 +493,9 @@ def _whole_under(name):
         def axes_like(tree, params, param_axes):
             def one(path, axes):
                 is_lost = any(getattr(step, "name", None) == name for step in path)
-                return (None,) * len(axes) if is_lost else axes
+                if is_lost:
+                    return (None,) * len(axes)
+                return axes
 
             found = right(tree, params, param_axes)
             return jax.tree_util.tree_map_with_path(one, found, is_leaf=is_axes)
@@ -508,11 +522,20 @@ def _decay_before_the_rule(right):
     """Adds the decay to the gradient, so that Adam rescales it."""
 
     def chain(self, schedule, clip):
-        decay, rule, decays = self.weight_decay, self.rule, self.decays
+        decay = self.weight_decay
+        rule = self.rule
+        decays = self.decays
 
         def update(grads, state, params=None):
-            mask = decays(params) if callable(decays) else decays
-            one = lambda g, p, is_one: g + decay * p if is_one else g  # noqa: E731
+            mask = decays
+            if callable(decays):
+                mask = decays(params)
+
+            def one(g, p, is_one):
+                if is_one:
+                    return g + decay * p
+                return g
+
             return rule.update(jax.tree.map(one, grads, params, mask), state, params)
 
         both = optax.GradientTransformation(rule.init, update)
@@ -534,7 +557,8 @@ def _gathered_before_cast(right):
         def lower(leaf, x):
             if isinstance(leaf.init, str):
                 return x
-            held, summed = in_role(leaf.axes, "weight"), in_role(leaf.axes, "grad")
+            held = in_role(leaf.axes, "weight")
+            summed = in_role(leaf.axes, "grad")
             one = lambda w: gather(w, leaf.axes, held, summed).astype(self.dtype)  # noqa: E731
             return on_weight(one, x)
 
@@ -551,14 +575,14 @@ def _not_pinned(right):
 
     def gather(x, split, whole, grad=None, name="activation"):
         @jax.custom_vjp
-        def moved(x):
+        def constrained(x):
             return constrain(x, *whole, name=name)
 
         def backward(_, g):
             return (constrain(g, *(grad or split), name=name),)
 
-        moved.defvjp(lambda x: (moved(x), None), backward)
-        return moved(x)
+        constrained.defvjp(lambda x: (constrained(x), None), backward)
+        return constrained(x)
 
     return gather
 
@@ -575,15 +599,23 @@ def _gradients_summed_wide(right):
 
 
 def _of_tokens_and_symbols(weight_of, rows):
-    """Returns the loss with a head made ready by `weight_of`, whose rows have axis `rows`."""
+    """Returns the loss with a head made ready by `weight_of`; its rows have axis `rows`."""
 
     def wrong(right):
         del right
 
         def sharded(x, head, targets, weights, chunk, low, z_loss, cap, smoothing, with_grads):
-            tokens, value_axes = ("batch", "seq_layer"), (None,) if z_loss else ()
+            tokens = ("batch", "seq_layer")
+            value_axes = ()
+            if z_loss:
+                value_axes = (None,)
             in_axes = [(*tokens, None), (rows, None), tokens, tokens]
-            out_axes = (value_axes, (*tokens, None), (rows, None)) if with_grads else value_axes
+            out_axes = value_axes
+            if with_grads:
+                out_axes = (value_axes, (*tokens, None), (rows, None))
+            vocab_axes = ()
+            if rows:
+                vocab_axes = mesh_axes(rows)
 
             def own(*arrays):
                 return _on_device(
@@ -595,7 +627,7 @@ def _of_tokens_and_symbols(weight_of, rows):
                     kept=1 - smoothing,
                     spread=smoothing / head.shape[0],
                     with_grads=with_grads,
-                    vocab_axes=mesh_axes(rows) if rows else (),
+                    vocab_axes=vocab_axes,
                     batch_axes=(*mesh_axes("batch"), *mesh_axes("seq_layer")),
                 )
 
@@ -669,7 +701,8 @@ def _some_held_whole(right):
         held = right(self, params)
         if isinstance(held["layers"], tuple) or self.period > 1:
             return held
-        declared, layers = self.leaves()["layers"], dict(held["layers"])
+        declared = self.leaves()["layers"]
+        layers = dict(held["layers"])
         for name in ("wo", "w_down"):
             axes = declared[name].axes
             roles = (in_role(axes, role) for role in ("weight", "use", "grad"))
@@ -684,7 +717,8 @@ def _embedding_of_all_symbols(right):
     del right
 
     def embed_tokens(table, tokens, axes=TRAINING.inside):
-        at_rest, summed = ("vocab", "embed"), ("vocab", "embed_grad")
+        at_rest = ("vocab", "embed")
+        summed = ("vocab", "embed_grad")
         table = gather(table, at_rest, (None, None), summed, "the embedding")
         return local(lambda table, at: table[at], [(None, None), axes[:2]], axes)(table, tokens)
 
@@ -712,9 +746,14 @@ def _head_of_own_tokens(right):
         along = mesh_axes("seq_layer")
         rows = tuple(axis for axis in batch_axes if axis not in along)
         out = right(*arrays, batch_axes=rows, with_grads=with_grads, **rest)
-        value, *grads = out if with_grads else (out,)
-        value = lax.psum(value, along) if along else value
-        return (value, *grads) if with_grads else value
+        if not with_grads:
+            out = (out,)
+        value, *grads = out
+        if along:
+            value = lax.psum(value, along)
+        if with_grads:
+            return (value, *grads)
+        return value
 
     return on_device
 
@@ -781,7 +820,7 @@ OUTSIDE: tuple[Planted, ...] = (
     ),
     Planted(
         "batch",
-        "The weights of tokens stay in turn where tokens do not.",
+        "The weights of tokens stay in sequence where tokens do not.",
         "jaxpar.parallel.context.orders:in_order",
         _weights_in_turn,
         "data2.context4",
@@ -872,7 +911,7 @@ OUTSIDE: tuple[Planted, ...] = (
     ),
     Planted(
         "context",
-        "Places get lost on the way to attention, which then computes every pair of tokens.",
+        "Positions get lost on the way to attention, which then computes every pair of tokens.",
         "jaxpar.nn.stack:Stack.apply",
         _places_lost,
         "data2.context4",
@@ -928,16 +967,16 @@ OUTSIDE: tuple[Planted, ...] = (
     ),
     Planted(
         "pipelines",
-        "The gradient of one copy of the model is put over that of the other.",
+        "The gradient of one copy of the model is put over the gradient of the other.",
         "jaxpar.parallel.pipeline._chunks:collect_chunks",
         _copy_over_copy,
         "stage2.data4/bitpipe",
     ),
     Planted(
         "pipelines",
-        "What layers told is read from the first copy of the model alone.",
+        "The metrics of layers are read from the first copy of the model alone.",
         "jaxpar.parallel.pipeline.run:Pipelined._in_order",
-        _told_of_one_copy,
+        _metrics_of_one_copy,
         "stage2.expert4/bitpipe",
     ),
     Planted(
@@ -998,7 +1037,7 @@ OUTSIDE: tuple[Planted, ...] = (
     ),
     Planted(
         "optimizer",
-        "The running average is of the parameters before a step.",
+        "The running average takes the parameters before a step.",
         "jaxpar.lm.train:Trainer.step",
         _average_one_step_late,
         "data8",

@@ -1,7 +1,7 @@
 """Errors that are planted in the library, and what of them `experiments.verify` sees.
 
     python -m tests.verify.planted                    # all, with what found each; 25 minutes
-    python -m tests.verify.planted accumulation keys  # those of some kinds
+    python -m tests.verify.planted accumulation keys  # errors of some kinds
 
 Each error replaces a named function of the library, wherever it was imported, while one layout is
 verified. All share the plain twin, which is compiled from the library as it is.
@@ -48,7 +48,7 @@ class Planted:
       name: Short sentence that says what is wrong.
       target: Function that is replaced, as "module:name" or "module:Class.name".
       wrong: Function of the right one that returns the wrong one.
-      layout: Layout under which it must be seen, as `experiments.verify layouts=[...]` takes it.
+      layout: Layout under which it must be found, as `experiments.verify layouts=[...]` takes it.
       dtype: "float64" where values, gathers or operations are wrong; "bfloat16" where bytes of
         casts are.
       flags: Further flags of `experiments.verify`.
@@ -84,7 +84,10 @@ def resolve(target: str) -> Held:
     right = vars(owner).get(last)
     if right is None:
         raise LookupError(f"{target} is held by no module.")
-    holders = [owner] if outer else _holders(right)
+    if outer:
+        holders = [owner]
+    else:
+        holders = _holders(right)
     held = []
     for holder in holders:
         names = [name for name, value in vars(holder).items() if value is right]
@@ -163,7 +166,7 @@ def find(errors: tuple[Planted, ...], report: Report) -> list[Planted]:
     lived = []
     for error in errors:
         begin = time.perf_counter()
-        row = judged(_clean(error.flags), error)
+        row = verify_error(_clean(error.flags), error)
         report(error, row, time.perf_counter() - begin)
         if not row.breaches:
             lived.append(error)
@@ -180,11 +183,14 @@ class Clean:
 
 @functools.cache
 def _clean(flags: tuple[str, ...]) -> Clean:
-    """The configuration with these flags; its twins are made before anything is planted, and kept."""
+    """Returns and keeps the configuration with these flags.
+
+    Its twins are made before anything is planted.
+    """
     return Clean(flags)
 
 
-def judged(clean: Clean, error: Planted) -> Any:
+def verify_error(clean: Clean, error: Planted) -> Any:
     """Returns the report of the layout of an error, planted after the twin was made."""
     layout = staged(parse_layout(error.layout))
     training = clean.proof.training(layout, number=0)
@@ -211,7 +217,9 @@ def main(kinds: list[str]) -> int:
     chosen = tuple(error for error in (*ERRORS, *OUTSIDE) if is_chosen(error))
 
     def report(error: Planted, row: Any, seconds: float) -> None:
-        found = row.breaches[0] if row.breaches else "NOT SEEN"
+        found = "NOT FOUND"
+        if row.breaches:
+            found = row.breaches[0]
         if error.name in BEYOND:
             found = f"{found}: {BEYOND[error.name]}"
         print(
@@ -220,8 +228,10 @@ def main(kinds: list[str]) -> int:
         )
 
     lived = find(chosen, report)
-    print(f"{len(chosen) - len(lived)} of {len(chosen)} planted errors are seen")
-    return 1 if any(error.name not in BEYOND for error in lived) else 0
+    print(f"{len(chosen) - len(lived)} of {len(chosen)} planted errors are found")
+    if any(error.name not in BEYOND for error in lived):
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

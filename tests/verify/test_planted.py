@@ -1,4 +1,4 @@
-"""Planted errors: four of the table are seen a day, all by `make test-slow`; the table is whole."""
+"""Planted errors: four of the table are found a day, all by `make test-slow`; the table is whole."""
 
 import collections
 import datetime
@@ -10,7 +10,7 @@ import pytest
 from tests.verify import planted as planting
 from tests.verify.errors import ERRORS
 from tests.verify.outside import BEYOND, OUTSIDE
-from tests.verify.planted import KINDS, Planted, judged, planted, resolve
+from tests.verify.planted import KINDS, Planted, planted, resolve, verify_error
 
 ALL = tuple(error for error in (*ERRORS, *OUTSIDE) if error.name not in BEYOND)
 A_DAY = 4
@@ -21,7 +21,9 @@ VARIABLE = "JAXPAR_PLANTED"
 def day():
     """Returns the number of the day that chooses errors."""
     given = os.environ.get(VARIABLE, "")
-    return int(given) if given else datetime.date.today().toordinal()
+    if given:
+        return int(given)
+    return datetime.date.today().toordinal()
 
 
 def seconds_of(error):
@@ -34,11 +36,11 @@ def seconds_of(error):
     return cost
 
 
-def chosen(number):
-    """Returns the errors of a day, cheap ones first; all of the table come in turn."""
+def errors_of_day(number):
+    """Returns the errors of a day, cheap ones first; all of the table come on some day."""
     stride = -(-len(ALL) // A_DAY)
     first = number % stride
-    # Neighbours in the table are of one kind: errors of a day lie a stride apart.
+    # Neighbours in the table share a kind: errors of a day lie a stride apart.
     return sorted(ALL[first::stride], key=seconds_of)
 
 
@@ -51,24 +53,24 @@ def clean(flags):
 def test_errors_of_today_are_seen():
     number = day()
     missed = []
-    for error in chosen(number):
-        row = judged(clean(error.flags), error)
+    for error in errors_of_day(number):
+        row = verify_error(clean(error.flags), error)
         if not row.breaches:
             missed.append(f"{error.kind}: {error.name} ({error.target}, {error.layout})")
     again = f"again by {VARIABLE}={number}"
-    assert not missed, "\n".join(["not seen:", *missed, again])
+    assert not missed, "\n".join(["not found:", *missed, again])
 
 
 @pytest.mark.slow  # 10 to 30 CPU s each
 @pytest.mark.parametrize("error", ALL, ids=lambda error: f"{error.kind}: {error.name}")
 def test_every_error_is_seen(error):
-    row = judged(clean(error.flags), error)
+    row = verify_error(clean(error.flags), error)
     assert row.breaches, error
 
 
 def test_every_error_has_a_day():
     stride = -(-len(ALL) // A_DAY)
-    days = [chosen(number) for number in range(stride)]
+    days = [errors_of_day(number) for number in range(stride)]
     names = [error.name for errors in days for error in errors]
     assert sorted(names) == sorted(error.name for error in ALL)
     assert max(map(len, days)) <= A_DAY
@@ -83,6 +85,9 @@ def test_the_table_is_large_and_of_every_kind():
     assert set(counts) == set(KINDS)
     few = {kind: count for kind, count in counts.items() if count < 4}
     assert not few
+
+
+def test_names_of_errors_differ():
     names = collections.Counter(error.name for error in ALL)
     assert not [name for name, count in names.items() if count > 1]
 
@@ -95,7 +100,7 @@ def test_what_an_error_replaces_is_there(error):
         assert names, holder
 
 
-def held(target):
+def holders_of(target):
     """Returns all that holds what a target names, with what it holds."""
     found = []
     for holder, names in resolve(target):
@@ -103,7 +108,7 @@ def held(target):
     return found
 
 
-def changed(right):
+def wrap(right):
     """Returns another function than the right one."""
     return lambda *args, **options: right(*args, **options)
 
@@ -118,8 +123,8 @@ TARGETS = (
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_was_replaced_comes_back(target, fails):
-    error = Planted("batch", "nothing", target, changed, "data8")
-    before = held(target)
+    error = Planted("batch", "nothing", target, wrap, "data8")
+    before = holders_of(target)
     try:
         with planted(error):
             for holder, name, value in before:
@@ -152,6 +157,6 @@ def test_a_property_stays_one(monkeypatch):
 
 
 def test_a_target_that_is_not_there_is_an_error():
-    error = Planted("batch", "nothing", "jaxpar.nn.schedule:no_such", changed, "data8")
+    error = Planted("batch", "nothing", "jaxpar.nn.schedule:no_such", wrap, "data8")
     with pytest.raises(LookupError, match="jaxpar.nn.schedule:no_such"), planted(error):
         pass

@@ -53,7 +53,7 @@ ADAM = optax.adamw(1e-3, eps=1e-6)
 
 
 def batch(step):
-    """Returns rows of which `mark` is 1 in the second batch alone."""
+    """Returns rows; `mark` is 1 in the second batch alone."""
     draw = np.random.default_rng(step)
     rows = {name: draw.standard_normal((16, 8)).astype(np.float32) for name in "xy"}
     return rows | {"mark": np.full(16, step == 1, np.float32)}
@@ -78,7 +78,9 @@ def forgotten_sum(params, batch):
 
     def inside(x, up, down):
         out = jnp.tanh(x @ up) @ down
-        return jax.lax.pmean(out, mesh_axes("mlp")) if mesh_axes("mlp") else out
+        if mesh_axes("mlp"):
+            return jax.lax.pmean(out, mesh_axes("mlp"))
+        return out
 
     axes = [("batch", None), (None, "mlp"), ("mlp", None)]
     on_device = local(inside, axes, ("batch", None), check=False)
@@ -128,7 +130,7 @@ def row_of(loss, layout=DATA8, dtype="float32", optimizer=ADAM, **options):
 
 
 def counts_devices():
-    """Returns an optimizer whose state counts the axes of the mesh along with its steps."""
+    """Returns an optimizer with a state that counts the axes of the mesh along with its steps."""
 
     def update(grads, count, params=None):
         del params
@@ -138,7 +140,7 @@ def counts_devices():
 
 
 def stateless():
-    """Returns an optimizer whose state is an empty tuple."""
+    """Returns an optimizer with an empty tuple as its state."""
 
     def update(grads, state, params=None):
         del params
@@ -147,19 +149,23 @@ def stateless():
     return optax.GradientTransformation(lambda params: (), update)
 
 
+def assert_holds(row):
+    assert not row.breaches and not row.refused, row
+    assert 0 < row.gradient <= TOLERANCE[row.dtype]
+    assert 0 < row.steps <= TOLERANCE[row.dtype]
+    # Adam makes steps of the rounding that is the gradient of `shift`.
+    assert "shift" not in row.worst_step
+    assert any(sentence.startswith("steps of shift, ") for sentence in row.unjudged)
+    assert 0 < row.flops <= 1 and row.held > 0
+
+
 def test_a_right_model_holds_in_both_dtypes():
     rows = verify(model_of(right), batch, BATCH_AXES, LAYOUTS)
     names = ("data2.fsdp2.tensor2 zero3", "fsdp8 zero2")
     expected = [(name, dtype) for name in names for dtype in TOLERANCE]
     assert [(str(row.layout), row.dtype) for row in rows] == expected
     for row in rows:
-        assert not row.breaches and not row.refused, row
-        assert 0 < row.gradient <= TOLERANCE[row.dtype]
-        assert 0 < row.steps <= TOLERANCE[row.dtype]
-        # Adam makes steps of the rounding that is the gradient of `shift`.
-        assert "shift" not in row.worst_step
-        assert any(sentence.startswith("steps of shift, ") for sentence in row.unjudged)
-        assert 0 < row.flops <= 1 and row.held > 0
+        assert_holds(row)
     assert rows[0].transfers["sum", "tensor"][0] >= 1
     assert ("gather", "fsdp") in rows[2].transfers
 
@@ -366,14 +372,14 @@ def test_small_arrays_are_not_transfers():
         def sums(x):
             return constrain(constrain(x, "batch", None).sum(0), None)
 
-        def found(width):
+        def transfers_of(width):
             x = jax.ShapeDtypeStruct((8, width), jnp.float32)
             sharding = jax.NamedSharding(mesh, jax.P("data"))
             text = jax.jit(sums, in_shardings=sharding).lower(x).compile().as_text()
             return found_transfers(text, mesh)
 
-        assert not found(SMALL // 4)
-        (one,) = found(SMALL // 4 + 1)
+        assert not transfers_of(SMALL // 4)
+        (one,) = transfers_of(SMALL // 4 + 1)
     assert (one.kind, one.axes, one.arrays) == ("sum", ("data",), 1)
     assert one.bytes == SMALL + 4 and one.sizes == (SMALL // 4 + 1,)
 
@@ -382,7 +388,7 @@ def test_what_axes_allow():
     with use_mesh(make_mesh(MeshSpec(data=2, fsdp=2, tensor=2)), rules_from()):
         allowed = allowed_by_axes(model_of(right)("float32").params, AXES, BATCH_AXES)
     by_axis = sum_by_axis(allowed)
-    # Two weights of 8 x 16 entries, of which tensor splits one half, twice each.
+    # Two weights of 8 x 16 entries, half of them on each share of tensor, twice each.
     assert by_axis["gather", "fsdp"] == (4, 2 * 2 * (8 * 16 // 2) * 4)
     assert ("gather", "tensor") not in by_axis and ("gather", "data") not in by_axis
     for axis in ("data", "fsdp", "tensor"):
@@ -421,7 +427,7 @@ def test_bytes_on_a_device_are_those_of_its_shares():
     assert held == 2 * (split + whole) + 8 * 4 + 8 * 16 * 8 + 4
 
 
-def judged(text="", memory=None, **limits):
+def judge_program(text="", memory=None, **limits):
     """Returns the report of a program's text and memory under limits."""
     mesh = make_mesh(MeshSpec(data=8))
     row = LayoutReport(DATA8, "float32")
@@ -439,18 +445,18 @@ def product():
 
 def test_operations_have_a_most_and_a_least(product):
     flops = 2 * 8 * 4 * 6
-    assert not judged(product, flops=flops, least_flops=flops).breaches
-    (many,) = judged(product, flops=flops - 1).breaches
+    assert not judge_program(product, flops=flops, least_flops=flops).breaches
+    (many,) = judge_program(product, flops=flops - 1).breaches
     assert many == "a device's products take 384 operations, where at most 383 are its share"
-    (few,) = judged(product, flops=2 * flops, least_flops=flops + 1).breaches
+    (few,) = judge_program(product, flops=2 * flops, least_flops=flops + 1).breaches
     assert few == "a device's products take 384 operations, where at least 385 are its share"
-    assert judged(product, flops=2 * flops).flops == 0.5
-    assert "operations of a device" in judged(product).unjudged
+    assert judge_program(product, flops=2 * flops).flops == 0.5
+    assert "operations of a device" in judge_program(product).unjudged
 
 
 def test_memory_has_limits(product):
     memory = types.SimpleNamespace(argument_size_in_bytes=1000, temp_size_in_bytes=500)
-    row = judged(product, memory)
+    row = judge_program(product, memory)
     assert (row.held, row.temporaries) == (1000, 500) and not row.breaches
     none = Compiled(run=types.SimpleNamespace(in_avals=()), text="", partitioned="", memory=memory)
     for limits, breach in (
@@ -463,9 +469,9 @@ def test_memory_has_limits(product):
         row = LayoutReport(DATA8, "float32")
         judge(row, none, product, make_mesh(MeshSpec(data=8)), Limits(transfers=(), **limits))
         assert row.breaches == [breach]
-    assert "memory, of which the compiler says nothing" in judged(product).unjudged
+    assert "memory, of which the compiler says nothing" in judge_program(product).unjudged
 
 
 def test_what_is_not_judged_is_said():
-    row = judged(unjudged=("dropout",))
+    row = judge_program(unjudged=("dropout",))
     assert "dropout" in row.unjudged
