@@ -241,8 +241,8 @@ def _compare(case: Case, dtype: str, steps: int) -> LayoutReport:
     try:
         program = case.program(dtype)
         with on_mesh(case.layout, case.rules) as mesh:
-            limits = case.limits(program, dtype)
             compiled = compile_program(program)
+            limits = case.limits(program, dtype)
             got = run_program(program, compiled, steps)
             most = None
             if limits.room is not None:
@@ -297,9 +297,9 @@ def _judge_bytes(case: Case, dtype: str) -> LayoutReport:
     try:
         program = case.program(dtype)
         with on_mesh(case.layout, case.rules) as mesh:
-            limits = case.limits(program, dtype)
             is_widened = platform() == "cpu"
             compiled = compile_program(program, with_gradient=False, is_partitioned_kept=is_widened)
+            limits = case.limits(program, dtype)
     except UsageError as error:
         row.refused = str(error)
         return row
@@ -316,8 +316,8 @@ def _judge_topology(case: Case, devices: Sequence[Device]) -> LayoutReport:
     try:
         program = case.program(case.transfer_dtype)
         with on_mesh(case.layout, case.rules, devices) as mesh:
-            limits = case.limits(program, case.transfer_dtype)
             compiled = compile_program(program, with_gradient=False)
+            limits = case.limits(program, case.transfer_dtype)
     except UsageError as error:
         row.refused = str(error)
         return row

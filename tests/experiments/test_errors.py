@@ -137,7 +137,7 @@ OTHERS = [
     ),
     ("verify", "layouts=[]", r"layouts=\[\] leaves nothing to verify"),
     ("verify", "dtypes=[]", r"dtypes=\[\] leaves nothing to verify; legal are float32, float64"),
-    ("verify", "dtypes=[int8]", "dtypes=int8 has no tolerance; legal are float32, float64"),
+    ("verify", "dtypes=[int8]", "dtypes=int8 is not judged; expected any of float32, float64, bfloat16"),
     ("verify", "layout=zero2", r"mesh and layout are not read here; .* layouts=\[fsdp8/zero2\]"),
     ("verify", "mesh.fsdp=8", "mesh and layout are not read here"),
     ("verify", "layouts=[data8] topology=v5e:3x5", "topology=v5e:3x5 has 15 devices and the layouts 8"),

@@ -290,7 +290,7 @@ def test_a_breach_ends_in_exit_code_1(verify, monkeypatch):
             ["dtypes=[]"],
             "dtypes=[] leaves nothing to verify; legal are float32, float64, bfloat16.",
         ),
-        (["layouts=[]"], "layouts=[] leaves nothing to verify; legal are all, or layouts such as"),
+        (["layouts=[]"], "layouts=[] leaves nothing to verify; legal are pairs, all, or layouts"),
         (["topology=v9:2x2"], "topology='v9:2x2' is unknown; legal are"),
         (["accumulate=0"], "accumulate=0"),
         (["ema=1"], "ema=1"),
@@ -304,16 +304,27 @@ def test_mistakes_end_in_a_sentence(verify, flags, sentence):
     assert code == 2 and f"error: {sentence}" in said and "Traceback" not in said
 
 
+def test_pairs_are_the_layouts_of_at_most_two_axes():
+    from experiments.verify import Config, chosen_layouts
+
+    pairs = [str(layout) for layout in chosen_layouts(Config(), 8)]
+    every = [str(layout) for layout in chosen_layouts(Config(layouts=["all"]), 8)]
+    assert set(pairs) < set(every)
+    assert {"data8 zero3", "fsdp4.tensor2 zero2", "data2.fsdp4.inner2 nested"} <= set(pairs)
+    assert "data2.fsdp2.tensor2 zero3" not in pairs
+    assert all(name.split(" ")[0].replace(".inner2", "").count(".") <= 1 for name in pairs if "inner" not in name)
+
+
 def test_all_layouts_cover_every_factorisation_and_variant():
     from experiments.verify import Config, chosen_layouts
 
-    names = [str(layout) for layout in chosen_layouts(Config(), 8)]
+    names = [str(layout) for layout in chosen_layouts(Config(layouts=["all"]), 8)]
     assert len(names) == len(set(names)) and len(names) > 35
     for name in ("data8 zero3", "fsdp8 zero1", "data2.fsdp2.tensor2 sequence", "data2.fsdp4.inner2 nested"):
         assert name in names
     piped = [name.split(" ") for name in names if "stage" in name]
     assert len(piped) == 15 and {schedule for *_, schedule in piped} == set(PIPELINES)
-    none = [str(layout) for layout in chosen_layouts(Config(num_experts=0), 8)]
+    none = [str(layout) for layout in chosen_layouts(Config(layouts=["all"], num_experts=0), 8)]
     added = set(names) - set(none)
     assert len(names) == len(none) + len(added)
     assert len(added) == 15 and all("expert" in name for name in added)

@@ -431,7 +431,7 @@ def judge_program(text="", memory=None, **limits):
     """Returns the report of a program's text and memory under limits."""
     mesh = make_mesh(MeshSpec(data=8))
     row = LayoutReport(DATA8, "float32")
-    compiled = Compiled(run=None, text=text, partitioned="", memory=memory)
+    compiled = Compiled(run=None, text=text, partitioned="", jaxpr=None, memory=memory)
     judge(row, compiled, text, mesh, Limits(transfers=(), **limits))
     return row
 
@@ -458,7 +458,7 @@ def test_memory_has_limits(product):
     memory = types.SimpleNamespace(argument_size_in_bytes=1000, temp_size_in_bytes=500)
     row = judge_program(product, memory)
     assert (row.held, row.temporaries) == (1000, 500) and not row.breaches
-    none = Compiled(run=types.SimpleNamespace(in_avals=()), text="", partitioned="", memory=memory)
+    none = Compiled(run=types.SimpleNamespace(in_avals=()), text="", partitioned="", jaxpr=None, memory=memory)
     for limits, breach in (
         ({"held": 999}, "a device holds 1,000 bytes of state and batch, where 999 are its share"),
         (
