@@ -15,7 +15,7 @@ from jaxpar.lm.params import Leaf, leaves
 from jaxpar.lm.plain_step import plain_state, plain_step
 from jaxpar.lm.transfers import pipeline_transfers, step_transfers
 from jaxpar.lm.tuning import TuningConfig
-from jaxpar.mesh import MeshSpec, mesh_axes, num_shares, rules_from
+from jaxpar.mesh import MeshSpec, rules_from
 from jaxpar.nn.schedule import InTurn
 from jaxpar.parallel.context import in_order, padded
 from jaxpar.parallel.pipeline import Pipelined, Schedule, named_schedule, with_gathers
@@ -27,6 +27,7 @@ from jaxpar.verify import (
     Limits,
     Outcome,
     Program,
+    bytes_of_batch,
     bytes_on_device,
     compile_program,
     on_mesh,
@@ -168,7 +169,7 @@ class Proof:
         else:
             transfers = step_transfers(model, rows, length, training.parts, self.config.optimizer.name)
         expected = _expected_axes(model)
-        held = bytes_on_device(program.state, program.state.params, expected) + _bytes_of_batch(program)
+        held = bytes_on_device(program.state, program.state.params, expected) + bytes_of_batch(program)
         unjudged = []
         if training.model.dropout != self.config.model.dropout:
             unjudged.append("dropout, which gathers whole rows where a sequence is split")
@@ -343,9 +344,3 @@ def _expected_axes(model: LMConfig) -> PyTree:
         return tuple(axes)
 
     return jax.tree_util.tree_map_with_path(one, leaves(model), is_leaf=lambda x: isinstance(x, Leaf))
-
-
-def _bytes_of_batch(program: Program) -> int:
-    """Bytes of a device's rows of a batch, and of a step's key."""
-    over = num_shares(*mesh_axes("batch"), *mesh_axes("seq_layer"))
-    return 16 + sum(x.size * x.dtype.itemsize // over for x in program.batch(0).values())

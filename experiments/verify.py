@@ -11,6 +11,7 @@ Loss, every gradient leaf and three optimizer steps, in float32 and float64; col
 for a slice of the same size, on TPUs. Exit code 1 if anything does not hold. For other models: `jaxpar.verify`.
 """
 
+import collections
 import dataclasses
 import itertools
 import json
@@ -140,6 +141,9 @@ def execute(config: Config, folder: pathlib.Path) -> None:
     for row in rows:
         if row.refused:
             say(f"{row.layout} is not legal here: {row.refused}")
+    unjudged = collections.Counter(sentence for row in rows for sentence in row.unjudged)
+    for sentence, count in unjudged.items():
+        say(f"not judged in {count} rows: {sentence}")
     say(f"table      {_run.short(folder / 'layouts.json')}\nplot       {_run.short(folder / 'plots' / 'layouts.png')}")
     bad = sum(bool(row.breaches) for row in rows)
     judged = sum(not row.refused for row in rows)

@@ -18,7 +18,14 @@ from jaxpar.verify.compare import FLOOR, NOISE, TOLERANCE, dead_leaves, leaf_err
 from jaxpar.verify.judge import LayoutReport, Limits, bytes_on_device, judge
 from jaxpar.verify.layouts import Layout, every_layout
 from jaxpar.verify.program import Compiled, Outcome, Program, compile_program, on_mesh, run_program
-from jaxpar.verify.run import ROOM_FOR_FLOPS, Case, Model, verify, verify_cases
+from jaxpar.verify.run import (
+    ROOM_FOR_FLOPS,
+    Case,
+    Model,
+    bytes_of_batch,
+    verify,
+    verify_cases,
+)
 from jaxpar.verify.transfers import (
     SMALL,
     Transfer,
@@ -45,6 +52,7 @@ __all__ = [
     "Transfer",
     "allowed_by_axes",
     "breaches_of",
+    "bytes_of_batch",
     "bytes_on_device",
     "compile_program",
     "dead_leaves",

@@ -32,7 +32,7 @@ from jaxpar.verify.program import (
 )
 from jaxpar.verify.transfers import KINDS, Transfer, allowed_by_axes
 
-__all__ = ["Case", "Model", "verify", "verify_cases"]
+__all__ = ["Case", "Model", "bytes_of_batch", "verify", "verify_cases"]
 
 ROOM_FOR_FLOPS = 1.02
 """Products of a device over its share of them: what is left is elementwise work that a compiler wrote as a product."""
@@ -149,7 +149,7 @@ def verify(
         else:
             transfers = declared(layout)
         shares = num_shares(*_axes_of_rows(batch_axes))
-        held = bytes_on_device(made, params, param_axes) + _bytes_of_batch(program)
+        held = bytes_on_device(made, params, param_axes) + bytes_of_batch(program)
         return Limits(
             transfers=transfers,
             flops=ROOM_FOR_FLOPS * flops() / shares,
@@ -218,6 +218,7 @@ def verify_cases(
                     row = _compare(case, dtype, steps)
                 else:
                     row = _judge_bytes(case, dtype)
+            row.unjudged += [f"{name}, which other layouts are compared in" for name in case.skips]
             rows.append(row)
             if report:
                 report(row)
@@ -366,7 +367,7 @@ def _axes_of_rows(batch_axes: PyTree) -> tuple[str, ...]:
     return tuple(dict.fromkeys(axis for name in names for axis in mesh_axes(name)))
 
 
-def _bytes_of_batch(program: Program) -> int:
+def bytes_of_batch(program: Program) -> int:
     """Bytes of a device's share of a batch, and of a step's key."""
     total = 16
     leaves = jax.tree.leaves(program.batch(0))
