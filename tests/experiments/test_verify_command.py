@@ -304,6 +304,13 @@ def test_mistakes_end_in_a_sentence(verify, flags, sentence):
     assert code == 2 and f"error: {sentence}" in said and "Traceback" not in said
 
 
+def test_what_is_not_judged_is_printed(verify):
+    flags = "layouts=[data8,fsdp8]", "dtypes=[float64,float32]", "data.seq_len=8", "accumulate=1"
+    code, said = verify(*flags, "float32_every=2")
+    assert code == 0 and "3 of 3 rows hold" in said, said
+    assert "not judged in 1 rows: float32" in said, said
+
+
 def test_pairs_are_the_layouts_of_at_most_two_axes():
     from experiments.verify import Config, chosen_layouts
 
