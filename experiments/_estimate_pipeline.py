@@ -70,8 +70,8 @@ class Held(NamedTuple):
         at_rest = tuple(chunk * schedule.devices // schedule.depth for chunk in range(schedule.depth))
         is_at_rest = schedule.placement == at_rest
         sums = self.parameters + (schedule.copies - 1) * self.layers
-        sent = 0.0 if is_at_rest else schedule.copies * self.layers
-        collected = 0.0 if is_at_rest else self.layers
+        sent = schedule.copies * self.layers * (not is_at_rest)
+        collected = self.layers * (not is_at_rest)
         loop = sums + sent + slots + self.task
         collection = sums + 2 * collected  # the message and the sum that it is added to
         update = self.parameters + self.optimizer

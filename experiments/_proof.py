@@ -39,17 +39,17 @@ from ._validation import place, row_length
 
 STEPS = 3
 NUM_STEPS = 10
-"""Length of the run, of whose schedule the steps are the first."""
+"""Length of the run that the steps begin."""
 
 ROOM_FOR_TEMPORARIES = 3.0
-"""Bytes beside state and batch over the analytic account of them, of which XLA for CPUs took 0.5 to 1.9."""
+"""Largest ratio of temporary bytes to their analytic account. XLA for CPUs took 0.5 to 1.9."""
 
 NAMES = ("tokens", "targets", "weights", "segments", "positions")
 
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """What is trained under a layout; one twin serves all layouts that train the same.
+    """The task of a layout: a model and its batches; one twin serves all layouts of one task.
 
     Attributes:
       model: The transformer; its dtype is replaced.
@@ -66,26 +66,29 @@ def cases_of(config: Any, layouts: list[Layout]) -> list[Case]:
     """Returns what is judged for each layout: its training, program, twin and limits.
 
     Args:
-      config: That of `experiments.verify`.
-      layouts: The layouts; every third has rows one token shorter, which do not divide, where it may.
+      config: The configuration of `experiments.verify`.
+      layouts: The layouts; where it may, every third has rows one token shorter, which do not divide.
     """
     made = Proof(config)
     cases = []
     for number, layout in enumerate(layouts):
         case = made.case(layout, made.training(layout, number))
-        is_skipped = number % config.float32_every and len(config.dtypes) > 1
-        cases.append(case._replace(skips=("float32",) if is_skipped else ()))
+        if number % config.float32_every and len(config.dtypes) > 1:
+            case = case._replace(skips=("float32",))
+        cases.append(case)
     return cases
 
 
 def schedule_of(config: Any, layout: Layout) -> Schedule:
     """Returns the schedule that a layout's stages run."""
     schedule = named_schedule(layout.schedule, layout.mesh.stage, config.microbatches, config.chunks)
-    return with_gathers(schedule) if config.gather_chunks else schedule
+    if config.gather_chunks:
+        return with_gathers(schedule)
+    return schedule
 
 
 def expert_model(config: Any) -> LMConfig:
-    """Returns the model of layouts that split experts: the configured one, or one with experts in its mlps' place."""
+    """Returns the model of layouts that split experts: the configured one, or one with experts for mlps."""
     if config.model.num_experts or not config.num_experts:
         return config.model
     return dataclasses.replace(config.model, num_experts=config.num_experts)
@@ -104,13 +107,17 @@ class Proof:
         """Returns what is trained under a layout, which is number `number` of all."""
         config = self.config
         is_split = layout.mesh.context > 1
-        model = expert_model(config) if layout.mesh.expert > 1 else config.model
+        model = config.model
+        if layout.mesh.expert > 1:
+            model = expert_model(config)
         if is_split and config.dropout_off:
             # Dropout on attention weights would gather whole rows: rings and orders are judged without it.
             model = dataclasses.replace(model, dropout=0.0)
         may_be_odd = "sequence" not in layout.name and not (is_split and model.num_experts)
         odd = number % 3 == 2 and may_be_odd and config.data.seq_len > 2
-        parts = config.microbatches if layout.schedule else config.accumulate
+        parts = config.accumulate
+        if layout.schedule:
+            parts = config.microbatches
         return Training(model, config.data.seq_len - odd, parts)
 
     def case(self, layout: Layout, training: Training) -> Case:
@@ -126,7 +133,9 @@ class Proof:
 
     def trainer(self, layout: Layout, training: Training, dtype: str) -> Trainer:
         """Returns the trainer of a layout, in one dtype."""
-        schedule = Pipelined(schedule_of(self.config, layout)) if layout.schedule else InTurn()
+        schedule = InTurn()
+        if layout.schedule:
+            schedule = Pipelined(schedule_of(self.config, layout))
         return Trainer(
             model=dataclasses.replace(training.model, dtype=dtype),
             optimizer=self.config.optimizer,
@@ -185,7 +194,7 @@ class Proof:
 
     def _most_flops(self, layout: Layout, training: Training) -> float | None:
         if layout.schedule:
-            return None  # a compiled program has the tasks of all stages, of which a device does its own
+            return None  # a compiled program has the tasks of all stages; a device does its own only
         room = ROOM_FOR_FLOPS
         if training.model.num_experts:
             # XLA for CPU multiplies the rows of a device with all experts that it holds, and masks.
@@ -249,7 +258,9 @@ class Noting:
 
 def observed(state: Any) -> dict[str, PyTree]:
     """Returns what of a trainer's state is compared, by the names of `observed_plain`."""
-    average = {} if state.average is None else state.average
+    average = state.average
+    if average is None:
+        average = {}
     return {"params": state.params, "average": average} | _moments(state.opt_state)
 
 
@@ -259,7 +270,7 @@ def observed_plain(state: dict[str, PyTree]) -> dict[str, PyTree]:
 
 
 def _moments(state: PyTree) -> dict[str, PyTree]:
-    """Moments of an optimizer of Adam's kind, wherever its chain holds them; of another, all of its state."""
+    """Moments of Adam, wherever a chain holds them; of another optimizer, all of its state."""
     is_adam = functools.partial(lambda kind, x: isinstance(x, kind), optax.ScaleByAdamState)
     found = [part for part in jax.tree.leaves(state, is_leaf=is_adam) if is_adam(part)]
     if len(found) != 1:
@@ -273,7 +284,7 @@ def rows_of(
 ) -> dict[str, np.ndarray]:
     """Returns rows of the batch of a step: several documents each, uneven weights, rows and ends of padding.
 
-    Weights are multiples of a quarter, whose sums are exact in any order and in any dtype.
+    Weights are multiples of a quarter: their sums are exact in any order and in any dtype.
     """
     draw = np.random.default_rng((config.seed, number))
     rows = config.data.batch_size
@@ -311,8 +322,10 @@ def _first_state(trainer: Trainer, seed: int) -> PyTree:
     params = _params(trainer.model, seed)
     shapes = jax.eval_shape(lambda: trainer.begin(params))
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
-    average = None if zeros.average is None else params
-    return zeros.replace(params=params, average=average)
+    state = zeros.replace(params=params)
+    if zeros.average is None:
+        return state
+    return state.replace(average=params)
 
 
 def _placing(config: Any, training: Training) -> Any:
@@ -328,7 +341,9 @@ def _ordered(config: Any, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _batch_axes(is_split: bool) -> dict[str, tuple[str | None, ...]]:
-    names = (*NAMES, "places") if is_split else NAMES
+    names = list(NAMES)
+    if is_split:
+        names.append("places")  # rows of the batch carry the order of their tokens
     return dict.fromkeys(names, ("batch", "seq_layer"))
 
 

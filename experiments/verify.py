@@ -50,7 +50,7 @@ class Config(_run.RunConfig):
     """The verification of layouts.
 
     Attributes:
-      model: The transformer; its dtype is each of `dtypes` in turn.
+      model: The transformer; its dtype is set to each of `dtypes`.
       num_experts: Experts of a second model, which layouts that split experts train; 0 leaves those layouts out. Where
         the model has some, it is theirs.
       data: Its batch_size and seq_len; tokens are drawn at random.
@@ -65,10 +65,10 @@ class Config(_run.RunConfig):
       chunks: Groups of layers on each stage, where a schedule leaves it open.
       gather_chunks: Whether stages gather the weights of a chunk once for consecutive microbatches.
       dtypes: Of float32 and float64.
-      float32_every: Float32 is compared for every so many layouts, beside other dtypes; 1 for all. Its program is that
-        of float64.
-      jobs: Layouts that are compiled at a time; 0 is two on a CPU, and up to eight beside accelerators.
-      topology: Slice to compile for: "auto" takes v5e chips, as many as there are devices, if libtpu is installed.
+      float32_every: Step between layouts that are compared in float32 as well; 1 for all. The program is the same as in
+        float64.
+      jobs: Layouts that are compiled at a time; 0 is two on a CPU, and up to eight on accelerators.
+      topology: Slice to compile for: "auto" takes one v5e chip for each device, if libtpu is installed.
       train: Taken from presets and ignored, as are sampling.
     """
 
@@ -116,13 +116,15 @@ def execute(config: Config, folder: pathlib.Path) -> None:
     with _run.open_devices(config):
         layouts = chosen_layouts(config, jax.device_count())
     if config.gather_chunks and not any(layout.schedule for layout in layouts):
-        raise UsageError("gather_chunks=true is of stages; name a layout of some, as layouts=[stage2.fsdp4/zb_v].")
+        raise UsageError("gather_chunks=true needs stages; name a layout of some, as layouts=[stage2.fsdp4/zb_v].")
     for layout in layouts:
         if layout.num_devices <= jax.device_count():  # others are told below
             mesh = make_mesh(layout.mesh, jax.devices()[: layout.num_devices])
             with use_mesh(mesh, rules_from(config.rules, layout.name)):
-                model = expert_model(config) if layout.mesh.expert > 1 else config.model
-                refuse_idle("a language model", (axes(model), LM_AXES))  # of `staged`, layers lie along stage
+                model = config.model
+                if layout.mesh.expert > 1:
+                    model = expert_model(config)
+                refuse_idle("a language model", (axes(model), LM_AXES))  # under `staged`, layers lie along stage
     if jax.process_count() > 1:
         raise UsageError("verify compares with one device of this process; start it with one process.")
     devices = slice_of(config.topology, layouts)
@@ -164,7 +166,7 @@ def chosen_layouts(config: Config, num_devices: int) -> list[Layout]:
 
 
 def is_pair(layout: Layout) -> bool:
-    """Whether a mesh has at most two axes over 1, beside `inner`: what two axes do to each other is then judged."""
+    """True if a mesh has at most two axes over 1, not counting `inner`: pairs show how two axes interact."""
     sizes = dataclasses.asdict(layout.mesh)
     return sum(size > 1 for name, size in sizes.items() if name != "inner") <= 2
 
@@ -196,18 +198,18 @@ def with_experts(config: Config, num_devices: int) -> list[Layout]:
 
 
 def piped(config: Config, num_devices: int) -> list[Layout]:
-    """Returns every mesh with stages; those of as many stages take in turn the schedules that the layers allow."""
+    """Returns every mesh with stages; meshes with equally many cycle through the schedules that the layers allow."""
     meshes = [row.mesh for row in every_layout(num_devices, ("stage", "data", "fsdp", "tensor", "context"))]
     out = []
     for count, group in itertools.groupby((mesh for mesh in meshes if mesh.stage > 1), lambda mesh: mesh.stage):
         legal = [name for name in PIPELINES if has_layers(config, Layout(MeshSpec(stage=count), "", name))]
-        names = itertools.cycle(legal or ["1f1b"])  # of which the row then says why it is not legal
+        names = itertools.cycle(legal or ["1f1b"])  # the row then says why it is not legal
         out += [staged(Layout(mesh, "zero3", name)) for mesh, name in zip(group, names, strict=False)]
     return out
 
 
 def has_layers(config: Config, layout: Layout) -> bool:
-    """Whether each chunk of the layout's schedule has layers, as many as the others."""
+    """True if the layers divide evenly among the chunks of the layout's schedule."""
     try:
         return stages(config.model).num_turns % schedule_of(config, layout).depth == 0
     except UsageError:
@@ -215,7 +217,7 @@ def has_layers(config: Config, layout: Layout) -> bool:
 
 
 def slice_of(text: str, layouts: list[Layout]):
-    """Returns compile-only devices, as many as each of the layouts has, or None for no topology."""
+    """Returns compile-only devices for the layouts, all of one size, or None for no topology."""
     if text in ("", "none"):
         return None
     try:
@@ -248,7 +250,9 @@ def verify_lm(config: Config, layouts: list[Layout], devices=None) -> list[Layou
 def default_jobs() -> int:
     """Returns how many layouts are compiled at a time: a core compiles one, and others see to the devices."""
     cores = os.cpu_count() or 1
-    return min(2, cores) if jax.default_backend() == "cpu" else max(1, min(8, cores // 4))
+    if jax.default_backend() == "cpu":
+        return min(2, cores)
+    return max(1, min(8, cores // 4))
 
 
 def line_of(row: LayoutReport) -> str:

@@ -281,7 +281,7 @@ def test_a_breach_ends_in_exit_code_1(verify, monkeypatch):
         (["layouts=[foo8]"], "layout 'foo8' is unknown; legal are sizes such as data2.fsdp4"),
         (["layouts=[data8/zero9]"], "layout 'data8/zero9' has after the slash what is none of zero3, zero2"),
         (["layouts=[stage2.data4/zb_v+1f1b]"], "layout 'stage2.data4/zb_v+1f1b' has after the slash what is none of"),
-        (["layouts=[data8]", "gather_chunks=true"], "gather_chunks=true is of stages; name a layout of some, as "),
+        (["layouts=[data8]", "gather_chunks=true"], "gather_chunks=true needs stages; name a layout of some, as "),
         (
             ["dtypes=[int8]"],
             "dtypes=int8 is not judged; expected any of float32, float64, bfloat16.",
