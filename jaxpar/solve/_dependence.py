@@ -37,7 +37,7 @@ class Lost:
 Relation = dict[int, tuple[int | Lost, ...]]
 """Number of an input -> for each of its axes, the axis of the value that follows it."""
 
-_ELEMENTWISE = set(
+ELEMENTWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp complex conj "
     "convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma imag "
     "integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not optimization_barrier "
@@ -99,7 +99,7 @@ def _after(eqn: JaxprEqn, operands: list[Relation]) -> list[Relation]:
             "define it with custom_jvp, or use method=Sequential()."
         )
     outs = len(eqn.outvars)
-    if name in _ELEMENTWISE:
+    if name in ELEMENTWISE:
         return [join(*operands)] if outs == 1 else operands
     if name == "dot_general":
         return [join(*(_moved(part, _product(eqn, side)) for side, part in enumerate(operands)))]

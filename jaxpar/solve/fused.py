@@ -19,7 +19,16 @@ from jaxpar.solve import _fused
 from jaxpar.solve._emit import NotElementwise, trimmed
 from jaxpar.solve.iterate import ROUNDINGS, is_rounding, leading, once, remaining
 from jaxpar.solve.problem import Outcome, Problem
-from jaxpar.solve.rounding import fraction, residual_bound
+from jaxpar.solve.rounding import (
+    allowed,
+    fraction,
+    fractions,
+    leaf_largest,
+    residual_bound,
+    rounding_noise,
+    step_largest,
+    wide,
+)
 from jaxpar.solve.sequential import sequential_outcome
 from jaxpar.solve.structure import Jac, Leaves
 from jaxpar.solve.windows import run_sequentially
@@ -90,9 +99,11 @@ def newton_states(problem: Problem, max_iters: int | None, on_fail: str) -> tupl
     assert lanes is not None
     cell, constants = lanes
     most, dims = max_iters or MAX_ITERATIONS, len(cell.lanes)
-    limits = [problem.tolerance(leaf.dtype) for leaf in problem.start]
+    limits = [problem.tolerance(number, leaf.dtype) for number, leaf in enumerate(problem.start)]
     rounding = ROUNDINGS * max(float(jnp.finfo(leaf.dtype).eps) for leaf in problem.start)
-    tightest = min(rtol for rtol, _ in limits), min(atol for _, atol in limits), rounding
+    # Sizes of entries are not known inside; the certificate below takes them.
+    floors = [rtol / 10 if atol is None else atol for rtol, atol in limits]
+    tightest = min(rtol for rtol, _ in limits), min(floors), rounding
 
     def largest(worst):  # of each sequence
         axes = tuple(range(-dims, 0))
@@ -113,6 +124,9 @@ def newton_states(problem: Problem, max_iters: int | None, on_fail: str) -> tupl
         states, _, error, count = lax.while_loop(goes_on, advance, (states, unknown, unknown, jnp.int32(0)))
         return states, (jnp.broadcast_to(error, cell.lanes),), (count,)
 
+    def step_once(cell, start, xs, constants, states):
+        return _fused.newton_step(cell, states, start, xs, constants, bound=tightest)[0], (), ()
+
     inputs = problem.start, problem.xs, constants
 
     def turn(carry):
@@ -129,12 +143,25 @@ def newton_states(problem: Problem, max_iters: int | None, on_fail: str) -> tupl
 
     h = tuple(jnp.broadcast_to(leaf, (problem.length, *leaf.shape)) for leaf in problem.start)
     h, passes, residual, error, iterations = lax.while_loop(goes_on, turn, turn((h, None, None, None, jnp.int32(0))))
+    # One rate was taken for all lanes, and one size: each entry's own error is added up here.
+    # The update of one step more adds up all residuals, which is the error to first order.
+    moved = _batched(step_once, cell)(*inputs, h)[0]
+    errors = tuple(a.astype(wide(a)) - b.astype(wide(b)) for a, b in zip(moved, h, strict=True))
+    rounded = once(
+        ~passes.all(),
+        lambda level: rounding_noise(problem, h, 0),
+        tuple(jnp.zeros(leaf.shape, wide(leaf)) for leaf in h),
+        problem.start,
+    )
+    most = tuple(a + ROUNDINGS * b for a, b in zip(allowed(problem, h), rounded, strict=True))
+    parts = fractions(errors, most)
+    passes &= step_largest(parts) <= 1
     prefix, is_done = leading(problem, passes)
     outcome = Outcome(
         iterations,
         jnp.int32(1),
         _finite_or_inf(residual),
-        _finite_or_inf(error),
+        leaf_largest(parts),
         jnp.where(is_done, problem.length, prefix).astype(jnp.int32),
     )
 

@@ -17,9 +17,18 @@ from jaxpar.solve.fixed_point import Jacobi
 from jaxpar.solve.iterate import as_good_as_rounding, leading, once
 from jaxpar.solve.newton import Newton, check_iterative
 from jaxpar.solve.problem import Outcome, Problem
-from jaxpar.solve.rounding import residual_bound, within
+from jaxpar.solve.rounding import (
+    allowed,
+    fractions,
+    leaf_largest,
+    residual_bound,
+    step_largest,
+    wide,
+    within,
+)
+from jaxpar.solve.settle import settle
 from jaxpar.solve.structure import Jac, Leaves, Structure
-from jaxpar.solve.windows import by_windows, finished, scanned
+from jaxpar.solve.windows import accumulated_errors, by_windows, finished, scanned
 from jaxpar.types import UsageError
 
 __all__ = ["GaussSeidel"]
@@ -81,7 +90,9 @@ class GaussSeidel:
             return tuple(leaf[-1] for leaf in run_block(before, xs))
 
         rows = tuple(leaf[: count * block].reshape(count, block, *leaf.shape[1:]) for leaf in problem.xs)
-        ends = dataclasses.replace(problem, step=last, xs=rows, length=count)
+        # Blind leaves are settled below, once, where all blocks are run anyway.
+        structure = dataclasses.replace(problem.structure, blind=frozenset())
+        ends = dataclasses.replace(problem, step=last, xs=rows, length=count, structure=structure)
         start = None if guess is None else tuple(leaf[block - 1 :: block][:count] for leaf in guess)
         options = {"jac": self.jac, "max_iters": self.max_iters}
         method = (Newton if self.correction else Jacobi)(window=self.window and self.window // block, **options)
@@ -100,8 +111,20 @@ class GaussSeidel:
             rest = tuple(leaf[count * block :] for leaf in problem.xs)
             tail = run_block(tuple(leaf[-1] for leaf in inside), rest, length - count * block)
             inside = tuple(jnp.concatenate(pair) for pair in zip(inside, tail, strict=True))
-        h = once(~is_done, lambda h: finished(problem, h, prefix * block, on_fail), inside, problem.start)
-        first_bad = jnp.where(prefix < count, problem.rank * length + prefix * block, problem.parts * length)
+        passes = (jnp.arange(length) < prefix * block) | is_done
+        if problem.structure.blind:
+            none = jnp.zeros(length, bool)
+            inside, passes = settle(problem, inside, ~none.any(), none)
+        bounds = outcome.error
+        if not self.shoots(problem.structure):
+            calm = tuple(jnp.zeros(leaf.shape, wide(leaf)) for leaf in problem.start)
+            parts = fractions(accumulated_errors(problem, inside, calm), allowed(problem, inside))
+            passes &= step_largest(parts) <= 1
+            bounds = leaf_largest(parts)
+        prefix, is_done = leading(problem, passes)
+        outcome = outcome._replace(error=bounds)
+        h = once(~is_done, lambda h: finished(problem, h, prefix, on_fail), inside, problem.start)
+        first_bad = jnp.where(is_done, problem.parts * length, problem.rank * length + prefix)
         if problem.axis_name is not None:
             first_bad = lax.pmin(first_bad, problem.axis_name)
         return h, outcome._replace(first_bad=first_bad.astype(jnp.int32))
@@ -137,7 +160,7 @@ class GaussSeidel:
                 return _sum(product(v, at, x), b)
 
             inputs, floor = (*b, *at, *xs), tuple(rtol * size for size in _sizes(problem.structure, b, start))
-            tolerance = {"rtol": rtol, "atol": atol, "floor": floor}
+            tolerance = {"rtol": (rtol,) * len(b), "atol": (atol,) * len(b), "floor": floor}
             linear = Problem(step, start, inputs, problem.length, problem.structure, **tolerance)
             return method.states(linear, None, "finish")[0]
 

@@ -12,14 +12,32 @@ import jax.numpy as jnp
 
 from jaxpar.scan.varying import varying_as
 from jaxpar.solve.problem import IterativeMethod, Problem
-from jaxpar.solve.rounding import allowed, fraction, residual_bound, rounding_noise, trusted, wide, within
+from jaxpar.solve.rounding import (
+    allowed,
+    fraction,
+    fractions,
+    leaf_largest,
+    residual_bound,
+    rounding_noise,
+    step_largest,
+    trusted,
+    wide,
+    within,
+)
 from jaxpar.solve.structure import Leaves
 from jaxpar.types import Array, PyTree
 
 Tree = TypeVar("Tree")
 
 FROZEN = 0.02
-"""Of the allowed error, the residual of a step that is not changed again."""
+"""Share of the allowed error that the residuals of all steps that are not changed again may add up to."""
+
+PARTS = 16
+"""Parts of a window in which the speed of convergence is measured, each for itself.
+
+Only for methods that solve with the true Jacobian: others converge along the window at a speed that
+says little in one part, and their states are certified afterwards.
+"""
 
 ROUNDINGS = 4.0
 """Roundings of one step that a residual may hold where it can get no smaller."""
@@ -33,13 +51,14 @@ class Iterates(NamedTuple):
 
     Attributes:
       h: States [T, ...].
-      residual: f(S h, x) - h, zero at steps that are not changed any more.
+      residual: f(S h, x) - h.
       frozen: How many of this device's steps are not changed any more, all steps before them being so too.
       prefix: How many have converged, all steps before them having converged too; at least `frozen`.
       is_done: Whether all have, on every device.
       iterations: Made.
       size: Largest update of the last iteration, in units of the allowed error.
-      worst: Largest residual, in units of what settles it, and largest update, in units of the allowed error.
+      sizes: The same of each entry in each part of the window, [parts, ...].
+      worst: Largest residual of all, and largest error of each leaf, in units of what passes.
     """
 
     h: Leaves
@@ -49,6 +68,7 @@ class Iterates(NamedTuple):
     is_done: Array
     iterations: Array
     size: Array
+    sizes: Leaves
     worst: tuple[Array, Array]
 
 
@@ -66,8 +86,9 @@ def iterate(
 ) -> Iterates:
     """Iterates until residual and error are small at every entry of every step, or the method's bound is reached.
 
-    Judged is the iterate that is returned: its own residual, and its error, for which the last two updates speak. If
-    those shrink by the factor q an iteration, what is left of the error is q / (1 - q) of the last update. An entry
+    Judged is the iterate that is returned: its own residual, and its error, which the last two updates bound. If those
+    of an entry shrink by the factor q an iteration, what is left of its error is q / (1 - q) of the last update. Each
+    entry has a factor of its own, and so have early and late steps: a fast entry says nothing of a slow one. An entry
     passes if that is at most `rtol |h| + atol` and its residual as small (`residual_bound`). Where the updates of a
     method that solves with the true Jacobian shrink no more, rounding decides: see `as_good_as_rounding`.
     Those of others may shrink slowly for another reason, and have to pass.
@@ -88,33 +109,71 @@ def iterate(
 
     def advance(iterates: Iterates) -> Iterates:
         is_fixed = index < iterates.frozen
-        before = iterates.residual if confirm else _cleared(is_fixed, problem.residual(iterates.h))
+        before = iterates.residual
+        if not confirm:
+            before = problem.residual(iterates.h)
+        before = _cleared(is_fixed, before)
         delta = _cleared(is_fixed, method.update(problem, iterates.h, before))
         h = tuple((a + b).astype(a.dtype) for a, b in zip(iterates.h, delta, strict=True))
         h = _reset(h, guess)
-        residual = _cleared(is_fixed, problem.residual(h)) if confirm else before
+        residual = before
+        if confirm:
+            residual = problem.residual(h)
         bound = allowed(problem, h)
-        residuals, updates = fraction(residual, residual_bound(problem, h, is_exact)), fraction(delta, bound)
-        size, worst = (_largest(problem, jnp.where(is_padding, 0, steps)) for steps in (updates, residuals))
-        rate = size / iterates.size
-        error = remaining(updates, rate, iterates.iterations)
+        residuals = fraction(residual, residual_bound(problem, h, is_exact, bound))
+        updates = _cleared(is_padding, fractions(delta, bound))
+        size = _largest(problem, step_largest(updates))
+        sizes = _part_sizes(updates, is_exact)
+        errors = _remaining_errors(problem, iterates, updates, sizes, is_exact)
+        error = step_largest(errors)
         passes = (residuals <= 1) & (error <= 1)
-        frozen, _ = leading(problem, passes & (residuals <= FROZEN) | is_fixed | is_padding)
+        is_settled = within(residual, _settled_bound(problem, h))
+        frozen, _ = leading(problem, is_settled | is_fixed | is_padding)
+        worst = _largest(problem, jnp.where(is_padding, 0, residuals))
+        rate = size / iterates.size
         if is_exact:
-            passes = once(
-                (iterates.iterations > 0) & (rate > STALLED) & ~(passes | is_padding).all(),
-                lambda passes: passes | as_good_as_rounding(problem, h, residual, delta, iterates.iterations),
-                passes,
-                problem.start,
-            )
+            is_stalled = (iterates.iterations > 0) & (rate > STALLED)
+
+            def relieved(state):
+                passes, errors = state
+                is_rounded = as_good_as_rounding(problem, h, residual, delta, iterates.iterations)
+                # What rounding leaves is reported in units of what is trusted.
+                smaller = fractions(delta, trusted(problem, h))
+                pairs = zip(errors, smaller, strict=True)
+                errors = tuple(jnp.where(_column(is_rounded & ~passes, a), b, a) for a, b in pairs)
+                return passes | is_rounded, errors
+
+            is_needed = is_stalled & ~(passes | is_padding).all()
+            passes, errors = once(is_needed, relieved, (passes, errors), problem.start)
         prefix, is_done = leading(problem, passes | is_fixed | is_padding)
-        after = Iterates(h, residual, frozen, prefix, is_done, iterates.iterations + 1, size, (worst, size))
+        after = Iterates(
+            h=h,
+            residual=residual,
+            frozen=frozen,
+            prefix=prefix,
+            is_done=is_done,
+            iterations=iterates.iterations + 1,
+            size=size,
+            sizes=sizes,
+            worst=(worst, leaf_largest(_cleared(is_padding, errors))),
+        )
         return varying_as(after, problem.start)
 
     prefix, is_done = leading(problem, is_padding)
     nothing = jnp.zeros((), jnp.float32)
     unknown = problem.residual(guess) if confirm else tuple(jnp.zeros(leaf.shape, wide(leaf)) for leaf in guess)
-    first = Iterates(guess, unknown, prefix, prefix, is_done, jnp.int32(0), nothing, (nothing, nothing))
+    none = tuple(jnp.zeros(leaf.shape, jnp.float32) for leaf in guess)
+    first = Iterates(
+        h=guess,
+        residual=unknown,
+        frozen=prefix,
+        prefix=prefix,
+        is_done=is_done,
+        iterations=jnp.int32(0),
+        size=nothing,
+        sizes=_part_sizes(none, is_exact),
+        worst=(nothing, jnp.zeros(len(guess), jnp.float32)),
+    )
     first = varying_as(first, problem.start)
     return jax.lax.while_loop(
         lambda iterates: is_sound & ~iterates.is_done & (iterates.iterations < limit), advance, first
@@ -129,6 +188,64 @@ def remaining(updates: Array, rate: Array, iterations: Array) -> Array:
     factor = jnp.where(rate < 1, rate / (1 - rate), jnp.inf)
     factor = jnp.where(iterations == 0, 1.0, factor)
     return jnp.where(updates == 0, 0, factor * updates)
+
+
+def _remaining_errors(
+    problem: Problem, iterates: Iterates, updates: Leaves, sizes: Leaves, is_exact: bool
+) -> Leaves:
+    """Returns the error that is left in every entry, [T, ...], in units of what is allowed.
+
+    An update of a method that solves with the true Jacobian is itself the error before it, so that
+    its size is a bound however fast it shrinks. That of another one is not, but where it is a few
+    roundings of its entry it cannot shrink any more, and the certificate of the window decides.
+    """
+    out = []
+    rows = zip(updates, sizes, iterates.sizes, strict=True)
+    for number, (update, size, earlier) in enumerate(rows):
+        rate = jnp.where(size == 0, 0, size / earlier)
+        factor = jnp.where(rate < 1, rate / (1 - rate), jnp.inf)
+        factor = jnp.where(iterates.iterations == 0, 1.0, factor)
+        factor = _at_steps(factor, len(update))
+        dtype = problem.start[number].dtype
+        rounding = 2 * float(jnp.finfo(dtype).eps) / problem.tolerance(number, dtype)[0]
+        is_bound = is_exact | (update <= rounding)
+        factor = jnp.where(is_bound, jnp.minimum(factor, 1.0), factor)
+        out.append(jnp.where(update == 0, 0, factor * update))
+    return tuple(out)
+
+
+def _part_sizes(values: Leaves, is_exact: bool) -> Leaves:
+    """Returns the largest value of each entry in each part of a window, [parts, ...]."""
+    out = []
+    for leaf in values:
+        count = min(PARTS, len(leaf)) if is_exact else 1
+        starts = [len(leaf) * number // count for number in range(count + 1)]
+        rows = [leaf[a:b].max(0) for a, b in zip(starts[:-1], starts[1:], strict=True)]
+        rows = jnp.stack(rows)
+        out.append(jnp.where(jnp.isfinite(rows), rows, jnp.inf))
+    return tuple(out)
+
+
+def _at_steps(rows: Array, length: int) -> Array:
+    """Returns what belongs to each step, [T, ...], of what belongs to each part of a window."""
+    count = len(rows)
+    starts = [length * number // count for number in range(count + 1)]
+    sizes = [b - a for a, b in zip(starts[:-1], starts[1:], strict=True)]
+    return jnp.repeat(rows, jnp.asarray(sizes), axis=0, total_repeat_length=length)
+
+
+def _settled_bound(problem: Problem, h: Leaves) -> Leaves:
+    """Returns the residual at which a step is not changed again: rounding, and a share of the allowed error.
+
+    Entries' own sizes alone count. The typical size is that of later steps too, whose iterates may
+    still be anything, and a step that was settled by it would stay wrong.
+    """
+    out = []
+    for number, leaf in enumerate(h):
+        rtol, _ = problem.tolerance(number, leaf.dtype)
+        share = 2 * float(jnp.finfo(leaf.dtype).eps) + FROZEN * rtol / problem.length
+        out.append(share * jnp.abs(leaf.astype(wide(leaf))))
+    return tuple(out)
 
 
 def is_rounding(problem: Problem, h: Leaves, residual: Leaves, salt: Array | int = 0) -> Array:

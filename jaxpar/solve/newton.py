@@ -61,7 +61,8 @@ class Newton:
         # In float16 an iterate that overshoots ends at infinity, which only `by_windows` resets.
         is_half = any(leaf.dtype == jnp.float16 for leaf in problem.start)
         is_plain = not (self.window or self.damping or self.clip or guess is not None or is_half)
-        if not (is_plain and is_as_declared and takes(problem)):
+        is_blind = bool(problem.structure.blind)
+        if is_blind or not (is_plain and is_as_declared and takes(problem)):
             return plain()
         kernels = functools.partial(newton_states, problem, self.max_iters, on_fail)
         return jax.lax.platform_dependent(default=plain, cuda=kernels)

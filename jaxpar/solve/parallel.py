@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jaxpar.scan.varying import varying_as
+from jaxpar.solve.blindness import blind_leaves
 from jaxpar.solve.carries import Division, Loop, divided
 from jaxpar.solve.newton import Newton
-from jaxpar.solve.problem import Chooser, Method, Outcome, UnrolledMethod
+from jaxpar.solve.problem import Chooser, Method, UnrolledMethod
 from jaxpar.solve.program import leaf_names, trace
 from jaxpar.solve.sequential import Sequential, check_unroll
 from jaxpar.solve.solution import Solve, states
@@ -34,28 +35,33 @@ class Stats:
       iterations: Of all windows together, int32.
       windows: How many windows were solved, those that a failure called for included, int32.
       residual: Largest `|f(h[t-1], x[t]) - h[t]|` of any entry at any step, in units of what passes: `rtol |h| + atol`
-        and eps of `|h|`, or a quarter of the former where a method does not solve with the whole Jacobian. It may be
-        over one where numbers cancel, so that arithmetic can do no better.
-      update: Largest change of an entry in the last iterations, in units of `rtol |h| + atol`. It may be over one: what
-        is left of it as an error is less, the more so the faster the iteration converged.
-      converged: Whether iteration found every state, and the Jacobian has the structure that was declared.
+        and eps of `|h|`, or a quarter of the former where a method does not solve with the whole Jacobian; where
+        numbers cancel, the rounding of what enters an entry is added.
+      error: Bound of the error of each leaf that was solved for, by its path, in units of what passes: `rtol |h| +
+        atol`, or the rounding of the loop itself. At most 1 where iteration converged.
+      converged: Whether iteration found every state, and the Jacobian has the structure that was declared. States of
+        blind leaves are then f of the states before them to the bit.
       first_bad: First step that iteration did not find, int32; T if there is none. What stands from there on, up to
         the end of its window at least, is what `on_fail` says.
       structure_error: Largest `|J v - A v|` for random v, relative, where the declared structure A of J could not be
         decided from the program of f; zero where it could. Too large a one makes every gradient NaN.
       method: The method; `Sequential` where there is nothing to solve, whatever was asked for.
-      reason: Why there is nothing to solve; empty otherwise.
+      reason: Why the method was taken: what there is not to solve, or what the default rule found. Empty for a method
+        that was named.
     """
 
     iterations: Array
     windows: Array
     residual: Array
-    update: Array
+    error: dict[str, Array]
     converged: Array
     first_bad: Array
     structure_error: Array
     method: Any = flax.struct.field(pytree_node=False)
     reason: str = flax.struct.field(pytree_node=False, default="")
+
+    def _largest_error(self) -> float:
+        return max(map(float, self.error.values()), default=0.0)
 
     def __str__(self):
         name = type(self.method).__name__ + (f" ({self.reason})" if self.reason else "")
@@ -64,7 +70,7 @@ class Stats:
         verdict = "converged" if self.converged else f"not converged from step {int(self.first_bad)} on"
         return (
             f"{name}: {verdict}; {int(self.iterations)} iterations in {int(self.windows)} windows, "
-            f"residual {float(self.residual):.1e}, update {float(self.update):.1e}, "
+            f"residual {float(self.residual):.1e}, error {self._largest_error():.1e}, "
             f"structure error {float(self.structure_error):.1e}"
         )
 
@@ -82,8 +88,8 @@ def parallel_scan(
     on_fail: str = "finish",
     guess: PyTree = None,
     axis_name: str | None = None,
-    rtol: float | None = None,
-    atol: float | None = None,
+    rtol: PyTree = None,
+    atol: PyTree = None,
 ) -> Any:  # two results or three, as `with_stats` says
     """Returns what `jax.lax.scan(f, init, xs, length, reverse, unroll)` does, with its states found in parallel.
 
@@ -112,8 +118,10 @@ def parallel_scan(
       guess: States to start from: like init, with a leading T, in the order of xs. Leaves not solved for are not read.
       axis_name: Mesh axis that the sequence is split over, inside `jax.shard_map`: xs is this device's part, init and
         the returned state are the same on all. What is sent does not depend on T.
-      rtol: Error allowed in an entry, relative to it; None for 1.5 eps^(3/4) of its dtype: 1e-5 in float32.
-      atol: Error allowed in every entry beside that; None for a tenth of rtol, which suits states of order one.
+      rtol: Error allowed in an entry, relative to it; None for 1.5 eps^(3/4) of its dtype: 1e-5 in float32. A number,
+        or a tree of numbers and None like init, whose branches may be one number.
+      atol: Error allowed in every entry in addition, likewise. None for a tenth of rtol times the entry's typical size:
+        the median of its magnitude over time in the solution, 1 where it is always zero.
 
     Returns:
       The last state, and outputs [T, ...] of every step; with `with_stats` also a `Stats`.
@@ -122,7 +130,9 @@ def parallel_scan(
       UsageError: For arguments that do not fit, or a state or a Jacobian structure that f contradicts.
       ArithmeticError: See `on_fail`.
     """
-    _check(on_fail, rtol, atol, unroll)
+    _check(on_fail, unroll)
+    rtols = _tolerances(rtol, init, "rtol", "a number between 0 and 1", lambda value: 0 < value < 1)
+    atols = _tolerances(atol, init, "atol", "zero or positive, and finite", lambda value: 0 <= value < float("inf"))
     length, names = _length(xs, length), leaf_names(init)
     loop = Loop(length, reverse, max(1, length if unroll is True else int(unroll)), axis_name)
     method = _chosen(method, f, init, xs, loop)
@@ -135,7 +145,7 @@ def parallel_scan(
     if parts.reason:
         carry, ys, stats = _run_sequentially(f, xs, parts, loop, method)
     else:
-        carry, ys, stats = _solved(parts, loop, method, on_fail, near, (rtol, atol))
+        carry, ys, stats = _solved(parts, loop, method, on_fail, near, (rtols, atols))
     if on_fail == "raise" and not isinstance(stats.converged, Tracer) and not stats.converged.all():
         raise ArithmeticError(f"no solution was found by {stats}; a smaller window or on_fail='finish' may help.")
     return (carry, ys, stats) if with_stats else (carry, ys)
@@ -152,14 +162,28 @@ def _run_sequentially(
     return carry, ys, _sequential_stats(method, loop, parts.reason)
 
 
-def _check(on_fail: str, rtol: float | None, atol: float | None, unroll: int | bool) -> None:
+def _check(on_fail: str, unroll: int | bool) -> None:
     check_unroll(unroll)
     if on_fail not in ON_FAIL:
         raise UsageError(f"on_fail={on_fail!r} is unknown; legal are {', '.join(map(repr, ON_FAIL))}.")
-    if rtol is not None and not 0 < rtol < 1:
-        raise UsageError(f"rtol={rtol} must lie between 0 and 1, or be None.")
-    if atol is not None and not 0 <= atol < float("inf"):
-        raise UsageError(f"atol={atol} must be zero or positive, and finite, or None.")
+
+
+def _tolerances(
+    given: PyTree, init: PyTree, name: str, legal: str, is_legal: Callable[[float], bool]
+) -> tuple[float | None, ...]:
+    """Returns a tolerance of each leaf of `init`, from one number or a tree of them."""
+    is_none = lambda leaf: leaf is None  # noqa: E731
+    try:
+        spread = jax.tree.map(
+            lambda value, part: [value] * len(jax.tree.leaves(part)), given, init, is_leaf=is_none
+        )
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{name} must be a number, None, or a tree of them like init: {error}") from error
+    values = jax.tree.leaves(spread, is_leaf=is_none)
+    for value in values:
+        if value is not None and not is_legal(float(value)):
+            raise UsageError(f"{name}={value} must be {legal}, or None.")
+    return tuple(None if value is None else float(value) for value in values)
 
 
 def _solved(
@@ -168,7 +192,7 @@ def _solved(
     method: Method,
     on_fail: str,
     guess: Leaves | None,
-    tolerances: tuple[float | None, float | None],
+    tolerances: tuple[tuple[float | None, ...], tuple[float | None, ...]],
 ) -> tuple[PyTree, PyTree, Stats]:
     """Returns the last state, the outputs and the stats: what can be is run sequentially first, and the rest solved."""
     program, known = parts.traced, ()
@@ -178,9 +202,24 @@ def _solved(
     if loop.unroll != 1 and isinstance(method, UnrolledMethod):
         method = dataclasses.replace(cast(Any, method), unroll=loop.unroll)
     first = tuple(leaf[0] for leaf in program.xs)
-    structure = structure_of(program.step, program.init, first, method.jac, [parts.names[n] for n in parts.solved])
-    what = program.recurrence, method, structure, loop.length, on_fail, loop.axis_name, loop.reverse
-    solve = Solve(*what, *tolerances, loop.unroll if loop.unroll != 1 else None)
+    names = [parts.names[number] for number in parts.solved]
+    structure = structure_of(program.step, program.init, first, method.jac, names)
+    causes = blind_leaves(program.recurrence.jaxpr, len(names))
+    blind = frozenset(number for number, found in enumerate(causes) if found)
+    rtols, atols = (tuple(values[number] for number in parts.solved) for values in tolerances)
+    solve = Solve(
+        recurrence=program.recurrence,
+        method=method,
+        structure=dataclasses.replace(structure, blind=blind),
+        length=loop.length,
+        on_fail=on_fail,
+        axis_name=loop.axis_name,
+        reverse=loop.reverse,
+        rtol=rtols,
+        atol=atols,
+        unroll=loop.unroll if loop.unroll != 1 else None,
+        names=tuple(names),
+    )
     run = jax.jit(functools.partial(_run, solve))
     carry, ys, stats = run(program.consts, program.init, program.xs, guess)
     return parts.traced.state_tree.unflatten(parts.merged(carry, known)), parts.traced.output_tree.unflatten(ys), stats
@@ -212,7 +251,16 @@ def _run(solve: Solve, consts: Leaves, init: Leaves, xs: Leaves, guess: Leaves |
     if solve.axis_name is not None:
         outcome, error = jax.tree.map(lambda leaf: jax.lax.pmax(leaf, solve.axis_name), (outcome, error))
     found = (outcome.first_bad == problem.parts * solve.length) & (error <= probe_tolerance(h))
-    stats = Stats(**outcome._asdict(), converged=found, structure_error=error, method=solve.method)
+    stats = Stats(
+        iterations=outcome.iterations,
+        windows=outcome.windows,
+        residual=outcome.residual,
+        error=dict(zip(solve.names, outcome.error, strict=True)),
+        converged=found,
+        first_bad=outcome.first_bad,
+        structure_error=error,
+        method=solve.method,
+    )
     return carry, _in_time(solve, ys), stats
 
 
@@ -253,5 +301,14 @@ def _guess_leaves(guess: PyTree, parts: Division, length: int) -> Leaves:
 def _sequential_stats(method: Method, loop: Loop, reason: str = "") -> Stats:
     """Returns the stats of a plain loop."""
     zero = jnp.zeros((), jnp.float32)
-    outcome = Outcome(jnp.int32(0), jnp.int32(0), zero, zero, jnp.int32(loop.parts * loop.length))
-    return Stats(**outcome._asdict(), converged=jnp.array(True), structure_error=zero, method=method, reason=reason)
+    return Stats(
+        iterations=jnp.int32(0),
+        windows=jnp.int32(0),
+        residual=zero,
+        error={},
+        converged=jnp.array(True),
+        first_bad=jnp.int32(loop.parts * loop.length),
+        structure_error=zero,
+        method=method,
+        reason=reason,
+    )

@@ -32,8 +32,10 @@ class Problem:
       structure: Which entries of the new state depend on which of the old.
       axis_name: Mesh axis that the sequence is split over; None if it is whole.
       reverse: Whether the first device along that axis holds the last part. Within a part time runs forwards.
-      rtol: Error that is allowed in an entry, relative to it; None for 1.5 eps^(3/4) of its dtype.
-      atol: Error that is allowed in every entry beside that; None for a tenth of rtol.
+      rtol: Error of each leaf that is allowed relative to an entry; None for 1.5 eps^(3/4) of its
+        dtype. An empty tuple is None for all.
+      atol: Error of each leaf that is allowed in addition; None for a tenth of rtol times the
+        entry's typical size (`rounding.typical_size`). An empty tuple is None for all.
       unroll: Of what is run sequentially; None leaves it to the method.
       floor: Error that is allowed beside both, arrays that broadcast against [T, ...]; None for none.
     """
@@ -45,15 +47,22 @@ class Problem:
     structure: Structure
     axis_name: str | None = None
     reverse: bool = False
-    rtol: float | None = None
-    atol: float | None = None
+    rtol: tuple[float | None, ...] = ()
+    atol: tuple[float | None, ...] = ()
     unroll: int | None = None
     floor: Leaves | None = None
 
-    def tolerance(self, dtype: DTypeLike) -> tuple[float, float]:
-        """Returns rtol and atol for states of a dtype."""
-        rtol = 1.5 * float(jnp.finfo(dtype).eps) ** 0.75 if self.rtol is None else self.rtol
-        return rtol, rtol / 10 if self.atol is None else self.atol
+    def tolerance(self, number: int, dtype: DTypeLike) -> tuple[float, float | None]:
+        """Returns rtol and atol of a leaf; atol is None where the leaf's size decides."""
+        rtol = None
+        if self.rtol:
+            rtol = self.rtol[number]
+        if rtol is None:
+            rtol = 1.5 * float(jnp.finfo(dtype).eps) ** 0.75
+        atol = None
+        if self.atol:
+            atol = self.atol[number]
+        return rtol, atol
 
     @property
     def parts(self) -> int:
@@ -126,15 +135,15 @@ class Outcome(NamedTuple):
     Attributes:
       iterations: Of all windows together, int32.
       windows: How many were solved, int32.
-      residual: Largest `|f(S h, x) - h|` of any entry when iteration ended, in units of what settles it (`rounding`).
-      update: Largest last update of any entry, in units of `rtol |h| + atol`.
+      residual: Largest `|f(S h, x) - h|` of any entry when iteration ended, in units of what passes (`rounding`).
+      error: Bound of the error of each leaf, [leaves], in units of what passes.
       first_bad: First step whose state was not found by iteration, int32; T if there is none.
     """
 
     iterations: Array
     windows: Array
     residual: Array
-    update: Array
+    error: Array
     first_bad: Array
 
 

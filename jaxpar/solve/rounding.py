@@ -7,11 +7,15 @@ f(h[t-1], x[t]), which the derivative of f makes visible.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpar.scan.varying import varying_as
 from jaxpar.solve.problem import Problem
 from jaxpar.solve.structure import Jacobian, Leaves
 from jaxpar.types import Array
+
+SAMPLES = 63
+"""Steps whose median is the typical size of an entry."""
 
 PROBES = 4
 """Random derivatives that estimate the size of what enters an entry."""
@@ -25,31 +29,81 @@ def wide(leaf: Array) -> jnp.dtype:
 def allowed(problem: Problem, h: Leaves) -> Leaves:
     """Returns rtol |h| + atol of every entry, and the problem's own floor, [T, ...]."""
     out = []
-    for leaf in h:
-        rtol, atol = problem.tolerance(leaf.dtype)
-        out.append(rtol * jnp.abs(leaf.astype(wide(leaf))) + atol)
-    return tuple(out) if problem.floor is None else tuple(map(jnp.add, out, problem.floor))
+    for number, leaf in enumerate(h):
+        rtol, atol = problem.tolerance(number, leaf.dtype)
+        size = jnp.abs(leaf.astype(wide(leaf)))
+        if atol is None:
+            out.append(rtol * (size + typical_size(problem, size) / 10))
+        else:
+            out.append(rtol * size + atol)
+    if problem.floor is None:
+        return tuple(out)
+    return tuple(map(jnp.add, out, problem.floor))
 
 
-def residual_bound(problem: Problem, h: Leaves, is_exact: bool = True) -> Leaves:
-    """Returns what a residual may be, [T, ...]; the error that it grows to is for the updates to tell.
+def typical_size(problem: Problem, size: Array) -> Array:
+    """Returns the median over time of each entry's magnitude, [1, ...], from `SAMPLES` of the T steps.
+
+    An entry that is zero at most steps takes its mean, and one that is always zero counts as 1.
+    """
+    length = len(size)
+    if length > SAMPLES:
+        # Steps in the golden ratio: an even spacing could meet a periodic state in one phase only.
+        steps = np.sort((np.arange(SAMPLES) * 0.6180339887498949 % 1 * length).astype(int))
+        sample = size[steps]
+    else:
+        sample = size
+    mean = size.mean(0, keepdims=True)
+    middle = jnp.sort(sample, axis=0)[len(sample) // 2][None]
+    if problem.axis_name is not None:
+        # The mean of the parts' medians: what is sent must not depend on T.
+        middle = jax.lax.pmean(middle, problem.axis_name)
+        mean = jax.lax.pmean(mean, problem.axis_name)
+    typical = jnp.where(middle > 0, middle, mean)
+    return jnp.where(typical > 0, typical, 1)
+
+
+def residual_bound(
+    problem: Problem, h: Leaves, is_exact: bool = True, bound: Leaves | None = None
+) -> Leaves:
+    """Returns what a residual may be, [T, ...]; updates and certificates bound the error that it grows to.
 
     After an update by the true Jacobian (`is_exact`) that is what is allowed, and one rounding. Other methods leave a
     residual that grows as they converge, to a hundredfold if slowly: they get a quarter, and in types of 16 bits less
     than one rounding, so that there nothing but the loop's own states will do.
     """
+    if bound is None:
+        bound = allowed(problem, h)
     if not is_exact:
         shares = (0.25 if _eps(leaf) < 1e-4 else 0.1 for leaf in h)
-        return tuple(share * a for share, a in zip(shares, allowed(problem, h), strict=True))
+        return tuple(share * a for share, a in zip(shares, bound, strict=True))
     sizes = (_eps(leaf) * jnp.abs(leaf.astype(wide(leaf))) for leaf in h)
-    return tuple(a + b for a, b in zip(allowed(problem, h), sizes, strict=True))
+    return tuple(a + b for a, b in zip(bound, sizes, strict=True))
+
+
+def fractions(values: Leaves, bound: Leaves) -> Leaves:
+    """Returns |value| / bound of every entry, [T, ...]; NaN where a value is NaN, and zero at zero."""
+    out = []
+    for value, most in zip(values, bound, strict=True):
+        size = jnp.abs(value) / jnp.maximum(most, jnp.finfo(most.dtype).tiny)
+        out.append(jnp.where(value == 0, 0, size).astype(jnp.float32))
+    return tuple(out)
 
 
 def fraction(values: Leaves, bound: Leaves) -> Array:
     """Returns the largest |value| / bound of each step, [T]; NaN where a value is NaN, and zero at zero."""
-    tiny = (jnp.finfo(leaf.dtype).tiny for leaf in bound)
-    parts = (jnp.where(a == 0, 0, jnp.abs(a) / jnp.maximum(b, c)) for a, b, c in zip(values, bound, tiny, strict=True))
-    return jnp.stack([part.reshape(len(part), -1).max(1, initial=0).astype(jnp.float32) for part in parts]).max(0)
+    return step_largest(fractions(values, bound))
+
+
+def step_largest(parts: Leaves) -> Array:
+    """Returns the largest entry of each step, [T]."""
+    return jnp.stack([part.reshape(len(part), -1).max(1, initial=0) for part in parts]).max(0)
+
+
+def leaf_largest(parts: Leaves) -> Array:
+    """Returns the largest entry of each leaf, [leaves]; infinite where one is not finite."""
+    sizes = [jnp.where(jnp.isfinite(part), part, jnp.inf).max(initial=0) for part in parts]
+    return jnp.stack(sizes).astype(jnp.float32)
 
 
 def within(values: Leaves, bound: Leaves) -> Array:

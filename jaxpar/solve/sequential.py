@@ -62,4 +62,10 @@ def check_unroll(unroll: int | bool | None) -> None:
 def sequential_outcome(problem: Problem) -> Outcome:
     """Returns the outcome of a sequential run: nothing is guessed, and nothing fails."""
     zero = jnp.zeros((), jnp.float32)
-    return Outcome(jnp.int32(0), jnp.int32(1), zero, zero, jnp.int32(problem.parts * problem.length))
+    return Outcome(
+        iterations=jnp.int32(0),
+        windows=jnp.int32(1),
+        residual=zero,
+        error=jnp.zeros(len(problem.start), jnp.float32),
+        first_bad=jnp.int32(problem.parts * problem.length),
+    )

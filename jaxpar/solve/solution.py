@@ -32,9 +32,10 @@ class Solve:
     on_fail: str
     axis_name: str | None
     reverse: bool
-    rtol: float | None
-    atol: float | None
+    rtol: tuple[float | None, ...]
+    atol: tuple[float | None, ...]
     unroll: int | None
+    names: tuple[str, ...] = ()
 
     def problem(self, consts: Leaves, start: Leaves, xs: Leaves) -> Problem:
         """Returns the recurrence with its arrays."""

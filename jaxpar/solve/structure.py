@@ -113,10 +113,12 @@ class Structure:
     Attributes:
       groups: Every leaf is in one.
       proved: Whether the program of f shows it, so that no probe is needed.
+      blind: Numbers of the leaves with parts that derivatives do not see (`blindness`).
     """
 
     groups: tuple[Group, ...]
     proved: bool = True
+    blind: frozenset[int] = frozenset()
 
     @property
     def bytes_per_step(self) -> int:

@@ -5,6 +5,9 @@ loop that makes no trip when there is nothing to repair: under `vmap` a `cond` w
 
 Windows hide instability: each may converge while the error of the states before it grows from window to window. So a
 sequence of windows also carries an estimate of how large rounding errors have become, one more linear solve a window.
+
+What a window found is then certified (`settle`, `accumulated_errors`): the states of blind leaves are the loop's own to the bit, and
+the residuals of others, added up by the Jacobians, are within what is allowed.
 """
 
 import dataclasses
@@ -19,7 +22,8 @@ import jax.numpy as jnp
 from jaxpar.scan.varying import varying_as
 from jaxpar.solve.iterate import iterate, leading, once
 from jaxpar.solve.problem import IterativeMethod, Outcome, Problem
-from jaxpar.solve.rounding import entering, spread, trusted, wide, within
+from jaxpar.solve.rounding import allowed, entering, fractions, leaf_largest, spread, step_largest, trusted, wide, within
+from jaxpar.solve.settle import settle
 from jaxpar.solve.structure import Leaves, Structure
 from jaxpar.types import Array, PyTree
 
@@ -47,9 +51,12 @@ def by_windows(
     if problem.axis_name is not None:
         sizes: tuple[int, ...] = (length,)  # one window over all devices
     else:
-        sizes = (window, SHORT) if window > 2 * SHORT else (window,)
+        # In short windows blind leaves would be run sequentially anyway, at a higher price.
+        is_repaired = window > 2 * SHORT and not problem.structure.blind
+        sizes = (window, SHORT) if is_repaired else (window,)
     calm = tuple(jnp.zeros(leaf.shape, wide(leaf)) for leaf in problem.start)
-    h, _, outcome = _Solver(method, on_fail, confirm).windows(problem, sizes, guess, jnp.int32(length), calm)
+    solver = _Solver(method, on_fail, confirm)
+    h, _, outcome = solver.windows(problem, sizes, guess, jnp.int32(length), _Errors(calm, calm))
     where = jnp.where(outcome.first_bad < length, problem.rank * length, (problem.parts - 1) * length)
     first_bad = where + outcome.first_bad
     if problem.axis_name is not None:
@@ -72,6 +79,33 @@ def cut(tree: PyTree, length: int, size: int) -> PyTree:
 def joined(tree: PyTree, length: int) -> PyTree:
     """Returns windows of arrays as arrays [T, ...], without what filled them up."""
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:length], tree)
+
+
+def accumulated_errors(problem: Problem, h: Leaves, start: Leaves) -> Leaves:
+    """Returns the error of every entry to first order, [T, ...]: all residuals, carried on by the Jacobians.
+
+    Where the true Jacobian does not fit into memory for all steps, it is made window by window.
+    Cost: one set of Jacobians and one solve.
+
+    Args:
+      problem: The recurrence.
+      h: States [T, ...].
+      start: Error of the state before the first step.
+    """
+    residual = problem.residual(h)
+    size = auto_window(problem.structure, problem.length)
+    if problem.axis_name is not None or size == problem.length:
+        return problem.solve(problem.jacobian(h), residual, start)
+
+    def one(error, row):
+        before, xs, gap = row
+        part = dataclasses.replace(problem, xs=xs, length=size)
+        jacobian = problem.structure.jacobian(part.apply, before)
+        errors = problem.structure.solve(jacobian, gap, error)
+        return tuple(leaf[-1] for leaf in errors), errors
+
+    rows = cut((problem.shift(h), problem.xs, residual), problem.length, size)
+    return joined(jax.lax.scan(one, varying_as(start, problem.start), rows)[1], problem.length)
 
 
 def scanned(f: Callable, start: Leaves, xs: PyTree, length: int, unroll: int | None = None) -> Leaves:
@@ -113,11 +147,18 @@ def run_sequentially(
     return jax.lax.fori_loop(0, problem.parts, turn, varying_as(h, problem.start))
 
 
+class _Errors(NamedTuple):
+    """Errors of a state: what rounding may have grown to, and what residuals add up to."""
+
+    rounding: Leaves
+    residual: Leaves
+
+
 class _State(NamedTuple):
     """A window: its states, the errors of the last one, and how it came about."""
 
     h: Leaves
-    error: Leaves
+    error: _Errors
     outcome: Outcome
 
 
@@ -135,7 +176,7 @@ class _Solver:
         sizes: tuple[int, ...],
         guess: Leaves | None,
         valid: Array,
-        error: Leaves,
+        error: _Errors,
         chained: bool = False,
     ) -> _State:
         """Solves windows of `sizes[0]` steps in sequence, each again in windows of `sizes[1:]` where it fails.
@@ -170,17 +211,33 @@ class _Solver:
         guess = _first_iterate(problem, guess)
         is_finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in problem.start]).all()
         entry = tuple(leaf[None] for leaf in problem.start)
-        is_sound = is_finite & within(tuple(leaf[None] for leaf in error), trusted(problem, entry))[0]
+        grown = tuple(leaf[None] for leaf in error.rounding)
+        is_sound = is_finite & within(grown, trusted(problem, entry))[0]
         iterates = iterate(self.method, problem, guess, valid, is_sound, self.confirm)
-        prefix, is_done = iterates.prefix, iterates.is_done
+        index = jnp.arange(problem.length)
+        is_padding = index >= valid
+        h = iterates.h
+        worst, bounds = iterates.worst
+        passes = index < iterates.prefix
         after = error
+        added = None
+        if problem.structure.blind:
+            h, passes = settle(problem, h, is_sound, is_padding)
         if chained and self._is_affordable(problem):
-            errors = _errors(problem, iterates.h, error)
-            is_trusted = within(errors, trusted(problem, iterates.h)) | (jnp.arange(problem.length) >= valid)
-            prefix, is_done = leading(problem, is_trusted & (jnp.arange(problem.length) < prefix))
-            after = tuple(leaf[-1] for leaf in errors)
+            errors = _errors(problem, h, error.rounding)
+            passes &= within(errors, trusted(problem, h)) | is_padding
+            after = after._replace(rounding=tuple(leaf[-1] for leaf in errors))
+        if self._is_certified(problem):
+            errors = accumulated_errors(problem, h, error.residual)
+            parts = fractions(errors, allowed(problem, h))
+            passes &= (step_largest(parts) <= 1) | is_padding
+            parts = tuple(jnp.where(_column(is_padding, leaf), 0, leaf) for leaf in parts)
+            bounds = leaf_largest(parts)
+            after = after._replace(residual=tuple(leaf[-1] for leaf in errors))
+            added = errors
+        prefix, is_done = leading(problem, passes)
         none = jnp.full_like(prefix, problem.length)
-        outcome = Outcome(iterates.iterations, jnp.int32(1), *iterates.worst, none)
+        outcome = Outcome(iterates.iterations, jnp.int32(1), worst, bounds, none)
 
         def repair(state: _State) -> _State:
             if sizes[1:]:
@@ -188,11 +245,24 @@ class _Solver:
                 made = again.outcome
                 total = made._replace(iterations=made.iterations + iterates.iterations, windows=made.windows + 1)
                 return again._replace(outcome=total)
-            # What is run sequentially is what the loop gives; the estimate starts again from what it was.
+            # What is run sequentially is what the loop gives from the last state that passed: it
+            # keeps that state's error, while the estimate of rounding starts again from what it was.
             rest = finished(problem, state.h, prefix, self.on_fail)
-            return _State(rest, error, outcome._replace(first_bad=prefix))
+            left = error
+            if added is not None:
+                last = jnp.maximum(prefix - 1, 0)
+                pairs = zip(added, error.residual, strict=True)
+                kept = tuple(jnp.where(prefix > 0, leaf[last], start) for leaf, start in pairs)
+                left = error._replace(residual=kept)
+            return _State(rest, left, outcome._replace(first_bad=prefix))
 
-        return once(~is_done, repair, _State(iterates.h, after, outcome), problem.start)
+        return once(~is_done, repair, _State(h, after, outcome), problem.start)
+
+    def _is_certified(self, problem: Problem) -> bool:
+        """True if residuals are to be added up: where an update is not the error itself."""
+        if not self.confirm:
+            return False  # the caller judges what it makes of the states
+        return not self.method.is_exact(problem.structure) or bool(problem.structure.blind)
 
     def _is_affordable(self, problem) -> bool:
         """Whether the true Jacobian takes no more memory than what an update holds anyway."""
@@ -224,6 +294,10 @@ def _errors(problem: Problem, h: Leaves, error: Leaves) -> Leaves:
     return problem.solve(jacobian, tuple(a * spread(a, place) for place, a in enumerate(level)), error)
 
 
+def _column(steps: Array, leaf: Array) -> Array:
+    return steps.reshape(-1, *(1,) * (leaf.ndim - 1))
+
+
 def _merged(outcomes: Outcome, size: int, length: int) -> Outcome:
     """Returns the outcome of windows of one size in sequence from that of each."""
     bad = outcomes.first_bad
@@ -232,6 +306,6 @@ def _merged(outcomes: Outcome, size: int, length: int) -> Outcome:
         outcomes.iterations.sum(dtype=jnp.int32),
         outcomes.windows.sum(dtype=jnp.int32),
         outcomes.residual.max(),
-        outcomes.update.max(),
+        outcomes.error.max(0),
         at.min(),
     )

@@ -72,7 +72,7 @@ def test_a_residual_of_rounding_is_not_enough_where_errors_grow(monkeypatch):
     """Along an unstable path every iterate solves the equations but for rounding, and is far from the next one."""
     path = jnp.tile(jnp.sin(jnp.arange(61.0))[:, None], LANES)
     states, outcome = solve(monkeypatch, lambda h, x: (1.5 * h[0] + x[0],), path[0], path[1:] - 1.5 * path[:-1], most=2)
-    assert outcome.residual <= 1 < outcome.update and outcome.first_bad < 60 and np.isnan(states[-1]).all()
+    assert outcome.residual <= 1 < outcome.error[0] and outcome.first_bad < 60 and np.isnan(states[-1]).all()
 
 
 def test_what_it_does_not_find_is_run_sequentially_or_nan(monkeypatch):

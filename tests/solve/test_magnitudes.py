@@ -208,10 +208,11 @@ def test_damping_and_clipping_change_the_jacobian(x64):
 
 
 def test_windows_report_the_worst_of_them():
-    each = [jnp.array([3, 2, 5]), jnp.array([1, 1, 4]), jnp.array([0.1, 0.4, 0.2]), jnp.array([2.0, 3.0, 1.0])]
+    each = [jnp.array([3, 2, 5]), jnp.array([1, 1, 4]), jnp.array([0.1, 0.4, 0.2])]
+    each.append(jnp.array([[2.0, 0.5], [3.0, 0.1], [1.0, 0.7]]))
     total = _merged(Outcome(*each, jnp.array([8, 3, 8])), 8, 20)
     assert (total.iterations, total.windows, total.first_bad) == (10, 6, 11)
-    np.testing.assert_allclose([total.residual, total.update], [0.4, 3.0])
+    np.testing.assert_allclose([total.residual, *total.error], [0.4, 3.0, 0.7])
     assert _merged(Outcome(*each, jnp.array([8, 8, 8])), 8, 20).first_bad == 20
 
 
