@@ -34,7 +34,7 @@ def loops(tiny: bool) -> dict:
     from jaxpar.neat import Neat, NeatConfig, Table, xor
     from jaxpar.pomdp import ParticleBelief, Vopp
     from jaxpar.rl import Network, Ppo, train
-    from jaxpar.solve import parallel_scan
+    from jaxpar.solve import Newton, parallel_scan
 
     key = jax.random.key(0)
     length, width = (1024, 16) if tiny else (10_000, 64)
@@ -46,7 +46,7 @@ def loops(tiny: bool) -> dict:
             h = jnp.tanh(h @ weights[0] + x @ weights[1])
             return h, h
 
-        return jnp.mean(parallel_scan(step, jnp.zeros((width,)), series)[1] ** 2)
+        return jnp.mean(parallel_scan(step, jnp.zeros((width,)), series, method=Newton())[1] ** 2)
 
     gradient = jax.jit(jax.grad(loss))
 

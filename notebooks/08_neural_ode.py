@@ -69,7 +69,7 @@ import numpy as np
 import optax
 
 from jaxpar.processes import keep_programs
-from jaxpar.solve import lyapunov, parallel_scan
+from jaxpar.solve import Newton, lyapunov, parallel_scan
 from jaxpar.solve.systems import intervals, ode_step
 
 keep_programs()  # what this notebook compiles is loaded the next time
@@ -149,7 +149,7 @@ def loop(step, init, xs, guess):
 
 def newton(step, init, xs, guess):
     """All steps at once, beginning from what the last update found."""
-    _, states, stats = parallel_scan(step, init, xs, guess=guess, with_stats=True)
+    _, states, stats = parallel_scan(step, init, xs, guess=guess, with_stats=True, method=Newton())
     return states, (stats.iterations, stats.converged)
 
 
@@ -232,7 +232,7 @@ plt.show()
 other_ts, other_torque, other_seen = world(1, STEPS)
 over = intervals(other_ts, other_torque)
 rollouts = {
-    name: parallel_scan(ode_step(learned_field(params)), jnp.zeros(2), over)[1]
+    name: parallel_scan(ode_step(learned_field(params)), jnp.zeros(2), over, method=Newton())[1]
     for name, params in {"before": begun, "after": trained["Newton"]}.items()
 }
 errors = {name: float(jnp.sqrt(jnp.mean((states - other_seen)[:, 0] ** 2))) for name, states in rollouts.items()}

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.mesh import MeshSpec, local, make_mesh, mesh_axes, use_mesh
-from jaxpar.solve import parallel_scan
+from jaxpar.solve import Newton, parallel_scan
 from jaxpar.stage import by_stage, in_stage, refuse_in_stage
 from jaxpar.types import UsageError
 
@@ -32,7 +32,7 @@ def test_only_stages_are_told_apart_and_all_else_is_split_as_outside():
 def test_messages_between_devices_of_a_stage_are_refused():
     def along(x):
         def solve(x):
-            return parallel_scan(lambda h, x: (jnp.tanh(h) + x,) * 2, x[0], x, axis_name="context")[0]
+            return parallel_scan(lambda h, x: (jnp.tanh(h) + x,) * 2, x[0], x, axis_name="context", method=Newton())[0]
 
         return local(solve, [("seq", None)], (None,))(x)
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn
 from scipy import special
 
 from jaxpar.lower.jaxprs import CALLS, array_of, called, interpret, opened
@@ -170,9 +170,7 @@ class _Reader:
         self.known[key] = value
         return value
 
-    def with_unseen(
-        self, equation: JaxprEqn, operands: list[Value], results: list[Value]
-    ) -> list[Value]:
+    def with_unseen(self, equation: JaxprEqn, operands: list[Value], results: list[Value]) -> list[Value]:
         """Returns results that are blind where the derivative of an equation ignores an operand."""
         moved = [
             position

@@ -190,9 +190,7 @@ def remaining(updates: Array, rate: Array, iterations: Array) -> Array:
     return jnp.where(updates == 0, 0, factor * updates)
 
 
-def _remaining_errors(
-    problem: Problem, iterates: Iterates, updates: Leaves, sizes: Leaves, is_exact: bool
-) -> Leaves:
+def _remaining_errors(problem: Problem, iterates: Iterates, updates: Leaves, sizes: Leaves, is_exact: bool) -> Leaves:
     """Returns the error that is left in every entry, [T, ...], in units of what is allowed.
 
     An update of a method that solves with the true Jacobian is itself the error before it, so that

@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jaxpar.scan.varying import varying_as
 from jaxpar.solve.blindness import blind_leaves
 from jaxpar.solve.carries import Division, Loop, divided
+from jaxpar.solve.costs import rule
 from jaxpar.solve.newton import Newton
 from jaxpar.solve.problem import Chooser, Method, UnrolledMethod
 from jaxpar.solve.program import leaf_names, trace
@@ -111,7 +112,8 @@ def parallel_scan(
       length: T; needed if xs has no arrays.
       reverse: Whether the first step is at the end of xs.
       unroll: As `lax.scan`'s, of what is run sequentially; 1 leaves it to the method.
-      method: A method object of `jaxpar.solve`; None for `Newton()`, `Auto()` to choose one by predictability and cost.
+      method: A method object of `jaxpar.solve`. None takes one by platform, shapes, structure, length and blindness
+        without measuring (`explain` says which, and why); `Auto()` measures predictability and cost.
       with_stats: Whether to return a `Stats` as third.
       on_fail: What stands where iteration fails: "finish", a true trajectory, run sequentially; "nan"; or "raise", an
         `ArithmeticError` outside of jit, where values are known, and NaN inside.
@@ -135,17 +137,29 @@ def parallel_scan(
     atols = _tolerances(atol, init, "atol", "zero or positive, and finite", lambda value: 0 <= value < float("inf"))
     length, names = _length(xs, length), leaf_names(init)
     loop = Loop(length, reverse, max(1, length if unroll is True else int(unroll)), axis_name)
-    method = _chosen(method, f, init, xs, loop)
+    if isinstance(method, Chooser):
+        method = method.choose_method(f, init, xs, length, reverse) if length > 0 else Sequential()
+    if method is None:
+        method = _default_in_trivial_cases(names, loop)
     if length == 0 or not names or (isinstance(method, Sequential) and axis_name is None):
         carry, ys = dataclasses.replace(_unrolled(loop, method), axis_name=None).run(f, init, xs)
         stats = _sequential_stats(method, loop)
         return (carry, ys, stats) if with_stats else (carry, ys)
     parts = divided(trace(f, init, xs, axis_name), names)
+    reason = ""
+    if method is None:
+        choice = rule(parts, length)
+        method, reason = choice.method, choice.reason
+        if isinstance(method, Sequential):
+            carry, ys = _unrolled(loop, method).run(f, init, xs)
+            stats = _sequential_stats(method, loop, parts.reason or reason)
+            return (carry, ys, stats) if with_stats else (carry, ys)
     near = None if guess is None else _guess_leaves(guess, parts, length)
     if parts.reason:
         carry, ys, stats = _run_sequentially(f, xs, parts, loop, method)
     else:
         carry, ys, stats = _solved(parts, loop, method, on_fail, near, (rtols, atols))
+        stats = stats.replace(reason=reason)
     if on_fail == "raise" and not isinstance(stats.converged, Tracer) and not stats.converged.all():
         raise ArithmeticError(f"no solution was found by {stats}; a smaller window or on_fail='finish' may help.")
     return (carry, ys, stats) if with_stats else (carry, ys)
@@ -174,9 +188,7 @@ def _tolerances(
     """Returns a tolerance of each leaf of `init`, from one number or a tree of them."""
     is_none = lambda leaf: leaf is None  # noqa: E731
     try:
-        spread = jax.tree.map(
-            lambda value, part: [value] * len(jax.tree.leaves(part)), given, init, is_leaf=is_none
-        )
+        spread = jax.tree.map(lambda value, part: [value] * len(jax.tree.leaves(part)), given, init, is_leaf=is_none)
     except (ValueError, TypeError) as error:
         raise UsageError(f"{name} must be a number, None, or a tree of them like init: {error}") from error
     values = jax.tree.leaves(spread, is_leaf=is_none)
@@ -225,13 +237,13 @@ def _solved(
     return parts.traced.state_tree.unflatten(parts.merged(carry, known)), parts.traced.output_tree.unflatten(ys), stats
 
 
-def _chosen(method: Method | Chooser | None, f: Callable, init: PyTree, xs: PyTree, loop: Loop) -> Method:
-    """Returns the method itself, `Newton` for None, and the choice of an `Auto`, which tries methods with this f."""
-    if method is None:
-        return Newton()
-    if isinstance(method, Chooser):
-        return method.choose_method(f, init, xs, loop.length, loop.reverse) if loop.length > 0 else Sequential()
-    return method
+def _default_in_trivial_cases(names: list[str], loop: Loop) -> Method | None:
+    """Returns the default method where no program has to be read; None where its rule decides."""
+    if loop.length == 0 or not names:
+        return Sequential()
+    if loop.axis_name is not None:
+        return Newton()  # a loop over devices leaves all but one of them idle
+    return None
 
 
 def _unrolled(loop: Loop, method: Method) -> Loop:

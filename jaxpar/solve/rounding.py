@@ -63,9 +63,7 @@ def typical_size(problem: Problem, size: Array) -> Array:
     return jnp.where(typical > 0, typical, 1)
 
 
-def residual_bound(
-    problem: Problem, h: Leaves, is_exact: bool = True, bound: Leaves | None = None
-) -> Leaves:
+def residual_bound(problem: Problem, h: Leaves, is_exact: bool = True, bound: Leaves | None = None) -> Leaves:
     """Returns what a residual may be, [T, ...]; updates and certificates bound the error that it grows to.
 
     After an update by the true Jacobian (`is_exact`) that is what is allowed, and one rounding. Other methods leave a

@@ -31,9 +31,7 @@ class _Run(NamedTuple):
     count: Array
 
 
-def settle(
-    problem: Problem, h: Leaves, is_sound: Array, is_padding: Array
-) -> tuple[Leaves, Array]:
+def settle(problem: Problem, h: Leaves, is_sound: Array, is_padding: Array) -> tuple[Leaves, Array]:
     """Returns states that f itself makes of each other, and which of them are the loop's, [T].
 
     Every block of steps is run from the state that was found before it. Where a block ends in

@@ -6,8 +6,8 @@ loop that makes no trip when there is nothing to repair: under `vmap` a `cond` w
 Windows hide instability: each may converge while the error of the states before it grows from window to window. So a
 sequence of windows also carries an estimate of how large rounding errors have become, one more linear solve a window.
 
-What a window found is then certified (`settle`, `accumulated_errors`): the states of blind leaves are the loop's own to the bit, and
-the residuals of others, added up by the Jacobians, are within what is allowed.
+What a window found is then certified: the states of blind leaves are the loop's own to the bit (`settle`), and the
+residuals of others, added up by the Jacobians, are within what is allowed (`accumulated_errors`).
 """
 
 import dataclasses
@@ -22,7 +22,17 @@ import jax.numpy as jnp
 from jaxpar.scan.varying import varying_as
 from jaxpar.solve.iterate import iterate, leading, once
 from jaxpar.solve.problem import IterativeMethod, Outcome, Problem
-from jaxpar.solve.rounding import allowed, entering, fractions, leaf_largest, spread, step_largest, trusted, wide, within
+from jaxpar.solve.rounding import (
+    allowed,
+    entering,
+    fractions,
+    leaf_largest,
+    spread,
+    step_largest,
+    trusted,
+    wide,
+    within,
+)
 from jaxpar.solve.settle import settle
 from jaxpar.solve.structure import Leaves, Structure
 from jaxpar.types import Array, PyTree

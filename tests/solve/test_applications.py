@@ -19,7 +19,7 @@ def normal(seed, *shape):
     return jax.random.normal(jax.random.key(seed), shape)
 
 
-def agrees(make, params, init, xs, length=None, method=None):
+def agrees(make, params, init, xs, length=None, method=Newton()):
     """Asserts that states and gradients (of params and the start) are those of the loop; returns the stats."""
 
     def loss(scan):
@@ -67,7 +67,7 @@ def test_a_neural_ode_at_times_of_its_own(x64):
         return jit(jax.value_and_grad(value, (0, 1, 2), has_aux=True))
 
     args = jax.tree.map(lambda a: a.astype(jnp.float64), NEURAL), jnp.asarray(irregular(num)), jnp.ones(2)
-    (_, (got, (stats,))), got_grad = make(lambda *args: parallel_scan(*args, with_stats=True))(*args)
+    (_, (got, (stats,))), got_grad = make(lambda *args: parallel_scan(*args, with_stats=True, method=Newton()))(*args)
     (_, (want, _)), want_grad = make(jax.lax.scan)(*args)
     assert stats.converged and stats.iterations < 12
     assert_close(got, want, 1e-10)
@@ -213,7 +213,7 @@ def test_an_unstable_system_is_run_sequentially_and_reported():
     step, over = ode_step(lambda t, h, _: lorenz(h)), intervals(0.02 * np.arange(601))
     init = jnp.array([1.0, 1.0, 20.0])
     want = jax.jit(lambda init: jax.lax.scan(step, init, over)[1])(init)
-    _, got, stats = jax.jit(lambda init: parallel_scan(step, init, over, with_stats=True))(init)
+    _, got, stats = jax.jit(lambda init: parallel_scan(step, init, over, with_stats=True, method=Newton()))(init)
     assert not stats.converged and 0 < stats.first_bad < 600
     # The part that was iterated on is as close as rounding lets any two evaluations be.
     assert jnp.isfinite(got).all()

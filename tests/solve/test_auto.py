@@ -6,7 +6,8 @@ import pytest
 from tolerance import assert_close
 
 from jaxpar.solve import GaussSeidel, Newton, ParallelBackward, Sequential, parallel_scan
-from jaxpar.solve.auto import COSTS, Auto, choose
+from jaxpar.solve.auto import Auto, choose
+from jaxpar.solve.costs import COSTS
 from jaxpar.solve.lyapunov import lyapunov
 from jaxpar.types import UsageError
 

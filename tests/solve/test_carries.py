@@ -173,7 +173,7 @@ def gradients(init, xs, scan):
 
 def compared(f, init, xs, how, transform=lambda each: each, **options):
     """Asserts that values, gradients and types are those of the loop; returns the statistics."""
-    solve = functools.partial(parallel_scan, f, with_stats=True, **how, **options)
+    solve = functools.partial(parallel_scan, f, with_stats=True, **how, **options, method=Newton())
     scans = solve, functools.partial(jax.lax.scan, f, **options)
     results = jit(lambda *args: [transform(functools.partial(gradients, scan=scan))(*args) for scan in scans])(init, xs)
     ((got, (got_all, [stats])), got_grad), ((want, (want_all, _)), want_grad) = results
@@ -264,7 +264,7 @@ def test_what_does_not_depend_is_not_accused(name):
 def test_statistics_say_that_the_whole_was_run_sequentially():
     stats = parallel_scan(crossings, (H(), jnp.int32(0)), jnp.ones((T, 2)), method=Quasi(), with_stats=True)[2]
     assert str(stats).startswith("Sequential (carry leaf [1], int32[], depends on [0]): converged; 0 iterations")
-    stats = parallel_scan(counted, {"h": H(), "n": 0}, jnp.ones((T, 2)), with_stats=True)[2]
+    stats = parallel_scan(counted, {"h": H(), "n": 0}, jnp.ones((T, 2)), with_stats=True, method=Newton())[2]
     assert str(stats).startswith("Newton: converged") and 0 < stats.iterations < 6
 
 
@@ -328,17 +328,17 @@ def test_a_guess_is_read_where_it_can_be(x64):
     f, init, _ = CARRIES["a key"]
     xs = jnp.ones((T, 2))
     states = jax.lax.scan(lambda c, x: (f(c, x)[0],) * 2, init(), xs)[1]
-    carry, _, stats = parallel_scan(f, init(), xs, guess=states, with_stats=True)
+    carry, _, stats = parallel_scan(f, init(), xs, guess=states, with_stats=True, method=Newton())
     assert stats.iterations == 1
     same(carry, jax.lax.scan(f, init(), xs)[0], 1e-12)
     with pytest.raises(UsageError, match=r"guess leaf \[1\] has shape"):
-        parallel_scan(f, init(), xs, guess=(states[0], states[1][:2]))
+        parallel_scan(f, init(), xs, guess=(states[0], states[1][:2]), method=Newton())
 
 
 def unrolls(**how):
     """How far every loop over T steps is unrolled."""
     init = {"h": H(), "n": jnp.int32(0)}
-    program = jax.make_jaxpr(lambda xs: parallel_scan(counted, init, xs, **how)[0])(jnp.ones((T, 2)))
+    program = jax.make_jaxpr(lambda xs: parallel_scan(counted, init, xs, **how, method=Newton())[0])(jnp.ones((T, 2)))
 
     def found(jaxpr):
         for eqn in jaxpr.eqns:
@@ -366,7 +366,7 @@ def test_a_sequence_split_over_devices(parts, f, x64):
     mesh = make_mesh(MeshSpec(context=parts), devices=jax.devices()[:parts])
 
     def local(init, xs):
-        return parallel_scan(f, init, xs, reverse=reverse, axis_name="context", with_stats=True)
+        return parallel_scan(f, init, xs, reverse=reverse, axis_name="context", with_stats=True, method=Newton())
 
     split = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("context")), out_specs=(P(), P("context"), P()))
     xs = jax.random.normal(jax.random.key(0), (8, 2))

@@ -29,7 +29,7 @@ def loop(step, init, xs):
     return jax.lax.scan(lambda h, x: (step(h, x),) * 2, init, xs)[1]
 
 
-def solved(step, init, xs, method=None):
+def solved(step, init, xs, method=Newton()):
     return parallel_scan(lambda h, x: (step(h, x),) * 2, init, xs, method=method, with_stats=True)[1:]
 
 
@@ -173,7 +173,7 @@ def test_a_small_update_is_not_a_small_residual():
     guess = jnp.stack([jnp.asarray(near, jnp.float32), jnp.ones(40)], 1).at[0, 1].set(jnp.tanh(4e6 - xs[0]))
     start = jnp.array([4e6, 0.0])
     _, ys, _ = jit(
-        lambda guess: parallel_scan(lambda h, x: (step(h, x),) * 2, start, xs, guess=guess, with_stats=True)
+        lambda guess: parallel_scan(lambda h, x: (step(h, x),) * 2, start, xs, guess=guess, with_stats=True, method=Newton())
     )(guess)
     np.testing.assert_allclose(ys, loop(step, start, xs), rtol=1e-4, atol=1e-4)
 
@@ -232,7 +232,7 @@ def test_looser_tolerances_take_fewer_iterations_and_are_kept(x64):
 @pytest.mark.parametrize("name, value", [("rtol", float("nan")), ("rtol", 0.0), ("rtol", 1.0), ("atol", -1.0)])
 def test_tolerances_that_mean_nothing_are_refused(name, value):
     with pytest.raises(UsageError, match=f"{name}={value} must"):
-        parallel_scan(lambda h, x: (h, x), 1.0, jnp.ones(3), **{name: value})
+        parallel_scan(lambda h, x: (h, x), 1.0, jnp.ones(3), **{name: value}, method=Newton())
 
 
 def test_a_slow_iteration_is_not_taken_for_rounding():

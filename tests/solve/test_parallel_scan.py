@@ -70,7 +70,7 @@ CASES = {
 def test_whatever_a_loop_takes(name, reverse):
     f, init, xs, length = CASES[name]
     want = jax.lax.scan(f, init(), xs, length, reverse)
-    got = jit(lambda h, xs: parallel_scan(f, h, xs, length, reverse))(init(), xs)
+    got = jit(lambda h, xs: parallel_scan(f, h, xs, length, reverse, method=Newton()))(init(), xs)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
@@ -112,7 +112,7 @@ def test_vmap_is_a_loop_with_statistics_of_each_sequence(x64):
 
     def solve(gain, xs):
         params = jax.tree.map(lambda leaf: gain * leaf, weights())
-        return parallel_scan(functools.partial(CELLS["rnn"], params), start("rnn"), xs, with_stats=True)
+        return parallel_scan(functools.partial(CELLS["rnn"], params), start("rnn"), xs, with_stats=True, method=Newton())
 
     carry, ys, stats = jit(jax.vmap(solve))(gains, xs)
     alone = jit(solve)
@@ -127,7 +127,7 @@ def test_vmap_is_a_loop_with_statistics_of_each_sequence(x64):
 def test_a_guess_saves_iterations(x64):
     step, xs = functools.partial(CELLS["rnn"], weights("normal")), inputs(40)
     states = jax.lax.scan(lambda h, x: (step(h, x)[0],) * 2, start("rnn"), xs)[1]
-    solve = jit(lambda guess: parallel_scan(step, start("rnn"), xs, guess=guess, with_stats=True)[2])
+    solve = jit(lambda guess: parallel_scan(step, start("rnn"), xs, guess=guess, with_stats=True, method=Newton())[2])
     assert solve(states).iterations == 1 < solve(jnp.zeros_like(states)).iterations
 
 
@@ -151,19 +151,19 @@ def wrong_carry(h, x):
 
 ERRORS = {
     r"f takes carry leaf \['a'\] as float32\[2\] but returns it as float16\[2\]": lambda: parallel_scan(
-        wrong_carry, {"a": jnp.ones(2), "b": jnp.ones(2)}, jnp.ones(3)
+        wrong_carry, {"a": jnp.ones(2), "b": jnp.ones(2)}, jnp.ones(3), method=Newton()
     ),
     "f takes a carry of structure .* but returns one of": lambda: parallel_scan(
-        lambda h, x: ((h, h), x), jnp.ones(2), jnp.ones(3)
+        lambda h, x: ((h, h), x), jnp.ones(2), jnp.ones(3), method=Newton()
     ),
-    "returns it as float32": lambda: parallel_scan(lambda h, x: (h[:1], x), jnp.ones(2), jnp.ones(3)),
-    "must return a pair": lambda: parallel_scan(lambda h, x: [h, x], jnp.ones(2), jnp.ones(3)),
-    "length must be given": lambda: parallel_scan(lambda h, x: (h, x), jnp.ones(2), None),
-    "must agree on T": lambda: parallel_scan(lambda h, x: (h, x), jnp.ones(2), jnp.ones(3), 4),
-    "is a scalar": lambda: parallel_scan(lambda h, x: (h, x), jnp.ones(2), jnp.float32(1)),
-    "on_fail='maybe' is unknown": lambda: parallel_scan(lambda h, x: (h, x), 1.0, jnp.ones(3), on_fail="maybe"),
-    "guess leaf .* needs": lambda: parallel_scan(lambda h, x: (h, x), 1.0, jnp.ones(3), guess=jnp.ones(2)),
-    "custom_vjp": lambda: parallel_scan(lambda h, x: (OPAQUE(h), x), 1.0, jnp.ones(3)),
+    "returns it as float32": lambda: parallel_scan(lambda h, x: (h[:1], x), jnp.ones(2), jnp.ones(3), method=Newton()),
+    "must return a pair": lambda: parallel_scan(lambda h, x: [h, x], jnp.ones(2), jnp.ones(3), method=Newton()),
+    "length must be given": lambda: parallel_scan(lambda h, x: (h, x), jnp.ones(2), None, method=Newton()),
+    "must agree on T": lambda: parallel_scan(lambda h, x: (h, x), jnp.ones(2), jnp.ones(3), 4, method=Newton()),
+    "is a scalar": lambda: parallel_scan(lambda h, x: (h, x), jnp.ones(2), jnp.float32(1), method=Newton()),
+    "on_fail='maybe' is unknown": lambda: parallel_scan(lambda h, x: (h, x), 1.0, jnp.ones(3), on_fail="maybe", method=Newton()),
+    "guess leaf .* needs": lambda: parallel_scan(lambda h, x: (h, x), 1.0, jnp.ones(3), guess=jnp.ones(2), method=Newton()),
+    "custom_vjp": lambda: parallel_scan(lambda h, x: (OPAQUE(h), x), 1.0, jnp.ones(3), method=Newton()),
     "window=0 must be": lambda: Newton(window=0),
     "max_iters=0 must be": lambda: Jacobi(max_iters=0),
     "clip=0 must be": lambda: Newton(clip=0),
@@ -172,7 +172,7 @@ ERRORS = {
     "diagonal='all' is unknown": lambda: Quasi("all"),
     "samples=0 must be": lambda: Quasi("hutchinson", samples=0),
     "unroll=0 must be": lambda: Sequential(unroll=0),
-    "unroll=-1 must be": lambda: parallel_scan(lambda h, x: (h, x), 1.0, jnp.ones(3), unroll=-1),
+    "unroll=-1 must be": lambda: parallel_scan(lambda h, x: (h, x), 1.0, jnp.ones(3), unroll=-1, method=Newton()),
 }
 OPAQUE = jax.custom_vjp(jnp.sin)
 OPAQUE.defvjp(lambda h: (jnp.sin(h), h), lambda h, g: (g * jnp.cos(h),))
@@ -207,5 +207,5 @@ def test_no_step_and_one_step_are_sequences(method, length):
 
 
 def test_statistics_print():
-    stats = parallel_scan(lambda h, x: (0.5 * h + x, h), 1.0, jnp.ones(5), with_stats=True)[2]
+    stats = parallel_scan(lambda h, x: (0.5 * h + x, h), 1.0, jnp.ones(5), with_stats=True, method=Newton())[2]
     assert str(stats).startswith("Newton: converged; 2 iterations in 1 windows")
