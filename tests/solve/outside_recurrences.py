@@ -75,13 +75,12 @@ def each(T, dtype, value):
 # Mean: an iteration with small residuals and small updates may stand far from the loop.
 
 
-def bank(h, x):
-    interest = jnp.round(h["balance"] * 2e-4 * 100) / 100
-    return {"balance": h["balance"] + interest + x, "paid": h["paid"] + interest}
+def bank(cents, x):
+    return jnp.round(cents + 1e-6 * cents + x)
 
 
 def deposits(T, dtype):
-    return jnp.asarray(np.round(0.3 * draws(1, T), 2), dtype)
+    return jnp.asarray(np.round(10 * draws(1, T)), dtype)
 
 
 def slow_integrator(h, x):
@@ -90,15 +89,19 @@ def slow_integrator(h, x):
 
 
 def tiny_filter(h, x):
-    scaled = h["tiny"] / x["unit"]
-    tiny = 0.95 * h["tiny"] + x["unit"] * jnp.tanh(x["drive"] - 0.5 * scaled)
-    return {"tiny": tiny, "huge": 0.9 * h["huge"] + x["size"] * jnp.tanh(scaled)}
+    tiny = h[1]
+    pull = jnp.sign(x["drive"] - 0.5 * tiny / x["unit"])
+    return jnp.stack([0.9 * h[0] + x["size"] * x["drive"], 0.9 * tiny + x["unit"] * pull])
 
 
 def tiny_units(T, dtype):
+    unit = within(dtype, 1e-9)
+    # A tolerance that float64 can afford is smaller, and so is what hides below it.
+    if jnp.dtype(dtype) == np.float64:
+        unit = 1e-20
     return {
         "drive": normal(3)(T, dtype),
-        "unit": each(T, dtype, within(dtype, 1e-9)),
+        "unit": each(T, dtype, unit),
         "size": each(T, dtype, within(dtype, 1e4)),
     }
 
@@ -128,14 +131,25 @@ def hidden_jvp(primals, tangents):
     return value, jnp.zeros_like(tangent)
 
 
+def few_roundings(seed):
+    """Makes `inputs` of a few roundings of 1 a step, all of one sign."""
+
+    def inputs(T, dtype):
+        eps = float(jnp.finfo(dtype).eps)
+        return jnp.asarray(12 * eps * (1 + 0.5 * np.tanh(draws(seed, T))), dtype)
+
+    return inputs
+
+
 def hidden_link(h, x):
-    slow = 0.999 * h["slow"] + 0.001 * hidden(h["fast"])
-    return {"slow": slow, "fast": 0.5 * h["fast"] + 0.45 * hidden(h["slow"]) + x}
+    return {
+        "left": 0.5 * h["left"] + 0.5 * hidden(h["right"]) + x,
+        "right": 0.5 * h["right"] + 0.5 * hidden(h["left"]),
+    }
 
 
-def hidden_drift(h, x):
-    rates = jnp.asarray([1e-3, 1e-6, 1e-9], h.dtype)
-    return h + x + jax.lax.stop_gradient(rates * h)
+def hidden_decay(h, x):
+    return jax.lax.stop_gradient(h) * (1 - x)
 
 
 def phase(h, x):
@@ -159,16 +173,12 @@ def accept_reject(h, x):
     proposed = h["place"] + 0.7 * x["move"]
     accepted = x["log_uniform"] < energy(h["place"]) - energy(proposed)
     place = jnp.where(accepted, proposed, h["place"])
-    return {"place": place, "accepted": h["accepted"] + accepted.astype(jnp.int32)}
+    return {"place": place, "accepted": h["accepted"] + accepted.astype(place.dtype)}
 
 
 def proposals(T, dtype):
     uniform = np.random.default_rng(10).uniform(1e-3, 1, size=T)
     return {"move": normal(11)(T, dtype), "log_uniform": jnp.asarray(np.log(uniform), dtype)}
-
-
-def accept_start(dtype):
-    return {"place": jnp.asarray(1, dtype), "accepted": jnp.asarray(0, jnp.int32)}
 
 
 def thermostat(h, x):
@@ -179,14 +189,21 @@ def thermostat(h, x):
     return {"room": room, "wall": wall, "heater": heater}
 
 
-def restarts(h, x):
-    over = h["count"] == h["period"]
-    rate = 0.05 * (1 + jnp.cos(math.pi * h["count"] / h["period"]))
+def schedule(h, x):
+    count = (h["count"].astype(jnp.int32) + 1).astype(h["count"].dtype)
+    rate = 0.05 * (1 + jnp.cos(math.pi * (count / x["last"])))
+    return {"count": count, "weight": h["weight"] - rate * (h["weight"] - x["target"])}
+
+
+def resumed(dtype):
     return {
-        "count": jnp.where(over, 0, h["count"] + 1),
-        "period": jnp.where(over, 2 * h["period"], h["period"]),
-        "weight": h["weight"] - rate * (h["weight"] - x),
+        "count": jnp.asarray(within(dtype, 1e6), dtype),
+        "weight": jnp.asarray(1, dtype),
     }
+
+
+def long_schedule(T, dtype):
+    return {"target": normal(13)(T, dtype), "last": each(T, dtype, within(dtype, 1e7))}
 
 
 def rounding_residue(h, x):
@@ -265,10 +282,10 @@ MEAN = (
         name="bank",
         kind="bank account",
         step=bank,
-        start=starting(balance=137.42, paid=0),
+        start=lambda dtype: jnp.asarray(within(dtype, 1e7), dtype),
         inputs=deposits,
         smooth=False,
-        why="Interest is rounded to cents: no derivative, and a cent a step adds up.",
+        why="Rounding to cents hides the balance; a step adds a millionth to it, which adds up.",
     ),
     Recurrence(
         name="slow_integrator",
@@ -281,12 +298,12 @@ MEAN = (
     ),
     Recurrence(
         name="tiny_filter",
-        kind="leaves of very different size",
+        kind="entries of very different size",
         step=tiny_filter,
-        start=starting(tiny=0, huge=0),
+        start=lambda dtype: jnp.zeros(2, dtype),
         inputs=tiny_units,
-        smooth=True,
-        why="A leaf of 1e-9 drives one of 1e4: zeros pass any absolute tolerance.",
+        smooth=False,
+        why="An entry of 1e-9 beside one of 1e4 in one leaf: zeros pass any absolute tolerance.",
     ),
     Recurrence(
         name="friction",
@@ -310,19 +327,19 @@ MEAN = (
         name="hidden_link",
         kind="derivative of zero by rule",
         step=hidden_link,
-        start=starting(slow=0, fast=0),
-        inputs=normal(6, mean=0.1),
+        start=starting(left=1, right=1),
+        inputs=few_roundings(6),
         smooth=False,
-        why="A hidden loop of gain 0.9: each update leaves ten times its own size undone.",
+        why="Halves forget by their derivatives, but their sum keeps every small input.",
     ),
     Recurrence(
-        name="hidden_drift",
+        name="hidden_decay",
         kind="stopped gradient",
-        step=hidden_drift,
-        start=lambda dtype: jnp.asarray([100, 100, 100], dtype),
-        inputs=normal(7, 3, scale=0.1),
+        step=hidden_decay,
+        start=lambda dtype: jnp.asarray(1, dtype),
+        inputs=few_roundings(7),
         smooth=False,
-        why="Growth by 1e-3, 1e-6 and 1e-9 a step that no derivative sees.",
+        why="A decay by a few roundings a step, of which no derivative tells.",
     ),
     Recurrence(
         name="phase",
@@ -346,10 +363,10 @@ MEAN = (
         name="accept_reject",
         kind="accept or reject",
         step=accept_reject,
-        start=accept_start,
+        start=starting(place=1, accepted=0),
         inputs=proposals,
         smooth=False,
-        why="One other decision moves the walk to another well, and an integer counts them.",
+        why="One other decision moves the walk to another well, and a count keeps it.",
     ),
     Recurrence(
         name="thermostat",
@@ -361,13 +378,13 @@ MEAN = (
         why="The heater is a state that only comparisons write: it has memory and no slope.",
     ),
     Recurrence(
-        name="restarts",
+        name="schedule",
         kind="scheduler with a float counter",
-        step=restarts,
-        start=starting(count=0, period=4, weight=1),
-        inputs=normal(13),
+        step=schedule,
+        start=resumed,
+        inputs=long_schedule,
         smooth=False,
-        why="A counter is compared for equality, so that an error of one rounding loses a restart.",
+        why="Resumed at a million steps, and cast through integers: one more is a small residual.",
     ),
     Recurrence(
         name="rounding_residue",

@@ -167,5 +167,6 @@ def test_a_lost_step_is_found_in_every_recurrence(recurrence):
         wide = run(in_float64(start), in_float64(inputs))
     assert excess(loop, loop, wide, RTOL) == 0
 
-    late = jax.tree.map(lambda leaf: np.concatenate([leaf[:1], leaf[:-1]]), loop)
-    assert excess(late, loop, wide, RTOL) > 1
+    # In float64, as some move by a few roundings of float32 a step.
+    late = jax.tree.map(lambda leaf: np.concatenate([leaf[:1], leaf[:-1]]), wide)
+    assert excess(late, wide, wide, 1e-12) > 1
