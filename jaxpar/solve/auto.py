@@ -98,8 +98,10 @@ def choose(
     parts = divided(traced, leaf_names(init))
     if parts.reason:
         return Choice(Sequential(), f"Sequential for {num} steps: {parts.reason}.", None, ())
-    if parts.first:
-        _, before = parts.known(Loop(num, reverse, 1, None))
+    if parts.first or parts.last:
+        before = ()
+        if parts.first:
+            _, before = parts.known(Loop(num, reverse, 1, None))
         return choose(*parts.rest(before), num, reverse, gradient=gradient, jac=jac, platform=platform)
     first = tuple(leaf[0] for leaf in traced.xs)
     model = model_of(traced, first, num, gradient, jac, platform)

@@ -14,7 +14,7 @@ from jaxpar.lower.jaxprs import array_of, inner_jaxpr
 from jaxpar.mesh import platform as ambient_platform
 from jaxpar.solve._dependence import Relation, relations
 from jaxpar.solve.blindness import blind_leaves
-from jaxpar.solve.carries import Division, divided
+from jaxpar.solve.carries import Division, divided, without_blind
 from jaxpar.solve.fixed_point import Jacobi
 from jaxpar.solve.fused import Fused, takes
 from jaxpar.solve.gauss_seidel import GaussSeidel
@@ -287,7 +287,9 @@ def rule(
     if parts.reason:
         return Choice(Sequential(), f"Sequential for {length} steps: {parts.reason}.", None, ())
     program = parts.traced
-    if parts.first:
+    causes = blind_leaves(program.recurrence.jaxpr, program.recurrence.num_carry)
+    parts = without_blind(parts, [bool(found) for found in causes])
+    if parts.first or parts.last:
         # Of the leaves that are run first only shapes count here.
         before = tuple(
             jnp.broadcast_to(program.init[number], (length, *program.init[number].shape)) for number in parts.first
@@ -305,6 +307,12 @@ def rule(
     else:
         obstacle = obstacle_of(program, [parts.names[number] for number in parts.solved])
         table += _parallel_candidates(model, program, first, jac, obstacle)
+    if parts.first or parts.last:
+        # Next to a solve they are a loop of their own.
+        apart = length * model.costs.step
+        table = [
+            row if isinstance(row.method, Sequential) else row._replace(seconds=row.seconds + apart) for row in table
+        ]
     table.sort(key=lambda row: row.seconds)
     return Choice(table[0].method, reason_for(table, None, False, length, platform), None, tuple(table))
 

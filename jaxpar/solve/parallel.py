@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from jaxpar.scan.varying import varying_as
 from jaxpar.solve.blindness import blind_leaves
-from jaxpar.solve.carries import Division, Loop, divided
+from jaxpar.solve.carries import Division, Loop, divided, without_blind
 from jaxpar.solve.costs import rule
 from jaxpar.solve.newton import Newton
 from jaxpar.solve.problem import Chooser, Method, UnrolledMethod
@@ -145,7 +145,7 @@ def parallel_scan(
         carry, ys = dataclasses.replace(_unrolled(loop, method), axis_name=None).run(f, init, xs)
         stats = _sequential_stats(method, loop)
         return (carry, ys, stats) if with_stats else (carry, ys)
-    parts = divided(trace(f, init, xs, axis_name), names)
+    parts = divided(trace(f, init, xs, axis_name), names, axis_name)
     reason = ""
     if method is None:
         choice = rule(parts, length)
@@ -207,9 +207,14 @@ def _solved(
     tolerances: tuple[tuple[float | None, ...], tuple[float | None, ...]],
 ) -> tuple[PyTree, PyTree, Stats]:
     """Returns the last state, the outputs and the stats: what can be is run sequentially first, and the rest solved."""
-    program, known = parts.traced, ()
+    traced = parts.traced
+    if loop.axis_name is None:
+        causes = blind_leaves(traced.recurrence.jaxpr, traced.recurrence.num_carry)
+        parts = without_blind(parts, [bool(found) for found in causes])
+    program, known, before = traced, (), ()
     if parts.first:
         known, before = parts.known(loop)
+    if parts.first or parts.last:
         program = trace(*parts.rest(before), loop.axis_name)
     if loop.unroll != 1 and isinstance(method, UnrolledMethod):
         method = dataclasses.replace(cast(Any, method), unroll=loop.unroll)
@@ -234,7 +239,11 @@ def _solved(
     )
     run = jax.jit(functools.partial(_run, solve))
     carry, ys, stats = run(program.consts, program.init, program.xs, guess)
-    return parts.traced.state_tree.unflatten(parts.merged(carry, known)), parts.traced.output_tree.unflatten(ys), stats
+    last = ()
+    if parts.last:
+        last, ys = parts.finished(loop, before, ys)
+    state = parts.merged({}, first=known, solved=carry, last=last)
+    return traced.state_tree.unflatten(state), traced.output_tree.unflatten(ys), stats
 
 
 def _default_in_trivial_cases(names: list[str], loop: Loop) -> Method | None:

@@ -19,7 +19,10 @@ def normal(seed, *shape):
     return jax.random.normal(jax.random.key(seed), shape)
 
 
-def agrees(make, params, init, xs, length=None, method=Newton()):
+NEWTON = Newton()
+
+
+def agrees(make, params, init, xs, length=None, method=NEWTON):
     """Asserts that states and gradients (of params and the start) are those of the loop; returns the stats."""
 
     def loss(scan):

@@ -17,6 +17,8 @@ from jaxpar.solve.structure import elementwise
 from jaxpar.solve.windows import _merged
 from jaxpar.types import UsageError
 
+NEWTON = Newton()
+
 
 def excess(states, loop, exact, dtype):
     """The largest |h - h64| / (10 (|h_loop - h64| + rtol |h64| + atol)) of any entry; over one is an error."""
@@ -29,7 +31,7 @@ def loop(step, init, xs):
     return jax.lax.scan(lambda h, x: (step(h, x),) * 2, init, xs)[1]
 
 
-def solved(step, init, xs, method=Newton()):
+def solved(step, init, xs, method=NEWTON):
     return parallel_scan(lambda h, x: (step(h, x),) * 2, init, xs, method=method, with_stats=True)[1:]
 
 
@@ -173,7 +175,9 @@ def test_a_small_update_is_not_a_small_residual():
     guess = jnp.stack([jnp.asarray(near, jnp.float32), jnp.ones(40)], 1).at[0, 1].set(jnp.tanh(4e6 - xs[0]))
     start = jnp.array([4e6, 0.0])
     _, ys, _ = jit(
-        lambda guess: parallel_scan(lambda h, x: (step(h, x),) * 2, start, xs, guess=guess, with_stats=True, method=Newton())
+        lambda guess: parallel_scan(
+            lambda h, x: (step(h, x),) * 2, start, xs, guess=guess, with_stats=True, method=Newton()
+        )
     )(guess)
     np.testing.assert_allclose(ys, loop(step, start, xs), rtol=1e-4, atol=1e-4)
 

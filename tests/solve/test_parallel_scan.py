@@ -112,7 +112,9 @@ def test_vmap_is_a_loop_with_statistics_of_each_sequence(x64):
 
     def solve(gain, xs):
         params = jax.tree.map(lambda leaf: gain * leaf, weights())
-        return parallel_scan(functools.partial(CELLS["rnn"], params), start("rnn"), xs, with_stats=True, method=Newton())
+        return parallel_scan(
+            functools.partial(CELLS["rnn"], params), start("rnn"), xs, with_stats=True, method=Newton()
+        )
 
     carry, ys, stats = jit(jax.vmap(solve))(gains, xs)
     alone = jit(solve)
@@ -161,8 +163,12 @@ ERRORS = {
     "length must be given": lambda: parallel_scan(lambda h, x: (h, x), jnp.ones(2), None, method=Newton()),
     "must agree on T": lambda: parallel_scan(lambda h, x: (h, x), jnp.ones(2), jnp.ones(3), 4, method=Newton()),
     "is a scalar": lambda: parallel_scan(lambda h, x: (h, x), jnp.ones(2), jnp.float32(1), method=Newton()),
-    "on_fail='maybe' is unknown": lambda: parallel_scan(lambda h, x: (h, x), 1.0, jnp.ones(3), on_fail="maybe", method=Newton()),
-    "guess leaf .* needs": lambda: parallel_scan(lambda h, x: (h, x), 1.0, jnp.ones(3), guess=jnp.ones(2), method=Newton()),
+    "on_fail='maybe' is unknown": lambda: parallel_scan(
+        lambda h, x: (h, x), 1.0, jnp.ones(3), on_fail="maybe", method=Newton()
+    ),
+    "guess leaf .* needs": lambda: parallel_scan(
+        lambda h, x: (h, x), 1.0, jnp.ones(3), guess=jnp.ones(2), method=Newton()
+    ),
     "custom_vjp": lambda: parallel_scan(lambda h, x: (OPAQUE(h), x), 1.0, jnp.ones(3), method=Newton()),
     "window=0 must be": lambda: Newton(window=0),
     "max_iters=0 must be": lambda: Jacobi(max_iters=0),

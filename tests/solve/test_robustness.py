@@ -105,7 +105,9 @@ def test_an_observer_of_a_chaotic_system_converges_fast(x64):
         return chaotic(h + 0.9 * (seen - h), x)
 
     rows = xs, jnp.concatenate([jnp.ones((1, 16)), truth[:-1]])
-    _, ys, stats = jit(lambda rows: parallel_scan(observer, jnp.zeros(16), rows, with_stats=True, method=Newton()))(rows)
+    _, ys, stats = jit(lambda rows: parallel_scan(observer, jnp.zeros(16), rows, with_stats=True, method=Newton()))(
+        rows
+    )
     assert stats.converged and stats.iterations < 12
     assert distance(ys, jax.lax.scan(observer, jnp.zeros(16), rows)[1]) < 1e-10
 
@@ -121,7 +123,9 @@ def test_overflow_and_nan_are_those_of_the_loop(x64):
 
     for step, init, xs in ((f, 0.5, jnp.linspace(0, 1, 100)), (g, 4.0, jnp.linspace(0, 2, 100))):
         want = jax.lax.scan(step, init, xs)[1]
-        _, ys, stats = jit(lambda xs, step=step, init=init: parallel_scan(step, init, xs, with_stats=True, method=Newton()))(xs)
+        _, ys, stats = jit(
+            lambda xs, step=step, init=init: parallel_scan(step, init, xs, with_stats=True, method=Newton())
+        )(xs)
         first = int(jnp.argmin(jnp.isfinite(want)))
         assert not stats.converged and 0 < stats.first_bad <= first
         assert bool((jnp.isnan(ys) == jnp.isnan(want)).all()) and bool((jnp.isinf(ys) == jnp.isinf(want)).all())
