@@ -1,0 +1,190 @@
+"""What is called converged is the loop's: recurrences whose small residuals and updates say nothing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fast import jit
+
+from jaxpar.solve import Elk, GaussSeidel, Jacobi, Newton, Quasi, Sequential, explain, parallel_scan
+from jaxpar.types import UsageError
+
+NOISE = np.random.default_rng(0).standard_normal(10_000).astype(np.float32)
+DOSES = np.random.default_rng(0).uniform(0, 1.2e-8, 400).astype(np.float32)
+
+
+@jax.custom_jvp
+def rounded(v):
+    return jnp.round(1e6 * v) / 1e6
+
+
+rounded.defjvp(lambda primals, tangents: (rounded(*primals), jnp.zeros_like(primals[0])))
+
+
+def ledger(c, x):
+    s, cash = c
+    s = 0.01 * s + jnp.tanh(x)
+    cash = jnp.round((cash + 0.05 + 0.02 * s) * 100) / 100
+    return (s, cash), None
+
+
+def counter(c, x):
+    s, n = c
+    s = 0.01 * s + jnp.tanh(x)
+    n = jnp.floor(n + 0.002 * (s > 0) + jnp.where(s > 0, 1.0, 0.0))
+    return (s, n), None
+
+
+def quantised(c, x):
+    p, e = c
+    p = 0.01 * p + 0.5 * jnp.tanh(x)
+    return (p, rounded(e + 4e-6 + 1e-6 * p)), None
+
+
+def fed(step):
+    """Returns a step whose blind leaf feeds the other one, so that it cannot be run afterwards."""
+
+    def one(c, x):
+        (s, other), _ = step(c, x)
+        return (s + 1e-9 * c[1], other), None
+
+    return one
+
+
+def slow(h, x):
+    fast = 0.01 * h[0] + jnp.tanh(x)
+    return jnp.stack([fast, 0.9999 * h[1] + 1e-4 + 2e-6]), None
+
+
+def chain(s, u):
+    """A Michaelis-Menten chain in mol/L."""
+    a = 8e-9 * s[0] / (5e-8 + s[0])
+    b = 0.7 * 8e-9 * s[1] / (5e-8 + s[1])
+    s = jnp.stack([s[0] + u - a, s[1] + a - b, s[2] + b - 0.05 * s[2]])
+    return s, 1e9 * s
+
+
+def spiking(v, x):
+    v = 0.9 * v + x
+    v = jnp.where(v > 1, 0.0, v)
+    return v, v
+
+
+def solved(f, init, xs, method, **options):
+    run = jit(lambda init, xs: parallel_scan(f, init, xs, method=method, with_stats=True, **options))
+    return run(init, xs)
+
+
+def by_steps(f, init, xs):
+    return jit(lambda init, xs: jax.lax.scan(f, init, xs))(init, xs)
+
+
+def start(*numbers):
+    return tuple(jnp.float32(number) for number in numbers)
+
+
+BLIND = {
+    "ledger": (ledger, start(0, 1e4), NOISE),
+    "counter": (counter, start(0, 2e5), NOISE[:2000]),
+    "quantised": (quantised, start(0, 0.5), NOISE),
+}
+
+
+@pytest.mark.parametrize("name", BLIND)
+def test_blind_leaves_are_the_loop_s_own(name):
+    """Run afterwards where they feed nothing: the rest is solved, and they are exact."""
+    f, init, xs = BLIND[name]
+    carry, _, stats = solved(f, init, xs, Newton())
+    want, _ = by_steps(f, init, xs)
+    assert stats.converged and isinstance(stats.method, Newton) and list(stats.error) == ["[0]"]
+    np.testing.assert_allclose(carry[0], want[0], rtol=1e-5)
+    np.testing.assert_allclose(carry[1], want[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", BLIND)
+def test_a_blind_leaf_that_feeds_others_is_not_found_by_small_residuals(name):
+    f, init, xs = BLIND[name]
+    carry, _, stats = solved(fed(f), init, xs, Newton())
+    want, _ = by_steps(fed(f), init, xs)
+    assert not stats.converged and stats.first_bad < len(xs)
+    np.testing.assert_array_equal(carry[1], want[1])
+
+
+@pytest.mark.parametrize("method", [Newton(), Jacobi(), GaussSeidel(block=16)], ids=repr)
+def test_blind_states_that_forget_are_solved_to_the_bit(method):
+    _, ys, stats = solved(spiking, jnp.float32(0), NOISE[:2000], method)
+    assert stats.converged and stats.iterations < 200
+    np.testing.assert_array_equal(ys, by_steps(spiking, jnp.float32(0), NOISE[:2000])[1])
+
+
+def test_the_gradient_of_a_blind_solution_is_the_loop_s():
+    def value(scan, gain):
+        f = lambda v, x: spiking(v, gain * x)  # noqa: E731
+        return (scan(f, jnp.float32(0), NOISE[:500])[1] ** 2).sum()
+
+    solve = lambda *args: parallel_scan(*args, method=Newton())  # noqa: E731
+    got = jit(jax.grad(lambda gain: value(solve, gain)))(jnp.float32(1.1))
+    want = jit(jax.grad(lambda gain: value(jax.lax.scan, gain)))(jnp.float32(1.1))
+    np.testing.assert_allclose(got, want, rtol=1e-4)
+
+
+METHODS = [Jacobi(), Quasi(), Newton(damping=0.5), GaussSeidel(block=16), Elk(lam=100.0, adaptive=False)]
+
+
+@pytest.mark.parametrize("method", [Newton(), *METHODS], ids=repr)
+def test_a_fast_entry_says_nothing_of_a_slow_one(method):
+    init = jnp.array([0.0, 1.0])
+    carry, _, stats = solved(slow, init, NOISE, method)
+    # The loop's own rounding over 10,000 steps allows no more.
+    assert abs(carry[1] - by_steps(slow, init, NOISE)[0][1]) < 1e-4
+    assert not stats.converged or max(stats.error.values()) <= 1
+
+
+@pytest.mark.parametrize("method", [Newton(), Jacobi()], ids=repr)
+def test_small_states_are_judged_by_their_own_size(method):
+    def value(scan, scale):
+        return scan(chain, jnp.zeros(3, jnp.float32), scale * DOSES)[1][-1].sum()
+
+    solve = lambda *args: parallel_scan(*args, method=method)  # noqa: E731
+    scale = jnp.float32(1)
+    pairs = [jit(jax.value_and_grad(lambda scale, scan=scan: value(scan, scale))) for scan in (solve, jax.lax.scan)]
+    got, want = (pair(scale) for pair in pairs)
+    np.testing.assert_allclose(got, want, rtol=1e-4)
+
+
+def test_tolerances_are_given_for_each_leaf():
+    def f(c, x):
+        new = {"a": jnp.tanh(0.9 * c["a"] + x), "b": jnp.tanh(0.9 * c["b"] + x)}
+        return new, None
+
+    init = {"a": jnp.float32(0), "b": jnp.float32(0)}
+    counts = []
+    for rtol in ({"a": 1e-2, "b": 1e-2}, {"a": 1e-2, "b": None}):
+        stats = solved(f, init, NOISE[:200], Jacobi(), rtol=rtol)[2]
+        assert stats.converged and set(stats.error) == {"['a']", "['b']"}
+        counts.append(int(stats.iterations))
+    assert counts[0] < counts[1]
+    with pytest.raises(UsageError, match="rtol must be a number, None, or a tree"):
+        parallel_scan(f, init, NOISE[:9], rtol={"a": 1e-2})
+
+
+def relaxing(h, x):
+    h = jnp.tanh(0.5 * h + x)
+    return h, h
+
+
+def test_the_default_depends_on_the_platform_and_the_program():
+    xs = jnp.ones((100_000, 4))
+    assert isinstance(explain(relaxing, jnp.zeros(4), xs, platform="cpu").method, Sequential)
+    choice = explain(relaxing, jnp.zeros(4), xs, platform="gpu")
+    assert not isinstance(choice.method, Sequential) and "assumed" in str(choice)
+    blind = explain(spiking, jnp.zeros(4), xs, platform="gpu")
+    assert "is blind" in str(blind) and not isinstance(blind.method, Newton | GaussSeidel)
+    affine = explain(lambda h, x: (0.9 * h + x, None), jnp.zeros(4), xs, platform="gpu")
+    assert "affine" in str(affine)
+
+
+def test_the_default_says_what_it_took():
+    _, ys, stats = parallel_scan(relaxing, jnp.float32(0), NOISE[:50], with_stats=True)
+    assert isinstance(stats.method, Sequential) and "on cpu" in stats.reason
+    np.testing.assert_array_equal(ys, jax.lax.scan(relaxing, jnp.float32(0), NOISE[:50])[1])
