@@ -87,13 +87,30 @@ def blind_leaves(jaxpr: Jaxpr, num_carry: int) -> list[frozenset[Cause]]:
       jaxpr: Program of a step: its first `num_carry` inputs and outputs are the state's leaves.
       num_carry: Number of leaves.
     """
-    return _Reader().leaves(jaxpr, num_carry)
+    found = _Reader().leaves(jaxpr, num_carry)
+    for number in range(num_carry):
+        others = {
+            var: other
+            for other, var in enumerate(jaxpr.outvars[:num_carry])
+            if other != number and found[other] and var is not jaxpr.outvars[number]
+        }
+        if found[number] and others:
+            # A leaf that is made of another one's new state is not blind for that: the other is
+            # found to the bit, or is blind itself and so are both.
+            found[number] = _Reader(others).leaves(jaxpr, num_carry)[number]
+    return found
 
 
 class _Reader:
-    """Reads one program; equal computations become one value."""
+    """Reads one program; equal computations become one value.
 
-    def __init__(self):
+    Attributes:
+      cut: Variables that are new states of other leaves, and the numbers of those leaves.
+      known: Values by what makes them.
+    """
+
+    def __init__(self, cut: dict[Any, int] | None = None):
+        self.cut = cut or {}
         self.known: dict[Any, Value] = {}
 
     def leaves(self, jaxpr: Jaxpr, num_carry: int) -> list[frozenset[Cause]]:
@@ -110,6 +127,21 @@ class _Reader:
 
     def rule(self, equation: JaxprEqn, operands: list[Value]) -> list[Value] | None:
         """Returns the values of one equation's results; None to open a call."""
+        if not self.cut.keys() & set(equation.outvars):
+            return self.opened(equation, operands)
+        results = self.opened(equation, operands)
+        if results is None:
+            results = self.read(*called(equation), operands)
+        out = []
+        for var, value in zip(equation.outvars, results, strict=True):
+            if var in self.cut:
+                leaves = value.leaves | {self.cut[var]}
+                value = Value(dtype=value.dtype, leaves=leaves)
+            out.append(value)
+        return out
+
+    def opened(self, equation: JaxprEqn, operands: list[Value]) -> list[Value] | None:
+        """Returns the values of one equation's results, whatever leaves they are; None to open a call."""
         name = equation.primitive.name
         if name == "custom_jvp_call":
             # Its derivative is its own: what the program stops inside of it does not matter.

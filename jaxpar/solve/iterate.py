@@ -206,7 +206,9 @@ def _remaining_errors(problem: Problem, iterates: Iterates, updates: Leaves, siz
         factor = _at_steps(factor, len(update))
         dtype = problem.start[number].dtype
         rounding = 2 * float(jnp.finfo(dtype).eps) / problem.tolerance(number, dtype)[0]
-        is_bound = is_exact | (update <= rounding)
+        is_bound = update <= rounding
+        if is_exact:
+            is_bound |= factor < jnp.inf  # updates that grow bound nothing: an error may only begin to show
         factor = jnp.where(is_bound, jnp.minimum(factor, 1.0), factor)
         out.append(jnp.where(update == 0, 0, factor * update))
     return tuple(out)

@@ -38,6 +38,7 @@ class Problem:
         entry's typical size (`rounding.typical_size`). An empty tuple is None for all.
       unroll: Of what is run sequentially; None leaves it to the method.
       floor: Error that is allowed beside both, arrays that broadcast against [T, ...]; None for none.
+      valid: Steps that count, those behind them being padding; None for all.
     """
 
     step: Callable[[Leaves, Leaves], Leaves]
@@ -51,6 +52,7 @@ class Problem:
     atol: tuple[float | None, ...] = ()
     unroll: int | None = None
     floor: Leaves | None = None
+    valid: Array | None = None
 
     def tolerance(self, number: int, dtype: DTypeLike) -> tuple[float, float | None]:
         """Returns rtol and atol of a leaf; atol is None where the leaf's size decides."""

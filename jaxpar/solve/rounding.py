@@ -47,14 +47,23 @@ def typical_size(problem: Problem, size: Array) -> Array:
     An entry that is zero at most steps takes its mean, and one that is always zero counts as 1.
     """
     length = len(size)
+    steps = np.arange(length)
     if length > SAMPLES:
         # Steps in the golden ratio: an even spacing could meet a periodic state in one phase only.
         steps = np.sort((np.arange(SAMPLES) * 0.6180339887498949 % 1 * length).astype(int))
-        sample = size[steps]
+    sample = size[steps]
+    count: Array | int = len(steps)
+    if problem.valid is None:
+        mean = size.mean(0, keepdims=True)
     else:
-        sample = size
-    mean = size.mean(0, keepdims=True)
-    middle = jnp.sort(sample, axis=0)[len(sample) // 2][None]
+        # States of padding may be anything, and many: they are sorted to the end.
+        is_valid = jnp.arange(length) < problem.valid
+        kept = is_valid.reshape(-1, *(1,) * (size.ndim - 1))
+        sample = jnp.where(kept[steps], sample, jnp.inf)
+        count = is_valid[steps].sum()
+        mean = jnp.where(kept, size, 0).sum(0, keepdims=True) / jnp.maximum(problem.valid, 1)
+    middle = jnp.sort(sample, axis=0)[count // 2][None]
+    middle = jnp.where(jnp.isfinite(middle), middle, 0)
     if problem.axis_name is not None:
         # The mean of the parts' medians: what is sent must not depend on T.
         middle = jax.lax.pmean(middle, problem.axis_name)

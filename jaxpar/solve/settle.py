@@ -54,7 +54,7 @@ def settle(problem: Problem, h: Leaves, is_sound: Array, is_padding: Array) -> t
     count = math.ceil(length / block)
     rows = jnp.minimum(jnp.arange(count * block), length - 1)
     xs = tuple(leaf[rows].reshape(count, block, *leaf.shape[1:]) for leaf in problem.xs)
-    ends = dataclasses.replace(problem, length=count)
+    ends = dataclasses.replace(problem, length=count, valid=None)
 
     def run(before: Leaves, x: Leaves) -> Leaves:
         def one(state, row):

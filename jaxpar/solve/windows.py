@@ -109,7 +109,7 @@ def accumulated_errors(problem: Problem, h: Leaves, start: Leaves) -> Leaves:
 
     def one(error, row):
         before, xs, gap = row
-        part = dataclasses.replace(problem, xs=xs, length=size)
+        part = dataclasses.replace(problem, xs=xs, length=size, valid=None)
         jacobian = problem.structure.jacobian(part.apply, before)
         errors = problem.structure.solve(jacobian, gap, error)
         return tuple(leaf[-1] for leaf in errors), errors
@@ -207,7 +207,7 @@ class _Solver:
         def one(carry, row):
             start, error = carry
             xs, guess, valid = row
-            part = dataclasses.replace(problem, start=start, xs=xs, length=size)
+            part = dataclasses.replace(problem, start=start, xs=xs, length=size, valid=None)
             state = self.window(part, sizes, guess, valid, error, True)
             return (tuple(leaf[-1] for leaf in state.h), state.error), (state.h, state.outcome)
 
@@ -218,6 +218,7 @@ class _Solver:
 
     def window(self, problem, sizes, guess, valid, error, chained) -> _State:
         """Solves one window, and again what fails of it."""
+        problem = dataclasses.replace(problem, valid=valid)
         guess = _first_iterate(problem, guess)
         is_finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in problem.start]).all()
         entry = tuple(leaf[None] for leaf in problem.start)

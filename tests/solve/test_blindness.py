@@ -100,6 +100,28 @@ def test_what_jumps_or_is_flat_is_blind(name):
     assert any(found.startswith(text) for found in causes(f))
 
 
+def test_a_leaf_that_is_made_of_a_blind_one_is_not_blind():
+    """The heater is found to the bit, and the temperature is smooth given the heater."""
+
+    def f(h, x):
+        warmth, heater = h
+        heater = jnp.where(warmth < 19, 1.0, jnp.where(warmth > 21, 0.0, heater))
+        return (0.99 * warmth + heater + x, heater), None
+
+    traced = trace(f, (20.0, 0.0), jnp.ones(2), None)
+    warmth, heater = blind_leaves(traced.recurrence.jaxpr, 2)
+    assert heater and not warmth
+
+
+def test_two_leaves_of_one_blind_part_are_both_blind():
+    def f(h, x):
+        spike = (h[0] > 1).astype(h[0].dtype)
+        return (0.9 * h[0] + x - spike, 0.5 * h[1] + spike), None
+
+    traced = trace(f, (0.0, 0.0), jnp.ones(2), None)
+    assert all(blind_leaves(traced.recurrence.jaxpr, 2))
+
+
 def test_a_leaf_is_blind_by_what_reaches_it():
     def f(h, x):
         seen, count = h

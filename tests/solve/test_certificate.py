@@ -1,5 +1,7 @@
 """What is called converged is the loop's: recurrences whose small residuals and updates say nothing."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,9 @@ import pytest
 from fast import jit
 
 from jaxpar.solve import Elk, GaussSeidel, Jacobi, Newton, Quasi, Sequential, explain, parallel_scan
+from jaxpar.solve.problem import Problem
+from jaxpar.solve.rounding import typical_size
+from jaxpar.solve.structure import elementwise
 from jaxpar.types import UsageError
 
 NOISE = np.random.default_rng(0).standard_normal(10_000).astype(np.float32)
@@ -188,3 +193,10 @@ def test_the_default_says_what_it_took():
     _, ys, stats = parallel_scan(relaxing, jnp.float32(0), NOISE[:50], with_stats=True)
     assert isinstance(stats.method, Sequential) and "on cpu" in stats.reason
     np.testing.assert_array_equal(ys, jax.lax.scan(relaxing, jnp.float32(0), NOISE[:50])[1])
+
+
+def test_states_of_padding_have_no_part_in_a_size():
+    size = jnp.concatenate([jnp.array([3.0, 1.0, 2.0]), jnp.full(5, 1e30)])
+    problem = Problem(lambda h, x: h, (jnp.float32(0),), (), 8, elementwise([()]), valid=jnp.int32(3))
+    assert typical_size(problem, size) == 2
+    assert typical_size(dataclasses.replace(problem, valid=None), size) == np.float32(1e30)
