@@ -496,14 +496,14 @@ class _Lines:
         self.stop: dict[int, np.ndarray] = {}
         for value in region:
             if value.evaluate is None and value.number is None:
-                first = self._drawn(draw, value)
+                first = self._draw(draw, value)
                 second = first
                 if value.leaves and jnp.issubdtype(value.dtype, jnp.inexact):
-                    second = self._drawn(draw, value)
+                    second = self._draw(draw, value)
                 self.start[id(value)] = first
                 self.stop[id(value)] = second
 
-    def _drawn(self, draw: np.random.Generator, value: Value) -> np.ndarray:
+    def _draw(self, draw: np.random.Generator, value: Value) -> np.ndarray:
         """Returns numbers of many sizes, half of them near the constants of the program."""
         if value.dtype == jnp.bool_:
             return draw.integers(0, 2, DRAWS).astype(bool)

@@ -1,4 +1,4 @@
-"""What each method would cost on a platform, and the rule by which a default is taken without measuring."""
+"""Costs of each method on a platform, and the rule that takes a default without measuring."""
 
 import dataclasses
 import math
@@ -30,7 +30,7 @@ __all__ = ["ASSUMED_ITERATIONS", "COSTS", "Candidate", "Choice", "Costs", "Model
 
 
 class Costs(NamedTuple):
-    """What a platform takes, in seconds and per second.
+    """Costs of a platform, in seconds and per second.
 
     Attributes:
       unroll: Of the sequential loop.
@@ -97,7 +97,7 @@ class Candidate(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What `choose` found; `print` it.
+    """The method that was chosen, and why; `print` it.
 
     Attributes:
       method: To be passed to `parallel_scan`.
@@ -246,7 +246,7 @@ def explain(
 ) -> Choice:
     """Returns the method that `parallel_scan(f, init, xs, length, reverse)` takes, and why; print it.
 
-    Nothing is measured, and no value is looked at. The program of f decides, with its shapes, T and
+    Nothing is measured, and no value is looked at. The program of f decides, with shapes, T and
     the platform: what is blind or rounded inside is run sequentially, and of the rest the method
     that the model of costs expects to be the fastest is taken. Whether errors grow is not known
     here; `choose` measures it.

@@ -127,7 +127,7 @@ def iterate(
         errors = _remaining_errors(problem, iterates, updates, sizes, is_exact)
         error = step_largest(errors)
         passes = (residuals <= 1) & (error <= 1)
-        is_settled = within(residual, _settled_bound(problem, h))
+        is_settled = within(residual, _rounding_bound(problem, h))
         frozen, _ = leading(problem, is_settled | is_fixed | is_padding)
         worst = _largest(problem, jnp.where(is_padding, 0, residuals))
         rate = size / iterates.size
@@ -234,7 +234,7 @@ def _at_steps(rows: Array, length: int) -> Array:
     return jnp.repeat(rows, jnp.asarray(sizes), axis=0, total_repeat_length=length)
 
 
-def _settled_bound(problem: Problem, h: Leaves) -> Leaves:
+def _rounding_bound(problem: Problem, h: Leaves) -> Leaves:
     """Returns the residual at which a step is not changed again: rounding, and a share of the allowed error.
 
     Entries' own sizes alone count. The typical size is that of later steps too, whose iterates may

@@ -137,43 +137,54 @@ def parallel_scan(
     atols = _tolerances(atol, init, "atol", "zero or positive, and finite", lambda value: 0 <= value < float("inf"))
     length, names = _length(xs, length), leaf_names(init)
     loop = Loop(length, reverse, max(1, length if unroll is True else int(unroll)), axis_name)
+    if length == 0 or not names:
+        alone = dataclasses.replace(loop, axis_name=None)
+        return _results(_by_steps(f, init, xs, alone, loop, Sequential()), with_stats)
     if isinstance(method, Chooser):
-        method = method.choose_method(f, init, xs, length, reverse) if length > 0 else Sequential()
-    if method is None:
-        method = _default_in_trivial_cases(names, loop)
-    if length == 0 or not names or (isinstance(method, Sequential) and axis_name is None):
-        carry, ys = dataclasses.replace(_unrolled(loop, method), axis_name=None).run(f, init, xs)
-        stats = _sequential_stats(method, loop)
-        return (carry, ys, stats) if with_stats else (carry, ys)
+        method = method.choose_method(f, init, xs, length, reverse)
+    if isinstance(method, Sequential) and axis_name is None:
+        return _results(_by_steps(f, init, xs, loop, loop, method), with_stats)
     parts = divided(trace(f, init, xs, axis_name), names, axis_name)
-    reason = ""
-    if method is None:
-        choice = rule(parts, length)
-        method, reason = choice.method, choice.reason
-        if isinstance(method, Sequential):
-            carry, ys = _unrolled(loop, method).run(f, init, xs)
-            stats = _sequential_stats(method, loop, parts.reason or reason)
-            return (carry, ys, stats) if with_stats else (carry, ys)
     near = None if guess is None else _guess_leaves(guess, parts, length)
+    reason = parts.reason
+    if method is None:
+        method, reason = _default(parts, loop)
+        if isinstance(method, Sequential):
+            return _results(_by_steps(f, init, xs, loop, loop, method, reason), with_stats)
     if parts.reason:
-        carry, ys, stats = _run_sequentially(f, xs, parts, loop, method)
+        traced = parts.traced
+        whole = traced.state_tree.unflatten(traced.init), jax.tree.structure(xs).unflatten(traced.xs)
+        found = _by_steps(f, *whole, loop, loop, method, reason)
     else:
-        carry, ys, stats = _solved(parts, loop, method, on_fail, near, (rtols, atols))
-        stats = stats.replace(reason=reason)
+        found = _solved(parts, loop, method, on_fail, near, (rtols, atols), reason)
+    stats = found[2]
     if on_fail == "raise" and not isinstance(stats.converged, Tracer) and not stats.converged.all():
         raise ArithmeticError(f"no solution was found by {stats}; a smaller window or on_fail='finish' may help.")
-    return (carry, ys, stats) if with_stats else (carry, ys)
+    return _results(found, with_stats)
 
 
-def _run_sequentially(
-    f: Callable, xs: PyTree, parts: Division, loop: Loop, method: Method
+def _results(found: tuple[PyTree, PyTree, Stats], with_stats: bool) -> Any:
+    return found if with_stats else found[:2]
+
+
+def _default(parts: Division, loop: Loop) -> tuple[Method, str]:
+    """Returns the method that is taken where none is named, and why."""
+    if parts.reason:
+        return Sequential(), parts.reason
+    if loop.axis_name is not None:
+        return Newton(), "a loop over devices leaves all but one of them idle"
+    choice = rule(parts, loop.length)
+    return choice.method, choice.reason
+
+
+def _by_steps(
+    f: Callable, init: PyTree, xs: PyTree, run: Loop, loop: Loop, method: Method, reason: str = ""
 ) -> tuple[PyTree, PyTree, Stats]:
-    """Takes one step after the other, where some of the carry cannot be told apart from the unknowns."""
-    traced = parts.traced
-    whole = traced.state_tree.unflatten(traced.init), jax.tree.structure(xs).unflatten(traced.xs)
-    carry, ys = _unrolled(loop, method).run(f, *whole)
-    method = method if isinstance(method, Sequential) else Sequential()
-    return carry, ys, _sequential_stats(method, loop, parts.reason)
+    """Takes one step after the other: by the loop `run`, which `loop` is without its devices if no step is taken."""
+    carry, ys = _unrolled(run, method).run(f, init, xs)
+    if not isinstance(method, Sequential):
+        method = Sequential()
+    return carry, ys, _sequential_stats(method, loop, reason)
 
 
 def _check(on_fail: str, unroll: int | bool) -> None:
@@ -205,6 +216,7 @@ def _solved(
     on_fail: str,
     guess: Leaves | None,
     tolerances: tuple[tuple[float | None, ...], tuple[float | None, ...]],
+    reason: str,
 ) -> tuple[PyTree, PyTree, Stats]:
     """Returns the last state, the outputs and the stats: what can be is run sequentially first, and the rest solved."""
     traced = parts.traced
@@ -243,16 +255,8 @@ def _solved(
     if parts.last:
         last, ys = parts.finished(loop, before, ys)
     state = parts.merged({}, first=known, solved=carry, last=last)
+    stats = dataclasses.replace(stats, reason=reason)
     return traced.state_tree.unflatten(state), traced.output_tree.unflatten(ys), stats
-
-
-def _default_in_trivial_cases(names: list[str], loop: Loop) -> Method | None:
-    """Returns the default method where no program has to be read; None where its rule decides."""
-    if loop.length == 0 or not names:
-        return Sequential()
-    if loop.axis_name is not None:
-        return Newton()  # a loop over devices leaves all but one of them idle
-    return None
 
 
 def _unrolled(loop: Loop, method: Method) -> Loop:

@@ -28,7 +28,7 @@ class _Run(NamedTuple):
     starts: Leaves
     inside: Leaves
     is_met: Array
-    count: Array
+    passes: Array
 
 
 def settle(problem: Problem, h: Leaves, is_sound: Array, is_padding: Array) -> tuple[Leaves, Array]:
@@ -68,13 +68,13 @@ def settle(problem: Problem, h: Leaves, is_sound: Array, is_padding: Array) -> t
         inside = jax.vmap(run, axis_size=count)(last.starts, xs)
         starts = ends.shift(tuple(leaf[:, -1] for leaf in inside))
         is_met = _is_met(ends, starts, last.starts)
-        return varying_as(_Run(starts, inside, is_met, last.count + 1), problem.start)
+        return varying_as(_Run(starts, inside, is_met, last.passes + 1), problem.start)
 
     def goes_on(last: _Run) -> Array:
         is_open = ~last.is_met.all()
         if problem.axis_name is not None:
             is_open = jax.lax.pmax(is_open.astype(jnp.int32), problem.axis_name) > 0
-        return is_sound & is_open & (last.count < PASSES)
+        return is_sound & is_open & (last.passes < PASSES)
 
     found = tuple(leaf[jnp.minimum(jnp.arange(count) * block + block - 1, length - 1)] for leaf in h)
     empty = tuple(jnp.zeros((count, block, *leaf.shape[1:]), leaf.dtype) for leaf in h)
