@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.types import concrete_values
@@ -83,13 +83,12 @@ def test_types_stay_as_they_are(dtype):
 
 def test_a_split_array_is_whole_where_all_of_it_is_here(monkeypatch):
     with use_mesh(make_mesh(MeshSpec(data=8))) as mesh:
-        spec = jax.sharding.NamedSharding(mesh, PartitionSpec("data"))
-        split = jax.device_put(jnp.arange(16), spec)
-        everywhere = jax.device_put(jnp.arange(16), jax.sharding.NamedSharding(mesh, PartitionSpec()))
+        split = jax.device_put(jnp.arange(16), NamedSharding(mesh, PartitionSpec("data")))
+        everywhere = jax.device_put(jnp.arange(16), NamedSharding(mesh, PartitionSpec()))
     assert concrete_values(split)[0].tolist() == list(range(16))
     assert concrete_values(everywhere)[0].tolist() == list(range(16))
 
-    # As of several processes, each of which holds a part of one, and all of the other.
+    # As with several processes: each holds a part of the one, and all of the other.
     monkeypatch.setattr(type(split), "is_fully_addressable", property(lambda array: False))
     assert concrete_values(split) is None
     assert concrete_values(everywhere) is not None
