@@ -20,6 +20,7 @@ import tiny
 from fast import jit
 
 import envs
+from envs.puzzles.rubiks_cube import given_cubes
 from envs.puzzles.sliding_tile import given_tiles
 from envs.puzzles.tiles2048 import given_boards
 from jaxpar.decode import (
@@ -35,9 +36,11 @@ from jaxpar.env import check_action
 from jaxpar.fields import check_fields
 from jaxpar.lm import AdapterConfig, Decoder
 from jaxpar.lm.adapters import num_adapted
+from jaxpar.lm.batches import check_batch
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.neat import CANONICAL
 from jaxpar.parallel.context import context_attention
+from jaxpar.parallel.experts.place import count_crossings, count_transitions
 from jaxpar.pomdp import (
     Episode,
     ExactBelief,
@@ -51,7 +54,7 @@ from jaxpar.pomdp import (
 )
 from jaxpar.pomdp.model import discount_of
 from jaxpar.rollout import Trajectory, check_trajectory
-from jaxpar.solve import check_causal, parallel_scan
+from jaxpar.solve import check_causal, check_structure, parallel_scan
 from jaxpar.solve.systems import intervals
 from jaxpar.types import UsageError
 
@@ -174,12 +177,13 @@ def exact_update(belief, params):
     return ExactBelief().update(jax.random.key(0), particles, 0, 0, env, params)
 
 
-def solved(init, xs):
-    def step(h, x):
-        h = jnp.tanh(0.5 * h + x)
-        return h, h
+def slowed(h, x):
+    h = jnp.tanh(0.5 * h + x)
+    return h, h
 
-    return parallel_scan(step, init, xs, on_fail="raise")
+
+def solved(init, xs):
+    return parallel_scan(slowed, init, xs, on_fail="raise")
 
 
 def checked_rate(rate):
@@ -254,6 +258,28 @@ ROWS = {
         arguments=lambda: (jnp.array([[0.6, 0.2], [0.5, 0.1]]),),
         illegal=lambda: (jnp.array([[0.6, 0.7], [0.5, 0.1]]),),
         names=("expected_tokens",),
+    ),
+    "check-batch": Row(
+        function=lambda tokens, targets: check_batch({"tokens": tokens, "targets": targets}, 4),
+        arguments=lambda: (jnp.array([[1, 2]]), jnp.array([[3, -100]])),
+        illegal=lambda: (jnp.array([[1, 2]]), jnp.array([[4, -100]])),
+        names=("check_batch",),
+    ),
+    "count-crossings": Row(
+        function=lambda chosen, devices: count_crossings(count_transitions(chosen, 2), devices),
+        arguments=lambda: (jnp.array([[[0], [1]], [[1], [1]]]), jnp.array([[0, 1], [1, 0]])),
+        names=("count_transitions", "count_crossings"),
+    ),
+    "from-environment": Row(
+        function=lambda params: from_environment(envs.make("Tiger")[0], params),
+        arguments=lambda: (jax.tree.map(jnp.asarray, envs.make("Tiger")[1]),),
+        illegal=lambda: (envs.make("Tiger")[1].replace(discount=jnp.float32(2.0)),),
+        names=("from_environment",),
+    ),
+    "check-structure": Row(
+        function=lambda h, x: check_structure(slowed, h, x, "diag").proved,
+        arguments=lambda: (jnp.zeros(2), jnp.ones(2)),
+        names=("check_structure",),
     ),
     "context-attention": Row(
         function=attended,
@@ -349,6 +375,12 @@ ROWS = {
         arguments=lambda: (jnp.array([[0, 2], [2, 4]]),),
         illegal=lambda: (jnp.array([[2, 4], [4, 2]]),),
         names=("given_boards",),
+    ),
+    "given-cubes": Row(
+        function=given_cubes,
+        arguments=lambda: ("R U",),
+        illegal=lambda: ("R R'",),
+        names=("given_cubes",),
     ),
     "num-adapted": Row(
         function=lambda: num_adapted(MODEL, AdapterConfig("lora")),
