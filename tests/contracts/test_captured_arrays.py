@@ -49,6 +49,7 @@ from jaxpar.pomdp import (
     blind,
     from_environment,
     qmdp,
+    solve_exact,
     summarize,
     tabular_update,
 )
@@ -342,6 +343,11 @@ ROWS = {
         illegal=lambda: (TIGER.replace(discount=jnp.ones(())),),
         names=("blind",),
     ),
+    "solve-exact": Row(
+        function=lambda model: solve_exact(model, horizon=2),
+        arguments=lambda: (TIGER.replace(reward=jnp.stack([TIGER.reward] * 2, -1)),),
+        names=("solve_exact",),
+    ),
     "particles": Row(
         function=sampled,
         arguments=lambda: (jnp.log(HALF),),
@@ -445,6 +451,8 @@ def test_an_illegal_captured_array_is_rejected_as_outside(name):
 def test_a_check_that_must_run_outside_says_so():
     with pytest.raises(UsageError, match="outside"):
         jit(lambda: check_causal(lambda x: jnp.cumsum(x) - x, HALF))()
+    with pytest.raises(UsageError, match="outside"):
+        jit(lambda: solve_exact(TIGER))()
     steps = trajectory(jnp.ones((2, 1)), jnp.ones((2, 1), jnp.int32))
     with pytest.raises(UsageError, match="outside"):
         jit(checked_trajectory)(steps)
@@ -453,7 +461,6 @@ def test_a_check_that_must_run_outside_says_so():
 # Public functions that check values and have no row, each with its reason.
 OUTSIDE = {
     "check_causal": "must run outside of jit: test_a_check_that_must_run_outside_says_so",
-    "solve_exact": "solves on the host, where results decide between steps",
 }
 ROOT = Path(__file__).parents[2]
 
