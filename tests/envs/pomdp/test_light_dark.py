@@ -49,7 +49,7 @@ def test_keys_are_bins():
     assert ENV.obs_key(jnp.asarray(13.0), PARAMS.replace(key_width=10.0)) == 13
 
 
-def concrete_values():
+def known_values():
     """Of places that are known, `[121]`: value iteration."""
     value = np.full(121, 100 * 0.95**30)
     for _ in range(200):
@@ -61,7 +61,7 @@ def concrete_values():
 def test_the_heuristic_goes_by_the_light_and_searches_for_it():
     """Dynamic programming to the light, two steps more and the noise's, and from there what a known place is worth."""
     value = np.full(121, -np.inf)
-    value[70] = concrete_values()[70]
+    value[70] = known_values()[70]
     for _ in range(40):
         moved = [-1 + 0.95 * value[np.clip(np.arange(121) + add, 0, 120)] for add in ADDS if add]
         value = np.maximum(value, np.max(moved, axis=0))
@@ -83,7 +83,7 @@ def test_the_start_promises_what_can_be_earned():
 
 def test_the_upper_bound_is_above_what_is_known_to_be_earned():
     got = np.asarray(jit(jax.vmap(lambda s: ENV.upper_bound(s, PARAMS)))(states(False, True)))
-    assert (got[::2] >= concrete_values() - 1e-3).all() and got[120] == 100 and not got[1::2].any()
+    assert (got[::2] >= known_values() - 1e-3).all() and got[120] == 100 and not got[1::2].any()
 
 
 def test_starts_and_sizes():
