@@ -23,9 +23,8 @@ from typing import Any, cast
 
 import jax
 import numpy as np
-from jax.core import Tracer
 
-from jaxpar.types import UsageError
+from jaxpar.types import UsageError, concrete_values
 
 __all__ = ["AtLeast", "Between", "Each", "Finite", "OneOf", "Positive", "check_fields", "check_value", "field"]
 
@@ -155,7 +154,9 @@ def _objection(value: object, legal: Legal, declared: dataclasses.Field) -> str:
     """What is wrong with a value; empty where nothing is."""
     kinds = _kinds(declared.type)
     is_optional = type(None) in kinds or declared.default is None
-    if isinstance(value, Tracer) or (value is None and is_optional):
+    if isinstance(value, jax.Array) and concrete_values(value) is None:
+        return ""
+    if value is None and is_optional:
         return ""
     if isinstance(legal, Each):
         if not isinstance(value, tuple | list):
@@ -170,8 +171,9 @@ def _why(value: object, legal: Between | OneOf, kinds: set) -> str:
     if isinstance(legal, OneOf):
         return "" if value in legal else f"is unknown; legal are {legal}"
     if kinds & {Any, jax.Array} and isinstance(value, np.ndarray | np.generic | jax.Array):
+        value = np.asarray(value)
         if value.ndim:
-            return next((reason for x in np.ravel(value) if (reason := _why(x, legal, kinds))), "")
+            return next((reason for x in value.flat if (reason := _why(x, legal, kinds))), "")
         value = value.item()
     kind, noun = (numbers.Real, "a number") if kinds & {float, Any} else (numbers.Integral, "a whole number")
     if isinstance(value, bool) or not isinstance(value, kind):

@@ -1,9 +1,12 @@
 """Names that every pillar shares: array and key aliases, the `Algorithm` protocol, the user's error."""
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar, cast, runtime_checkable
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Key, PyTree
 
 __all__ = [
@@ -20,6 +23,7 @@ __all__ = [
     "SupportsOlderStates",
     "UsageError",
     "causes_of",
+    "concrete_values",
 ]
 
 PRNGKey = Key[Array, ""]
@@ -52,6 +56,45 @@ def causes_of(error: BaseException) -> list[BaseException]:
         chain.append(link)
         link = link.__cause__ or link.__context__
     return chain
+
+
+def concrete_values(*trees: PyTree) -> tuple[PyTree, ...] | None:
+    """Returns trees with their values as NumPy arrays, or None if one of them is not known here.
+
+    For checks of values on the host. An array that a jitted closure captures has a value, but what
+    `jax.numpy` computes from it is traced, so that NumPy must compute what a check decides by.
+
+        known = concrete_values(times)
+        if known is not None and not np.isfinite(known[0]).all():
+            raise UsageError(...)
+
+    Not known are tracers, `jax.ShapeDtypeStruct`, and arrays that this process holds in part. A
+    typed key becomes its words, uint32. Narrow types, such as bfloat16, stay as they are; NumPy
+    computes in them, too.
+
+    Cost: each device array is awaited and copied to the host, whatever its size. JAX keeps the
+    copy, so that a second call is free. Give only what the check reads.
+    """
+    leaves, structure = jax.tree.flatten(trees)
+    if not all(map(_is_known, leaves)):
+        return None
+    return jax.tree.unflatten(structure, [_to_numpy(leaf) for leaf in leaves])
+
+
+def _is_known(leaf: object) -> bool:
+    if isinstance(leaf, Tracer | jax.ShapeDtypeStruct):
+        return False
+    if isinstance(leaf, jax.Array):
+        return leaf.is_fully_addressable or leaf.is_fully_replicated
+    return True
+
+
+def _to_numpy(leaf: object) -> np.ndarray:
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        # The words are an operation of JAX, which a trace around this would record.
+        with jax.ensure_compile_time_eval():
+            leaf = jax.random.key_data(leaf)
+    return np.asarray(cast(np.ndarray, leaf))
 
 
 class Algorithm(Protocol[State]):

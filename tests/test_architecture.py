@@ -239,6 +239,26 @@ def test_commands_and_environments_import_what_wheels_have():
     none_of(offence for file in files("experiments", "envs") for offence in offences(file))
 
 
+# Checks of values read them by `jaxpar.types.concrete_values`: an array that a jitted closure
+# captures is no tracer, and what JAX computes from it is one. These files do something else.
+NAMES_TRACERS = {
+    "jaxpar/types.py": "has that function",
+    "jaxpar/env/adapt.py": "hands parameters on, and computes spaces outside of the trace",
+    "jaxpar/neat/_scalars.py": "rejects traced constants of a program",
+    "jaxpar/solve/_emit.py": "rejects traced constants of a program",
+    "jaxpar/solve/auto.py": "finds whether a trace is open, by an array that it makes",
+    "jaxpar/solve/parallel.py": "reads results of a solve, which an open trace has traced",
+}
+
+
+def test_few_files_name_tracers():
+    named = [file.name for file in everything() if "Tracer" in file.words]
+    none_of(
+        f"{name} names Tracer; read values by jaxpar.types.concrete_values"
+        for name in sorted(set(named) - NAMES_TRACERS.keys())
+    )
+
+
 def test_one_file_names_axis_types_and_none_pmap():
     none_of(f"{file.name} names pmap" for file in everything() if "pmap" in file.words)
     named = {file.name for file in everything() if "AxisType" in file.words}

@@ -113,11 +113,12 @@ class Shuffle:
         return Tiles(again.reshape(self.size, self.size))
 
 
-def _is_odd(tiles: Array) -> Array:
+def _is_odd(tiles: Array | np.ndarray) -> Array:
     """Whether no moves solve tiles int8 `[n^2]`."""
     size, later = round(len(tiles) ** 0.5), np.triu(np.ones((len(tiles),) * 2, bool), 1)
-    inversions = jnp.sum((tiles[:, None] > tiles[None]) & later & (tiles[None] > 0))
-    rows_below = size - 1 - jnp.argmin(tiles) // size
+    # Methods of arrays, so that what is given as NumPy's stays known under jit.
+    inversions = ((tiles[:, None] > tiles[None]) & later & (tiles[None] > 0)).sum()
+    rows_below = size - 1 - tiles.argmin() // size
     return (inversions + (rows_below if size % 2 == 0 else 0)) % 2 == 1
 
 
@@ -134,7 +135,7 @@ def given_tiles(*boards: np.ndarray) -> Given:
             raise UsageError(f"sliding tiles take a board [n, n] of the numbers 0 to n^2 - 1, not {tiles.tolist()}")
         if bool(_is_odd(tiles.reshape(-1))):
             raise UsageError(f"no moves solve the tiles {tiles.tolist()}: two of them would have to change places")
-        if manhattan(tiles.reshape(-1)) == 0:
+        if np.array_equal(tiles.flat[:-1], np.arange(1, tiles.size)):
             raise UsageError(f"the tiles {tiles.tolist()} are in order, so that there is nothing to do")
         levels.append(Tiles(tiles))
     return Given.of(*levels)

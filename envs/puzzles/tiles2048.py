@@ -85,14 +85,21 @@ def _pushed(cells: list[Array]) -> list[Array]:
 
 def legal_slides(tiles: Array) -> Array:
     """Which of the four moves change the board, bool `[4]`: where a tile has a gap or its equal on that side."""
+    return jnp.stack(_legal_slides(tiles))
+
+
+def _legal_slides(tiles: Array | np.ndarray) -> list[Array]:
+    """The same of up, right, down and left; NumPy's array gives NumPy's bools, under jit too."""
 
     def towards(first: Array, second: Array) -> tuple[Array, Array]:
         same = first == second
-        forth, back = (second > 0) & (same | (first == 0)), (first > 0) & (same | (second == 0))
-        return jnp.any(forth), jnp.any(back)
+        forth = (second > 0) & (same | (first == 0))
+        back = (first > 0) & (same | (second == 0))
+        return forth.any(), back.any()
 
-    (left, right), (up, down) = towards(tiles[:, :-1], tiles[:, 1:]), towards(tiles[:-1], tiles[1:])
-    return jnp.stack([up, right, down, left])
+    left, right = towards(tiles[:, :-1], tiles[:, 1:])
+    up, down = towards(tiles[:-1], tiles[1:])
+    return [up, right, down, left]
 
 
 def new_tile(key: PRNGKey, tiles: Array, four: Array | float) -> Array:
@@ -137,7 +144,7 @@ def given_boards(*boards: np.ndarray) -> Given:
             raise UsageError(
                 f"tiles are 0 or 2, 4, 8 ... 2^{len(board) ** 2 + 1}, not {sorted(set(board.reshape(-1).tolist()))}"
             )
-        if not np.asarray(legal_slides(powers)).any():
+        if not any(_legal_slides(powers)):
             raise UsageError("no move changes a given board of 2048, so that there is nothing to play")
         levels.append(Board(powers))
     return Given.of(*levels)

@@ -16,10 +16,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
-from jaxpar.types import UsageError
+from jaxpar.types import UsageError, concrete_values
 
 __all__ = [
     "Forest",
@@ -175,9 +174,10 @@ def reserve(
     (`jaxpar.decode.blocks.BlockCache.clear`), since a weight of zero times what was never written could be NaN.
     """
     size = forest.block
-    if first is not None and not isinstance(first, Tracer):
-        if sorted(map(int, first)) != list(range(forest.num_blocks)):
-            raise UsageError(f"first={list(map(int, first))} must name each of {forest.num_blocks} blocks once.")
+    if first is not None and (known := concrete_values(first)) is not None:
+        blocks = known[0].tolist()
+        if sorted(blocks) != list(range(forest.num_blocks)):
+            raise UsageError(f"first={blocks} must name each of {forest.num_blocks} blocks once.")
 
     def one(owner, order, segment, slots):
         owned = (owner[:, None] == segment[None]).sum(0)
@@ -357,25 +357,27 @@ def _at_the_end(view: View, places: jax.Array) -> View:
     seen, begin = (jnp.take_along_axis(x, own[..., None], 2)[..., 0] for x in (view.seen, view.offset))
     held = jnp.take_along_axis(places, own, 1)
     wrong = (view.write >= 0) & ((seen != held) | (begin + held != view.position))
-    if not isinstance(wrong, Tracer) and wrong.any():
-        row, reader = (int(at) for at in jnp.argwhere(wrong)[0])
+    known = concrete_values(wrong, view.write)
+    if known is not None and known[0].any():
+        row, reader = np.argwhere(known[0])[0]
         raise UsageError(
-            f"reader {reader} of row {row} writes to segment {int(view.write[row, reader])}, which holds tokens and is "
-            "not the last one that it sees; name an empty one, or see it last."
+            f"reader {reader} of row {row} writes to segment {known[1][row, reader]}, which holds "
+            "tokens and is not the last one that it sees; name an empty one, or see it last."
         )
     return dataclasses.replace(view, write=jnp.where(wrong, -1, view.write))
 
 
 def _refuse_twice(segments: jax.Array) -> None:
-    if isinstance(segments, Tracer):
+    if (known := concrete_values(segments)) is None:
         return
-    alike = (segments[..., None] == segments[..., None, :]) & (segments >= 0)[..., None]
-    twice = alike.sum(-1) > 1
+    numbers = known[0]
+    is_same = (numbers[..., None] == numbers[..., None, :]) & (numbers >= 0)[..., None]
+    twice = is_same.sum(-1) > 1
     if twice.any():
-        row, reader, at = (int(x) for x in jnp.argwhere(twice)[0])
-        raise UsageError(
-            f"reader {reader} of row {row} sees segment {int(segments[row, reader, at])} twice; name it once."
-        )
+        row, reader, index = np.argwhere(twice)[0]
+        segment = numbers[row, reader, index]
+        where = f"reader {reader} of row {row}"
+        raise UsageError(f"{where} sees segment {segment} twice; name it once.")
 
 
 def _places(forest: Forest) -> jax.Array:

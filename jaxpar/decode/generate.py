@@ -15,7 +15,6 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from jaxpar.decode.accept import coupled, rejection
@@ -31,7 +30,7 @@ from jaxpar.decode.stops import StopSequences, ends_with
 from jaxpar.decode.trees import Tree, chain
 from jaxpar.nn.attention import merge_parts
 from jaxpar.scan.monoid import LogSumExp
-from jaxpar.types import PRNGKey, PyTree, UsageError
+from jaxpar.types import PRNGKey, PyTree, UsageError, concrete_values
 
 __all__ = ["Generated", "generate"]
 
@@ -320,15 +319,32 @@ def _check(
         raise UsageError(f"{length} prompt and {room} new tokens are over the model's {most} positions.")
     if policy is not None and draft.tree.size > 1:
         raise UsageError("a policy sees a window of drafts otherwise than token after token; leave one of the two out.")
-    if automaton is not None and not isinstance(automaton.distance, Tracer) and automaton.distance[0] > room:
-        raise UsageError(f"the shortest text that the automaton takes has {automaton.distance[0]} tokens, not {room}.")
-    if lengths is not None and not isinstance(lengths, Tracer):
-        given = np.asarray(lengths)
-        if given.size and not (1 <= given.min() and given.max() <= length):
-            raise UsageError(f"prompt_lengths from {given.min()} to {given.max()}; legal are 1 to {length}.")
-    if not isinstance(prompt, Tracer) and not isinstance(lengths, Tracer):
-        counted = np.arange(length) < (length if lengths is None else np.asarray(lengths)[:, None])
-        found = np.asarray(prompt)[np.broadcast_to(counted, prompt.shape)]
-        if found.size and not (0 <= found.min() and found.max() < model.vocab_size):
-            worst = found.min() if found.min() < 0 else found.max()
-            raise UsageError(f"token {worst} of a prompt; legal are 0 to {model.vocab_size - 1}.")
+    if automaton is not None:
+        known = concrete_values(automaton.distance)
+        if known is not None and known[0][0] > room:
+            found = f"{known[0][0]} tokens, not {room}"
+            raise UsageError(f"the shortest text that the automaton takes has {found}.")
+    _check_prompt(prompt, lengths, model.vocab_size)
+
+
+def _check_prompt(prompt, lengths, vocab_size: int) -> None:
+    """Rejects lengths that no prompt has and tokens that are no symbols; reads known values."""
+    length = prompt.shape[1]
+    if lengths is None:
+        lengths = np.full(len(prompt), length)
+    if (known := concrete_values(lengths)) is None:
+        return
+    counts = known[0]
+    if counts.size and not (1 <= counts.min() and counts.max() <= length):
+        found = f"{counts.min()} to {counts.max()}"
+        raise UsageError(f"prompt_lengths from {found}; legal are 1 to {length}.")
+
+    if (known := concrete_values(prompt)) is None:
+        return
+    is_token = np.broadcast_to(np.arange(length) < counts[:, None], prompt.shape)
+    tokens = known[0][is_token]
+    if tokens.size and not (0 <= tokens.min() and tokens.max() < vocab_size):
+        worst = tokens.max()
+        if tokens.min() < 0:
+            worst = tokens.min()
+        raise UsageError(f"token {worst} of a prompt; legal are 0 to {vocab_size - 1}.")

@@ -14,13 +14,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray, Tracer
+from jax.core import ShapedArray
 
 from jaxpar.env.capabilities import capabilities, is_adapter
 from jaxpar.env.kernel import reset, step
 from jaxpar.env.protocols import Adapter, Environment
 from jaxpar.env.spaces import Box, Discrete, MultiDiscrete, Space, legal_sample, mask_shape
-from jaxpar.types import Array, PRNGKey, PyTree, UsageError
+from jaxpar.types import Array, PRNGKey, PyTree, UsageError, concrete_values
 
 __all__ = ["Report", "Walk", "check_action", "check_environment", "check_params", "walk"]
 
@@ -133,11 +133,15 @@ def check_action(env: Environment | Adapter, params: PyTree, action: PyTree) -> 
                 f"{env.name} takes actions of {space}, not {dtype} {list(jnp.shape(action))}; "
                 f"a policy is written for one environment"
             )
-    if not any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in jax.tree.leaves(action)):
+    if concrete_values(action) is None:
+        return
+    # `contains` computes by JAX, which a trace around this would record.
+    with jax.ensure_compile_time_eval():
         if isinstance(space, Box):
             action = jnp.asarray(action, space.dtype)
-        if not bool(space.contains(action)):
-            raise UsageError(f"the action {action} is not in the action space of {env.name}, {space}")
+        is_legal = bool(space.contains(action))
+    if not is_legal:
+        raise UsageError(f"the action {action} is not in the action space of {env.name}, {space}")
 
 
 def check_types(env: Environment | Adapter, params: PyTree) -> None:

@@ -15,6 +15,7 @@ Example:
 
 import dataclasses
 import fnmatch
+import math
 import zlib
 from collections.abc import Callable
 
@@ -252,7 +253,8 @@ def num_adapted(model: LMConfig, adapter: AdapterConfig) -> int:
     total = 0
     for leaf in targets(model, adapter.target).values():
         first = 1 + num_contracted(leaf)
-        into, out = (int(jnp.prod(jnp.array(sizes))) for sizes in (leaf.shape[1:first], leaf.shape[first:]))
+        into = math.prod(leaf.shape[1:first])
+        out = math.prod(leaf.shape[first:])
         total += leaf.shape[0] * (adapter.rank * (into + out) + adapter.dora * out)
     return total
 

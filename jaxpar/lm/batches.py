@@ -156,7 +156,8 @@ def check_batch(
         if f"{prefix}targets" not in batch:
             continue
 
-        targets = batch[f"{prefix}targets"]
+        # What NumPy computes is known even where a jitted closure captures a batch of JAX's.
+        targets = np.asarray(batch[f"{prefix}targets"])
         weights = batch.get(f"{prefix}weights")
         is_ignored = targets == IGNORED
         if is_ignored.any():
@@ -176,10 +177,10 @@ def _reject(
     first_row: int,
 ) -> None:
     """Raises `UsageError` for the first id that is no symbol and has a weight other than 0."""
-    ids = batch[name]
+    ids = np.asarray(batch[name])
     is_bad = (ids < 0) | (ids >= vocab_size)
     if weights is not None:
-        is_bad &= weights != 0
+        is_bad &= np.asarray(weights) != 0
     if not is_bad.any():
         return
 

@@ -47,8 +47,7 @@ import numpy as np
 
 from jaxpar.env import Environment, capabilities
 from jaxpar.fields import AtLeast, Between, check_fields, field
-from jaxpar.pomdp.model import is_traced
-from jaxpar.types import Array, PRNGKey, PyTree, UsageError
+from jaxpar.types import Array, PRNGKey, PyTree, UsageError, concrete_values
 
 __all__ = [
     "Belief",
@@ -140,7 +139,8 @@ class Particles:
         Raises:
             UsageError: no particle has any weight (seen outside transformations only).
         """
-        if not is_traced(self.log_weights) and not np.isfinite(np.asarray(self.log_weights)).any():
+        known = concrete_values(self.log_weights)
+        if known is not None and not np.isfinite(known[0]).any():
             raise UsageError("the belief has no particle left with any weight; give it a rejuvenation hook")
         chosen = systematic(key, self.log_weights, num)
         return jax.tree.map(lambda x: x[chosen], self.states)

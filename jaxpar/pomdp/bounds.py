@@ -4,10 +4,9 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 
 from jaxpar.pomdp.tabular import TabularPomdp
-from jaxpar.types import Array, UsageError
+from jaxpar.types import Array, UsageError, concrete_values
 
 __all__ = ["blind", "fib", "qmdp"]
 
@@ -75,5 +74,6 @@ def _settled(sweep: Callable[[Array], Array], first: Array, discount: Array, tol
 
 def check_discounted(model: TabularPomdp) -> None:
     """Refuses a known discount of one or more, for which no value for ever is finite."""
-    if not isinstance(model.discount, Tracer) and float(model.discount) >= 1:
+    known = concrete_values(model.discount)
+    if known is not None and known[0] >= 1:
         raise UsageError("an infinite horizon needs a discount below one; give a horizon, or a smaller discount")

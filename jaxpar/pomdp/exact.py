@@ -18,7 +18,7 @@ from jaxpar.pomdp.exact_belief import chances_of
 from jaxpar.pomdp.model import num_actions
 from jaxpar.pomdp.planner import PlanInfo
 from jaxpar.pomdp.tabular import TabularPomdp
-from jaxpar.types import Array, PRNGKey, PyTree, UsageError
+from jaxpar.types import Array, PRNGKey, PyTree, UsageError, concrete_values
 
 __all__ = ["Exact", "iterated_values", "reachable_beliefs", "solve_exact"]
 
@@ -133,7 +133,8 @@ def solve_exact(
         key: consumed by the trials; `jax.random.key(0)` if None.
 
     Raises:
-        UsageError: no such method or horizon, a discount of one without a horizon, or too many vectors.
+        UsageError: no such method or horizon, too many vectors; without a horizon, a discount of
+            one, or a trace around the call.
     """
     if method not in ("points", "alpha"):
         raise UsageError(f"method must be 'points' or 'alpha', not {method!r}")
@@ -148,15 +149,20 @@ def solve_exact(
         ("depth", depth),
     ):
         check_value(name, value, AtLeast(1), int)
+    # An array that is made here is a tracer wherever a program is traced.
+    if horizon is None and concrete_values(jnp.zeros(())) is None:
+        raise UsageError("without a horizon, solve_exact reads results: call it outside of jit.")
     if horizon is None and method == "points":
         return _by_trials(jax.random.key(0) if key is None else key, model, tol, max_iterations, num_paths, depth)
     return _by_vectors(model, horizon, tol, max_vectors)
 
 
 def _by_vectors(model: TabularPomdp, horizon: int | None, tol: float, max_vectors: int) -> Exact:
-    transition, observation, reward = (
-        np.asarray(x, np.float64) for x in (model.transition, model.observation, model.expected_reward)
-    )
+    transition = np.asarray(model.transition, np.float64)
+    observation = np.asarray(model.observation, np.float64)
+    reward = np.asarray(model.reward, np.float64)
+    if reward.ndim == 3:
+        reward = (transition * reward).sum(-1)
     discount, start = float(model.discount), np.asarray(model.start, np.float64)
     if horizon is None:
         alphas = np.asarray(blind(model), np.float64)

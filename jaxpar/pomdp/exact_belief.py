@@ -12,9 +12,8 @@ import jax.numpy as jnp
 
 from jaxpar.env import Environment
 from jaxpar.pomdp.belief import Belief, Evidence, Particles
-from jaxpar.pomdp.model import is_traced
 from jaxpar.pomdp.tabular import TabularPomdp, from_environment
-from jaxpar.types import Array, PRNGKey, PyTree, UsageError
+from jaxpar.types import Array, PRNGKey, PyTree, UsageError, concrete_values
 
 __all__ = ["ExactBelief"]
 
@@ -71,7 +70,7 @@ class ExactBelief:
 def _model(env: Environment, params: PyTree) -> TabularPomdp:
     if isinstance(params, TabularPomdp):
         return params
-    if is_traced(params):
+    if concrete_values(params) is None:
         raise UsageError(f"the arrays of {env.name} are made outside of jit: give its parameters as constants")
     return from_environment(env, params)
 

@@ -5,10 +5,9 @@ from typing import NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from jaxpar.env import Discrete, Environment, PartiallyObserved, Transition, capabilities, own_discount, step
-from jaxpar.types import Array, PRNGKey, PyTree, Scalar, UsageError
+from jaxpar.types import Array, PRNGKey, PyTree, Scalar, UsageError, concrete_values
 
 __all__ = ["discount_of"]
 
@@ -40,11 +39,6 @@ class Simulated(NamedTuple):
     invalid: Array
 
 
-def is_traced(tree: PyTree) -> bool:
-    """Whether values cannot be looked at here, since a transformation is tracing them."""
-    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
-
-
 def num_actions(env: Environment, params: PyTree) -> int:
     """The number of actions A; `UsageError` where they are not the integers `0 .. A - 1`."""
     space = env.action_space(params)
@@ -64,8 +58,9 @@ def discount_of(params: PyTree, discount: Scalar | None = None) -> Scalar:
     discount = own_discount(params) if discount is None else discount
     if discount is None:
         raise UsageError("the environment's parameters have no discount; give the planner one, as discount=0.95")
-    if not is_traced(discount) and not (np.all(np.asarray(discount) > 0) and np.all(np.asarray(discount) <= 1)):
-        raise UsageError(f"a discount lies in (0, 1], not at {discount}")
+    known = concrete_values(discount)
+    if known is not None and not np.all((known[0] > 0) & (known[0] <= 1)):
+        raise UsageError(f"a discount lies in (0, 1], not at {known[0]}")
     return discount
 
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jaxpar.env import Environment, capabilities, reset, step
 from jaxpar.mesh import mesh_axes, partition
 from jaxpar.pomdp.belief import BeliefUpdater
-from jaxpar.pomdp.model import discount_of, is_traced
+from jaxpar.pomdp.model import discount_of
 from jaxpar.pomdp.planner import Planner
-from jaxpar.types import Array, PRNGKey, PyTree, Scalar, UsageError
+from jaxpar.types import Array, PRNGKey, PyTree, Scalar, UsageError, concrete_values
 
 __all__ = [
     "DishonestValues",
@@ -231,7 +231,8 @@ def summarize(episodes: Episode) -> Summary:
         stranded=jnp.sum(episodes.stranded),
         illegal=jnp.sum(episodes.illegal),
     )
-    if not is_traced(summary) and (why := dishonesty(summary.optimism, summary.optimism_error, summary.promised)):
+    known = concrete_values(summary.optimism, summary.optimism_error, summary.promised)
+    if known is not None and (why := dishonesty(*known)):
         warnings.warn(why, DishonestValues, stacklevel=2)
     return summary
 

@@ -7,12 +7,11 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jaxpar.env import Discrete, Environment, capabilities, picture
 from jaxpar.pomdp.model import LARGEST
-from jaxpar.types import Array, PRNGKey, PyTree, UsageError
+from jaxpar.types import Array, PRNGKey, PyTree, UsageError, concrete_values
 
 __all__ = ["TabularEnvironment", "TabularPomdp", "from_environment", "tabular_update"]
 
@@ -154,20 +153,21 @@ def tabular_update(model: TabularPomdp, belief: Array, action: Array, obs: Array
         the prediction that no observation entered, and the caller must look at the evidence.
 
     Raises:
-        UsageError: outside a trace, an observation of probability zero or an index out of range.
+        UsageError: a known index is out of range; or, outside a trace, an observation has
+            probability zero.
     """
-    known = not any(isinstance(x, Tracer) for x in (belief, action, obs, model.transition))
-    if known:
-        _check_index("action", action, model.actions)
-        _check_index("observation", obs, model.observations)
+    _check_index("action", action, model.actions)
+    _check_index("observation", obs, model.observations)
     predicted = belief @ model.transition[action]
     joint = predicted * model.observation[action, :, obs]
     evidence = joint.sum()
-    if known and evidence == 0:
-        raise UsageError(
-            f"observation {model.observations[int(obs)]!r} after action {model.actions[int(action)]!r} has "
-            f"probability zero under this belief"
-        )
+    known = concrete_values(evidence, action, obs)
+    if known is not None and known[0] == 0:
+        _, action_index, obs_index = known
+        obs_name = model.observations[int(obs_index)]
+        action_name = model.actions[int(action_index)]
+        event = f"observation {obs_name!r} after action {action_name!r}"
+        raise UsageError(f"{event} has probability zero under this belief")
     return jnp.where(evidence > 0, joint / jnp.where(evidence > 0, evidence, 1), predicted), evidence
 
 
@@ -295,8 +295,9 @@ def _absorbing(transition: np.ndarray, reward: np.ndarray) -> np.ndarray:
 
 
 def _check_index(what: str, index: Array, names: tuple[str, ...]) -> None:
-    if not 0 <= int(index) < len(names):
-        raise UsageError(f"{what} {int(index)} is out of range: there are {len(names)}, from 0")
+    known = concrete_values(index)
+    if known is not None and not 0 <= known[0] < len(names):
+        raise UsageError(f"{what} {known[0]} is out of range: there are {len(names)}, from 0")
 
 
 def _draw(key: PRNGKey, probabilities: Array) -> Array:

@@ -12,7 +12,7 @@ from jaxpar.rollout.env_state import init, per_env
 from jaxpar.rollout.policies import Policy
 from jaxpar.rollout.resets import NoReset
 from jaxpar.rollout.trajectory import Trajectory, rollout
-from jaxpar.types import Array, PRNGKey, PyTree, UsageError
+from jaxpar.types import Array, PRNGKey, PyTree, UsageError, concrete_values
 
 __all__ = ["EpisodeResults", "check_trajectory", "episode_stats", "evaluate", "first_episodes"]
 
@@ -115,7 +115,9 @@ def evaluate(
 def check_trajectory(
     trajectory: Trajectory, env: Environment | Adapter | None = None, params: PyTree = None, *, first_step: int = 0
 ) -> None:
-    """Refuses rewards that are not finite and, given the environment, actions outside its space; not under jit.
+    """Refuses rewards that are not finite and, given the environment, actions outside its space.
+
+    Rewards and actions are copied to the host.
 
     Args:
         trajectory: of `rollout`.
@@ -124,21 +126,30 @@ def check_trajectory(
         first_step: how many steps were made before these, for the numbers in the message.
 
     Raises:
-        UsageError: naming the first such step and environment, and how many there are.
+        UsageError: naming the first such step and environment, and how many there are; or values
+            are not known, as those that jit traces.
     """
-    agents = tuple(range(2, trajectory.reward.ndim))
-    wrong = np.asarray(~jnp.isfinite(trajectory.reward).all(agents))
+    known = concrete_values(trajectory.reward, trajectory.valid)
+    actions = concrete_values(trajectory.action)
+    if known is None or actions is None:
+        raise UsageError("check_trajectory reads values, which jit and vmap hide: call it outside.")
+    reward, valid = known
+    agents = tuple(range(2, reward.ndim))
+    wrong = ~np.isfinite(reward).all(agents)
     if wrong.any():
-        raise UsageError(
-            f"{_place(wrong, first_step)} the reward is {np.asarray(trajectory.reward)[_first(wrong)]}; "
-            "legal are finite numbers."
-        )
-    if env is not None:
-        inside = jax.vmap(jax.vmap(env.action_space(params).contains))(trajectory.action)
-        wrong = np.asarray(~inside & trajectory.valid)
-        if wrong.any():
-            action = jax.tree.map(lambda x: np.asarray(x)[_first(wrong)], trajectory.action)
-            raise UsageError(f"{_place(wrong, first_step)} the action {action} is not in {env.action_space(params)}.")
+        found = f"the reward is {reward[_first(wrong)]}"
+        raise UsageError(f"{_place(wrong, first_step)} {found}; legal are finite numbers.")
+    if env is None:
+        return
+
+    space = env.action_space(params)
+    # `contains` computes by JAX, which a trace around this would record.
+    with jax.ensure_compile_time_eval():
+        inside = np.asarray(jax.vmap(jax.vmap(space.contains))(trajectory.action))
+    wrong = ~inside & valid
+    if wrong.any():
+        action = jax.tree.map(lambda x: x[_first(wrong)], actions[0])
+        raise UsageError(f"{_place(wrong, first_step)} the action {action} is not in {space}.")
 
 
 def _first(wrong: np.ndarray) -> tuple[int, ...]:

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Float
 
-from jaxpar.types import PyTree, Scalar, UsageError
+from jaxpar.types import PyTree, Scalar, UsageError, concrete_values
 
 __all__ = ["Interval", "intervals", "langevin_step", "leapfrog", "leapfrog_step", "ode_step", "sde_step"]
 
@@ -50,9 +49,12 @@ def intervals(ts: Float[Array, "T+1"], xs: PyTree = None) -> Interval:
     if np.ndim(ts) != 1 or not len(ts):
         raise UsageError(f"ts has shape {np.shape(ts)}, but must be an array [T + 1] of the times at T steps' ends.")
     lengths = np.diff(ts) if isinstance(ts, np.ndarray) else jnp.diff(jnp.asarray(ts))
-    if not isinstance(ts, Tracer):
-        known = np.asarray(lengths, np.float64)
-        if not (np.isfinite(np.asarray(ts, np.float64)).all() and ((known >= 0).all() or (known <= 0).all())):
+    known = concrete_values(ts)
+    if known is not None:
+        times = np.asarray(known[0], np.float64)
+        steps = np.diff(times[np.isfinite(times)])
+        is_sorted = (steps >= 0).all() or (steps <= 0).all()
+        if not (np.isfinite(times).all() and is_sorted):
             raise UsageError("ts must be finite times in order; sort them, and the inputs with them.")
     for path, leaf in jax.tree_util.tree_flatten_with_path(xs)[0]:
         if jnp.shape(leaf)[:1] != (len(ts) - 1,):

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from jaxpar.mesh import constrain, local, mesh_axes, num_shares
@@ -24,7 +23,7 @@ from jaxpar.parallel.context.moves import Move, Send, Step, move_for
 from jaxpar.parallel.context.orders import Order
 from jaxpar.scan.monoid import LogSumExp
 from jaxpar.stage import refuse_in_stage
-from jaxpar.types import UsageError
+from jaxpar.types import UsageError, concrete_values
 
 __all__ = ["context_attention"]
 
@@ -44,9 +43,10 @@ class _Promise(NamedTuple):
 
     def is_known_kept(self, positions: Array) -> bool:
         """Whether the positions are known to keep it, else they are traced; refuses those that do not."""
-        if isinstance(positions, Tracer) or not getattr(positions, "is_fully_addressable", True):
+        values = concrete_values(positions)
+        if values is None:
             return False
-        known = np.asarray(positions)
+        known = values[0]
         places = self.order.places(known.shape[1], self.shares)[None]
         if len(wrong := np.argwhere(known != places if self.causal else known < 0)):
             row, index = wrong[0]

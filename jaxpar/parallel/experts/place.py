@@ -84,8 +84,9 @@ def count_transitions(expert: Int[np.ndarray, "L *N k"], num_experts: int) -> In
 
 def count_crossings(counts: Int[np.ndarray, "M E E"], placement: Int[np.ndarray, "L E"]) -> int:
     """Counts the transitions between experts that lie on different devices."""
+    placement = np.asarray(placement)
     is_apart = placement[:-1, :, None] != placement[1:, None, :]
-    return int(np.sum(counts * is_apart))
+    return int(np.sum(np.asarray(counts) * is_apart))
 
 
 def place_experts(
