@@ -62,9 +62,7 @@ def _compose(later, earlier):
 
 def _multiply_lanes(later, earlier):
     columns = tuple(zip(*earlier, strict=True))
-    return tuple(
-        tuple(_sum(map(_compose, row, column)) for column in columns) for row in later
-    )
+    return tuple(tuple(_sum(map(_compose, row, column)) for column in columns) for row in later)
 
 
 def _apply_lanes(a, h):
