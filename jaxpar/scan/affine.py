@@ -64,8 +64,8 @@ def affine_scan(
 
     A zero in a resets: of "diag", "block" and "row", 0 h is 0 even if h is NaN or infinite, in
     values and in gradients, whatever the `impl`. "dense" and "matrix" multiply matrices, where
-    0 NaN is NaN. Where steps one after the other stay finite, the other forms can still overflow:
-    in products of large transitions over a span that begins in a state of zero.
+    0 NaN is NaN. All but "sequential" multiply transitions over spans without a zero; such a
+    product may overflow although the states, being small, would not.
 
     Args:
       a: Transitions. "diag": of b's shape. "block" and "dense": b's shape and another k at the end, so that
