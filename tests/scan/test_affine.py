@@ -373,10 +373,22 @@ def test_products_that_overflow_before_a_zero_do_not_matter(impl):
     a = np.exp(20 * rng.normal(size=(70, 3))).astype("float32")
     a[rng.uniform(size=a.shape) < 0.2] = 0
     b = rng.normal(size=a.shape).astype("float32")
-    got, want = (jit(functools.partial(affine_scan, impl=x))(a, b) for x in (impl, "sequential"))
-    np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
+    want = b.copy()
+    with np.errstate(over="ignore"):
+        for t in range(1, len(b)):
+            want[t] += np.multiply(a[t], want[t - 1], where=a[t] != 0, out=np.zeros(3, "float32"))
+    got = jit(functools.partial(affine_scan, impl=impl))(a, b)
     finite = np.isfinite(want)
+    np.testing.assert_array_equal(np.isfinite(got), finite)
     np.testing.assert_allclose(got[finite], want[finite], rtol=1e-4)
+
+
+@each_impl
+def test_a_product_that_overflows_in_a_state_of_zero_ends_at_a_zero(impl):
+    a = jnp.array([1, 1, 1e30, 1e30, 0, 1, 1], jnp.float32)
+    b = jnp.array([0, 0, 0, 0, 1, 1, 1], jnp.float32)
+    out = jit(functools.partial(affine_scan, impl=impl))(a, b)
+    np.testing.assert_array_equal(out[4:], [1, 2, 3])
 
 
 @each_impl
