@@ -13,8 +13,6 @@ from jaxtyping import Array, Bool, Float
 
 from jaxpar.scan import affine_scan
 
-__all__ = ["Marks", "finite", "finite_log", "mark", "marks_of"]
-
 
 class Marks(NamedTuple):
     """Numbers to add to results, 0 or NaN.
