@@ -76,8 +76,7 @@ def push(a, h):
 @triton.jit
 def product(later, earlier):
     # 0 only where a factor is: what a product that underflows would forget has to stay.
-    both = later * earlier
-    both = tl.where(both == 0.0, 1.1754944e-38, both)
+    both = later * earlier + 1.1754944e-38
     return tl.where((later == 0.0) | (earlier == 0.0), 0.0, both)
 """
 """How entries multiply, as those of `jaxpar.scan._rings` do."""

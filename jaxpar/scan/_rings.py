@@ -52,11 +52,11 @@ def _compose(later, earlier):
     """Returns the product of transitions, which is 0 only where one of them is.
 
     Products of large transitions overflow before they meet a zero; those of small ones underflow. An
-    underflow to 0 would forget a state that step after step would keep, so it is held above 0.
+    underflow to 0 would forget a state that step after step would keep, so the least normal number
+    is added: it moves an underflow off 0, is lost in every other product, and is one FMA.
     """
-    product = later * earlier
-    least = jnp.asarray(jnp.finfo(product.dtype).tiny, product.dtype)
-    product = jnp.where(product == 0, least, product)
+    least = jnp.asarray(jnp.finfo(later.dtype).tiny, later.dtype)
+    product = later * earlier + least
     return jnp.where((later == 0) | (earlier == 0), 0, product)
 
 
