@@ -66,17 +66,30 @@ class Tile:
     warps: int
 
 
+PRODUCTS = """
+@triton.jit
+def push(a, h):
+    # A zero forgets: 0 NaN and 0 inf would be NaN.
+    return a * tl.where(a == 0.0, 0.0, h)
+
+
+@triton.jit
+def product(later, earlier):
+    # 0 only where a factor is: what a product that underflows would forget has to stay.
+    both = later * earlier + 1.1754944e-38
+    return tl.where((later == 0.0) | (earlier == 0.0), 0.0, both)
+"""
+"""How entries multiply, as those of `jaxpar.scan._rings` do."""
+
+
 def _composition(k: int, name: str, cut: bool) -> str:
     """A function of the maps (P, s) of two spans, left the earlier; `cut` adds a flag that forgets what was before."""
 
     def names(side):
         return [f"{side}{i}{j}" for i in range(k) for j in range(k)] + [f"{side}{i}" for i in range(k)]
 
-    def row(i, right_of):
-        return " + ".join(f"r{i}{m} * {right_of(m)}" for m in range(k))
-
-    products = [row(i, lambda m, j=j: f"l{m}{j}") for i in range(k) for j in range(k)]
-    sums = [row(i, lambda m: f"l{m}") + f" + r{i}" for i in range(k)]
+    products = [" + ".join(f"product(r{i}{m}, l{m}{j})" for m in range(k)) for i in range(k) for j in range(k)]
+    sums = [" + ".join(f"push(r{i}{m}, l{m})" for m in range(k)) + f" + r{i}" for i in range(k)]
     if cut:  # right of a flag nothing earlier matters: a tile whose last state is known stands for all before it
         products = [f"tl.where(rc > 0, 0.0, {text})" for text in products]
         sums = [f"tl.where(rc > 0, r{i}, {text})" for i, text in enumerate(sums)] + ["tl.maximum(lc, rc)"]
@@ -118,11 +131,12 @@ def _look_back(k: int, parts: list[str]) -> str:
         lines.append(f"    {name} = tl.sum(tl.where(last, {name}, 0), 0)")
     # The new span lies before what `run` sums up so far; a lane that is known already keeps what it has.
     for i in range(k):
-        total = " + ".join(f"run{i}{m} * v{m}" for m in range(k))
+        total = " + ".join(f"push(run{i}{m}, v{m})" for m in range(k))
         lines.append(f"    run{i} = tl.where(known > 0, run{i}, {total} + run{i})")
     for i in range(k):
         for j in range(k):
-            lines.append(f"    next{i}{j} = " + " + ".join(f"run{i}{m} * v{m}{j}" for m in range(k)))
+            terms = " + ".join(f"product(run{i}{m}, v{m}{j})" for m in range(k))
+            lines.append(f"    next{i}{j} = {terms}")
     lines += [f"    run{i}{j} = next{i}{j}" for i in range(k) for j in range(k)]
     lines += ["    known = tl.maximum(known, cut)", "    newest -= SPAN", "    open = 1 - tl.min(known, 0)"]
     lines += [f"carry{i} = run{i}" for i in range(k)]
@@ -160,10 +174,13 @@ def kernel_text(source: KernelSource) -> str:
         f"total{name} = tl.sum(tl.where(end, {'p' if name in matrix else 's'}{name}, 0.0), 0)" for name in parts
     )
     last = "\n".join(
-        f"after{i} = " + " + ".join(f"total{i}{m} * carry{m}" for m in range(k)) + f" + total{i}" for i in range(k)
+        f"after{i} = " + " + ".join(f"push(total{i}{m}, carry{m})" for m in range(k)) + f" + total{i}" for i in range(k)
     )
     states = "\n".join(
-        f"h{i} = " + " + ".join(f"p{i}{m} * carry{m}[None, :]" for m in range(k)) + f" + s{i}" for i in range(k)
+        f"h{i} = "
+        + " + ".join(f"push(p{i}{m}, tl.broadcast_to(carry{m}[None, :], [L, W]))" for m in range(k))
+        + f" + s{i}"
+        for i in range(k)
     )
     starts = "\n".join(f"carry{i} = " + source.start.format(i=i) for i in range(k))
     pointers = ", ".join((*source.inputs, *source.outputs))
@@ -204,7 +221,12 @@ else:
     constants = ", ".join(f"{name}: tl.constexpr" for name in CONSTANTS)
     compositions = _composition(k, "compose", False) + "\n\n" + _composition(k, "compose_cut", True)
     head = f"@triton.jit\ndef lookback({pointers}, words_ptr, ticket_ptr, {constants}):\n"
-    return "\n\n".join(part for part in (source.functions, compositions, head + indented(body.strip())) if part) + "\n"
+    return (
+        "\n\n".join(
+            part for part in (source.functions, PRODUCTS.strip(), compositions, head + indented(body.strip())) if part
+        )
+        + "\n"
+    )
 
 
 def tile_for(steps: int, columns: int, lanes: int, k: int) -> Tile:

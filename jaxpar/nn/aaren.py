@@ -95,9 +95,12 @@ class Aaren:
 
 def _since_start(earlier: tuple, later: tuple) -> tuple:
     """Combines (whether a sequence starts within, sums since the last start)."""
-    (began, a), (begins, b) = earlier, later
+    began, a = earlier
+    begins, b = later
     flags = LogSumExp(begins, begins, begins[..., None])
-    return began | begins, jax.tree.map(jnp.where, flags, b, LOGSUMEXP.combine(a, b))
+    # Before they are combined: a NaN behind a start would come back in the derivative, as 0 NaN.
+    a = jax.tree.map(jnp.where, flags, LOGSUMEXP.identity(a), a)
+    return began | begins, LOGSUMEXP.combine(a, b)
 
 
 SEGMENTED = Monoid(_since_start, lambda element: (jnp.zeros_like(element[0]), LOGSUMEXP.identity(element[1])))

@@ -94,6 +94,8 @@ def discounted(running: Array, reward: Array, done: Array, discount: Array) -> t
     Returns:
         What goes into the next step `[B, (N)]`, and all sums `[T, B, (N)]`.
     """
+    if len(reward) == 0:
+        return running, reward
     begins = jnp.concatenate([jnp.zeros_like(done[:1]), done[:-1]])
     sums = affine_scan(jnp.where(begins, 0.0, discount).astype(reward.dtype), reward, running.astype(reward.dtype))
     return jnp.where(done[-1], 0.0, sums[-1]), sums

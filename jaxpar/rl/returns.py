@@ -54,7 +54,7 @@ def lambda_returns(
 
     with `next_value[t]` in place of both where done and at the end. Arguments as of `advantages`.
     """
-    last = jnp.zeros_like(done).at[-1].set(True) | done
+    last = _ends(done)
     lambda_ = jnp.where(last, 0.0, lambda_).astype(reward.dtype)
     return affine_scan(discount * lambda_, reward + discount * (1 - lambda_) * next_value, reverse=True)
 
@@ -100,7 +100,15 @@ def vtrace(
     carried = jnp.where(done, 0.0, discount * lambda_).astype(error.dtype)
     excess = affine_scan(carried * c, rho * error, reverse=True)
     after = jnp.concatenate([excess[1:], jnp.zeros_like(excess[:1])])
+    # Selected: what follows an end may be NaN, and 0 NaN is NaN.
+    after = jnp.where(done, 0.0, after)
     return value + excess, rho * (error + carried * after)
+
+
+def _ends(done: Bool[Array, "T *B"]) -> Bool[Array, "T *B"]:
+    """Returns where a trajectory or the rollout ends; not by an index, since there may be no step."""
+    is_last = jnp.arange(len(done)) == len(done) - 1
+    return done | is_last.reshape(-1, *(1,) * (done.ndim - 1))
 
 
 def n_step_returns(
@@ -112,7 +120,7 @@ def n_step_returns(
     """
     if num_steps < 1:
         raise UsageError(f"num_steps={num_steps} must be at least 1.")
-    last = jnp.zeros_like(done).at[-1].set(True) | done
+    last = _ends(done)
 
     def longer(_, returns):
         after = jnp.concatenate([returns[1:], returns[-1:]])

@@ -89,7 +89,9 @@ def _kernel(a_ref, b_ref, *refs, length, group, reverse):
         # A row at a time in float32: the vector unit works along lanes, and 16-bit states would round at every step.
         states: list = [None] * group
         for row in range(group)[::-1] if reverse else range(group):
-            state = a[row : row + 1] * state + b[row : row + 1]
+            keep = a[row : row + 1]
+            # Selected, as in plain XLA: a reset forgets NaN and infinity too.
+            state = keep * jnp.where(keep == 0, 0.0, state) + b[row : row + 1]
             states[row] = state
         h_ref[pl.ds(begin, group), :] = jnp.concatenate(states, 0).astype(h_ref.dtype)
         return state

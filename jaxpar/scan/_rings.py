@@ -33,13 +33,40 @@ def _sum(terms):
     return first
 
 
+@jax.custom_jvp
+def _push(a, h):
+    """Returns a h, and 0 where a is 0, whatever h is: a reset forgets NaN and infinity too."""
+    return a * jnp.where(a == 0, 0, h)
+
+
+@_push.defjvp
+def _push_derivative(primals, tangents):
+    a, h = primals
+    da, dh = tangents
+    # A gate that happens to be 0 has h as its derivative; only what a reset forgets must not return.
+    forgotten = (a == 0) & ~jnp.isfinite(h)
+    return _push(a, h), da * jnp.where(forgotten, 0, h) + _push(a, dh)
+
+
+def _compose(later, earlier):
+    """Returns the product of transitions, which is 0 only where one of them is.
+
+    Products of large transitions overflow before they meet a zero; those of small ones underflow. An
+    underflow to 0 would forget a state that step after step would keep, so the least normal number
+    is added: it moves an underflow off 0, is lost in every other product, and is one FMA.
+    """
+    least = jnp.asarray(jnp.finfo(later.dtype).tiny, later.dtype)
+    product = later * earlier + least
+    return jnp.where((later == 0) | (earlier == 0), 0, product)
+
+
 def _multiply_lanes(later, earlier):
     columns = tuple(zip(*earlier, strict=True))
-    return tuple(tuple(_sum(x * y for x, y in zip(row, column, strict=True)) for column in columns) for row in later)
+    return tuple(tuple(_sum(map(_compose, row, column)) for column in columns) for row in later)
 
 
 def _apply_lanes(a, h):
-    return tuple(_sum(x * y for x, y in zip(row, h, strict=True)) for row in a)
+    return tuple(_sum(map(_push, row, h)) for row in a)
 
 
 LANE_RING = Ring(_multiply_lanes, _apply_lanes, lambda a: tuple(zip(*a, strict=True)))
@@ -57,7 +84,7 @@ def _multiply_matrices(later, earlier):
 MATRIX_RING = Ring(_multiply_matrices, _apply_matrix, lambda a: jnp.swapaxes(a, -1, -2))
 """a ends in two axes, h in one. Products at full precision: nothing refines a scan, so TF32 would stay in it."""
 
-ROW_RING = Ring(jnp.multiply, lambda a, h: a[..., None] * h, lambda a: a)
+ROW_RING = Ring(_compose, lambda a, h: _push(a[..., None], h), lambda a: a)
 """a lacks h's last axis. It is spread where it is multiplied, inside a fusion: no array of h's size is made of it."""
 
 STATE_RING = Ring(_multiply_matrices, _multiply_matrices, lambda a: jnp.swapaxes(a, -1, -2))

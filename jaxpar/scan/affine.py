@@ -62,6 +62,11 @@ def affine_scan(
     Differentiable to any order, forwards and backwards: the recurrence is a linear solve, so a gradient costs one more
     scan in the other direction, and nothing is kept from inside the tree.
 
+    A zero in a resets: of "diag", "block" and "row", 0 h is 0 even if h is NaN or infinite, in
+    values and in gradients, whatever the `impl`. "dense" and "matrix" multiply matrices, where
+    0 NaN is NaN. All but "sequential" multiply transitions over spans without a zero; such a
+    product may overflow although the states, being small, would not.
+
     Args:
       a: Transitions. "diag": of b's shape. "block" and "dense": b's shape and another k at the end, so that
         `a[..., t, ..., :, :] @ h`. "row": b's shape without its last axis, `[..., T, ..., K]` for b `[..., K, V]`, one

@@ -50,13 +50,13 @@ class LogSumExp(NamedTuple):
     @property
     def log_sum(self) -> Array:
         """Log of the sum of exp(score), minus infinity of none."""
-        some = self.denominator > 0
+        some = self.denominator != 0  # true of NaN, which must not pass for nothing
         return jnp.where(some, self.max + jnp.log(jnp.where(some, self.denominator, 1)), -jnp.inf)
 
     @property
     def mean(self) -> Array:
         """Mean of the values with weights softmax(scores), zeros of none."""
-        some = (self.denominator > 0)[..., None]
+        some = (self.denominator != 0)[..., None]
         return jnp.where(some, self.numerator / jnp.where(some, self.denominator[..., None], 1), 0)
 
 
@@ -102,7 +102,8 @@ def attention_scan(
     reverse affine scan of each sum. "Attention as an RNN" (arXiv:2405.13956), section 3.
 
     Args:
-      scores: Query times keys, `[..., T, ...]`; minus infinity hides a step.
+      scores: Query times keys, `[..., T, ...]`; minus infinity hides a step. From a NaN or plus
+        infinity on, outputs are NaN, as those of softmax.
       values: `[..., T, ..., V]`.
       axis: Of time in scores.
       reverse: Attends to s >= t instead.
@@ -135,14 +136,16 @@ def attention_step(state: LogSumExp | None, score: Array, value: Array) -> tuple
 def _element(score, value):
     if value.shape[:-1] != score.shape:
         raise UsageError(f"values take the shape of scores, {score.shape}, and one axis more, but have {value.shape}.")
-    shown = (score > -jnp.inf).astype(value.dtype)
-    return LogSumExp(score, shown, jnp.where(score[..., None] > -jnp.inf, value, 0))
+    constant = lax.stop_gradient(score)
+    # 1 of what is shown, but NaN of a score that has no exponential in any unit: NaN and infinity.
+    shown = _relative(constant, constant).astype(value.dtype)
+    return LogSumExp(score, shown, jnp.where(score[..., None] != -jnp.inf, value, 0))
 
 
 def _relative(score, unit):
     """Returns exp(score - unit) for score <= unit, 0 if both are minus infinity; `unit` is a constant."""
     # Both branches are computed and differentiated: inside, a hidden step's -inf is 0, so that no inf - inf is NaN.
-    some = score > -jnp.inf
+    some = score != -jnp.inf  # true of NaN, which is no hidden step
     return jnp.where(some, jnp.exp(jnp.where(some, score, 0) - jnp.where(some, unit, 0)), 0)
 
 
@@ -168,14 +171,19 @@ def _scan_log_sum_exp(elements, *, axis, reverse, axis_name):
     if axis_name is not None:
         whole = take(units, 0 if reverse else -1, axis)
         first = jnp.where(sharded.is_first(axis_name, reverse), first, sharded.from_earlier(whole, axis_name, reverse))
-    keep = _relative(shifted(units, first, axis, reverse=reverse), units)
+    wide = jnp.promote_types(units.dtype, jnp.float32)
+    earlier = shifted(units, first, axis, reverse=reverse).astype(wide)
+    keep = _relative(earlier, units.astype(wide))
+    # A scan forgets what it multiplies by 0. An underflow must not: values that are NaN have to stay.
+    least = jnp.asarray(jnp.finfo(wide).tiny, wide)
+    keep = jnp.where(earlier == -jnp.inf, 0, jnp.maximum(keep, least))
     weight = _relative(elements.max, units)
     run = functools.partial(affine_scan, axis=axis, reverse=reverse, axis_name=axis_name)
     values = weight[..., None] * elements.numerator
     return LogSumExp(
         units,
-        run(keep.astype(elements.denominator.dtype), weight * elements.denominator),
-        run(jnp.broadcast_to(keep[..., None], values.shape).astype(values.dtype), values),
+        run(keep, weight * elements.denominator),
+        run(jnp.broadcast_to(keep[..., None], values.shape), values),
     )
 
 

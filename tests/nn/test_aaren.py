@@ -85,3 +85,25 @@ def test_a_solver_may_run_it_too(x64):
     params, xs = noisy(), inputs()
     newton = jit(lambda p, x: recurrent(CELL, p, x, method=Newton())[0])(params, xs)
     assert_close(newton, whole(params, xs)[0], 1e-10)
+
+
+def test_a_nan_reaches_what_sees_it_and_no_other_document(x64):
+    params, xs = noisy(0.5), inputs()
+    bad = xs.copy()
+    bad[0, 2] = np.nan
+    resets = np.zeros((B, T), bool)
+    resets[:, 5] = True
+    later = (np.arange(T) >= 5)[None, :, None]
+
+    def out(xs, resets):
+        return recurrent(CELL, params, xs, resets=resets)[0]
+
+    def loss(xs):
+        return jnp.sum(jnp.where(later, jnp.sin(out(xs, resets)), 0))
+
+    wanted = np.array(jit(out)(xs, resets))
+    wanted[0, 2:5] = np.nan
+    np.testing.assert_allclose(jit(out)(bad, resets), wanted, rtol=1e-12)
+    assert np.isnan(np.asarray(jit(lambda xs: out(xs, None))(bad))[0, 2:]).all()
+    got, want = jit(jax.grad(loss))(bad), jit(jax.grad(loss))(xs)
+    np.testing.assert_allclose(got[:, 5:], want[:, 5:], rtol=1e-10)

@@ -299,3 +299,97 @@ def test_what_lies_behind_the_tokens_that_count_changes_no_state(name, x64):
     short = tuple(x[:, : VALID[1]] for x in arrays)
     want = run(name, short, state, starts=STARTS[:, : VALID[1]], impl="sequential")[1]
     assert_close(jax.tree.map(lambda x: x[1], got), jax.tree.map(lambda x: x[1], want), TOLERANCE["float64"])
+
+
+DOCUMENTS = np.zeros((B, 20), bool)
+DOCUMENTS[0, [6, 13]] = True
+DOCUMENTS[1, 3] = True
+SPOILT = np.zeros((B, 20), bool)  # tokens of documents that hold what is not finite
+SPOILT[0, 6:13] = True
+SPOILT[1, :3] = True
+
+
+@each_case
+@pytest.mark.parametrize("impl", ["chunked", "sequential"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_no_document_sees_what_is_not_finite_in_another(name, impl, bad, x64):
+    """In any input of a token, and in the state before a row's first document."""
+    clean, state = inputs_of(name, 20)
+    finite = clean
+    shared = ()
+    if name == "rows, bonus":
+        finite = clean[:4]
+        shared = clean[4:]
+    spoilt = jax.tree.map(lambda x: x.at[1].set(bad), state)
+    shown = ~SPOILT[..., None, None]
+
+    def run_on(inputs, state):
+        arrays = (*inputs, *shared)
+        return run(name, arrays, state, starts=DOCUMENTS, chunk=16, impl=impl)
+
+    def loss(inputs, state):
+        out, last = run_on(inputs, state)
+        leaves = jax.tree.leaves(last)
+        return sum(jnp.sin(x).sum() for x in [jnp.where(shown, jnp.sin(out), 0), *leaves]), out
+
+    gradient = jit(jax.value_and_grad(loss, has_aux=True))
+    (_, wanted), wants = gradient(finite, state)
+    for index in range(len(finite)):
+        inputs = list(finite)
+        inputs[index] = inputs[index].at[0, 8].set(bad)
+        (value, out), gradients = gradient(tuple(inputs), spoilt)
+        assert np.isfinite(value)
+        np.testing.assert_allclose(np.where(shown, out, 0), np.where(shown, wanted, 0), rtol=1e-9, atol=1e-12)
+        reached = slice(9, 12)
+        if index == 0:  # a query reaches its own token alone
+            reached = slice(8, 9)
+        assert not np.isfinite(out[0, reached]).any() and not np.isfinite(out[1, :3]).any()
+        assert np.isfinite(out[0, 6:8]).all()
+        for got, want in zip(gradients, wants, strict=True):
+            of = shown.reshape(*SPOILT.shape, *(1,) * (got.ndim - 2))
+            np.testing.assert_allclose(np.where(of, got, 0), np.where(of, want, 0), rtol=1e-9, atol=1e-12)
+
+
+@each_case
+def test_a_loss_that_is_nan_has_such_gradients(name, x64):
+    """In the document, where the mask of what is not finite must not hide it."""
+    inputs, state = inputs_of(name, 20)
+    inputs = (*inputs[:2], inputs[2].at[0, 8].set(np.nan), *inputs[3:])
+    gradients = jit(jax.grad(lambda x: jnp.sum(jnp.sin(run(name, x, state, starts=DOCUMENTS)[0]))))(inputs)
+    assert all(np.isnan(x[0, 6:9]).any() for x in gradients[:3])
+
+
+@each_case
+@pytest.mark.parametrize("shape", [(B, 0), (0, 5)])
+@pytest.mark.parametrize("impl", ["auto", "chunked", "sequential"])
+def test_no_tokens_and_no_rows_change_no_state(name, shape, impl, x64):
+    arrays, state = inputs_of(name, 5)
+    keep = lambda x: x[: shape[0], : shape[1]]  # noqa: E731
+    shared = ()
+    if name == "rows, bonus":
+        shared = arrays[4:]
+    inputs = tuple(keep(x) for x in arrays[: len(arrays) - len(shared)])
+    state = jax.tree.map(lambda x: x[: shape[0]], state)
+    starts = keep(DOCUMENTS)
+
+    def loss(inputs, state):
+        out, last = run(name, (*inputs, *shared), state, starts=starts, impl=impl)
+        return sum(jnp.sin(x).sum() for x in (out, *jax.tree.leaves(last))), (out, last)
+
+    (_, (out, last)), gradients = jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(inputs, state)
+    assert out.shape == (*shape, H, V)
+    assert_close(last, state, 0)
+    assert [x.shape for x in gradients[0]] == [x.shape for x in inputs]
+    assert_close(gradients[1], jax.tree.map(jnp.cos, state), EXACT_MATHS["float64"])
+    fresh = run(name, (*inputs, *shared), None, impl=impl)
+    assert jax.tree.map(jnp.shape, fresh) == jax.tree.map(jnp.shape, (out, last))
+
+
+@pytest.mark.parametrize(("columns", "floored"), [(V + 1, False), (V, True)])
+def test_no_tokens_have_the_columns_that_some_have(columns, floored):
+    (q, k, v), _ = inputs_of("none", 0)
+    floor = None
+    if floored:
+        floor = jnp.ones(v.shape[:3])
+    out, state = linear_attention(q, k, v, normaliser=True, floor=floor)
+    assert out.shape == (B, 0, H, columns) and state.shape == (B, H, K, V + 1)

@@ -201,3 +201,37 @@ def test_what_cannot_be_is_refused():
         unit().apply(params, x, None, context_of(8, visible=jnp.ones((B, 8, 8), bool)))
     with use_mesh(make_mesh(MeshSpec(context=2, data=4))), pytest.raises(UsageError, match="give mesh.context=1"):
         unit().apply(params, x, None, context_of(8))
+
+
+@pytest.mark.parametrize("form", ["scan", "chunks", "affine"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_no_document_sees_what_is_not_finite_in_another(form, bad, x64):
+    u, before = drawn(B, T, 2), drawn(B, 2, 5, seed=1)
+    spoilt = u.copy()
+    spoilt[0, 6, 0] = bad
+    emptied = before.copy()
+    emptied[1] = bad
+    starts = np.zeros((B, T), bool)
+    starts[0, [3, 8]] = True
+    starts[1, 2] = True
+    seen = np.zeros((B, T, 2), bool)  # and gradients of whole documents
+    seen[0, 6:8, 0] = True
+    seen[1, :2] = True
+    document = seen.copy()
+    document[0, 3:8, 0] = True
+
+    def loss(u, before):
+        m = memory(u, before, starts, size=5, theta=6.0, form=form, chunk=4)
+        return jnp.sum(jnp.where(seen[..., None], 0, jnp.sin(m))), m
+
+    gradient = jit(jax.grad(loss, has_aux=True))
+    got, m = gradient(spoilt, emptied)
+    want, wanted = gradient(u, before)
+    assert not np.isfinite(m[seen]).all(-1).any()
+    np.testing.assert_allclose(m[~seen], wanted[~seen], atol=EXACT)
+    np.testing.assert_allclose(got[~document], want[~document], atol=EXACT)
+
+
+def test_no_steps_have_no_memories():
+    for form in ("auto", "affine", "scan", "fft"):
+        assert memory(jnp.zeros((B, 0, 2)), size=5, theta=6.0, form=form).shape == (B, 0, 2, 5)

@@ -10,8 +10,22 @@ import triton_interpreter
 from fast import jit
 from tolerance import EXACT_MATHS, assert_close
 
-from jaxpar.nn import GRU, LEM, LSTM, Aaren, Cell, CfC, MinGRU, MinLSTM, ParaGRU, ParaLSTM, recurrent
+from jaxpar.nn import (
+    GRU,
+    LEM,
+    LSTM,
+    S5,
+    Aaren,
+    Cell,
+    CfC,
+    MinGRU,
+    MinLSTM,
+    ParaGRU,
+    ParaLSTM,
+    recurrent,
+)
 from jaxpar.nn.layer import method_for
+from jaxpar.nn.mixers.recurrent import sharded_recurrence
 from jaxpar.nn.solvers import METHODS, solver
 from jaxpar.solve import Auto, Block, Dense, Fused, Newton, Quasi, Sequential
 from jaxpar.types import UsageError
@@ -241,3 +255,49 @@ def test_unknown_methods_are_refused(name, window, sentence):
     with pytest.raises(UsageError, match=sentence):
         solver(name, window)
     assert solver("newton", 8) == Newton(window=8) and solver("auto") is None
+
+
+@pytest.mark.parametrize("name", [*CELLS, "s5"])
+def test_a_reset_forgets_what_is_not_finite(name, x64):
+    cell = CELLS.get(name, S5(N))
+    params = noisy(cell)
+    xs = inputs()
+    spoilt = xs.copy()
+    spoilt[0, 5] = np.nan
+    resets = np.zeros((B, T), bool)
+    resets[:, [3, 8]] = True
+    shown = np.ones((B, T, 1), bool)
+    shown[0, 3:8] = False
+
+    def loss(xs):
+        ys, last = recurrent(cell, params, xs, resets=resets)
+        of_state = sum(jnp.sin(x).sum() for x in jax.tree.leaves(last))
+        return jnp.sum(jnp.where(shown, jnp.sin(ys), 0)) + of_state, ys
+
+    gradient = jit(jax.grad(loss, has_aux=True))
+    got, ys = gradient(spoilt)
+    want, wanted = gradient(xs)
+    assert np.isnan(ys[0, 5:8]).all()
+    assert_close(np.where(shown, ys, 0), np.where(shown, wanted, 0), VALUES)
+    assert_close(np.where(shown, got, 0), np.where(shown, want, 0), GRADIENTS)
+
+
+@pytest.mark.parametrize("name", ["para_gru", "min_gru", "lstm", "aaren"])
+@pytest.mark.parametrize("length", [0, 5])
+def test_a_row_without_steps_that_count_keeps_its_state(name, length):
+    cell = CELLS[name]
+    params = {key: np.float32(x) for key, x in noisy(cell).items()}
+    h0 = jax.tree.map(lambda h: h + 0.3, cell.initial((B,)))
+    xs = jnp.asarray(inputs(5)[:, :length], jnp.float32)
+
+    def last(h0):
+        projections = cell.input_projections(params, jnp.swapaxes(xs, 0, 1))
+        valid = jnp.array([0, length])
+        state = sharded_recurrence(cell, params, projections, h0, valid=valid)[1]
+        return sum(jnp.sum(x[0]) for x in jax.tree.leaves(state)), state
+
+    gradient, state = jit(jax.grad(last, has_aux=True))(h0)
+    for got, want in zip(jax.tree.leaves(state), jax.tree.leaves(h0), strict=True):
+        np.testing.assert_array_equal(got[0], want[0])
+    for x in jax.tree.leaves(gradient):
+        np.testing.assert_array_equal(x[0], np.ones_like(x[0]))

@@ -9,6 +9,7 @@ import pytest
 from tolerance import EXACT_MATHS, assert_close
 
 from jaxpar.rl import advantages, collect, lambda_returns, n_step_returns, next_values, vtrace
+from jaxpar.rl.moments import discounted
 from jaxpar.types import UsageError
 
 DISCOUNT, TRACE = 0.9, 0.7
@@ -179,3 +180,57 @@ def test_a_return_that_is_no_number_is_told_and_an_update_without_an_end_keeps_t
         info, after = collect.update_episode_stats({}, before, None)
         np.testing.assert_equal(float(info["return_mean"]), want)
         np.testing.assert_equal(float(after["return_mean"]), want)
+
+
+def all_returns(reward, value, last, log_ratio, done):
+    following = next_values(value, last, done, jnp.zeros_like(value))
+    targets = vtrace(log_ratio, reward, value, following, done, DISCOUNT, TRACE)
+    return (
+        n_step_returns(reward, following, done, DISCOUNT, 3),
+        lambda_returns(reward, following, done, DISCOUNT, TRACE),
+        advantages(reward, value, following, done, DISCOUNT, TRACE),
+        *targets,
+    )
+
+
+@pytest.mark.parametrize("envs", [(), (3,)])
+def test_no_steps_have_no_returns(envs):
+    arrays = [jnp.zeros((0, *envs))] * 2 + [jnp.ones(envs), jnp.zeros((0, *envs))]
+
+    def loss(*arrays):
+        out = all_returns(*arrays, jnp.zeros((0, *envs), bool))
+        return sum(jnp.sum(x) for x in out), out
+
+    gradients, out = jax.grad(loss, (0, 1, 2, 3), has_aux=True)(*arrays)
+    assert all(x.shape == (0, *envs) for x in out)
+    for got, like in zip(gradients, arrays, strict=True):
+        np.testing.assert_array_equal(got, np.zeros_like(like))
+    running, sums = discounted(jnp.ones(envs), arrays[0], jnp.zeros((0, *envs), bool), 0.9)
+    np.testing.assert_array_equal(running, np.ones(envs))
+    assert sums.shape == (0, *envs)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_returns_before_an_end_do_not_see_what_is_not_finite_behind_it(bad, x64):
+    reward, value, log_ratio = np.random.default_rng(0).normal(size=(3, 7, 2))
+    done = np.zeros((7, 2), bool)
+    done[3] = True
+    arrays = [reward, value, np.ones(2), log_ratio]
+    spoilt = [np.array(x) for x in arrays]
+    for x in (*spoilt[:2], spoilt[3]):
+        x[5, 0] = bad
+
+    def before(*arrays):
+        out = [x[:4] for x in all_returns(*arrays, done)]
+        return sum(jnp.sum(jnp.sin(x)) for x in out), out
+
+    got, want = (jax.jit(jax.grad(before, (0, 1, 3), has_aux=True))(*x) for x in (spoilt, arrays))
+    assert_close(got[1], want[1], EXACT_MATHS["float64"])
+    assert_close([x[:4] for x in got[0]], [x[:4] for x in want[0]], EXACT_MATHS["float64"])
+
+
+def test_sums_after_an_end_do_not_see_what_is_not_finite_before_it():
+    done = np.arange(5) == 2
+    running, sums = discounted(jnp.float32(0), jnp.array([1, np.nan, 1, 1, 1]), done, 0.5)
+    np.testing.assert_allclose(sums, [1, np.nan, np.nan, 1, 1.5])
+    assert running == 1.5

@@ -313,3 +313,85 @@ print(*sorted(name for name in set(sys.modules) - before if name.startswith(("ja
 """
     traced = subprocess.run([sys.executable, "-c", code, package], capture_output=True, text=True, check=True)
     assert traced.stdout.split() == []
+
+
+def with_resets(kind, batch=3, length=30):
+    """A recurrence with and without a NaN and an infinity, each before a reset."""
+    shape = (length, batch) if kind == "diag" else (length, batch, 2)
+    a, b, h0 = draw(shape, kind)
+    a[7] = a[20] = 0
+    bad = b.copy()
+    bad[3, 0] = np.nan
+    bad[15, 1] = np.inf
+    sees = np.zeros((length, batch), bool)
+    sees[3:7, 0] = True
+    sees[15:20, 1] = True
+    documents = np.zeros((length, batch), bool)  # of which some step sees them
+    documents[:7, 0] = True
+    documents[7:20, 1] = True
+    if kind != "diag":
+        sees = sees[..., None]
+        documents = documents[..., None]
+    return a, b, bad, h0, sees, documents
+
+
+@pytest.mark.parametrize("kind", ["diag", "row", "block"])
+@each_impl
+def test_a_reset_forgets_what_is_not_finite(impl, kind, x64):
+    a, b, bad, h0, sees, documents = with_resets(kind)
+
+    def run(a, b):
+        return affine_scan(a, b, h0, kind=kind, impl=impl)
+
+    def later(a, b):
+        return jnp.sum(jnp.where(sees, 0, jnp.sin(run(a, b))))
+
+    def both(a, b):
+        tangents = jax.jvp(run, (a, b), (jnp.zeros_like(a), jnp.ones_like(b)))[1]
+        return run(a, b), jax.grad(later, (0, 1))(a, b), tangents
+
+    got, want = jit(both)(a, bad), jit(both)(a, b)
+    np.testing.assert_allclose(np.where(sees, 0, got[0]), np.where(sees, 0, want[0]), rtol=1e-12)
+    assert not np.isfinite(np.asarray(got[0])[np.broadcast_to(sees, b.shape)]).any()
+    gradients = [np.where(documents, 0, x[1][1]) for x in (got, want)]
+    np.testing.assert_allclose(*gradients, atol=1e-12)
+    np.testing.assert_allclose(np.where(sees, 0, got[2]), np.where(sees, 0, want[2]), rtol=1e-12)
+
+
+@each_impl
+def test_a_zero_that_resets_nothing_keeps_its_derivative(impl, x64):
+    a, b, _, h0, _, _ = with_resets("diag")
+    f = functools.partial(affine_scan, impl=impl)
+    gradient = jit(jax.grad(lambda a: loss(f(a, b, h0))))(a)
+    assert_close(gradient, jit(jax.grad(lambda a: loss(scan(a, b, h0))))(a), 1e-12)
+    assert (np.abs(gradient[7]) > 1e-6).all()
+
+
+@each_impl
+def test_products_that_overflow_before_a_zero_do_not_matter(impl):
+    rng = np.random.default_rng(0)
+    a = np.exp(20 * rng.normal(size=(70, 3))).astype("float32")
+    a[rng.uniform(size=a.shape) < 0.2] = 0
+    b = rng.normal(size=a.shape).astype("float32")
+    want = b.copy()
+    with np.errstate(over="ignore"):
+        for t in range(1, len(b)):
+            want[t] += np.multiply(a[t], want[t - 1], where=a[t] != 0, out=np.zeros(3, "float32"))
+    got = jit(functools.partial(affine_scan, impl=impl))(a, b)
+    finite = np.isfinite(want)
+    np.testing.assert_array_equal(np.isfinite(got), finite)
+    np.testing.assert_allclose(got[finite], want[finite], rtol=1e-4)
+
+
+@each_impl
+def test_a_product_that_overflows_in_a_state_of_zero_ends_at_a_zero(impl):
+    a = jnp.array([1, 1, 1e30, 1e30, 0, 1, 1], jnp.float32)
+    b = jnp.array([0, 0, 0, 0, 1, 1, 1], jnp.float32)
+    out = jit(functools.partial(affine_scan, impl=impl))(a, b)
+    np.testing.assert_array_equal(out[4:], [1, 2, 3])
+
+
+@each_impl
+def test_a_product_that_underflows_forgets_nothing(impl):
+    out = jit(functools.partial(affine_scan, impl=impl))(jnp.full(300, 0.5), jnp.ones(300).at[0].set(jnp.nan))
+    assert np.isnan(out).all()

@@ -85,3 +85,29 @@ def test_a_bad_step_spoils_no_earlier_one():
     (got,) = _triton.affine(a, b, axis=0, reverse=False, tile=SMALL)
     bad = np.isnan(np.asarray(got))
     assert not bad[:21].any() and bad[21:, 1].all() and not bad[:, [0, 2]].any()
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_reset_forgets_what_is_not_finite(k, reverse):
+    """In the tile of the reset and in later ones; and a product that underflows forgets nothing."""
+    a, b, start = draw(k, (60, 3), 0)
+    position = 40
+    if reverse:
+        position = 20
+    a = jax.tree.map(lambda x: x.at[position].set(0), a)
+    spoilt = [x.at[3].set(jnp.nan).at[-3].set(jnp.nan) for x in b]
+    got = _triton.affine(a, spoilt, start, axis=0, reverse=reverse, tile=SMALL)
+    want = loop(a, b, start, 0, reverse, False)
+    seen = slice(40, 57)
+    if reverse:
+        seen = slice(4, 21)
+    assert all(np.isfinite(x[seen]).all() for x in got)
+    np.testing.assert_allclose([x[seen] for x in got], [x[seen] for x in want], rtol=1e-5, atol=3e-6)
+
+
+def test_a_product_that_underflows_forgets_nothing():
+    a = [[jnp.full((400, 2), 0.5)]]
+    b = [jnp.ones((400, 2)).at[0].set(jnp.nan)]
+    (out,) = _triton.affine(a, b, axis=0, reverse=False, tile=SMALL)
+    assert np.isnan(out).all()

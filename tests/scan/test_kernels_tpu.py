@@ -105,3 +105,14 @@ def test_a_tpu_runs_the_kernel():
 
 if __name__ == "__main__":
     print(json.dumps(compiled_for_a_tpu()))
+
+
+def test_a_reset_forgets_what_is_not_finite():
+    a, b, _ = draw((64, 128), dtype="float32")
+    b[3] = np.nan
+    a[40] = 0
+    for reverse in (False, True):
+        (out,) = _pallas.affine(((a,),), (b,), None, axis=0, reverse=reverse, interpret=True)
+        (want,) = plain(((a,),), (b,), None, axis=0, reverse=reverse)
+        np.testing.assert_array_equal(np.isfinite(out), np.isfinite(want))
+        assert np.isfinite(out[40:]).all()

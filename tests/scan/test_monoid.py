@@ -139,3 +139,51 @@ def test_empty_sequences_and_half_precision():
 def test_mistakes_are_told_in_a_sentence(sentence, call):
     with pytest.raises(UsageError, match=sentence):
         call()
+
+
+def stream(scores, values):
+    """Outputs of `attention_step`, one after the other."""
+    state, out = None, []
+    for t in range(scores.shape[1]):
+        state, y = attention_step(state, scores[:, t], values[:, t])
+        out.append(y)
+    return jnp.stack(out, 1)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("position", [0, 4])
+def test_a_score_without_an_exponential_is_no_hidden_step(bad, position, x64):
+    scores, values = masked(2)
+    scores[1, position] = bad
+    clean = jit(functools.partial(attention_scan, axis=1))(*masked(2))
+    wanted = np.array(clean)
+    wanted[1, position:] = np.nan
+
+    def tree(scores, values):
+        shown = (scores != -jnp.inf).astype(scores.dtype)
+        values = jnp.where(scores[..., None] == -jnp.inf, 0, values)
+        out = scan_monoid(TREE, LogSumExp(scores, shown, values), axis=1).mean
+        return out.at[:, 0].set(wanted[:, 0])  # a tree weighs nothing at its first element
+
+    for f in (functools.partial(attention_scan, axis=1), stream, tree):
+        np.testing.assert_allclose(jit(f)(scores, values), wanted, rtol=1e-12)
+
+    def loss(scores, values):
+        return jnp.sum(jnp.sin(attention_scan(scores, values, axis=1)))
+
+    by_scores, by_values = jit(jax.grad(loss, (0, 1)))(scores, values)
+    assert np.isnan(by_scores[1, position:]).any() and np.isnan(by_values[1, : position + 1]).any()
+    other_rows = [0, 2]
+    assert np.isfinite(by_scores[other_rows, :]).all() and np.isfinite(by_values[other_rows, :]).all()
+
+
+def test_the_log_of_a_sum_with_nan_is_nan():
+    element = LogSumExp(jnp.float32(0), jnp.float32(np.nan), jnp.full(2, np.nan))
+    assert np.isnan(element.log_sum) and np.isnan(element.mean).all()
+
+
+def test_a_nan_among_the_values_outlasts_any_score():
+    scores, values = jnp.array([0.0, 500.0, 1e4]), jnp.array([[np.nan], [1.0], [2.0]])
+    assert np.isnan(attention_scan(scores, values)).all()
+    hidden = attention_scan(scores.at[0].set(-jnp.inf), values)
+    np.testing.assert_allclose(hidden, [[0.0], [1.0], [2.0]])

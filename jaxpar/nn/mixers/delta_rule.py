@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxpar.nn.mixers.fence import finite, finite_log, mark, marks_of
 from jaxpar.nn.mixers.linear_attention import (
     check_impl,
     dot,
@@ -65,13 +66,16 @@ def delta_rule(
     wide = jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
     shape = (*v.shape[:1], *v.shape[2:3], k.shape[-1], v.shape[-1])
     state = jnp.zeros(shape, wide) if state is None else state.astype(wide)
+    if v.size == 0:  # no token, or no row: there is no chunk to read a last state from
+        return jnp.zeros_like(v), state
     log_decay = jnp.zeros(v.shape[:3], wide) if log_decay is None else log_decay.astype(wide)
     (q, k, v, beta, log_decay), starts = only_valid((q, k, v, beta.astype(wide), log_decay), starts, valid)
     if impl == "sequential" or (impl == "auto" and v.shape[1] == 1 and axis_name is None):
         if axis_name is not None:
             raise UsageError("impl='sequential' runs along the whole sequence; take impl='chunked' where it is split.")
         return _steps(q, k, v, beta, log_decay, state, starts)
-    run = jax.checkpoint(_chunks, static_argnums=(7, 8))  # keeps its arguments alone, whatever encloses it keeps
+    # Keeps its arguments alone, whatever encloses it keeps.
+    run = jax.checkpoint(_documents, static_argnums=(7, 8))
     return run(q, k, v, beta, log_decay, state, starts, chunk, axis_name)
 
 
@@ -94,6 +98,25 @@ def _steps(q, k, v, beta, log_decay, state, starts):
         return out[:, None].astype(dtype), state
     state, outs = jax.lax.scan(step, state, line)
     return jnp.swapaxes(outs, 0, 1).astype(dtype), state
+
+
+def _documents(q, k, v, beta, log_decay, state, starts, chunk, axis_name):
+    """Runs chunks so that no document sees what is not finite in another one."""
+    if starts is None:
+        return _chunks(q, k, v, beta, log_decay, state, starts, chunk, axis_name)
+    q, own = finite(q)
+    drive = jnp.zeros_like(log_decay)
+    arrays = []
+    for x in (k, v, beta[..., None]):
+        x, zero = finite(x)
+        arrays.append(x)
+        drive = drive + zero
+    k, v, beta = arrays
+    log_decay, zero = finite_log(log_decay)
+    state, first = finite(state)
+    marks = marks_of(drive + zero, own, first.sum(-1), starts, axis_name=axis_name)
+    out, last = _chunks(q, k, v, beta[..., 0], log_decay, state, starts, chunk, axis_name)
+    return mark(out, marks.tokens), mark(last, marks.last)
 
 
 def _chunks(q, k, v, beta, log_decay, state, starts, chunk, axis_name):

@@ -58,6 +58,8 @@ def exponential_attention(
     else:
         matrix, first = state
     first = first.astype(wide)
+    if v.size == 0:  # no token, or no row: there is no largest weight to read
+        return jnp.zeros_like(v), (matrix.astype(wide), first)
     largest, before = _running_maximum(log_forget, log_input, first, starts, valid, axis_name)
     scale, before = jnp.round(largest), jnp.round(before)
     # Of an empty state nothing is kept, whatever its decay.
@@ -80,7 +82,7 @@ def _running_maximum(log_forget, log_input, first, starts, valid, axis_name):
     (log_forget,), starts = only_valid((log_forget,), starts, valid)
     if starts is not None:
         log_forget = jnp.where(starts[..., None], -jnp.inf, log_forget)
-    entered = jnp.maximum(log_forget[:, 0] + first, log_input[:, 0])
+    entered = _combine((first, first), (log_forget[:, 0], log_input[:, 0]))[1]
     if axis_name is not None:
         entered = jnp.where(is_first(axis_name, False), entered, log_input[:, 0])
     log_input = jnp.concatenate([entered[:, None], log_input[:, 1:]], 1)
@@ -96,8 +98,12 @@ def _at(largest: Float[Array, "B T H"], valid: Int[Array, " B"]) -> Float[Array,
 
 
 def _combine(earlier, later):
-    (decay, top), (more, other) = earlier, later
-    return decay + more, jnp.maximum(top + more, other)
+    decay, top = earlier
+    more, other = later
+    # A start is -inf, and -inf + NaN is NaN: what is forgotten is selected, not added.
+    forgets = more == -jnp.inf
+    sums = jnp.where(forgets, more, decay + more)
+    return sums, jnp.where(forgets, other, jnp.maximum(top + more, other))
 
 
 MAX_PLUS = Monoid(_combine, lambda element: (jnp.zeros_like(element[0]), jnp.full_like(element[1], -jnp.inf)))

@@ -13,6 +13,7 @@ import numpy as np
 import scipy  # its parts are loaded when they are first used
 from jaxtyping import Array, Bool, Float
 
+from jaxpar.nn.mixers.fence import finite, mark, marks_of
 from jaxpar.scan import affine_scan
 from jaxpar.types import UsageError
 
@@ -97,18 +98,20 @@ def memory(
     """
     if form not in FORMS:
         raise UsageError(f"form={form!r} is unknown; legal are {', '.join(FORMS)}.")
+    if u.size == 0:  # no step, or no row: there is no chunk
+        return jnp.zeros((*u.shape, size), u.dtype)
     if form == "fft":
         if before is not None or starts is not None:
             raise UsageError("form=fft begins with an empty memory and one document a row; take form=chunks.")
         return _by_transform(u, size, theta)
     if form == "affine":
-        return _by_tree(u, before, starts, size, theta)
+        return _of_documents(_by_tree, u, before, starts, size, theta)
     chunk = chunk or chunk_for(size, u.shape[1])
     if before is None and (form == "scan" or chunk < u.shape[1]):
         before = jnp.zeros((u.shape[0], u.shape[2], size), u.dtype)
     if form == "scan":
         return _step_by_step(u, before, starts, size, theta)
-    return _by_chunks(u, before, starts, size, theta, chunk)
+    return _of_documents(_by_chunks, u, before, starts, size, theta, chunk)
 
 
 def _einsum(equation: str, *arrays: Array) -> Array:
@@ -128,6 +131,18 @@ def _step_by_step(u, before, starts, size, theta):
 
     _, states = jax.lax.scan(step, before, (jnp.moveaxis(u, 1, 0), starts.T))
     return jnp.moveaxis(states, 0, 1)
+
+
+def _of_documents(run, u, before, starts, *how):
+    """Runs a form with products over documents, none of which sees what is not finite in another."""
+    if starts is None:
+        return run(u, before, starts, *how)
+    u, drive = finite(u[..., None])
+    first = jnp.zeros_like(drive[:, 0])
+    if before is not None:
+        before, first = finite(before)
+    marks = marks_of(drive, jnp.zeros_like(drive), first, starts)
+    return mark(run(u[..., 0], before, starts, *how), marks.tokens)
 
 
 def _by_chunks(u, before, starts, size, theta, chunk):

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxpar.lower.trial import relative_error, tried
 from jaxpar.mesh import mesh_axes, platform
 from jaxpar.nn.mixers import linear_kernels as kernels
+from jaxpar.nn.mixers.fence import Marks, finite, finite_log, mark, marks_of
 from jaxpar.scan import affine_scan
 from jaxpar.scan.sharded import from_earlier, is_first
 from jaxpar.scan.varying import varying_axes
@@ -86,6 +87,8 @@ def linear_attention(
         v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], -1)
     heads = _heads(q, k, v, log_decay, bonus, state, starts, valid)
     check_impl(impl, chunk)
+    if v.size == 0:  # no token, or no row: there is no chunk to read a last state from
+        return _of_nothing(k, v, state, columns if floor is not None else v.shape[-1], dtype)
     if impl == "kernel":
         v = v[..., :columns]
         return _by_kernel(q, k, v, log_decay, bonus, state, starts, valid, normaliser, floor, chunk, axis_name, dtype)
@@ -98,9 +101,50 @@ def linear_attention(
             raise UsageError("impl='sequential' runs along the whole sequence; take impl='chunked' where it is split.")
         out, last = _steps(q, k, v, log_decay, bonus, first, starts)
     else:
-        run = jax.checkpoint(_chunks, static_argnums=(7, 8))  # keeps its arguments alone, whatever encloses it keeps
-        out, last = run(q, k, v, log_decay, bonus, first, starts, chunk, axis_name)
+        # Keeps its arguments alone, whatever encloses it keeps.
+        run = jax.checkpoint(_documents, static_argnums=(8, 9))
+        out, last = run(q, k, v, log_decay, bonus, first, starts, floor, chunk, axis_name)
     return _divided(out, floor).astype(dtype), last
+
+
+def _of_nothing(k, v, state, columns: int, dtype) -> tuple[Array, Array]:
+    """Returns no outputs, and the state that no token changes."""
+    wide = jnp.promote_types(jnp.result_type(k, v), jnp.float32)
+    if state is None:
+        state = jnp.zeros((v.shape[0], v.shape[2], k.shape[-1], v.shape[-1]), wide)
+    return jnp.zeros((*v.shape[:-1], columns), dtype), state.astype(wide)
+
+
+def _documents(q, k, v, log_decay, bonus, state, starts, floor, chunk, axis_name):
+    """Runs chunks so that no document sees what is not finite in another one."""
+    if starts is None:
+        return _chunks(q, k, v, log_decay, bonus, state, starts, chunk, axis_name)
+    arrays, marks = _fenced(q, k, v, log_decay, state, floor, starts, axis_name)
+    q, k, v, log_decay, state, _ = arrays
+    out, last = _chunks(q, k, v, log_decay, bonus, state, starts, chunk, axis_name)
+    return mark(out, marks.tokens), mark(last, marks.last)
+
+
+def _fenced(q, k, v, log_decay, state, floor, starts, axis_name=None) -> tuple[tuple, Marks]:
+    """Returns finite arrays, and the marks of what was not; log decays and floor may be None."""
+    repeats = v.shape[2] // k.shape[2]
+    q, own = finite(q)
+    k, drive = finite(k)
+    v, drive_of_values = finite(v)
+    own = jnp.repeat(own, repeats, 2)
+    drive = jnp.repeat(drive, repeats, 2) + drive_of_values
+    if log_decay is not None:
+        log_decay, drive_of_decays = finite_log(log_decay)
+        if log_decay.ndim == 4:
+            drive_of_decays = drive_of_decays.sum(-1)
+        drive = drive + drive_of_decays
+    state, first = finite(state)
+    if floor is not None:
+        missing = jnp.isnan(floor)
+        own = jnp.where(missing, jnp.nan, own)
+        floor = jnp.where(missing, 1, floor)
+    marks = marks_of(drive, own, first.sum(-1), starts, axis_name=axis_name)
+    return (q, k, v, log_decay, state, floor), marks
 
 
 def _decays(log_decay: Array | None, shape: tuple[int, ...], depth: int, bonus: Array | None) -> Array:
@@ -166,16 +210,25 @@ def _by_kernel(q, k, v, log_decay, bonus, state, starts, valid, normaliser, floo
         log_decay, bonus = _decays(log_decay, v.shape[:3], k.shape[-1], bonus), bonus.astype(wide)
     given = (q.astype(v.dtype), k.astype(v.dtype), v)
     (q, k, v, *decay), starts = only_valid(given if log_decay is None else (*given, log_decay), starts, valid)
+    marks = None
+    if starts is not None:
+        log_decay = decay[0] if decay else None
+        arrays, marks = _fenced(q, k, v, log_decay, first, floor, starts)
+        q, k, v, log_decay, first, floor = arrays
+        decay = [log_decay] if decay else []
     documents = None if starts is None else jnp.cumsum(jnp.pad(starts, ((0, 0), (1, 0))), 1, dtype=jnp.int32)
     line = first[..., columns] if normaliser else None
     inputs = kernels.Inputs(q, k, v, decay[0] if decay else None, bonus, first[..., :columns], line)
     floor = None if floor is None else floor.astype(wide)
     results: Any = kernels.attention_by_kernels(chunk, dtype, inputs, documents, floor)  # custom_vjp forgets its type
     out, norm, last, last_line = results
-    if not normaliser:
+    if normaliser:
+        if floor is None:
+            out = jnp.concatenate([out, norm[..., None].astype(dtype)], -1)
+        last = jnp.concatenate([last, last_line[..., None]], -1)
+    if marks is None:
         return out, last
-    out = jnp.concatenate([out, norm[..., None].astype(dtype)], -1) if floor is None else out
-    return out, jnp.concatenate([last, last_line[..., None]], -1)
+    return mark(out, marks.tokens), mark(last, marks.last)
 
 
 @functools.cache

@@ -215,6 +215,8 @@ def sharded_recurrence(
 
 def _after(states: jax.Array, h0: jax.Array, valid: jax.Array | None) -> jax.Array:
     """Picks from states [T, B, ...] that after the steps that count."""
+    if len(states) == 0:  # no step: what counts is what was before
+        return h0
     if valid is None:
         return states[-1]
     last = states[jnp.maximum(valid - 1, 0), jnp.arange(len(valid))]
