@@ -9,9 +9,9 @@
 | `newton`, `fixed_point`, `sequential` | `Problem` -> states [T, ...]: the methods | `solution` |
 | `elk`, `gauss_seidel` | likewise | `solution` |
 | `windows`, `iterate` | a method's update [W, ...] -> states [W, ...] of each window in turn | iterative methods |
-| `blindness` | program of f -> the leaves with parts that its derivative does not see | `parallel`, `costs` |
+| `blindness` | program of f -> the leaves with parts that its derivative does not see | `parallel`, `default` |
 | `settle` | states [T, ...] -> states that f makes of each other to the bit | `windows` |
-| `costs` | f, init, xs -> the method to take by default, and why | users, `parallel` |
+| `default` | f, init, xs -> the method to take by default, and why | users, `parallel` |
 | `lyapunov`, `auto` | f, init, xs -> exponent []; the method to take as measured | users |
 | `causal` | update, guess [N, ...] -> x = update(x) [N, ...] | users, `jaxpar.nn` |
 | `systems` | fields, densities -> f for `parallel` | users |
@@ -22,7 +22,7 @@ and its `states` calls `windows.by_windows`. Nothing else has to know of a new o
 
 from jaxpar.solve.auto import Auto, choose
 from jaxpar.solve.causal import causal_fixed_point, check_causal
-from jaxpar.solve.costs import Choice, explain
+from jaxpar.solve.default import Choice, explain
 from jaxpar.solve.elk import Elk
 from jaxpar.solve.fixed_point import Jacobi, Picard
 from jaxpar.solve.fused import Fused

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jaxpar.solve.carries import Loop, divided
-from jaxpar.solve.costs import (
+from jaxpar.solve.default import (
     ASSUMED_ITERATIONS,
     Candidate,
     Choice,
-    Model,
+    CostModel,
     check_platform,
     iterative_methods,
     model_of,
@@ -131,7 +131,7 @@ def _exponent(f: Callable, init: PyTree, xs: PyTree, num: int, reverse: bool) ->
     return float(jax.jit(lambda init, xs: lyapunov(f, init, xs, min(num, PREFIX)))(init, ahead))
 
 
-def _candidate(method: Method, model: Model, limit: float, obstacle: str, problem: tuple | None) -> Candidate:
+def _candidate(method: Method, model: CostModel, limit: float, obstacle: str, problem: tuple | None) -> Candidate:
     """Tries a method on the first steps, unless it is ruled out before or values are not known."""
     if obstacle:
         return Candidate(method, 0, math.inf, f"ruled out: {obstacle}")

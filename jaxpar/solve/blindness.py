@@ -17,13 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 from scipy import special
 
 from jaxpar.lower.jaxprs import CALLS, array_of, called, interpret, opened
 from jaxpar.solve._dependence import ELEMENTWISE, Relation, relations
-
-__all__ = ["Cause", "blind_leaves"]
 
 JUMPS = frozenset(
     "and argmax argmin bitcast_convert_type ceil eq floor ge gt is_finite le lt ne "
@@ -58,7 +56,7 @@ class Cause(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Value:
+class Entry:
     """A value of the program: what enters it, and how one of its entries is computed.
 
     Attributes:
@@ -76,7 +74,7 @@ class Value:
     causes: frozenset[Cause] = frozenset()
     number: Any = None
     evaluate: Callable | None = None
-    operands: tuple["Value", ...] = ()
+    operands: tuple["Entry", ...] = ()
     name: str = ""
 
 
@@ -109,23 +107,23 @@ class _Reader:
       known: Values by what makes them.
     """
 
-    def __init__(self, cut: dict[Any, int] | None = None):
+    def __init__(self, cut: dict[Var, int] | None = None):
         self.cut = cut or {}
-        self.known: dict[Any, Value] = {}
+        self.known: dict[Any, Entry] = {}
 
     def leaves(self, jaxpr: Jaxpr, num_carry: int) -> list[frozenset[Cause]]:
         inputs = []
         for number, var in enumerate(jaxpr.invars):
             leaves = frozenset({number}) if number < num_carry else frozenset()
-            inputs.append(Value(dtype=array_of(var).dtype, leaves=leaves))
+            inputs.append(Entry(dtype=array_of(var).dtype, leaves=leaves))
         consts = [None] * len(jaxpr.constvars)
         out = self.read(jaxpr, consts, inputs)
         return [value.causes for value in out[:num_carry]]
 
-    def read(self, jaxpr: Jaxpr, consts: Sequence, inputs: Sequence[Value]) -> list[Value]:
+    def read(self, jaxpr: Jaxpr, consts: Sequence, inputs: Sequence[Entry]) -> list[Entry]:
         return interpret(jaxpr, consts, inputs, self.rule, _constant)
 
-    def rule(self, equation: JaxprEqn, operands: list[Value]) -> list[Value] | None:
+    def rule(self, equation: JaxprEqn, operands: list[Entry]) -> list[Entry] | None:
         """Returns the values of one equation's results; None to open a call."""
         if not self.cut.keys() & set(equation.outvars):
             return self.opened(equation, operands)
@@ -136,11 +134,11 @@ class _Reader:
         for var, value in zip(equation.outvars, results, strict=True):
             if var in self.cut:
                 leaves = value.leaves | {self.cut[var]}
-                value = Value(dtype=value.dtype, leaves=leaves)
+                value = Entry(dtype=value.dtype, leaves=leaves)
             out.append(value)
         return out
 
-    def opened(self, equation: JaxprEqn, operands: list[Value]) -> list[Value] | None:
+    def opened(self, equation: JaxprEqn, operands: list[Entry]) -> list[Entry] | None:
         """Returns the values of one equation's results, whatever leaves they are; None to open a call."""
         name = equation.primitive.name
         if name == "custom_jvp_call":
@@ -162,7 +160,7 @@ class _Reader:
             return results
         return self.with_unseen(equation, operands, results)
 
-    def plain(self, equation: JaxprEqn, index: int, operands: list[Value]) -> Value:
+    def plain(self, equation: JaxprEqn, index: int, operands: list[Entry]) -> Entry:
         """Returns a result that depends on all operands."""
         name = equation.primitive.name
         key = (name, index, *map(_identity, operands), _text(equation.params))
@@ -174,7 +172,7 @@ class _Reader:
         is_harmless = name == "stop_gradient" and _is_normaliser(operands[0])
         if leaves and _is_jump(equation, aval) and not is_harmless:
             causes |= {Cause(text=_jump_text(name, aval), leaves=leaves)}
-        value = Value(
+        value = Entry(
             dtype=aval.dtype,
             leaves=leaves,
             causes=causes,
@@ -185,7 +183,7 @@ class _Reader:
         self.known[key] = value
         return value
 
-    def select(self, equation: JaxprEqn, operands: list[Value]) -> Value:
+    def select(self, equation: JaxprEqn, operands: list[Entry]) -> Entry:
         """Returns the result of a select, blind if its branches differ where its choice changes."""
         choice, branches = operands[0], operands[1:]
         value = self.plain(equation, 0, operands)
@@ -202,7 +200,7 @@ class _Reader:
         self.known[key] = value
         return value
 
-    def with_unseen(self, equation: JaxprEqn, operands: list[Value], results: list[Value]) -> list[Value]:
+    def with_unseen(self, equation: JaxprEqn, operands: list[Entry], results: list[Entry]) -> list[Entry]:
         """Returns results that are blind where the derivative of an equation ignores an operand."""
         moved = [
             position
@@ -224,7 +222,7 @@ class _Reader:
             out.append(dataclasses.replace(value, causes=causes))
         return out
 
-    def scan(self, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    def scan(self, equation: JaxprEqn, operands: list[Entry]) -> list[Entry]:
         """Returns the results of a loop: what reaches its carry in any number of rounds."""
         body = opened(equation.params["jaxpr"])
         pairs = zip(equation.outvars, body.outvars, strict=True)
@@ -242,7 +240,7 @@ class _Reader:
                 return [_opaque(value) for value in results]
             carry = after
 
-    def loop(self, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    def loop(self, equation: JaxprEqn, operands: list[Entry]) -> list[Entry]:
         """Returns the results of a while loop: its number of rounds is blind."""
         params = equation.params
         first = params["cond_nconsts"]
@@ -260,7 +258,7 @@ class _Reader:
         [goes_on] = self.read(test, [None] * len(test.constvars), inputs)
         return [_chosen_by(goes_on, value, "the number of rounds of a while loop") for value in carry]
 
-    def branch(self, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    def branch(self, equation: JaxprEqn, operands: list[Entry]) -> list[Entry]:
         """Returns the results of a conditional: the choice of its branch is blind."""
         choice = operands[0]
         found = []
@@ -275,57 +273,57 @@ class _Reader:
 _LOOPS = {"scan": _Reader.scan, "while": _Reader.loop, "cond": _Reader.branch}
 
 
-def _constant(number: Any, aval: ShapedArray) -> Value:
+def _constant(number: object, aval: ShapedArray) -> Entry:
     """Returns the value of a constant: its number if it is a scalar that is known here."""
     is_known = isinstance(number, bool | int | float | np.ndarray | np.generic)
     if is_known and np.ndim(number) == 0:
-        return Value(dtype=aval.dtype, number=np.asarray(number)[()])
-    return Value(dtype=aval.dtype)
+        return Entry(dtype=aval.dtype, number=np.asarray(number)[()])
+    return Entry(dtype=aval.dtype)
 
 
-def _opaque(value: Value) -> Value:
+def _opaque(value: Entry) -> Entry:
     """Returns a value without its arithmetic, which inside a loop is another one's."""
     if value.number is not None and not value.leaves:
         return value
-    return Value(dtype=value.dtype, leaves=value.leaves, causes=value.causes)
+    return Entry(dtype=value.dtype, leaves=value.leaves, causes=value.causes)
 
 
-def _joined(values: list[Value]) -> Value:
+def _joined(values: list[Entry]) -> Entry:
     leaves = frozenset().union(*(value.leaves for value in values))
     causes = frozenset().union(*(value.causes for value in values))
-    return Value(dtype=values[0].dtype, leaves=leaves, causes=causes)
+    return Entry(dtype=values[0].dtype, leaves=leaves, causes=causes)
 
 
-def _same(after: list[Value], before: list[Value]) -> bool:
+def _same(after: list[Entry], before: list[Entry]) -> bool:
     """True if nothing new reaches a loop's carry; causes compare by text, since choices are new."""
     pairs = zip(after, before, strict=True)
     return all(a.leaves == b.leaves and _plain(a) == _plain(b) for a, b in pairs)
 
 
-def _plain(value: Value) -> set:
+def _plain(value: Entry) -> set:
     return {(cause.text, cause.leaves) for cause in value.causes}
 
 
-def _not_stopped(value: Value) -> Value:
+def _not_stopped(value: Entry) -> Entry:
     causes = frozenset(cause for cause in value.causes if cause.text != "stop_gradient")
     return dataclasses.replace(value, causes=causes)
 
 
-def _is_normaliser(value: Value) -> bool:
+def _is_normaliser(value: Entry) -> bool:
     """True for a largest entry, which a log-sum-exp stops: its sums do not depend on it."""
     names = {part.name for part in _within(value)}
     return bool(names & {"reduce_max", "cummax", "pmax"})
 
 
-def _chosen_by(choice: Value, value: Value, text: str) -> Value:
+def _chosen_by(choice: Entry, value: Entry, text: str) -> Entry:
     causes = value.causes
     if choice.leaves:
         causes |= {Cause(text=text, leaves=choice.leaves)}
     leaves = value.leaves | choice.leaves
-    return Value(dtype=value.dtype, leaves=leaves, causes=causes)
+    return Entry(dtype=value.dtype, leaves=leaves, causes=causes)
 
 
-def _identity(value: Value) -> Any:
+def _identity(value: Entry) -> tuple:
     if value.number is not None:
         return (str(value.dtype), value.number.item())
     return id(value), value  # the value stays alive, so that its id stays its own
@@ -470,7 +468,7 @@ def _evaluator(equation: JaxprEqn) -> Callable | None:
     return _NUMPY.get(name)
 
 
-def _within(*targets: Value) -> Iterator[Value]:
+def _within(*targets: Entry) -> Iterator[Entry]:
     """Yields every value that the targets are computed from, entry by entry."""
     seen: set[int] = set()
     stack = list(targets)
@@ -487,7 +485,7 @@ def _within(*targets: Value) -> Iterator[Value]:
 class _Lines:
     """Lines through the space of all numbers that a select is computed from."""
 
-    def __init__(self, targets: tuple[Value, ...]):
+    def __init__(self, targets: tuple[Entry, ...]):
         draw = np.random.default_rng(0)
         region = list(_within(*targets))
         sizes = [abs(float(v.number)) for v in region if _is_number(v)]
@@ -503,7 +501,7 @@ class _Lines:
                 self.start[id(value)] = first
                 self.stop[id(value)] = second
 
-    def _draw(self, draw: np.random.Generator, value: Value) -> np.ndarray:
+    def _draw(self, draw: np.random.Generator, value: Entry) -> np.ndarray:
         """Returns numbers of many sizes, half of them near the constants of the program."""
         if value.dtype == jnp.bool_:
             return draw.integers(0, 2, DRAWS).astype(bool)
@@ -524,7 +522,7 @@ class _Lines:
                 out[key] = first
         return out
 
-    def value(self, target: Value, where: np.ndarray, forced: dict | None = None) -> np.ndarray:
+    def value(self, target: Entry, where: np.ndarray, forced: dict | None = None) -> np.ndarray:
         """Returns a value on every line."""
         memo = self.at(where) | (forced or {})
         with np.errstate(all="ignore"):
@@ -544,11 +542,11 @@ class _Lines:
         return low, high, is_found
 
 
-def _is_number(value: Value) -> bool:
+def _is_number(value: Entry) -> bool:
     return value.number is not None and np.issubdtype(type(value.number), np.number)
 
 
-def _number(value: Value, memo: dict[int, np.ndarray]) -> Any:
+def _number(value: Entry, memo: dict[int, np.ndarray]) -> np.ndarray:
     if id(value) not in memo:
         if value.number is not None:
             memo[id(value)] = np.asarray(value.number, np.float64 if _is_number(value) else bool)
@@ -559,7 +557,7 @@ def _number(value: Value, memo: dict[int, np.ndarray]) -> Any:
     return memo[id(value)]
 
 
-def _is_continuous(choice: Value, result: Value) -> bool:
+def _is_continuous(choice: Entry, result: Entry) -> bool:
     """True if a select's result does not jump where its choice changes; False where that is unclear."""
     lines = _Lines((choice, result))
     points = [value for value in _within(choice) if value.name in ("eq", "ne")]
@@ -592,14 +590,14 @@ def _is_continuous(choice: Value, result: Value) -> bool:
     return all(_meets(lines, result, point) for point in points)
 
 
-def _gap(lines: _Lines, result: Value, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+def _gap(lines: _Lines, result: Entry, low: np.ndarray, high: np.ndarray) -> np.ndarray:
     a = np.asarray(lines.value(result, low), np.float64)
     b = np.asarray(lines.value(result, high), np.float64)
     with np.errstate(all="ignore"):
         return np.abs(a - b)
 
 
-def _is_guard(choice: Value) -> bool:
+def _is_guard(choice: Entry) -> bool:
     """True if a choice hangs on nothing but tests for NaN and infinity."""
     tests = [value for value in _within(choice) if value.name in ("eq", "ne", "ge", "gt", "le", "lt")]
     same = [value for value in tests if value.operands[0] is value.operands[1]]
@@ -609,11 +607,11 @@ def _is_guard(choice: Value) -> bool:
     return len(same) + len(infinite) == len(tests) and (bool(tests) or "is_finite" in kinds)
 
 
-def _is_infinite(value: Value) -> bool:
+def _is_infinite(value: Entry) -> bool:
     return _is_number(value) and np.isinf(value.number)
 
 
-def _meets(lines: _Lines, result: Value, point: Value) -> bool:
+def _meets(lines: _Lines, result: Entry, point: Entry) -> bool:
     """True if the result at a point of equality is its limit from both sides."""
     left, right = point.operands
 

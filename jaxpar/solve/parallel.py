@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jaxpar.scan.varying import varying_as
 from jaxpar.solve.blindness import blind_leaves
 from jaxpar.solve.carries import Division, Loop, divided, without_blind
-from jaxpar.solve.costs import rule
+from jaxpar.solve.default import rule
 from jaxpar.solve.newton import Newton
 from jaxpar.solve.problem import Chooser, Method, UnrolledMethod
 from jaxpar.solve.program import leaf_names, trace
@@ -163,7 +163,7 @@ def parallel_scan(
     return _results(found, with_stats)
 
 
-def _results(found: tuple[PyTree, PyTree, Stats], with_stats: bool) -> Any:
+def _results(found: tuple[PyTree, PyTree, Stats], with_stats: bool) -> Any:  # two results or three
     return found if with_stats else found[:2]
 
 

@@ -13,8 +13,6 @@ from jaxpar.solve.rounding import residual_bound, wide, within
 from jaxpar.solve.structure import Leaves
 from jaxpar.types import Array
 
-__all__ = ["settle"]
-
 BLOCK = 128
 """Steps that are run one after the other, in all blocks at once."""
 

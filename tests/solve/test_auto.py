@@ -7,7 +7,7 @@ from tolerance import assert_close
 
 from jaxpar.solve import GaussSeidel, Newton, ParallelBackward, Sequential, parallel_scan
 from jaxpar.solve.auto import Auto, choose
-from jaxpar.solve.costs import COSTS
+from jaxpar.solve.default import COSTS
 from jaxpar.solve.lyapunov import lyapunov
 from jaxpar.types import UsageError
 

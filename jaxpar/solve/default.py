@@ -26,7 +26,7 @@ from jaxpar.solve.structure import MAX_LANES, Jac, Leaves, Structure, structure_
 from jaxpar.solve.windows import auto_window
 from jaxpar.types import PyTree, UsageError
 
-__all__ = ["ASSUMED_ITERATIONS", "COSTS", "Candidate", "Choice", "Costs", "Model", "explain"]
+__all__ = ["Choice", "explain"]
 
 
 class Costs(NamedTuple):
@@ -120,7 +120,7 @@ class Choice(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class CostModel:
     """Seconds of the parts of a solve."""
 
     costs: Costs
@@ -166,7 +166,7 @@ class Model:
         return iterations * self.iteration(method) + self.back()
 
 
-def sequential_candidates(model: Model, jac: Jac) -> list[Candidate]:
+def sequential_candidates(model: CostModel, jac: Jac) -> list[Candidate]:
     """The rows of what takes one step after the other."""
     table = [
         Candidate(
@@ -207,7 +207,7 @@ def is_rounded(jaxpr: Jaxpr, wanted: Sequence[Var | Literal], eps: float) -> boo
     return False
 
 
-def shooting(model: Model, jac: Jac, exponent: float | None, obstacle: str, eps: float) -> Candidate:
+def shooting(model: CostModel, jac: Jac, exponent: float | None, obstacle: str, eps: float) -> Candidate:
     """Multiple shooting: a pass for each block until a wrong start is forgotten, one to see it, one for the insides."""
     method = GaussSeidel(jac=jac)
     if obstacle or (exponent is not None and exponent >= 0):
@@ -317,7 +317,7 @@ def rule(
     return Choice(table[0].method, reason_for(table, None, False, length, platform), None, tuple(table))
 
 
-def _parallel_candidates(model: Model, program: Traced, first: Leaves, jac: Jac, obstacle: str) -> list[Candidate]:
+def _parallel_candidates(model: CostModel, program: Traced, first: Leaves, jac: Jac, obstacle: str) -> list[Candidate]:
     """Returns the rows of what iterates, by iterations that are assumed."""
     newton = Newton(jac=jac)
     if obstacle:
@@ -337,14 +337,14 @@ def check_platform(platform: str) -> None:
         raise UsageError(f"platform={platform!r} has no costs; legal are {legal}.")
 
 
-def model_of(program: Traced, first: Leaves, length: int, gradient: bool, jac: Jac, platform: str) -> Model:
+def model_of(program: Traced, first: Leaves, length: int, gradient: bool, jac: Jac, platform: str) -> CostModel:
     """Returns the costs of a recurrence: `first` are the inputs of one step."""
     structure = structure_of(program.step, program.init, first, jac)
     problem = Problem(program.step, program.init, program.xs, length, structure)
     kernel = None
     if takes(problem):
         kernel = COSTS[platform].kernel
-    return Model(
+    return CostModel(
         costs=COSTS[platform],
         structure=structure,
         length=length,
