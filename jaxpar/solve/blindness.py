@@ -87,10 +87,10 @@ def blind_leaves(jaxpr: Jaxpr, num_carry: int) -> list[frozenset[Cause]]:
     """
     found = _Reader().leaves(jaxpr, num_carry)
     for number in range(num_carry):
-        others = {
+        others: dict[Var, int] = {
             var: other
             for other, var in enumerate(jaxpr.outvars[:num_carry])
-            if other != number and found[other] and var is not jaxpr.outvars[number]
+            if found[other] and isinstance(var, Var) and var is not jaxpr.outvars[number]
         }
         if found[number] and others:
             # A leaf that is made of another one's new state is not blind for that: the other is
