@@ -328,7 +328,7 @@ def with_resets(kind, batch=3, length=30):
     sees = np.zeros((length, batch), bool)
     sees[3:7, 0] = True
     sees[15:20, 1] = True
-    documents = np.zeros((length, batch), bool)  # of which some step sees them
+    documents = np.zeros((length, batch), bool)  # with a step that sees them
     documents[:7, 0] = True
     documents[7:20, 1] = True
     if kind != "diag":
