@@ -88,8 +88,11 @@ def _composition(k: int, name: str, cut: bool) -> str:
     def names(side):
         return [f"{side}{i}{j}" for i in range(k) for j in range(k)] + [f"{side}{i}" for i in range(k)]
 
-    products = [" + ".join(f"product(r{i}{m}, l{m}{j})" for m in range(k)) for i in range(k) for j in range(k)]
-    sums = [" + ".join(f"push(r{i}{m}, l{m})" for m in range(k)) + f" + r{i}" for i in range(k)]
+    def row(name, i, right_of):
+        return " + ".join(f"{name}(r{i}{m}, {right_of(m)})" for m in range(k))
+
+    products = [row("product", i, lambda m, j=j: f"l{m}{j}") for i in range(k) for j in range(k)]
+    sums = [row("push", i, lambda m: f"l{m}") + f" + r{i}" for i in range(k)]
     if cut:  # right of a flag nothing earlier matters: a tile whose last state is known stands for all before it
         products = [f"tl.where(rc > 0, 0.0, {text})" for text in products]
         sums = [f"tl.where(rc > 0, r{i}, {text})" for i, text in enumerate(sums)] + ["tl.maximum(lc, rc)"]
@@ -173,15 +176,15 @@ def kernel_text(source: KernelSource) -> str:
     totals = "\n".join(
         f"total{name} = tl.sum(tl.where(end, {'p' if name in matrix else 's'}{name}, 0.0), 0)" for name in parts
     )
-    last = "\n".join(
-        f"after{i} = " + " + ".join(f"push(total{i}{m}, carry{m})" for m in range(k)) + f" + total{i}" for i in range(k)
-    )
-    states = "\n".join(
-        f"h{i} = "
-        + " + ".join(f"push(p{i}{m}, tl.broadcast_to(carry{m}[None, :], [L, W]))" for m in range(k))
-        + f" + s{i}"
-        for i in range(k)
-    )
+
+    def after(name, sum_name, state):
+        terms = (" + ".join(f"push({name}{i}{m}, {state(m)})" for m in range(k)) for i in range(k))
+        return [f"{text} + {sum_name}{i}" for i, text in enumerate(terms)]
+
+    ends = after("total", "total", lambda m: f"carry{m}")
+    last = "\n".join(f"after{i} = {text}" for i, text in enumerate(ends))
+    rows = after("p", "s", lambda m: f"tl.broadcast_to(carry{m}[None, :], [L, W])")
+    states = "\n".join(f"h{i} = {text}" for i, text in enumerate(rows))
     starts = "\n".join(f"carry{i} = " + source.start.format(i=i) for i in range(k))
     pointers = ", ".join((*source.inputs, *source.outputs))
     # The ticket and not the program's number says which tile is made: programs start in no promised order, and one that
@@ -221,12 +224,9 @@ else:
     constants = ", ".join(f"{name}: tl.constexpr" for name in CONSTANTS)
     compositions = _composition(k, "compose", False) + "\n\n" + _composition(k, "compose_cut", True)
     head = f"@triton.jit\ndef lookback({pointers}, words_ptr, ticket_ptr, {constants}):\n"
-    return (
-        "\n\n".join(
-            part for part in (source.functions, PRODUCTS.strip(), compositions, head + indented(body.strip())) if part
-        )
-        + "\n"
-    )
+    body = head + indented(body.strip())
+    parts = (source.functions, PRODUCTS.strip(), compositions, body)
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def tile_for(steps: int, columns: int, lanes: int, k: int) -> Tile:

@@ -88,7 +88,8 @@ def test_a_solver_may_run_it_too(x64):
 
 
 def test_a_nan_reaches_what_sees_it_and_no_other_document(x64):
-    params, xs = noisy(0.5), inputs()
+    params = noisy(0.5)
+    xs = inputs()
     bad = xs.copy()
     bad[0, 2] = np.nan
     resets = np.zeros((B, T), bool)
@@ -105,5 +106,6 @@ def test_a_nan_reaches_what_sees_it_and_no_other_document(x64):
     wanted[0, 2:5] = np.nan
     np.testing.assert_allclose(jit(out)(bad, resets), wanted, rtol=1e-12)
     assert np.isnan(np.asarray(jit(lambda xs: out(xs, None))(bad))[0, 2:]).all()
-    got, want = jit(jax.grad(loss))(bad), jit(jax.grad(loss))(xs)
+    got = jit(jax.grad(loss))(bad)
+    want = jit(jax.grad(loss))(xs)
     np.testing.assert_allclose(got[:, 5:], want[:, 5:], rtol=1e-10)

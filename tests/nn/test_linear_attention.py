@@ -339,7 +339,8 @@ def test_no_document_sees_what_is_not_finite_in_another(name, impl, bad, x64):
         inputs[index] = inputs[index].at[0, 8].set(bad)
         (value, out), gradients = gradient(tuple(inputs), spoilt)
         assert np.isfinite(value)
-        np.testing.assert_allclose(np.where(shown, out, 0), np.where(shown, wanted, 0), rtol=1e-9, atol=1e-12)
+        pair = [np.where(shown, x, 0) for x in (out, wanted)]
+        np.testing.assert_allclose(*pair, rtol=1e-9, atol=1e-12)
         reached = slice(9, 12)
         if index == 0:  # a query reaches its own token alone
             reached = slice(8, 9)
@@ -347,7 +348,8 @@ def test_no_document_sees_what_is_not_finite_in_another(name, impl, bad, x64):
         assert np.isfinite(out[0, 6:8]).all()
         for got, want in zip(gradients, wants, strict=True):
             of = shown.reshape(*SPOILT.shape, *(1,) * (got.ndim - 2))
-            np.testing.assert_allclose(np.where(of, got, 0), np.where(of, want, 0), rtol=1e-9, atol=1e-12)
+            pair = [np.where(of, x, 0) for x in (got, want)]
+            np.testing.assert_allclose(*pair, rtol=1e-9, atol=1e-12)
 
 
 @each_case
@@ -355,7 +357,11 @@ def test_a_loss_that_is_nan_has_such_gradients(name, x64):
     """In the document, where the mask of what is not finite must not hide it."""
     inputs, state = inputs_of(name, 20)
     inputs = (*inputs[:2], inputs[2].at[0, 8].set(np.nan), *inputs[3:])
-    gradients = jit(jax.grad(lambda x: jnp.sum(jnp.sin(run(name, x, state, starts=DOCUMENTS)[0]))))(inputs)
+
+    def loss(inputs):
+        return jnp.sum(jnp.sin(run(name, inputs, state, starts=DOCUMENTS)[0]))
+
+    gradients = jit(jax.grad(loss))(inputs)
     assert all(np.isnan(x[0, 6:9]).any() for x in gradients[:3])
 
 

@@ -206,7 +206,8 @@ def test_what_cannot_be_is_refused():
 @pytest.mark.parametrize("form", ["scan", "chunks", "affine"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_no_document_sees_what_is_not_finite_in_another(form, bad, x64):
-    u, before = drawn(B, T, 2), drawn(B, 2, 5, seed=1)
+    u = drawn(B, T, 2)
+    before = drawn(B, 2, 5, seed=1)
     spoilt = u.copy()
     spoilt[0, 6, 0] = bad
     emptied = before.copy()

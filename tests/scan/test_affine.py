@@ -317,7 +317,9 @@ print(*sorted(name for name in set(sys.modules) - before if name.startswith(("ja
 
 def with_resets(kind, batch=3, length=30):
     """A recurrence with and without a NaN and an infinity, each before a reset."""
-    shape = (length, batch) if kind == "diag" else (length, batch, 2)
+    shape = (length, batch)
+    if kind != "diag":
+        shape = (length, batch, 2)
     a, b, h0 = draw(shape, kind)
     a[7] = a[20] = 0
     bad = b.copy()
@@ -326,7 +328,7 @@ def with_resets(kind, batch=3, length=30):
     sees = np.zeros((length, batch), bool)
     sees[3:7, 0] = True
     sees[15:20, 1] = True
-    documents = np.zeros((length, batch), bool)  # of which some step sees them
+    documents = np.zeros((length, batch), bool)  # with a step that sees them
     documents[:7, 0] = True
     documents[7:20, 1] = True
     if kind != "diag":
@@ -346,11 +348,12 @@ def test_a_reset_forgets_what_is_not_finite(impl, kind, x64):
     def later(a, b):
         return jnp.sum(jnp.where(sees, 0, jnp.sin(run(a, b))))
 
-    def both(a, b):
+    def results(a, b):
         tangents = jax.jvp(run, (a, b), (jnp.zeros_like(a), jnp.ones_like(b)))[1]
         return run(a, b), jax.grad(later, (0, 1))(a, b), tangents
 
-    got, want = jit(both)(a, bad), jit(both)(a, b)
+    got = jit(results)(a, bad)
+    want = jit(results)(a, b)
     np.testing.assert_allclose(np.where(sees, 0, got[0]), np.where(sees, 0, want[0]), rtol=1e-12)
     assert not np.isfinite(np.asarray(got[0])[np.broadcast_to(sees, b.shape)]).any()
     gradients = [np.where(documents, 0, x[1][1]) for x in (got, want)]
@@ -393,5 +396,6 @@ def test_a_product_that_overflows_in_a_state_of_zero_ends_at_a_zero(impl):
 
 @each_impl
 def test_a_product_that_underflows_forgets_nothing(impl):
-    out = jit(functools.partial(affine_scan, impl=impl))(jnp.full(300, 0.5), jnp.ones(300).at[0].set(jnp.nan))
+    b = jnp.ones(300).at[0].set(jnp.nan)
+    out = jit(functools.partial(affine_scan, impl=impl))(jnp.full(300, 0.5), b)
     assert np.isnan(out).all()

@@ -103,7 +103,8 @@ def test_a_reset_forgets_what_is_not_finite(k, reverse):
     if reverse:
         seen = slice(4, 21)
     assert all(np.isfinite(x[seen]).all() for x in got)
-    np.testing.assert_allclose([x[seen] for x in got], [x[seen] for x in want], rtol=1e-5, atol=3e-6)
+    pair = [[x[seen] for x in states] for states in (got, want)]
+    np.testing.assert_allclose(*pair, rtol=1e-5, atol=3e-6)
 
 
 def test_a_product_that_underflows_forgets_nothing():

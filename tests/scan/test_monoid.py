@@ -143,7 +143,8 @@ def test_mistakes_are_told_in_a_sentence(sentence, call):
 
 def stream(scores, values):
     """Outputs of `attention_step`, one after the other."""
-    state, out = None, []
+    state = None
+    out = []
     for t in range(scores.shape[1]):
         state, y = attention_step(state, scores[:, t], values[:, t])
         out.append(y)
@@ -174,7 +175,8 @@ def test_a_score_without_an_exponential_is_no_hidden_step(bad, position, x64):
     by_scores, by_values = jit(jax.grad(loss, (0, 1)))(scores, values)
     assert np.isnan(by_scores[1, position:]).any() and np.isnan(by_values[1, : position + 1]).any()
     other_rows = [0, 2]
-    assert np.isfinite(by_scores[other_rows, :]).all() and np.isfinite(by_values[other_rows, :]).all()
+    assert np.isfinite(by_scores[other_rows, :]).all()
+    assert np.isfinite(by_values[other_rows, :]).all()
 
 
 def test_the_log_of_a_sum_with_nan_is_nan():
@@ -183,7 +185,8 @@ def test_the_log_of_a_sum_with_nan_is_nan():
 
 
 def test_a_nan_among_the_values_outlasts_any_score():
-    scores, values = jnp.array([0.0, 500.0, 1e4]), jnp.array([[np.nan], [1.0], [2.0]])
+    scores = jnp.array([0.0, 500.0, 1e4])
+    values = jnp.array([[np.nan], [1.0], [2.0]])
     assert np.isnan(attention_scan(scores, values)).all()
     hidden = attention_scan(scores.at[0].set(-jnp.inf), values)
     np.testing.assert_allclose(hidden, [[0.0], [1.0], [2.0]])

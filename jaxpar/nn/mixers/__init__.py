@@ -6,6 +6,7 @@
 | `hgrn` | params, x [B, T, D], state [B, n] -> y [B, T, D], state | `stack` |
 | `linear_attention`, `delta_rule` | q, k, v [B, T, H, ...], gates -> o [B, T, H, V], S [B, H, K, V] | all below |
 | `exponential_gates` | the same with exponential input gates, stabilised | `mlstm`, users |
+| `fence` | x [B, T, ...], starts [B, T] -> finite x, marks [B, T, H] of what was not | three of these |
 | `short_conv` | x [B, T, ...], weight [W, ...] -> y [B, T, ...], the last W - 1 inputs | `ssd`, `gated_delta`, `rwkv` |
 | `gated_linear`, `mlstm`, `ssd`, `gated_delta`, `rwkv` | params, x -> inputs; inputs, S -> o, S | `matrix_state` |
 | `matrix_state`, `by_name` | params, x [B, T, D], state -> y [B, T, D], state; a layer by its name | `stack`, `lm` |

@@ -1,9 +1,9 @@
 """A fence between documents of a row for what is not finite: NaN and infinity stay in their own.
 
 Matrix products over a chunk of tokens multiply pairs of different documents by 0, and 0 NaN is NaN.
-So inputs that are not finite are replaced by 0 before the products, in values and derivatives, and
-a mark per token is added to the outputs afterwards: 0, or NaN from such an input to the end of its
-document. The mark is a sum of 0 x, so that cotangents that are NaN reach the document's inputs too.
+So inputs that are not finite are replaced by 0 before the products, in values and derivatives.
+A mark per token is added to the outputs afterwards: 0, or NaN from such an input to the end of its
+document. It is a sum of 0 x, so that cotangents that are NaN reach the document's inputs too.
 """
 
 from typing import NamedTuple
@@ -18,8 +18,8 @@ class Marks(NamedTuple):
     """Numbers to add to results, 0 or NaN.
 
     Attributes:
-      tokens: Of each token's output.
-      last: Of the state after the last token.
+      tokens: Marks of each token's output.
+      last: Marks of the state after the last token.
     """
 
     tokens: Float[Array, "B T H"]

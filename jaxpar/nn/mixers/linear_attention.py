@@ -63,7 +63,8 @@ def linear_attention(
       log_decay: Logarithms of what is kept of a head's state, or of each of its rows; not positive. None keeps all.
       bonus: Weight of a token's own product.
       state: Before the first token; zeros by default.
-      starts: Where another document begins: the state before it is forgotten.
+      starts: Where another document begins: the state before it is forgotten, and so are NaN and
+        infinity. With "chunked" and "kernel" these also make NaN of whole rows of their document.
       valid: How many tokens of each row count, from the first on; outputs of the others are 0. By default all.
       chunk: C, rounded up to a power of two.
       axis_name: Mesh axis over which time is split, inside `jax.shard_map`: one decay and one state a device cross it.
@@ -88,7 +89,10 @@ def linear_attention(
     heads = _heads(q, k, v, log_decay, bonus, state, starts, valid)
     check_impl(impl, chunk)
     if v.size == 0:  # no token, or no row: there is no chunk to read a last state from
-        return _of_nothing(k, v, state, columns if floor is not None else v.shape[-1], dtype)
+        out, last = _of_nothing(k, v, state, dtype)
+        if floor is not None:
+            out = out[..., :columns]
+        return out, last
     if impl == "kernel":
         v = v[..., :columns]
         return _by_kernel(q, k, v, log_decay, bonus, state, starts, valid, normaliser, floor, chunk, axis_name, dtype)
@@ -107,12 +111,12 @@ def linear_attention(
     return _divided(out, floor).astype(dtype), last
 
 
-def _of_nothing(k, v, state, columns: int, dtype) -> tuple[Array, Array]:
+def _of_nothing(k, v, state, dtype) -> tuple[Array, Array]:
     """Returns no outputs, and the state that no token changes."""
     wide = jnp.promote_types(jnp.result_type(k, v), jnp.float32)
     if state is None:
         state = jnp.zeros((v.shape[0], v.shape[2], k.shape[-1], v.shape[-1]), wide)
-    return jnp.zeros((*v.shape[:-1], columns), dtype), state.astype(wide)
+    return jnp.zeros(v.shape, dtype), state.astype(wide)
 
 
 def _documents(q, k, v, log_decay, bonus, state, starts, floor, chunk, axis_name):
@@ -212,10 +216,9 @@ def _by_kernel(q, k, v, log_decay, bonus, state, starts, valid, normaliser, floo
     (q, k, v, *decay), starts = only_valid(given if log_decay is None else (*given, log_decay), starts, valid)
     marks = None
     if starts is not None:
-        log_decay = decay[0] if decay else None
-        arrays, marks = _fenced(q, k, v, log_decay, first, floor, starts)
-        q, k, v, log_decay, first, floor = arrays
-        decay = [log_decay] if decay else []
+        arrays, marks = _fenced(q, k, v, (*decay, None)[0], first, floor, starts)
+        q, k, v, finite_decay, first, floor = arrays
+        decay = [finite_decay][: len(decay)]
     documents = None if starts is None else jnp.cumsum(jnp.pad(starts, ((0, 0), (1, 0))), 1, dtype=jnp.int32)
     line = first[..., columns] if normaliser else None
     inputs = kernels.Inputs(q, k, v, decay[0] if decay else None, bonus, first[..., :columns], line)
