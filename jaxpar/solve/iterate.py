@@ -89,9 +89,9 @@ def iterate(
     Judged is the iterate that is returned: its own residual, and its error, which the last two updates bound. If those
     of an entry shrink by the factor q an iteration, what is left of its error is q / (1 - q) of the last update. Each
     entry has a factor of its own, and so have early and late steps: a fast entry says nothing of a slow one. An entry
-    passes if that is at most `rtol |h| + atol` and its residual as small (`residual_bound`). Where the updates of a
-    method that solves with the true Jacobian shrink no more, rounding decides: see `as_good_as_rounding`.
-    Those of others may shrink slowly for another reason, and have to pass.
+    passes if that is at most `rtol |h| + atol` and its residual as small (`residual_bound`). Where updates shrink no
+    more, rounding decides (`rounding_bound`). Those of a method without the true Jacobian may shrink slowly for
+    another reason: they pass only if they are no more than rounding themselves.
 
     Args:
       method: Whose updates.
@@ -129,22 +129,26 @@ def iterate(
         passes = (residuals <= 1) & (error <= 1)
         is_settled = within(residual, _rounding_bound(problem, h))
         frozen, _ = leading(problem, is_settled | is_fixed | is_padding)
+        is_stalled = (iterates.iterations > 0) & (size > STALLED * iterates.size)
+
+        def relieved(state):
+            passes, errors, residuals = state
+            limit = rounding_bound(problem, h, iterates.iterations)
+            # An update that is no more than rounding cannot shrink; the certificate follows.
+            most = trusted(problem, h) if is_exact else limit
+            smaller = fractions(delta, most)
+            in_rounding = fraction(residual, limit)
+            is_rounded = (in_rounding <= 1) & (step_largest(smaller) <= 1)
+            # What rounding leaves is reported in units of what passes for it.
+            is_new = is_rounded & ~passes
+            pairs = zip(errors, smaller, strict=True)
+            errors = tuple(jnp.where(_column(is_new, a), b, a) for a, b in pairs)
+            return passes | is_rounded, errors, jnp.where(is_new, in_rounding, residuals)
+
+        is_needed = is_stalled & ~(passes | is_padding).all()
+        state = once(is_needed, relieved, (passes, errors, residuals), problem.start)
+        passes, errors, residuals = state
         worst = _largest(problem, jnp.where(is_padding, 0, residuals))
-        rate = size / iterates.size
-        if is_exact:
-            is_stalled = (iterates.iterations > 0) & (rate > STALLED)
-
-            def relieved(state):
-                passes, errors = state
-                is_rounded = as_good_as_rounding(problem, h, residual, delta, iterates.iterations)
-                # What rounding leaves is reported in units of what is trusted.
-                smaller = fractions(delta, trusted(problem, h))
-                pairs = zip(errors, smaller, strict=True)
-                errors = tuple(jnp.where(_column(is_rounded & ~passes, a), b, a) for a, b in pairs)
-                return passes | is_rounded, errors
-
-            is_needed = is_stalled & ~(passes | is_padding).all()
-            passes, errors = once(is_needed, relieved, (passes, errors), problem.start)
         prefix, is_done = leading(problem, passes | is_fixed | is_padding)
         after = Iterates(
             h=h,
@@ -162,7 +166,8 @@ def iterate(
     prefix, is_done = leading(problem, is_padding)
     nothing = jnp.zeros((), jnp.float32)
     unknown = problem.residual(guess) if confirm else tuple(jnp.zeros(leaf.shape, wide(leaf)) for leaf in guess)
-    none = tuple(jnp.zeros(leaf.shape, jnp.float32) for leaf in guess)
+    parts = [min(PARTS, len(leaf)) if is_exact else 1 for leaf in guess]
+    none = (jnp.zeros((count, *leaf.shape[1:])) for count, leaf in zip(parts, guess, strict=True))
     first = Iterates(
         h=guess,
         residual=unknown,
@@ -171,7 +176,7 @@ def iterate(
         is_done=is_done,
         iterations=jnp.int32(0),
         size=nothing,
-        sizes=_part_sizes(none, is_exact),
+        sizes=tuple(leaf.astype(jnp.float32) for leaf in none),
         worst=(nothing, jnp.zeros(len(guess), jnp.float32)),
     )
     first = varying_as(first, problem.start)
@@ -250,9 +255,13 @@ def _rounding_bound(problem: Problem, h: Leaves) -> Leaves:
 
 def is_rounding(problem: Problem, h: Leaves, residual: Leaves, salt: Array | int = 0) -> Array:
     """Returns at which steps the residual of every entry is a few roundings of what enters it, [T]."""
+    return within(residual, rounding_bound(problem, h, salt))
+
+
+def rounding_bound(problem: Problem, h: Leaves, salt: Array | int = 0) -> Leaves:
+    """Returns what a residual may be where rounding decides, [T, ...]."""
     level = rounding_noise(problem, h, salt)
-    most = tuple(a + ROUNDINGS * b for a, b in zip(residual_bound(problem, h), level, strict=True))
-    return within(residual, most)
+    return tuple(a + ROUNDINGS * b for a, b in zip(residual_bound(problem, h), level, strict=True))
 
 
 def as_good_as_rounding(problem: Problem, h: Leaves, residual: Leaves, error: Leaves, salt: Array | int = 0) -> Array:
