@@ -389,7 +389,8 @@ RESULTS = {
     "parallel.placement.chain.ChainPlacement", "parallel.placement.placements.ConversionStep",
     "pomdp.exact.Exact", "pomdp.outline.Branch", "pomdp.particle_search.ParticleTreeSearch",
     "pomdp.tree_search.TreeSearch", "solve.carries.Division",
-    "solve.carries.Loop", "solve.problem.Problem", "solve.program.Recurrence",
+    "solve.blindness.Entry", "solve.carries.Loop", "solve.default.CostModel",
+    "solve.problem.Problem", "solve.program.Recurrence", "solve.structure.Structure",
     "solve.solution.Solve", "verify.judge.Limits", "estimate.Candidate", "pomdp.Results", "_rocks.Flips",
     "_policy_run.PolicyRun", "_proof.Training",
 }  # fmt: skip

@@ -89,7 +89,7 @@ def test_blocks_that_were_not_found_leave_no_jump(on_fail):
     solve = functools.partial(parallel_scan, method=GaussSeidel(), with_stats=True, on_fail=on_fail)
     _, ys, stats = jit(lambda xs: solve(chaotic, jnp.ones((2, 16)), xs))(xs)
     bad = int(stats.first_bad)
-    assert not stats.converged and 0 < bad < 4096 and bad % 64 == 0
+    assert not stats.converged and 0 < bad < 4096
     residual = jnp.abs(jax.vmap(chaotic)(ys[:-1], xs[1:])[0] - ys[1:])
     assert float(residual[: bad - 1].max()) < 1e-5
     assert float(residual.max()) < 1e-5 if on_fail == "finish" else bool(jnp.isnan(ys[bad:]).all())
