@@ -4,8 +4,8 @@ An iteration that follows derivatives cannot tell how an error moves through suc
 leaves that one reaches are *blind*: a small residual there says nothing, and only the loop's own
 numbers will do.
 
-A `select` whose choice hangs on the state is blind if its branches differ where the choice changes.
-Those of a relu, a clip or a leaky unit do not. This is decided by numbers: the arithmetic around the
+A `select` that chooses by the state is blind if its branches differ where the choice changes. In a
+relu, a clip or a leaky unit they do not. This is decided by numbers: the arithmetic around the
 select is evaluated on both sides of points at which the choice changes.
 """
 
@@ -35,7 +35,7 @@ SEEN = ELEMENTWISE | frozenset(
     "ppermute all_gather reduce_max reduce_min reduce_prod reduce_sum reshape rev scatter "
     "scatter-add slice split squeeze transpose".split()
 )
-"""Primitives whose derivative is known to see all that a float operand does."""
+"""Primitives with a derivative that sees all that a float operand does."""
 
 DRAWS = 256
 """Lines on which a change of a select's choice is looked for."""
@@ -146,7 +146,7 @@ class _Reader:
             results = [_not_stopped(value) for value in self.read(*called(equation), operands)]
             return self.with_unseen(equation, operands, results)
         if name == "custom_linear_solve":
-            # Its derivative is that of the system, whose factors are stopped.
+            # It has the derivative of the system: factors are stopped, and need not be seen.
             operands = [_not_stopped(value) for value in operands]
             return [self.plain(equation, index, operands) for index in range(len(equation.outvars))]
         if name in CALLS:
@@ -192,7 +192,7 @@ class _Reader:
             if _is_continuous(choice, value):
                 causes = frozenset(cause for cause in causes if cause.choice is not choice)
             else:
-                text = "a select whose branches differ where its choice changes"
+                text = "a select with branches that differ where its choice changes"
                 causes |= {Cause(text=text, leaves=choice.leaves, choice=choice)}
         # The choice itself hands on nothing else: a comparison is blind, a relu made of one is not.
         value = dataclasses.replace(value, causes=causes)

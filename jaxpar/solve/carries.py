@@ -177,7 +177,7 @@ def divided(traced: Traced, names: Sequence[str], axis_name: str | None = None) 
 
 
 def without_blind(parts: Division, is_blind: Sequence[bool]) -> Division:
-    """Returns a division whose blind unknowns are run after the solve, where no other unknown depends on them."""
+    """Returns a division that runs blind unknowns after the solve, if no other unknown depends on them."""
     if not any(is_blind):
         return parts
     sources = _sources(parts.traced)

@@ -247,8 +247,8 @@ def explain(
     """Returns the method that `parallel_scan(f, init, xs, length, reverse)` takes, and why; print it.
 
     Nothing is measured, and no value is looked at. The program of f decides, with shapes, T and
-    the platform: what is blind or rounded inside is run sequentially, and of the rest the method
-    that the model of costs expects to be the fastest is taken. Whether errors grow is not known
+    the platform. What is blind or rounded inside is run sequentially. Otherwise the method is taken
+    that the model of costs expects to be the fastest. Whether errors grow is not known
     here; `choose` measures it.
 
     Args:
@@ -259,7 +259,7 @@ def explain(
       reverse: Whether time runs backwards.
       gradient: Whether the time of a gradient counts.
       jac: Structure of the Jacobian, as in `Newton`.
-      platform: Row of `COSTS`; by default that of the ambient mesh or of `jax.default_backend()`.
+      platform: Row of `COSTS`; by default the platform of the ambient mesh or `jax.default_backend()`.
 
     Returns:
       A `Choice`; its table is empty where there is nothing to solve.

@@ -90,7 +90,7 @@ def iterate(
     of an entry shrink by the factor q an iteration, what is left of its error is q / (1 - q) of the last update. Each
     entry has a factor of its own, and so have early and late steps: a fast entry says nothing of a slow one. An entry
     passes if that is at most `rtol |h| + atol` and its residual as small (`residual_bound`). Where updates shrink no
-    more, rounding decides (`rounding_bound`). Those of a method without the true Jacobian may shrink slowly for
+    more, rounding decides (`rounding_bound`). Updates without the true Jacobian may shrink slowly for
     another reason: they pass only if they are no more than rounding themselves.
 
     Args:
@@ -202,7 +202,7 @@ def _remaining_errors(problem: Problem, iterates: Iterates, updates: Leaves, siz
     """Returns the error that is left in every entry, [T, ...], in units of what is allowed.
 
     An update of a method that solves with the true Jacobian is itself the error before it, so that
-    its size is a bound however fast it shrinks. That of another one is not, but where it is a few
+    its size is a bound however fast it shrinks. Other updates are no bound, but where one is a few
     roundings of its entry it cannot shrink any more, and the certificate of the window decides.
     """
     out = []
@@ -245,8 +245,8 @@ def _at_steps(rows: Array, length: int) -> Array:
 def _rounding_bound(problem: Problem, h: Leaves) -> Leaves:
     """Returns the residual at which a step is not changed again: rounding, and a share of the allowed error.
 
-    Entries' own sizes alone count. The typical size is that of later steps too, whose iterates may
-    still be anything, and a step that was settled by it would stay wrong.
+    Entries' own sizes alone count. A typical size counts later steps too. Their iterates may still be
+    anything, and a step that was settled by them would stay wrong.
     """
     out = []
     for number, leaf in enumerate(h):

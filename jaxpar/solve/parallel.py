@@ -121,7 +121,7 @@ def parallel_scan(
       axis_name: Mesh axis that the sequence is split over, inside `jax.shard_map`: xs is this device's part, init and
         the returned state are the same on all. What is sent does not depend on T.
       rtol: Error allowed in an entry, relative to it; None for 1.5 eps^(3/4) of its dtype: 1e-5 in float32. A number,
-        or a tree of numbers and None like init, whose branches may be one number.
+        or a tree of numbers and None like init; one number may stand for a branch.
       atol: Error allowed in every entry in addition, likewise. None for a tenth of rtol times the entry's typical size:
         the median of its magnitude over time in the solution, 1 where it is always zero.
 

@@ -15,7 +15,7 @@ from jaxpar.solve.structure import Jacobian, Leaves
 from jaxpar.types import Array
 
 SAMPLES = 63
-"""Steps whose median is the typical size of an entry."""
+"""Steps that the typical size of an entry is the median of."""
 
 PROBES = 4
 """Random derivatives that estimate the size of what enters an entry."""

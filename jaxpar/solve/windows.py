@@ -6,8 +6,8 @@ loop that makes no trip when there is nothing to repair: under `vmap` a `cond` w
 Windows hide instability: each may converge while the error of the states before it grows from window to window. So a
 sequence of windows also carries an estimate of how large rounding errors have become, one more linear solve a window.
 
-What a window found is then certified: the states of blind leaves are the loop's own to the bit (`settle`), and the
-residuals of others, added up by the Jacobians, are within what is allowed (`accumulated_errors`).
+What a window found is then certified. States of blind leaves are the loop's own to the bit (`settle`). Residuals of
+others, added up by the Jacobians, are within what is allowed (`accumulated_errors`).
 """
 
 import dataclasses
