@@ -10,7 +10,7 @@
 | `elk`, `gauss_seidel` | likewise | `solution` |
 | `windows`, `iterate` | a method's update [W, ...] -> states [W, ...] of each window in turn | iterative methods |
 | `blindness` | program of f -> the leaves with parts that its derivative does not see | `parallel`, `default` |
-| `settle` | states [T, ...] -> states that f makes of each other to the bit | `windows` |
+| `in_blocks` | states [T, ...] -> states that f makes of each other to the bit, block by block | `windows` |
 | `default` | f, init, xs -> the method to take by default, and why | users, `parallel` |
 | `lyapunov`, `auto` | f, init, xs -> exponent []; the method to take as measured | users |
 | `causal` | update, guess [N, ...] -> x = update(x) [N, ...] | users, `jaxpar.nn` |

@@ -115,7 +115,7 @@ class Division:
 
         return f, self.of(self.solved), (self.traced.xs, before)
 
-    def finished(self, loop: Loop, known: Leaves, unknown: Leaves) -> tuple[Leaves, Leaves]:
+    def run_last(self, loop: Loop, known: Leaves, unknown: Leaves) -> tuple[Leaves, Leaves]:
         """Returns the leaves of `last` after the last step, and all outputs [T, ...].
 
         One loop over those leaves; the outputs of all steps are computed at once.

@@ -213,7 +213,7 @@ def shooting(model: CostModel, jac: Jac, exponent: float | None, obstacle: str, 
     if obstacle or (exponent is not None and exponent >= 0):
         return Candidate(method, 0, math.inf, f"ruled out: {obstacle or 'a wrong start is never forgotten'}")
     count = 1 if exponent is None else math.ceil(math.log(eps) / (exponent * method.block))
-    source = "assumed: values are traced" if exponent is None else "from the exponent"
+    source = "assumed" if exponent is None else "from the exponent"
     seconds = (count + 2) * model.shot(method)
     # The gradient of a wide cell shoots too, each step three times as dear.
     seconds += 3 * seconds * model.gradient if method.shoots(model.structure) else model.back()
@@ -286,25 +286,23 @@ def rule(
     check_platform(platform)
     if parts.reason:
         return Choice(Sequential(), f"Sequential for {length} steps: {parts.reason}.", None, ())
-    program = parts.traced
-    causes = blind_leaves(program.recurrence.jaxpr, program.recurrence.num_carry)
-    parts = without_blind(parts, [bool(found) for found in causes])
-    if parts.first or parts.last:
-        # Of the leaves that are run first only shapes count here.
-        before = tuple(
-            jnp.broadcast_to(program.init[number], (length, *program.init[number].shape)) for number in parts.first
-        )
-        program = trace(*parts.rest(before), None)
-    first = tuple(leaf[0] for leaf in program.xs)
+    newton = Newton(jac=jac)
+    program, first = _unknowns(parts, length)
     model = model_of(program, first, length, gradient, jac, platform)
     table = sequential_candidates(model, jac)
-    limit = min(row.seconds for row in table)
-    newton = Newton(jac=jac)
-    if model.solve(newton, AFFINE_ITERATIONS) >= limit:
-        note = "dearer than a sequential run with two iterations already"
-        seconds = model.solve(newton, AFFINE_ITERATIONS)
-        table.append(Candidate(newton, AFFINE_ITERATIONS, seconds, f"not tried: {note}"))
+    seconds = model.solve(newton, AFFINE_ITERATIONS)
+    if seconds >= min(row.seconds for row in table):
+        # The program is not read for what is blind: on CPUs that would cost more than it tells.
+        note = "not tried: dearer than a sequential run with two iterations already"
+        table.append(Candidate(newton, AFFINE_ITERATIONS, seconds, note))
     else:
+        recurrence = parts.traced.recurrence
+        causes = blind_leaves(recurrence.jaxpr, recurrence.num_carry)
+        seeing = without_blind(parts, [bool(found) for found in causes])
+        if seeing is not parts:
+            parts = seeing
+            program, first = _unknowns(parts, length)
+            model = model_of(program, first, length, gradient, jac, platform)
         obstacle = obstacle_of(program, [parts.names[number] for number in parts.solved])
         table += _parallel_candidates(model, program, first, jac, obstacle)
     if parts.first or parts.last:
@@ -315,6 +313,18 @@ def rule(
         ]
     table.sort(key=lambda row: row.seconds)
     return Choice(table[0].method, reason_for(table, None, False, length, platform), None, tuple(table))
+
+
+def _unknowns(parts: Division, length: int) -> tuple[Traced, Leaves]:
+    """Returns the program of the unknowns alone, and the inputs of its first step; of others only shapes count."""
+    program = parts.traced
+    if parts.first or parts.last:
+        before = []
+        for number in parts.first:
+            leaf = program.init[number]
+            before.append(jnp.broadcast_to(leaf, (length, *leaf.shape)))
+        program = trace(*parts.rest(tuple(before)), None)
+    return program, tuple(leaf[0] for leaf in program.xs)
 
 
 def _parallel_candidates(model: CostModel, program: Traced, first: Leaves, jac: Jac, obstacle: str) -> list[Candidate]:

@@ -17,7 +17,7 @@ from jaxpar.lower import triton
 from jaxpar.scan.varying import varying_as
 from jaxpar.solve import _fused
 from jaxpar.solve._emit import NotElementwise, trimmed
-from jaxpar.solve.iterate import ROUNDINGS, is_rounding, leading, once, remaining
+from jaxpar.solve.iterate import ROUNDINGS, leading, once, remaining, rounding_bound
 from jaxpar.solve.problem import Outcome, Problem
 from jaxpar.solve.rounding import (
     allowed,
@@ -133,8 +133,13 @@ def newton_states(problem: Problem, max_iters: int | None, on_fail: str) -> tupl
         h, (error,), (count,) = _batched(run, cell)(*inputs, carry[0])
         residual = problem.residual(h)
         sizes = fraction(residual, residual_bound(problem, h))
-        passes = once(~(sizes <= 1).all(), lambda _: is_rounding(problem, h, residual), sizes <= 1, problem.start)
-        return varying_as((h, passes & (error <= 1).all(), sizes.max(), error.max(), carry[4] + count), inputs)
+
+        def in_rounding(sizes):
+            return jnp.minimum(sizes, fraction(residual, rounding_bound(problem, h)))
+
+        sizes = once(~(sizes <= 1).all(), in_rounding, sizes, problem.start)
+        passes = (sizes <= 1) & (error <= 1).all()
+        return varying_as((h, passes, sizes.max(), error.max(), carry[4] + count), inputs)
 
     def goes_on(carry):
         _, passes, _, error, count = carry

@@ -14,6 +14,7 @@ from jax import lax
 from jaxpar.fields import AtLeast, field
 from jaxpar.scan.varying import moving_with, varying_as
 from jaxpar.solve.fixed_point import Jacobi
+from jaxpar.solve.in_blocks import scanned, settle
 from jaxpar.solve.iterate import as_good_as_rounding, leading, once
 from jaxpar.solve.newton import Newton, check_iterative
 from jaxpar.solve.problem import Outcome, Problem
@@ -26,9 +27,8 @@ from jaxpar.solve.rounding import (
     wide,
     within,
 )
-from jaxpar.solve.settle import settle
 from jaxpar.solve.structure import Jac, Leaves, Structure
-from jaxpar.solve.windows import accumulated_errors, by_windows, finished, scanned
+from jaxpar.solve.windows import accumulated_errors, by_windows, finished
 from jaxpar.types import UsageError
 
 __all__ = ["GaussSeidel"]
@@ -113,8 +113,7 @@ class GaussSeidel:
             inside = tuple(jnp.concatenate(pair) for pair in zip(inside, tail, strict=True))
         passes = (jnp.arange(length) < prefix * block) | is_done
         if problem.structure.blind:
-            none = jnp.zeros(length, bool)
-            inside, passes = settle(problem, inside, ~none.any(), none)
+            inside, passes = settle(problem, inside, jnp.array(True), jnp.zeros(length, bool))
         bounds = outcome.error
         if not self.shoots(problem.structure):
             calm = tuple(jnp.zeros(leaf.shape, wide(leaf)) for leaf in problem.start)

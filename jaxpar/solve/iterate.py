@@ -14,6 +14,7 @@ from jaxpar.scan.varying import varying_as
 from jaxpar.solve.problem import IterativeMethod, Problem
 from jaxpar.solve.rounding import (
     allowed,
+    at_steps,
     fraction,
     fractions,
     leaf_largest,
@@ -127,11 +128,11 @@ def iterate(
         errors = _remaining_errors(problem, iterates, updates, sizes, is_exact)
         error = step_largest(errors)
         passes = (residuals <= 1) & (error <= 1)
-        is_settled = within(residual, _rounding_bound(problem, h))
+        is_settled = (residuals <= 1) & within(residual, _settled_bound(problem, h))
         frozen, _ = leading(problem, is_settled | is_fixed | is_padding)
         is_stalled = (iterates.iterations > 0) & (size > STALLED * iterates.size)
 
-        def relieved(state):
+        def by_rounding(state):
             passes, errors, residuals = state
             limit = rounding_bound(problem, h, iterates.iterations)
             # An update that is no more than rounding cannot shrink; the certificate follows.
@@ -142,14 +143,14 @@ def iterate(
             # What rounding leaves is reported in units of what passes for it.
             is_new = is_rounded & ~passes
             pairs = zip(errors, smaller, strict=True)
-            errors = tuple(jnp.where(_column(is_new, a), b, a) for a, b in pairs)
+            errors = tuple(jnp.where(at_steps(is_new, a), b, a) for a, b in pairs)
             return passes | is_rounded, errors, jnp.where(is_new, in_rounding, residuals)
 
         # In 16 bits a few roundings are more than a slow iteration moves: there only the loop's own states pass.
         is_wide = all(float(jnp.finfo(leaf.dtype).eps) < 1e-4 for leaf in problem.start)
         if is_exact or is_wide:
             is_needed = is_stalled & ~(passes | is_padding).all()
-            state = once(is_needed, relieved, (passes, errors, residuals), problem.start)
+            state = once(is_needed, by_rounding, (passes, errors, residuals), problem.start)
             passes, errors, residuals = state
         worst = _largest(problem, jnp.where(is_padding, 0, residuals))
         prefix, is_done = leading(problem, passes | is_fixed | is_padding)
@@ -169,8 +170,7 @@ def iterate(
     prefix, is_done = leading(problem, is_padding)
     nothing = jnp.zeros((), jnp.float32)
     unknown = problem.residual(guess) if confirm else tuple(jnp.zeros(leaf.shape, wide(leaf)) for leaf in guess)
-    parts = [min(PARTS, len(leaf)) if is_exact else 1 for leaf in guess]
-    none = (jnp.zeros((count, *leaf.shape[1:])) for count, leaf in zip(parts, guess, strict=True))
+    count = _num_parts(problem.length, is_exact)
     first = Iterates(
         h=guess,
         residual=unknown,
@@ -179,7 +179,7 @@ def iterate(
         is_done=is_done,
         iterations=jnp.int32(0),
         size=nothing,
-        sizes=tuple(leaf.astype(jnp.float32) for leaf in none),
+        sizes=tuple(jnp.zeros((count, *leaf.shape[1:]), jnp.float32) for leaf in guess),
         worst=(nothing, jnp.zeros(len(guess), jnp.float32)),
     )
     first = varying_as(first, problem.start)
@@ -193,9 +193,13 @@ def remaining(updates: Array, rate: Array, iterations: Array) -> Array:
 
     In the first iteration there is no rate yet, and the update itself is returned; where nothing changes, zero.
     """
+    return jnp.where(updates == 0, 0, _rest_factor(rate, iterations) * updates)
+
+
+def _rest_factor(rate: Array, iterations: Array) -> Array:
+    """Returns the sum of all later updates over the last one."""
     factor = jnp.where(rate < 1, rate / (1 - rate), jnp.inf)
-    factor = jnp.where(iterations == 0, 1.0, factor)
-    return jnp.where(updates == 0, 0, factor * updates)
+    return jnp.where(iterations == 0, 1.0, factor)
 
 
 def _remaining_errors(problem: Problem, iterates: Iterates, updates: Leaves, sizes: Leaves, is_exact: bool) -> Leaves:
@@ -209,9 +213,7 @@ def _remaining_errors(problem: Problem, iterates: Iterates, updates: Leaves, siz
     rows = zip(updates, sizes, iterates.sizes, strict=True)
     for number, (update, size, earlier) in enumerate(rows):
         rate = jnp.where(size == 0, 0, size / earlier)
-        factor = jnp.where(rate < 1, rate / (1 - rate), jnp.inf)
-        factor = jnp.where(iterates.iterations == 0, 1.0, factor)
-        factor = _at_steps(factor, len(update))
+        factor = _spread_parts(_rest_factor(rate, iterates.iterations), len(update))
         dtype = problem.start[number].dtype
         rounding = 2 * float(jnp.finfo(dtype).eps) / problem.tolerance(number, dtype)[0]
         is_bound = update <= rounding
@@ -222,11 +224,17 @@ def _remaining_errors(problem: Problem, iterates: Iterates, updates: Leaves, siz
     return tuple(out)
 
 
+def _num_parts(length: int, is_exact: bool) -> int:
+    if is_exact:
+        return min(PARTS, length)
+    return 1
+
+
 def _part_sizes(values: Leaves, is_exact: bool) -> Leaves:
     """Returns the largest value of each entry in each part of a window, [parts, ...]."""
     out = []
     for leaf in values:
-        count = min(PARTS, len(leaf)) if is_exact else 1
+        count = _num_parts(len(leaf), is_exact)
         starts = [len(leaf) * number // count for number in range(count + 1)]
         rows = [leaf[a:b].max(0) for a, b in zip(starts[:-1], starts[1:], strict=True)]
         rows = jnp.stack(rows)
@@ -234,7 +242,7 @@ def _part_sizes(values: Leaves, is_exact: bool) -> Leaves:
     return tuple(out)
 
 
-def _at_steps(rows: Array, length: int) -> Array:
+def _spread_parts(rows: Array, length: int) -> Array:
     """Returns what belongs to each step, [T, ...], of what belongs to each part of a window."""
     count = len(rows)
     starts = [length * number // count for number in range(count + 1)]
@@ -242,7 +250,7 @@ def _at_steps(rows: Array, length: int) -> Array:
     return jnp.repeat(rows, jnp.asarray(sizes), axis=0, total_repeat_length=length)
 
 
-def _rounding_bound(problem: Problem, h: Leaves) -> Leaves:
+def _settled_bound(problem: Problem, h: Leaves) -> Leaves:
     """Returns the residual at which a step is not changed again: rounding, and a share of the allowed error.
 
     Entries' own sizes alone count. A typical size counts later steps too. Their iterates may still be
@@ -301,11 +309,7 @@ def leading(problem: Problem, passes: Array) -> tuple[Array, Array]:
 
 def _cleared(where: Array, values: Leaves) -> Leaves:
     """Returns values [T, ...] with zeros at the steps of `where`."""
-    return tuple(jnp.where(_column(where, leaf), 0, leaf) for leaf in values)
-
-
-def _column(steps: Array, leaf: Array) -> Array:
-    return steps.reshape(-1, *(1,) * (leaf.ndim - 1))
+    return tuple(jnp.where(at_steps(where, leaf), 0, leaf) for leaf in values)
 
 
 def _reset(h: Leaves, guess: Leaves) -> Leaves:
@@ -313,7 +317,7 @@ def _reset(h: Leaves, guess: Leaves) -> Leaves:
     is_finite = jnp.stack([jnp.isfinite(leaf).reshape(len(leaf), -1).all(1) for leaf in h]).all(0)
     first_bad = jnp.where(is_finite.all(), len(is_finite), jnp.argmin(is_finite))
     is_kept = jnp.arange(len(is_finite)) < first_bad
-    return tuple(jnp.where(_column(is_kept, a), a, b) for a, b in zip(h, guess, strict=True))
+    return tuple(jnp.where(at_steps(is_kept, a), a, b) for a, b in zip(h, guess, strict=True))
 
 
 def _largest(problem: Problem, steps: Array) -> Array:

@@ -220,8 +220,8 @@ def _solved(
 ) -> tuple[PyTree, PyTree, Stats]:
     """Returns the last state, the outputs and the stats: what can be is run sequentially first, and the rest solved."""
     traced = parts.traced
+    causes = blind_leaves(traced.recurrence.jaxpr, traced.recurrence.num_carry)
     if loop.axis_name is None:
-        causes = blind_leaves(traced.recurrence.jaxpr, traced.recurrence.num_carry)
         parts = without_blind(parts, [bool(found) for found in causes])
     program, known, before = traced, (), ()
     if parts.first:
@@ -233,7 +233,8 @@ def _solved(
     first = tuple(leaf[0] for leaf in program.xs)
     names = [parts.names[number] for number in parts.solved]
     structure = structure_of(program.step, program.init, first, method.jac, names)
-    causes = blind_leaves(program.recurrence.jaxpr, len(names))
+    if program is not traced:
+        causes = blind_leaves(program.recurrence.jaxpr, len(names))
     blind = frozenset(number for number, found in enumerate(causes) if found)
     rtols, atols = (tuple(values[number] for number in parts.solved) for values in tolerances)
     solve = Solve(
@@ -253,7 +254,7 @@ def _solved(
     carry, ys, stats = run(program.consts, program.init, program.xs, guess)
     last = ()
     if parts.last:
-        last, ys = parts.finished(loop, before, ys)
+        last, ys = parts.run_last(loop, before, ys)
     state = parts.merged({}, first=known, solved=carry, last=last)
     stats = dataclasses.replace(stats, reason=reason)
     return traced.state_tree.unflatten(state), traced.output_tree.unflatten(ys), stats

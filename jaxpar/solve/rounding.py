@@ -58,7 +58,7 @@ def typical_size(problem: Problem, size: Array) -> Array:
     else:
         # States of padding may be anything, and many: they are sorted to the end.
         is_valid = jnp.arange(length) < problem.valid
-        kept = is_valid.reshape(-1, *(1,) * (size.ndim - 1))
+        kept = at_steps(is_valid, size)
         sample = jnp.where(kept[steps], sample, jnp.inf)
         count = is_valid[steps].sum()
         mean = jnp.where(kept, size, 0).sum(0, keepdims=True) / jnp.maximum(problem.valid, 1)
@@ -86,6 +86,11 @@ def residual_bound(problem: Problem, h: Leaves, is_exact: bool = True, bound: Le
         return tuple(share * a for share, a in zip(shares, bound, strict=True))
     sizes = (_eps(leaf) * jnp.abs(leaf.astype(wide(leaf))) for leaf in h)
     return tuple(a + b for a, b in zip(bound, sizes, strict=True))
+
+
+def at_steps(steps: Array, leaf: Array) -> Array:
+    """Returns what belongs to each step, [T], so that it broadcasts against a leaf [T, ...]."""
+    return steps.reshape(-1, *(1,) * (leaf.ndim - 1))
 
 
 def fractions(values: Leaves, bound: Leaves) -> Leaves:

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from jaxpar.solve.gauss_seidel import GaussSeidel
+from jaxpar.solve.in_blocks import cut, joined
 from jaxpar.solve.problem import Method, Outcome, Problem, WindowedMethod
 from jaxpar.solve.program import Recurrence
 from jaxpar.solve.structure import Leaves, Structure, probe, probe_tolerance
-from jaxpar.solve.windows import auto_window, cut, joined
+from jaxpar.solve.windows import auto_window
 from jaxpar.types import Array
 
 

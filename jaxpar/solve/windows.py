@@ -11,19 +11,19 @@ others, added up by the Jacobians, are within what is allowed (`accumulated_erro
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxpar.scan.varying import varying_as
+from jaxpar.solve.in_blocks import cut, joined, scanned, settle
 from jaxpar.solve.iterate import iterate, leading, once
 from jaxpar.solve.problem import IterativeMethod, Outcome, Problem
 from jaxpar.solve.rounding import (
     allowed,
+    at_steps,
     entering,
     fractions,
     leaf_largest,
@@ -33,9 +33,8 @@ from jaxpar.solve.rounding import (
     wide,
     within,
 )
-from jaxpar.solve.settle import settle
 from jaxpar.solve.structure import Leaves, Structure
-from jaxpar.types import Array, PyTree
+from jaxpar.types import Array
 
 __all__ = ["SHORT", "WINDOW_BYTES"]
 
@@ -74,23 +73,6 @@ def by_windows(
     return h, outcome._replace(first_bad=first_bad.astype(jnp.int32))
 
 
-def cut(tree: PyTree, length: int, size: int) -> PyTree:
-    """Returns arrays [T, ...] as windows [ceil(T / size), size, ...]; the last step fills up the last one."""
-    count = math.ceil(length / size)
-    rows = jnp.minimum(jnp.arange(count * size), length - 1)
-
-    def one(leaf):
-        whole = leaf if count * size == length else leaf[rows]
-        return whole.reshape(count, size, *leaf.shape[1:])
-
-    return jax.tree.map(one, tree)
-
-
-def joined(tree: PyTree, length: int) -> PyTree:
-    """Returns windows of arrays as arrays [T, ...], without what filled them up."""
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:length], tree)
-
-
 def accumulated_errors(problem: Problem, h: Leaves, start: Leaves) -> Leaves:
     """Returns the error of every entry to first order, [T, ...]: all residuals, carried on by the Jacobians.
 
@@ -116,14 +98,6 @@ def accumulated_errors(problem: Problem, h: Leaves, start: Leaves) -> Leaves:
 
     rows = cut((problem.shift(h), problem.xs, residual), problem.length, size)
     return joined(jax.lax.scan(one, varying_as(start, problem.start), rows)[1], problem.length)
-
-
-def scanned(f: Callable, start: Leaves, xs: PyTree, length: int, unroll: int | None = None) -> Leaves:
-    """Returns the outputs of `lax.scan`, whose loop is unrolled as `run_sequentially` says."""
-    run = functools.partial(jax.lax.scan, f, start, xs, length)
-    if unroll is not None:
-        return run(unroll=unroll)[1]
-    return jax.lax.platform_dependent(default=lambda: run()[1], cuda=lambda: run(unroll=min(8, length))[1])
 
 
 def run_sequentially(
@@ -242,7 +216,7 @@ class _Solver:
             errors = accumulated_errors(problem, h, error.residual)
             parts = fractions(errors, allowed(problem, h))
             passes &= (step_largest(parts) <= 1) | is_padding
-            parts = tuple(jnp.where(_column(is_padding, leaf), 0, leaf) for leaf in parts)
+            parts = tuple(jnp.where(at_steps(is_padding, leaf), 0, leaf) for leaf in parts)
             bounds = leaf_largest(parts)
             after = after._replace(residual=tuple(leaf[-1] for leaf in errors))
             added = errors
@@ -285,7 +259,7 @@ def finished(problem: Problem, h: Leaves, prefix: Array, on_fail: str) -> Leaves
     if on_fail == "finish":
         return run_sequentially(problem, h, prefix)
     is_kept = jnp.arange(problem.length) < prefix
-    return tuple(jnp.where(is_kept.reshape(-1, *(1,) * (leaf.ndim - 1)), leaf, jnp.nan) for leaf in h)
+    return tuple(jnp.where(at_steps(is_kept, leaf), leaf, jnp.nan) for leaf in h)
 
 
 def _first_iterate(problem: Problem, guess: Leaves | None) -> Leaves:
@@ -303,10 +277,6 @@ def _errors(problem: Problem, h: Leaves, error: Leaves) -> Leaves:
     jacobian = problem.jacobian(h)
     level = entering(problem, jacobian, h)
     return problem.solve(jacobian, tuple(a * spread(a, place) for place, a in enumerate(level)), error)
-
-
-def _column(steps: Array, leaf: Array) -> Array:
-    return steps.reshape(-1, *(1,) * (leaf.ndim - 1))
 
 
 def _merged(outcomes: Outcome, size: int, length: int) -> Outcome:

@@ -1,7 +1,12 @@
-"""Shows that the states of blind leaves are a loop's own: f makes them of each other, to the bit."""
+"""Sequences cut into blocks, and blocks run one after the other inside, all at once.
+
+So the states of blind leaves are shown to be a loop's own: f makes them of each other, to the bit.
+"""
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -11,13 +16,38 @@ from jaxpar.scan.varying import varying_as
 from jaxpar.solve.problem import Problem
 from jaxpar.solve.rounding import residual_bound, wide, within
 from jaxpar.solve.structure import Leaves
-from jaxpar.types import Array
+from jaxpar.types import Array, PyTree
 
 BLOCK = 128
 """Steps that are run one after the other, in all blocks at once."""
 
 PASSES = 4
 """Runs of all blocks. Two suffice where a recurrence forgets a start within a block."""
+
+
+def cut(tree: PyTree, length: int, size: int) -> PyTree:
+    """Returns arrays [T, ...] as windows [ceil(T / size), size, ...]; the last step fills up the last one."""
+    count = math.ceil(length / size)
+    rows = jnp.minimum(jnp.arange(count * size), length - 1)
+
+    def one(leaf):
+        whole = leaf if count * size == length else leaf[rows]
+        return whole.reshape(count, size, *leaf.shape[1:])
+
+    return jax.tree.map(one, tree)
+
+
+def joined(tree: PyTree, length: int) -> PyTree:
+    """Returns windows of arrays as arrays [T, ...], without what filled them up."""
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:length], tree)
+
+
+def scanned(f: Callable, start: Leaves, xs: PyTree, length: int, unroll: int | None = None) -> Leaves:
+    """Returns the outputs of `lax.scan`, whose loop is unrolled as `run_sequentially` says."""
+    run = functools.partial(jax.lax.scan, f, start, xs, length)
+    if unroll is not None:
+        return run(unroll=unroll)[1]
+    return jax.lax.platform_dependent(default=lambda: run()[1], cuda=lambda: run(unroll=min(8, length))[1])
 
 
 class _Run(NamedTuple):
@@ -50,8 +80,7 @@ def settle(problem: Problem, h: Leaves, is_sound: Array, is_padding: Array) -> t
         # A part ends with a block, so that the next device can start from its end.
         block = max(size for size in range(1, block + 1) if length % size == 0)
     count = math.ceil(length / block)
-    rows = jnp.minimum(jnp.arange(count * block), length - 1)
-    xs = tuple(leaf[rows].reshape(count, block, *leaf.shape[1:]) for leaf in problem.xs)
+    xs = cut(problem.xs, length, block)
     ends = dataclasses.replace(problem, length=count, valid=None)
 
     def run(before: Leaves, x: Leaves) -> Leaves:
@@ -60,7 +89,7 @@ def settle(problem: Problem, h: Leaves, is_sound: Array, is_padding: Array) -> t
             return state, state
 
         entry = varying_as(before, (before, x, problem.start))
-        return jax.lax.scan(one, entry, x, block)[1]
+        return scanned(one, entry, x, block)
 
     def advance(last: _Run) -> _Run:
         inside = jax.vmap(run, axis_size=count)(last.starts, xs)
@@ -74,11 +103,11 @@ def settle(problem: Problem, h: Leaves, is_sound: Array, is_padding: Array) -> t
             is_open = jax.lax.pmax(is_open.astype(jnp.int32), problem.axis_name) > 0
         return is_sound & is_open & (last.passes < PASSES)
 
-    found = tuple(leaf[jnp.minimum(jnp.arange(count) * block + block - 1, length - 1)] for leaf in h)
+    found = tuple(leaf[:, -1] for leaf in cut(h, length, block))
     empty = tuple(jnp.zeros((count, block, *leaf.shape[1:]), leaf.dtype) for leaf in h)
     first = _Run(ends.shift(found), empty, jnp.zeros(count, bool), jnp.int32(0))
     last = jax.lax.while_loop(goes_on, advance, varying_as(first, problem.start))
-    out = tuple(leaf.reshape(-1, *leaf.shape[2:])[:length] for leaf in last.inside)
+    out = joined(last.inside, length)
     met = jnp.cumprod(last.is_met.astype(jnp.int32)) > 0
     passes = jnp.repeat(met, block, total_repeat_length=count * block)[:length]
     return out, (passes | is_padding) & is_sound
