@@ -60,7 +60,7 @@ class _Run(NamedTuple):
 
 
 def settle(problem: Problem, h: Leaves, is_sound: Array, is_padding: Array) -> tuple[Leaves, Array]:
-    """Returns states that f itself makes of each other, and which of them are the loop's, [T].
+    """Returns states that f itself makes of each other, and which pass, [T]: the loop's where all before pass too.
 
     Every block of steps is run from the state that was found before it. Where a block ends in
     the state from which the next one starts, to the bit in blind leaves, the states are those
@@ -108,8 +108,7 @@ def settle(problem: Problem, h: Leaves, is_sound: Array, is_padding: Array) -> t
     first = _Run(ends.shift(found), empty, jnp.zeros(count, bool), jnp.int32(0))
     last = jax.lax.while_loop(goes_on, advance, varying_as(first, problem.start))
     out = joined(last.inside, length)
-    met = jnp.cumprod(last.is_met.astype(jnp.int32)) > 0
-    passes = jnp.repeat(met, block, total_repeat_length=count * block)[:length]
+    passes = jnp.repeat(last.is_met, block, total_repeat_length=count * block)[:length]
     return out, (passes | is_padding) & is_sound
 
 

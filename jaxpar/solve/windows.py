@@ -181,7 +181,7 @@ class _Solver:
         def one(carry, row):
             start, error = carry
             xs, guess, valid = row
-            part = dataclasses.replace(problem, start=start, xs=xs, length=size, valid=None)
+            part = dataclasses.replace(problem, start=start, xs=xs, length=size)
             state = self.window(part, sizes, guess, valid, error, True)
             return (tuple(leaf[-1] for leaf in state.h), state.error), (state.h, state.outcome)
 

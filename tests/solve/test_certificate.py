@@ -1,6 +1,7 @@
 """What is called converged is the loop's: recurrences whose small residuals and updates say nothing."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 from fast import jit
 
 from jaxpar.solve import Elk, GaussSeidel, Jacobi, Newton, Quasi, Sequential, explain, parallel_scan
+from jaxpar.solve.iterate import _remaining_errors
 from jaxpar.solve.problem import Problem
 from jaxpar.solve.rounding import typical_size
 from jaxpar.solve.structure import elementwise
@@ -106,10 +108,11 @@ def test_blind_leaves_are_the_loop_s_own(name):
     np.testing.assert_allclose(carry[1], want[1], rtol=1e-6)
 
 
+@pytest.mark.parametrize("method", [Newton(), GaussSeidel(block=16)], ids=repr)
 @pytest.mark.parametrize("name", BLIND)
-def test_a_blind_leaf_that_feeds_others_is_not_found_by_small_residuals(name):
+def test_a_blind_leaf_that_feeds_others_is_not_found_by_small_residuals(name, method):
     f, init, xs = BLIND[name]
-    carry, _, stats = solved(fed(f), init, xs, Newton())
+    carry, _, stats = solved(fed(f), init, xs, method)
     want, _ = by_steps(fed(f), init, xs)
     assert not stats.converged and stats.first_bad < len(xs)
     np.testing.assert_array_equal(carry[1], want[1])
@@ -196,7 +199,20 @@ def test_the_default_says_what_it_took():
 
 
 def test_states_of_padding_have_no_part_in_a_size():
-    size = jnp.concatenate([jnp.array([3.0, 1.0, 2.0]), jnp.full(5, 1e30)])
+    size = jnp.concatenate([jnp.array([3.0, 1.0, 2.0]), jnp.full(5, 0.5)])
     problem = Problem(lambda h, x: h, (jnp.float32(0),), (), 8, elementwise([()]), valid=jnp.int32(3))
     assert typical_size(problem, size) == 2
-    assert typical_size(dataclasses.replace(problem, valid=None), size) == np.float32(1e30)
+    assert typical_size(dataclasses.replace(problem, valid=None), size) == 0.5
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_each_entry_has_its_own_rate_of_convergence(is_exact):
+    """One that shrinks is bounded by its rest; one that stays or grows bounds nothing."""
+    start = tuple(jnp.zeros(2, jnp.float32) for _ in range(1))
+    problem = Problem(lambda h, x: h, start, (), 4, elementwise([(2,)]))
+    earlier = types.SimpleNamespace(iterations=jnp.int32(3), sizes=(jnp.array([[1.0, 0.4]]),))
+    updates = jnp.full((4, 2), 0.5)
+    sizes = jnp.array([[0.2, 0.5]])
+    [errors] = _remaining_errors(problem, earlier, (updates,), (sizes,), is_exact)
+    np.testing.assert_allclose(errors[:, 0], 0.5 * 0.2 / 0.8)
+    assert np.isinf(errors[:, 1]).all()
