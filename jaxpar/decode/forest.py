@@ -175,7 +175,7 @@ def reserve(
     """
     size = forest.block
     if first is not None and (known := concrete_values(first)) is not None:
-        blocks = known[0].tolist()
+        blocks = np.asarray(known[0]).tolist()  # also of a list
         if sorted(blocks) != list(range(forest.num_blocks)):
             raise UsageError(f"first={blocks} must name each of {forest.num_blocks} blocks once.")
 
@@ -370,7 +370,7 @@ def _at_the_end(view: View, places: jax.Array) -> View:
 def _refuse_twice(segments: jax.Array) -> None:
     if (known := concrete_values(segments)) is None:
         return
-    numbers = known[0]
+    numbers = np.asarray(known[0])
     is_same = (numbers[..., None] == numbers[..., None, :]) & (numbers >= 0)[..., None]
     twice = is_same.sum(-1) > 1
     if twice.any():

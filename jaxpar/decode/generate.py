@@ -334,7 +334,7 @@ def _check_prompt(prompt, lengths, vocab_size: int) -> None:
         lengths = np.full(len(prompt), length)
     if (known := concrete_values(lengths)) is None:
         return
-    counts = known[0]
+    counts = np.asarray(known[0])
     if counts.size and not (1 <= counts.min() and counts.max() <= length):
         found = f"{counts.min()} to {counts.max()}"
         raise UsageError(f"prompt_lengths from {found}; legal are 1 to {length}.")
