@@ -300,6 +300,7 @@ def main():
     args = parser.parse_args()
     args.known = TINY if args.tiny else LONG if args.long else SHORT
     jax.config.update("jax_enable_compilation_cache", False)
+    jax.config.update("jax_default_matmul_precision", "float32")  # of both sides: no TF32
     table = harness.Table(COLUMNS, args.out)
     table.head(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
     for name in harness.chosen(args.cases, args.known):

@@ -290,11 +290,14 @@ def rule(
     program, first = _unknowns(parts, length)
     model = model_of(program, first, length, gradient, jac, platform)
     table = sequential_candidates(model, jac)
+    best = min(row.seconds for row in table)
     seconds = model.solve(newton, AFFINE_ITERATIONS)
-    if seconds >= min(row.seconds for row in table):
+    shot = shooting(model, jac, None, "", 1.0)
+    if min(seconds, shot.seconds) >= best:
         # The program is not read for what is blind: on CPUs that would cost more than it tells.
         note = "not tried: dearer than a sequential run with two iterations already"
         table.append(Candidate(newton, AFFINE_ITERATIONS, seconds, note))
+        table.append(shot._replace(note="not tried: dearer than a sequential run with one pass already"))
     else:
         recurrence = parts.traced.recurrence
         causes = blind_leaves(recurrence.jaxpr, recurrence.num_carry)

@@ -5,6 +5,7 @@ recurrence forgets, so do they, and no Jacobian is ever held.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 
 import jax
@@ -12,26 +13,34 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.fields import AtLeast, field
-from jaxpar.scan.varying import moving_with, varying_as
+from jaxpar.scan.varying import moving_with
 from jaxpar.solve.fixed_point import Jacobi
-from jaxpar.solve.in_blocks import scanned, settle
-from jaxpar.solve.iterate import as_good_as_rounding, leading, once
+from jaxpar.solve.in_blocks import PASSES, Meeting, block_of, meet, settle
+from jaxpar.solve.iterate import leading, most_iterations, once, rounding_bound
 from jaxpar.solve.newton import Newton, check_iterative
 from jaxpar.solve.problem import Outcome, Problem
 from jaxpar.solve.rounding import (
+    RESIDUAL_SHARE,
     allowed,
     fractions,
     leaf_largest,
-    residual_bound,
     step_largest,
     wide,
-    within,
 )
 from jaxpar.solve.structure import Jac, Leaves, Structure
-from jaxpar.solve.windows import accumulated_errors, by_windows, finished
-from jaxpar.types import UsageError
+from jaxpar.solve.windows import accumulated_errors, by_windows, finished, first_iterate
+from jaxpar.types import Array, UsageError
 
 __all__ = ["GaussSeidel"]
+
+SHRUNK = 0.5
+"""A gap that is not smaller than so much of the one before it, and small, falls no more."""
+
+SMALL = 16.0
+"""What counts as small, in units of what a residual may be: roundings of large numbers in a small entry."""
+
+FORGOTTEN = 0.01
+"""A start counts as forgotten within a block where so much of a large difference is left at its end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,21 +79,17 @@ class GaussSeidel:
             raise UsageError(f"window={self.window} must hold one block of {self.block} at least.")
 
     def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
-        """Solves for the ends of the blocks, and runs every block once more for what lies inside."""
+        """Runs all blocks at once until they meet to the bit, or by so little that the certificate passes."""
+        return self._shot(problem, guess, on_fail, is_certified=True)
+
+    def _shot(self, problem: Problem, guess: Leaves | None, on_fail: str, is_certified: bool) -> tuple[Leaves, Outcome]:
+        """Returns `states`; without a certificate blocks need not meet to the bit, and the speed of updates decides."""
         length = problem.length
         block = min(self.block, length)
         if problem.axis_name is not None and length % block:
             raise UsageError(f"over devices a part's {length} steps must be a whole number of blocks of {block}.")
         count = length // block
-
-        def run_block(before: Leaves, xs: Leaves, steps: int = block) -> Leaves:
-            entry = varying_as(before, (before, xs, problem.start))
-
-            def one(h, x):
-                h = problem.step(h, x)
-                return h, h
-
-            return scanned(one, entry, xs, steps)
+        run_block = block_of(problem, block)
 
         def last(before: Leaves, xs: Leaves) -> Leaves:
             return tuple(leaf[-1] for leaf in run_block(before, xs))
@@ -94,39 +99,133 @@ class GaussSeidel:
         structure = dataclasses.replace(problem.structure, blind=frozenset())
         ends = dataclasses.replace(problem, step=last, xs=rows, length=count, structure=structure)
         start = None if guess is None else tuple(leaf[block - 1 :: block][:count] for leaf in guess)
-        options = {"jac": self.jac, "max_iters": self.max_iters}
-        method = (Newton if self.correction else Jacobi)(window=self.window and self.window // block, **options)
-        h, outcome = by_windows(method, ends, start, "nan", confirm=False)
 
-        inside = jax.vmap(run_block, axis_size=count)(ends.shift(h), rows)
-        # This is the residual of the ends that were found. Where errors grow, a block that is run by another program
-        # may end elsewhere, too: then it was not found.
-        gap = tuple(a[:, -1] - b for a, b in zip(inside, h, strict=True))
-        is_met = within(gap, residual_bound(ends, h, self.correction))
-        is_met = once(~is_met.all(), lambda met: met | as_good_as_rounding(ends, h, gap, gap), is_met, problem.start)
-        is_found = problem.rank * count + jnp.arange(count) < outcome.first_bad
-        prefix, is_done = leading(ends, is_found & is_met)
-        inside = tuple(leaf.reshape(-1, *leaf.shape[2:]) for leaf in inside)
+        is_found = jnp.ones(count, bool)
+        if self.correction or self.window or not is_certified:
+            options = {"jac": self.jac, "max_iters": self.max_iters}
+            method = (Newton if self.correction else Jacobi)(window=self.window and self.window // block, **options)
+            found, outcome = by_windows(method, ends, start, "nan", confirm=False)
+            is_found = problem.rank * count + jnp.arange(count) < outcome.first_bad
+            most = PASSES if is_certified else 1
+        else:
+            found = first_iterate(ends, start)
+            outcome = None
+            most = self.max_iters or most_iterations(problem.parts * count)
+
+        # Blind leaves show no difference until they jump: how fast a start is forgotten says nothing of them.
+        is_forgetful = is_certified and not problem.structure.blind
+        share = 1.0 if self.correction else RESIDUAL_SHARE
+
+        def goes_on(met: Meeting) -> Array:
+            # Small gaps that no longer fall are rounding, or the error of a slow entry.
+            is_stuck = (met.gap <= SMALL) & (met.gap > SHRUNK * met.earlier)
+            is_done = met.is_same.all() | (is_forgetful & (_left(met, share) <= 1))
+            return ~is_done & ~is_stuck & (met.passes < most)
+
+        met = meet(ends, run_block, found, block, goes_on, self.correction)
+        inside = tuple(leaf.reshape(-1, *leaf.shape[2:]) for leaf in met.inside)
         if count * block < length:
             rest = tuple(leaf[count * block :] for leaf in problem.xs)
-            tail = run_block(tuple(leaf[-1] for leaf in inside), rest, length - count * block)
+            run_rest = block_of(problem, length - count * block)
+            tail = run_rest(tuple(leaf[-1] for leaf in inside), rest)
             inside = tuple(jnp.concatenate(pair) for pair in zip(inside, tail, strict=True))
-        passes = (jnp.arange(length) < prefix * block) | is_done
-        if problem.structure.blind:
-            inside, passes = settle(problem, inside, jnp.array(True), jnp.zeros(length, bool))
-        bounds = outcome.error
-        if not self.shoots(problem.structure):
-            calm = tuple(jnp.zeros(leaf.shape, wide(leaf)) for leaf in problem.start)
-            parts = fractions(accumulated_errors(problem, inside, calm), allowed(problem, inside))
-            passes &= step_largest(parts) <= 1
-            bounds = leaf_largest(parts)
+
+        if outcome is None:
+            nowhere = jnp.zeros(len(inside), jnp.float32)
+            outcome = Outcome(met.passes, jnp.int32(1), met.gap, nowhere, jnp.int32(length))
+        if is_certified:
+            left = _left(met, share)
+            prefix, is_done = leading(ends, met.is_same | (is_forgetful & (left <= 1)))
+            bounds = jnp.full_like(outcome.error, jnp.where(met.is_same.all(), 0, left))
+            certify = functools.partial(self._certify, problem, jnp.arange(length) < prefix * block)
+            state = (inside, jnp.ones(length, bool), bounds)
+            inside, passes, bounds = once(~is_done, certify, state, problem.start)
+            outcome = outcome._replace(error=bounds)
+        else:
+            # The iteration has judged the blocks; what is left here is the rounding of another program.
+            prefix, is_done = leading(ends, is_found & (met.gaps <= SMALL))
+            passes = (jnp.arange(length) < prefix * block) | is_done
+        # The loop's own states, too, are not found where they are not finite.
+        for leaf in inside:
+            passes &= jnp.isfinite(leaf).reshape(length, -1).all(1)
         prefix, is_done = leading(problem, passes)
-        outcome = outcome._replace(error=bounds)
         h = once(~is_done, lambda h: finished(problem, h, prefix, on_fail), inside, problem.start)
         first_bad = jnp.where(is_done, problem.parts * length, problem.rank * length + prefix)
         if problem.axis_name is not None:
             first_bad = lax.pmin(first_bad, problem.axis_name)
         return h, outcome._replace(first_bad=first_bad.astype(jnp.int32))
+
+    def _certify(
+        self, problem: Problem, is_loop: Array, state: tuple[Leaves, Array, Array]
+    ) -> tuple[Leaves, Array, Array]:
+        """Returns states, which pass, and errors of leaves, of what blocks found that do not meet to the bit.
+
+        Blind leaves have to, after more passes; of others residuals are added up. Steps of `is_loop` pass anyway.
+        """
+        h, passes, _ = state
+        if problem.structure.blind:
+            h, passes = settle(problem, h, jnp.array(True), jnp.zeros(problem.length, bool))
+        calm = tuple(jnp.zeros(leaf.shape, wide(leaf)) for leaf in problem.start)
+        if self.shoots(problem.structure) and problem.axis_name is None:
+            # A tenth is exact enough for a bound.
+            floor = tuple(0.1 * leaf.min(0, keepdims=True) for leaf in allowed(problem, h))
+            push = functools.partial(_pushed, problem)
+            rows = (problem.shift(h), problem.xs, problem.residual(h))
+            errors = self._linear(problem, push, calm, rows, 0.1, floor, "nan")
+        else:
+            errors = accumulated_errors(problem, h, calm)
+        parts = fractions(errors, allowed(problem, h))
+
+        def by_rounding(parts: Leaves) -> Leaves:
+            rounded = fractions(errors, rounding_bound(problem, h))
+            return tuple(map(jnp.minimum, parts, rounded))
+
+        is_large = ~(step_largest(parts) <= 1).all()
+        parts = once(is_large, by_rounding, parts, problem.start)
+        passes &= step_largest(parts) <= 1
+        return h, passes | is_loop, leaf_largest(parts)
+
+    def _linear(
+        self,
+        problem: Problem,
+        product: Callable,
+        start: Leaves,
+        rows: tuple[Leaves, Leaves, Leaves],
+        rtol: float,
+        floor: Leaves,
+        on_fail: str,
+    ) -> Leaves:
+        """Returns v[t] = product(v[t-1], h[t-1], x[t]) + b[t] by shooting.
+
+        Args:
+          problem: The recurrence that the product is a derivative of.
+          product: Of a vector with the Jacobian, or with its transpose.
+          start: v before the first step.
+          rows: States before each step, inputs and b, all [T, ...].
+          rtol: Error allowed in an entry, relative to it.
+          floor: Error allowed in addition, [1, ...].
+          on_fail: As of `Method.states`.
+        """
+        at, xs, b = rows
+        count = len(b)
+
+        def step(v: Leaves, row: Leaves) -> Leaves:
+            b, at, x = row[:count], row[count : 2 * count], row[2 * count :]
+            return _sum(product(v, at, x), b)
+
+        atol = max(float(jnp.finfo(leaf.dtype).tiny) for leaf in b)
+        linear = Problem(
+            step=step,
+            start=start,
+            xs=(*b, *at, *xs),
+            length=problem.length,
+            structure=problem.structure,
+            rtol=(rtol,) * count,
+            atol=(atol,) * count,
+            floor=floor,
+        )
+        method = dataclasses.replace(self, correction=False)
+        return method._shot(linear, None, on_fail, is_certified=False)[0]
 
     def shoots(self, structure: Structure) -> bool:
         """Whether the tangent is shot too, not solved for by an affine scan with all Jacobians."""
@@ -141,27 +240,20 @@ class GaussSeidel:
         """
         before = problem.shift(h)
         narrow = tuple(leaf.dtype for leaf in h)
-        wide = tuple(jnp.promote_types(dtype, jnp.float32) for dtype in narrow)
-        method = dataclasses.replace(self, correction=False)
-        # A tangent may be of any size, so that only its own sequence's counts; a quarter of rtol is for residuals.
-        rtol = 32 * max(float(jnp.finfo(dtype).eps) for dtype in wide)
-        atol = max(float(jnp.finfo(dtype).tiny) for dtype in wide)
+        wider = tuple(jnp.promote_types(dtype, jnp.float32) for dtype in narrow)
+        # A quarter of rtol is for residuals.
+        rtol = 32 * max(float(jnp.finfo(dtype).eps) for dtype in wider)
 
         def pushed(v: Leaves, at: Leaves, x: Leaves) -> Leaves:
-            return _cast(jax.jvp(lambda at: problem.step(at, x), (at,), (_cast(v, narrow),))[1], wide)
+            return _pushed(problem, v, at, x)
 
         def pulled(v: Leaves, at: Leaves, x: Leaves) -> Leaves:
-            return _cast(jax.vjp(lambda at: problem.step(at, x), at)[1](_cast(v, narrow))[0], wide)
+            return _cast(jax.vjp(lambda at: problem.step(at, x), at)[1](_cast(v, narrow))[0], wider)
 
         def shot(product: Callable, start: Leaves, at: Leaves, xs: Leaves, b: Leaves) -> Leaves:
-            def step(v: Leaves, row: Leaves) -> Leaves:
-                b, at, x = row[: len(v)], row[len(v) : 2 * len(v)], row[2 * len(v) :]
-                return _sum(product(v, at, x), b)
-
-            inputs, floor = (*b, *at, *xs), tuple(rtol * size for size in _sizes(problem.structure, b, start))
-            tolerance = {"rtol": (rtol,) * len(b), "atol": (atol,) * len(b), "floor": floor}
-            linear = Problem(step, start, inputs, problem.length, problem.structure, **tolerance)
-            return method.states(linear, None, "finish")[0]
+            # A tangent may be of any size, so that only its own sequence's counts.
+            floor = tuple(rtol * size for size in _sizes(problem.structure, b, start))
+            return self._linear(problem, product, start, (at, xs, b), rtol, floor, "finish")
 
         def matvec(pair):
             start, v = pair
@@ -182,9 +274,25 @@ class GaussSeidel:
             first = (tuple(leaf[0] for leaf in part) for part in (back, before, problem.xs))
             return _sum(start, pulled(*first)), back
 
-        d_start, b = _cast(d_start, wide), _cast(b, wide)
+        d_start, b = _cast(d_start, wider), _cast(b, wider)
         pair = moving_with(d_start, (h, b)), moving_with(b, (h, d_start))
         return _cast(lax.custom_linear_solve(matvec, pair, solve, transpose_solve)[1], narrow)
+
+
+def _left(met: Meeting, share: float) -> Array:
+    """Returns the error that is left after blocks were run, in units of what is allowed; infinite if not known.
+
+    All starts were off by the last gap and by what was left after it, of which a run leaves `rate`.
+    """
+    is_known = met.rate <= FORGOTTEN
+    return jnp.where(is_known, share * met.gap / (1 - jnp.minimum(met.rate, FORGOTTEN)), jnp.inf)
+
+
+def _pushed(problem: Problem, v: Leaves, at: Leaves, x: Leaves) -> Leaves:
+    """Returns the product of the Jacobian of one step with v, in float32 at least."""
+    narrow = _cast(v, [leaf.dtype for leaf in at])
+    product = jax.jvp(lambda at: problem.step(at, x), (at,), (narrow,))[1]
+    return tuple(leaf.astype(wide(leaf)) for leaf in product)
 
 
 def _sizes(structure: Structure, b: Leaves, start: Leaves) -> Leaves:

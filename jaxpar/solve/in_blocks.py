@@ -6,7 +6,7 @@ So the states of blind leaves are shown to be a loop's own: f makes them of each
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxpar.scan.varying import varying_as
 from jaxpar.solve.problem import Problem
-from jaxpar.solve.rounding import residual_bound, wide, within
+from jaxpar.solve.rounding import fractions, residual_bound, step_largest, wide
 from jaxpar.solve.structure import Leaves
 from jaxpar.types import Array, PyTree
 
@@ -50,13 +50,100 @@ def scanned(f: Callable, start: Leaves, xs: PyTree, length: int, unroll: int | N
     return jax.lax.platform_dependent(default=lambda: run()[1], cuda=lambda: run(unroll=min(8, length))[1])
 
 
-class _Run(NamedTuple):
-    """States before each block and inside of it, and up to which block they are the loop's."""
+LARGE = 100.0
+"""Distance, in units of what a residual may be, from which on it shows how fast a start is forgotten."""
+
+
+class Meeting(NamedTuple):
+    """Blocks of steps, each run from the state that the pass before left at its start.
+
+    Attributes:
+      starts: States before each block, [blocks, ...], from which a next pass starts.
+      inside: States in each block, [blocks, steps, ...].
+      is_same: Whether a block started where the one before it ends, to the bit in every leaf, [blocks].
+      is_near: Whether it did to the bit in blind leaves, and as near as residuals must be in others, [blocks].
+      gaps: Largest distance of a start from the end before it, in units of what a residual may be, [blocks].
+      gap: The largest of all.
+      earlier: The same of the pass before.
+      least: Least of all entries' largest distances, of those that are not zero.
+      rate: How much of large distances of all entries was left after a pass, at best; infinite if none were large.
+      passes: Made, int32.
+    """
 
     starts: Leaves
     inside: Leaves
-    is_met: Array
+    is_same: Array
+    is_near: Array
+    gaps: Array
+    gap: Array
+    earlier: Array
+    least: Array
+    rate: Array
     passes: Array
+
+
+def meet(
+    ends: Problem,
+    run: Callable[[Leaves, Leaves], Leaves],
+    found: Leaves,
+    steps: int,
+    goes_on: Callable[[Meeting], Array],
+    is_exact: bool = False,
+) -> Meeting:
+    """Runs all blocks at once from the ends of the blocks before them, again and again while `goes_on` is true.
+
+    Where all blocks up to one start where the one before ends, to the bit, they are the loop's own,
+    by induction. So is one block more after every pass.
+
+    Args:
+      ends: The recurrence from block to block, with the inputs of each.
+      run: All states of a block, [steps, ...], of the state before it and its inputs.
+      found: States at the end of each block, [blocks, ...], as far as they are known.
+      steps: Of a block.
+      goes_on: Whether to run the blocks once more; they are run once in any case.
+      is_exact: Whether `found` are by Newton's method; see `residual_bound`.
+    """
+    count = ends.length
+
+    def advance(last: Meeting) -> Meeting:
+        inside = jax.vmap(run, axis_size=count)(last.starts, ends.xs)
+        starts = ends.shift(tuple(leaf[:, -1] for leaf in inside))
+        gap = tuple(a.astype(wide(a)) - b.astype(wide(b)) for a, b in zip(starts, last.starts, strict=True))
+        parts = fractions(gap, residual_bound(ends, starts, is_exact))
+        gaps = step_largest(parts)
+        largest = _over_devices(ends, jnp.where(jnp.isfinite(gaps), gaps, jnp.inf).max())
+        every = range(len(starts))
+        after = Meeting(
+            starts=starts,
+            inside=inside,
+            is_same=_is_same(starts, last.starts, every),
+            is_near=_is_same(starts, last.starts, ends.structure.blind) & (gaps <= 1),
+            gaps=gaps,
+            gap=largest,
+            earlier=last.gap,
+            least=_least(ends, parts),
+            rate=jnp.minimum(last.rate, jnp.where(last.least >= LARGE, largest / last.least, jnp.inf)),
+            passes=last.passes + 1,
+        )
+        return varying_as(after, ends.start)
+
+    def is_open(last: Meeting) -> Array:
+        return (last.passes == 0) | (_over_devices(ends, goes_on(last).astype(jnp.int32)) > 0)
+
+    no = jnp.zeros(count, bool)
+    first = Meeting(
+        starts=ends.shift(found),
+        inside=tuple(jnp.zeros((count, steps, *leaf.shape[1:]), leaf.dtype) for leaf in found),
+        is_same=no,
+        is_near=no,
+        gaps=jnp.full(count, jnp.inf, jnp.float32),
+        gap=jnp.float32(jnp.inf),
+        earlier=jnp.float32(jnp.inf),
+        least=jnp.float32(0),
+        rate=jnp.float32(jnp.inf),
+        passes=jnp.int32(0),
+    )
+    return jax.lax.while_loop(is_open, advance, varying_as(first, ends.start))
 
 
 def settle(problem: Problem, h: Leaves, is_sound: Array, is_padding: Array) -> tuple[Leaves, Array]:
@@ -80,46 +167,52 @@ def settle(problem: Problem, h: Leaves, is_sound: Array, is_padding: Array) -> t
         # A part ends with a block, so that the next device can start from its end.
         block = max(size for size in range(1, block + 1) if length % size == 0)
     count = math.ceil(length / block)
-    xs = cut(problem.xs, length, block)
-    ends = dataclasses.replace(problem, length=count, valid=None)
+    ends = dataclasses.replace(problem, xs=cut(problem.xs, length, block), length=count, valid=None)
 
-    def run(before: Leaves, x: Leaves) -> Leaves:
+    def goes_on(last: Meeting) -> Array:
+        return is_sound & ~last.is_near.all() & (last.passes < PASSES)
+
+    found = tuple(leaf[:, -1] for leaf in cut(h, length, block))
+    last = meet(ends, block_of(problem, block), found, block, goes_on)
+    out = joined(last.inside, length)
+    passes = jnp.repeat(last.is_near, block, total_repeat_length=count * block)[:length]
+    return out, (passes | is_padding) & is_sound
+
+
+def block_of(problem: Problem, steps: int) -> Callable[[Leaves, Leaves], Leaves]:
+    """Returns what runs steps one after the other: all states of the state before and of inputs [steps, ...]."""
+
+    def run(before: Leaves, xs: Leaves) -> Leaves:
         def one(state, row):
             state = problem.step(state, row)
             return state, state
 
-        entry = varying_as(before, (before, x, problem.start))
-        return scanned(one, entry, x, block)
+        entry = varying_as(before, (before, xs, problem.start))
+        return scanned(one, entry, xs, steps)
 
-    def advance(last: _Run) -> _Run:
-        inside = jax.vmap(run, axis_size=count)(last.starts, xs)
-        starts = ends.shift(tuple(leaf[:, -1] for leaf in inside))
-        is_met = _is_met(ends, starts, last.starts)
-        return varying_as(_Run(starts, inside, is_met, last.passes + 1), problem.start)
-
-    def goes_on(last: _Run) -> Array:
-        is_open = ~last.is_met.all()
-        if problem.axis_name is not None:
-            is_open = jax.lax.pmax(is_open.astype(jnp.int32), problem.axis_name) > 0
-        return is_sound & is_open & (last.passes < PASSES)
-
-    found = tuple(leaf[:, -1] for leaf in cut(h, length, block))
-    empty = tuple(jnp.zeros((count, block, *leaf.shape[1:]), leaf.dtype) for leaf in h)
-    first = _Run(ends.shift(found), empty, jnp.zeros(count, bool), jnp.int32(0))
-    last = jax.lax.while_loop(goes_on, advance, varying_as(first, problem.start))
-    out = joined(last.inside, length)
-    passes = jnp.repeat(last.is_met, block, total_repeat_length=count * block)[:length]
-    return out, (passes | is_padding) & is_sound
+    return run
 
 
-def _is_met(ends: Problem, made: Leaves, taken: Leaves) -> Array:
-    """Returns before which blocks the state that was made is the one that was taken, [blocks]."""
-    is_met = jnp.ones(ends.length, bool)
-    for number in ends.structure.blind:
+def _is_same(made: Leaves, taken: Leaves, numbers: Iterable[int]) -> Array:
+    """Returns before which blocks the state that was made is the one that was taken, to the bit, [blocks]."""
+    is_same = jnp.ones(len(made[0]), bool)
+    for number in numbers:
         a = made[number]
         b = taken[number]
         # Zeros of either sign differ in what is made of them, and no NaN is the loop's by a comparison.
-        is_same = (a == b) & (jnp.signbit(a) == jnp.signbit(b))
-        is_met &= is_same.reshape(ends.length, -1).all(1)
-    gap = tuple(a.astype(wide(a)) - b.astype(wide(b)) for a, b in zip(made, taken, strict=True))
-    return is_met & within(gap, residual_bound(ends, made))
+        is_equal = (a == b) & (jnp.signbit(a) == jnp.signbit(b))
+        is_same &= is_equal.reshape(len(a), -1).all(1)
+    return is_same
+
+
+def _least(ends: Problem, parts: Leaves) -> Array:
+    """Returns the least of what each entry's largest is over all blocks; zeros do not count."""
+    sizes = [_over_devices(ends, leaf.max(0)) for leaf in parts]
+    return jnp.stack([jnp.where(leaf > 0, leaf, jnp.inf).min(initial=jnp.inf) for leaf in sizes]).min()
+
+
+def _over_devices(problem: Problem, value: Array) -> Array:
+    """Returns the largest value of all devices that hold a part."""
+    if problem.axis_name is None:
+        return value
+    return jax.lax.pmax(value, problem.axis_name)

@@ -264,24 +264,10 @@ def _settled_bound(problem: Problem, h: Leaves) -> Leaves:
     return tuple(out)
 
 
-def is_rounding(problem: Problem, h: Leaves, residual: Leaves, salt: Array | int = 0) -> Array:
-    """Returns at which steps the residual of every entry is a few roundings of what enters it, [T]."""
-    return within(residual, rounding_bound(problem, h, salt))
-
-
 def rounding_bound(problem: Problem, h: Leaves, salt: Array | int = 0) -> Leaves:
     """Returns what a residual may be where rounding decides, [T, ...]."""
     level = rounding_noise(problem, h, salt)
     return tuple(a + ROUNDINGS * b for a, b in zip(residual_bound(problem, h), level, strict=True))
-
-
-def as_good_as_rounding(problem: Problem, h: Leaves, residual: Leaves, error: Leaves, salt: Array | int = 0) -> Array:
-    """Returns at which steps arithmetic can give nothing better, [T].
-
-    There the residual is rounding, and the error, of which an update that no longer shrinks is a sample, is not that of
-    chaos.
-    """
-    return is_rounding(problem, h, residual, salt) & within(error, trusted(problem, h))
 
 
 def once(is_needed: Array, repair: Callable[[Tree], Tree], state: Tree, like: PyTree) -> Tree:

@@ -17,6 +17,9 @@ from jaxpar.types import Array
 SAMPLES = 63
 """Steps that the typical size of an entry is the median of."""
 
+RESIDUAL_SHARE = 0.25
+"""Share of the allowed error that a residual may be, of methods that do not solve with the true Jacobian."""
+
 PROBES = 4
 """Random derivatives that estimate the size of what enters an entry."""
 
@@ -82,7 +85,7 @@ def residual_bound(problem: Problem, h: Leaves, is_exact: bool = True, bound: Le
     if bound is None:
         bound = allowed(problem, h)
     if not is_exact:
-        shares = (0.25 if _eps(leaf) < 1e-4 else 0.1 for leaf in h)
+        shares = (RESIDUAL_SHARE if _eps(leaf) < 1e-4 else 0.1 for leaf in h)
         return tuple(share * a for share, a in zip(shares, bound, strict=True))
     sizes = (_eps(leaf) * jnp.abs(leaf.astype(wide(leaf))) for leaf in h)
     return tuple(a + b for a, b in zip(bound, sizes, strict=True))
@@ -94,16 +97,20 @@ def at_steps(steps: Array, leaf: Array) -> Array:
 
 
 def fractions(values: Leaves, bound: Leaves) -> Leaves:
-    """Returns |value| / bound of every entry, [T, ...]; NaN where a value is NaN, and zero at zero."""
+    """Returns |value| / bound of every entry, [T, ...]; infinite where a value is NaN, and zero at zero.
+
+    Not NaN: on CPUs XLA's largest value of a row with a NaN may be a number (jax 0.10 and 0.11, rows of 64).
+    """
     out = []
     for value, most in zip(values, bound, strict=True):
         size = jnp.abs(value) / jnp.maximum(most, jnp.finfo(most.dtype).tiny)
+        size = jnp.where(jnp.isnan(size), jnp.inf, size)
         out.append(jnp.where(value == 0, 0, size).astype(jnp.float32))
     return tuple(out)
 
 
 def fraction(values: Leaves, bound: Leaves) -> Array:
-    """Returns the largest |value| / bound of each step, [T]; NaN where a value is NaN, and zero at zero."""
+    """Returns the largest |value| / bound of each step, [T]; infinite where a value is NaN, and zero at zero."""
     return step_largest(fractions(values, bound))
 
 

@@ -193,7 +193,7 @@ class _Solver:
     def window(self, problem, sizes, guess, valid, error, chained) -> _State:
         """Solves one window, and again what fails of it."""
         problem = dataclasses.replace(problem, valid=valid)
-        guess = _first_iterate(problem, guess)
+        guess = first_iterate(problem, guess)
         is_finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in problem.start]).all()
         entry = tuple(leaf[None] for leaf in problem.start)
         grown = tuple(leaf[None] for leaf in error.rounding)
@@ -262,7 +262,7 @@ def finished(problem: Problem, h: Leaves, prefix: Array, on_fail: str) -> Leaves
     return tuple(jnp.where(at_steps(is_kept, leaf), leaf, jnp.nan) for leaf in h)
 
 
-def _first_iterate(problem: Problem, guess: Leaves | None) -> Leaves:
+def first_iterate(problem: Problem, guess: Leaves | None) -> Leaves:
     """Returns `guess`, by default f(start, x[t]) at every t; the start where that is not finite."""
     start = tuple(jnp.broadcast_to(leaf, (problem.length, *leaf.shape)) for leaf in problem.start)
     guess = problem.apply(start) if guess is None else guess

@@ -148,6 +148,27 @@ def test_a_fast_entry_says_nothing_of_a_slow_one(method):
     assert not stats.converged or max(stats.error.values()) <= 1
 
 
+@pytest.mark.parametrize("block", [16, 64])
+def test_blocks_of_a_wide_cell_are_certified_by_shooting_too(block):
+    """Updates of roundings are a wrong state, if an entry is slow; no Jacobian is made of so many entries."""
+
+    def wide_and_slow(h, x):
+        fast = jnp.tanh(0.01 * h + x)
+        slow = 0.9999 * h[0] + 1e-4 + 1.2e-7 + 1e-12 * h.sum()
+        h = fast.at[0].set(slow)
+        return h, None
+
+    init = jnp.zeros(20).at[0].set(1.0)
+    carry, _, stats = solved(wide_and_slow, init, NOISE, GaussSeidel(block=block))
+    want, _ = by_steps(wide_and_slow, init, NOISE)
+    np.testing.assert_allclose(carry, want, rtol=1e-5)
+    if block == 16:
+        assert not stats.converged and stats.first_bad >= 16
+
+    carry, _, stats = solved(lambda h, x: wide_and_slow(h.at[0].set(0.5), x), init, NOISE, GaussSeidel(block=block))
+    assert stats.converged and all(error <= 1 for error in stats.error.values())
+
+
 @pytest.mark.parametrize("method", [Newton(), Jacobi()], ids=repr)
 def test_small_states_are_judged_by_their_own_size(method):
     def value(scan, scale):

@@ -5,11 +5,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cells_to_solve import CELLS, SCALES, distance, inputs, start, weights
 from fast import jit
 
 from jaxpar.solve import GaussSeidel, Jacobi, Newton, Picard, Quasi, parallel_scan
+from jaxpar.solve.rounding import within
 from jaxpar.solve.windows import SHORT
 
 METHODS = {
@@ -185,3 +187,19 @@ def test_half_precision_states_stay_within_their_rounding():
     assert ys.dtype == jnp.bfloat16 and stats.converged
     want = jax.lax.scan(step, init, xs)[1]
     assert distance(ys.astype(jnp.float32), want.astype(jnp.float32)) < 0.05
+
+
+@pytest.mark.parametrize("width", [1, 33, 64, 200])
+def test_one_nan_among_many_entries_is_seen(width):
+    """On CPUs the largest of 64 numbers and more may be a number although one of them is NaN."""
+    values = jnp.full((50, width), 0.5).at[20, width // 2].set(jnp.nan)
+    passes = jit(lambda values: within((values,), (jnp.ones((50, width)),)))(values)
+    assert np.flatnonzero(~np.asarray(passes)).tolist() == [20]
+
+    xs = jnp.zeros((50, width)).at[20, width // 2].set(jnp.nan)
+    f = lambda h, x: (jnp.tanh(0.5 * h + x),) * 2  # noqa: E731
+    for method in (Newton(), Jacobi(), GaussSeidel(block=16)):
+        run = jit(lambda xs, m=method: parallel_scan(f, jnp.zeros(width), xs, method=m, with_stats=True))
+        _, ys, stats = run(xs)
+        assert not stats.converged and stats.first_bad == 20
+        np.testing.assert_array_equal(np.isnan(ys).any(1), np.arange(50) >= 20)
