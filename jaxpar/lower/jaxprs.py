@@ -5,14 +5,26 @@ numbers (`jaxpar.neat`), JAX's own tracers.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
+import jax
 from jax import Array
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.typing import ArrayLike
 
-__all__ = ["CALLS", "array_of", "called", "inner_jaxpr", "interpret", "live_equations", "opened"]
+__all__ = [
+    "CALLS",
+    "array_of",
+    "called",
+    "equation_names",
+    "evaluate_equation",
+    "inner_jaxpr",
+    "interpret",
+    "live_equations",
+    "opened",
+    "primitive_names",
+]
 
 Value = TypeVar("Value")
 
@@ -49,6 +61,40 @@ def called(equation: JaxprEqn) -> tuple[Jaxpr, Sequence[Array]]:
 def _inner(equation: JaxprEqn) -> Jaxpr | ClosedJaxpr | None:
     found = (equation.params.get(name) for name in ("jaxpr", "call_jaxpr"))
     return next((jaxpr for jaxpr in found if jaxpr is not None), None)
+
+
+def primitive_names(jaxpr: Jaxpr) -> set[str]:
+    """Returns the names of all primitives of a jaxpr, and of the jaxprs in its equations."""
+    names = set()
+    for equation in jaxpr.eqns:
+        names |= equation_names(equation)
+    return names
+
+
+def equation_names(equation: JaxprEqn) -> set[str]:
+    """Returns the name of an equation's primitive, and of those in the jaxprs that it holds."""
+    names = {equation.primitive.name}
+    for parameter in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
+        if _is_jaxpr(parameter):
+            names |= primitive_names(opened(parameter))
+    return names
+
+
+def _is_jaxpr(parameter: object) -> bool:
+    return isinstance(parameter, Jaxpr | ClosedJaxpr)
+
+
+def evaluate_equation(equation: JaxprEqn, arguments: Sequence) -> list:
+    """Returns the results of an equation for these arguments."""
+    primitive = equation.primitive
+    params: Any = primitive.get_bind_params(equation.params)
+    functions = ()
+    if isinstance(params, tuple):  # jax 0.10 returns the functions of a call apart
+        functions, params = params
+    out = primitive.bind(*functions, *arguments, **params)
+    if primitive.multiple_results:
+        return out
+    return [out]
 
 
 def live_equations(jaxpr: Jaxpr) -> list[JaxprEqn]:

@@ -43,6 +43,7 @@ class KernelSource:
       body: Defines the tiles `a<i><j>` and `b<i>` [L, W] from `at` (64-bit offset of each element), `mask`, `step` [L]
         (in the order of the scan), `lane` and `live` [W]. What they are out of `mask` does not matter.
       start: Expression of component {i} of the state before the first step, [W].
+      used: Mask [L, W] of the steps at which `a<i><j>` matters.
       finish: Writes the states, the tiles `h<i>`.
       functions: Definitions that `body` calls.
     """
@@ -53,6 +54,7 @@ class KernelSource:
     body: str
     finish: str
     start: str = "tl.zeros([W], tl.float32)"
+    used: str = "mask"
     functions: str = ""
 
 
@@ -78,18 +80,35 @@ def product(later, earlier):
     # 0 only where a factor is: what a product that underflows would forget has to stay.
     both = later * earlier + 1.1754944e-38
     return tl.where((later == 0.0) | (earlier == 0.0), 0.0, both)
+
+
+@triton.jit
+def push_nonzero(a, h):
+    return a * h
+
+
+@triton.jit
+def product_nonzero(later, earlier):
+    return later * earlier + 1.1754944e-38
 """
-"""How entries multiply, as those of `jaxpar.scan._rings` do."""
+"""How entries multiply, as those of `jaxpar.scan._rings` do; the last two where no factor is 0."""
 
 
-def _composition(k: int, name: str, cut: bool) -> str:
-    """A function of the maps (P, s) of two spans, left the earlier; `cut` adds a flag that forgets what was before."""
+def _composition(k: int, name: str, suffix: str = "", cut: bool = False) -> str:
+    """Returns a function of the maps (P, s) of two spans, left the earlier.
+
+    Args:
+      k: Number of components.
+      name: The function's.
+      suffix: End of the names of `push` and `product`.
+      cut: Whether a flag is added that forgets what was before.
+    """
 
     def names(side):
         return [f"{side}{i}{j}" for i in range(k) for j in range(k)] + [f"{side}{i}" for i in range(k)]
 
     def row(name, i, right_of):
-        return " + ".join(f"{name}(r{i}{m}, {right_of(m)})" for m in range(k))
+        return " + ".join(f"{name}{suffix}(r{i}{m}, {right_of(m)})" for m in range(k))
 
     products = [row("product", i, lambda m, j=j: f"l{m}{j}") for i in range(k) for j in range(k)]
     sums = [row("push", i, lambda m: f"l{m}") + f" + r{i}" for i in range(k)]
@@ -98,6 +117,16 @@ def _composition(k: int, name: str, cut: bool) -> str:
         sums = [f"tl.where(rc > 0, r{i}, {text})" for i, text in enumerate(sums)] + ["tl.maximum(lc, rc)"]
     arguments = names("l") + ["lc"] * cut + names("r") + ["rc"] * cut
     return f"@triton.jit\ndef {name}({', '.join(arguments)}):\n    return {', '.join(products + sums)}\n"
+
+
+def _has_zero(matrix: list[str], used: str) -> str:
+    """Returns lines that set `has_zero`: whether a transition that matters is 0."""
+    lines = [f"least = tl.abs(a{matrix[0]})"]
+    for name in matrix[1:]:
+        lines.append(f"least = tl.minimum(least, tl.abs(a{name}))")
+    # A minimum leaves NaN out, next to which a 0 counts as well.
+    lines.append(f"has_zero = tl.min(tl.min(tl.where({used}, least, 1.0), 0), 0) == 0.0")
+    return "\n".join(lines)
 
 
 def _look_back(k: int, parts: list[str]) -> str:
@@ -189,6 +218,7 @@ def kernel_text(source: KernelSource) -> str:
     pointers = ", ".join((*source.inputs, *source.outputs))
     # The ticket and not the program's number says which tile is made: programs start in no promised order, and one that
     # waits for an earlier tile must be sure that it has been begun. Offsets are 64 bits wide where T is a factor.
+    # A scan that selects has two thirds more instructions: only a tile with a zero makes it.
     body = f"""
 ticket = tl.atomic_add(ticket_ptr, 1)
 chunk = ticket // BLOCKS
@@ -208,7 +238,11 @@ STATUS1 = tl.full([W], 4294967296, tl.uint64)
 STATUS2 = tl.full([W], 8589934592, tl.uint64)
 UNKNOWN = tl.full([SPAN, W], 8589934592, tl.uint64)
 {source.body}
-{sums} = tl.associative_scan(({scanned}), 0, compose)
+{_has_zero(matrix, source.used)}
+if has_zero:
+    {sums} = tl.associative_scan(({scanned}), 0, compose)
+else:
+    {sums} = tl.associative_scan(({scanned}), 0, compose_nonzero)
 end = (tl.arange(0, L) == L - 1)[:, None]
 {totals}
 if chunk == 0:
@@ -222,7 +256,13 @@ else:
 {source.finish}
 """
     constants = ", ".join(f"{name}: tl.constexpr" for name in CONSTANTS)
-    compositions = _composition(k, "compose", False) + "\n\n" + _composition(k, "compose_cut", True)
+    compositions = "\n\n".join(
+        [
+            _composition(k, "compose"),
+            _composition(k, "compose_nonzero", suffix="_nonzero"),
+            _composition(k, "compose_cut", cut=True),
+        ]
+    )
     head = f"@triton.jit\ndef lookback({pointers}, words_ptr, ticket_ptr, {constants}):\n"
     body = head + indented(body.strip())
     parts = (source.functions, PRODUCTS.strip(), compositions, body)

@@ -18,15 +18,18 @@ def arrays(k: int, has_start: bool) -> KernelSource:
         body.append(f"a{i}{j} = tl.load(a{i}{j}_ptr + at + SHIFT, mask=used, other=0.0).to(tl.float32)")
     body += [f"b{i} = tl.load(b{i}_ptr + at, mask=mask, other=0.0).to(tl.float32)" for i in range(k)]
     inputs = [f"a{i}{j}_ptr" for i, j in pairs] + [f"b{i}_ptr" for i in range(k)]
+    start = KernelSource.start
     if has_start:
         inputs += [f"start{i}_ptr" for i in range(k)]
+        start = "tl.load(start{i}_ptr + lane, mask=live, other=0.0).to(tl.float32)"
     return KernelSource(
-        k,
-        tuple(inputs),
-        tuple(f"h{i}_ptr" for i in range(k)),
-        "\n".join(body),
-        "\n".join(f"tl.store(h{i}_ptr + at, h{i}, mask=mask)" for i in range(k)),
-        "tl.load(start{i}_ptr + lane, mask=live, other=0.0).to(tl.float32)" if has_start else KernelSource.start,
+        k=k,
+        inputs=tuple(inputs),
+        outputs=tuple(f"h{i}_ptr" for i in range(k)),
+        body="\n".join(body),
+        finish="\n".join(f"tl.store(h{i}_ptr + at, h{i}, mask=mask)" for i in range(k)),
+        start=start,
+        used="used",
     )
 
 

@@ -155,6 +155,7 @@ def affine_lanes(
     return _solve(LANE_RING, a, b, h0, spec)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 4))  # a call outside of jit compiles once
 def _solve(ring: Ring, a, b, h0, spec: _Spec):
     """Solves h - a shift(h) = b as a linear system in (h0, h), which is what makes derivatives exact and cheap."""
     axis, reverse = spec.axis, spec.reverse

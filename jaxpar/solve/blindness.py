@@ -20,7 +20,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from scipy import special
 
-from jaxpar.lower.jaxprs import CALLS, array_of, called, interpret, opened
+from jaxpar.lower.jaxprs import CALLS, array_of, called, evaluate_equation, interpret, opened
 from jaxpar.solve._dependence import ELEMENTWISE, Relation, relations
 
 JUMPS = frozenset(
@@ -376,7 +376,7 @@ def _derivative_relations(equation: JaxprEqn, moved: list[int]) -> list[Relation
             filled = list(arguments)
             for position, leaf in zip(moved, floats, strict=True):
                 filled[position] = leaf
-            out = _bound(equation, filled)
+            out = evaluate_equation(equation, filled)
             return [leaf for leaf, keep in zip(out, is_float, strict=True) if keep]
 
         return jax.jvp(at, tuple(arguments[position] for position in moved), tuple(seeds))[1]
@@ -390,19 +390,6 @@ def _derivative_relations(equation: JaxprEqn, moved: list[int]) -> list[Relation
     # A result that is no float has no derivative; casts say so where it becomes a float again.
     every: Relation = {position: () for position in moved}
     return [next(found) if keep else every for keep in is_float]
-
-
-def _bound(equation: JaxprEqn, arguments: list) -> list:
-    """Returns the results of an equation for other arguments."""
-    primitive = equation.primitive
-    params: Any = primitive.get_bind_params(equation.params)
-    functions = ()
-    if isinstance(params, tuple):  # jax 0.10 returns the functions of a call apart
-        functions, params = params
-    out = primitive.bind(*functions, *arguments, **params)
-    if primitive.multiple_results:
-        return out
-    return [out]
 
 
 # --- Whether a select is continuous -----------------------------------------------------------------

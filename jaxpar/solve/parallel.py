@@ -13,6 +13,7 @@ from jax.core import Tracer
 
 from jaxpar.scan.varying import varying_as
 from jaxpar.solve.blindness import blind_leaves
+from jaxpar.solve.callbacks import with_callbacks_known
 from jaxpar.solve.carries import Division, Loop, divided, without_blind
 from jaxpar.solve.default import rule
 from jaxpar.solve.newton import Newton
@@ -219,7 +220,8 @@ def _solved(
     reason: str,
 ) -> tuple[PyTree, PyTree, Stats]:
     """Returns the last state, the outputs and the stats: what can be is run sequentially first, and the rest solved."""
-    traced = parts.traced
+    traced = with_callbacks_known(parts.traced, loop.length, loop.axis_name)
+    parts = dataclasses.replace(parts, traced=traced)
     causes = blind_leaves(traced.recurrence.jaxpr, traced.recurrence.num_carry)
     if loop.axis_name is None:
         parts = without_blind(parts, [bool(found) for found in causes])

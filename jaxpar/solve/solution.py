@@ -7,17 +7,20 @@ the transpose, so that the Jacobians of one window are alive at a time. Multiple
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
+from jaxpar.lower.jaxprs import primitive_names
+from jaxpar.scan.varying import varying_as
 from jaxpar.solve.gauss_seidel import GaussSeidel
 from jaxpar.solve.in_blocks import cut, joined
 from jaxpar.solve.problem import Method, Outcome, Problem, WindowedMethod
 from jaxpar.solve.program import Recurrence
-from jaxpar.solve.structure import Leaves, Structure, probe, probe_tolerance
+from jaxpar.solve.structure import Jacobian, Leaves, Structure, probe, probe_tolerance
 from jaxpar.solve.windows import auto_window
 from jaxpar.types import Array
 
@@ -96,7 +99,7 @@ def _tangent(solve: Solve, primals: tuple, tangents: tuple, h: Leaves) -> Leaves
 
     def window(d_before: Leaves, rows) -> tuple[Leaves, Leaves]:
         before, x, _ = rows
-        jacobian = solve.structure.jacobian(lambda before: apply(consts, before, x), before)
+        jacobian = _jacobian(solve, lambda before: apply(consts, before, x), before)
         how = {"axis_name": solve.axis_name, "reverse": solve.reverse}
         dh = solve.structure.solve(jacobian, drive(*rows), d_before, **how)
         return tuple(leaf[-1] for leaf in dh), dh
@@ -110,6 +113,28 @@ def _tangent(solve: Solve, primals: tuple, tangents: tuple, h: Leaves) -> Leaves
         return window(d_start, rows)[1]
     _, dh = jax.lax.scan(window, d_start, cut(rows, solve.length, solve.window))
     return joined(dh, solve.length)
+
+
+def _jacobian(solve: Solve, apply: Callable[[Leaves], Leaves], before: Leaves) -> Jacobian:
+    """Returns the true Jacobian, finite where one of forward and reverse differentiation is.
+
+    Where f leaves a state out and has an infinite derivative behind, as in
+    sqrt(where(reset, 0, h)), forward differentiation multiplies 0 by infinity. Reverse
+    differentiation, which the loop's gradient is, drops the product.
+    """
+    columns = solve.structure.jacobian(apply, before)
+    names = primitive_names(solve.recurrence.jaxpr)
+    # Without a selection the two agree; a loop without a known end has no reverse derivative.
+    if "select_n" not in names or "while" in names:
+        return columns
+    is_finite = functools.reduce(jnp.logical_and, [jnp.isfinite(a).all() for a in jax.tree.leaves(columns)])
+
+    def mended(columns: Jacobian) -> Jacobian:
+        rows = solve.structure.jacobian_by_rows(apply, before)
+        merged = jax.tree.map(lambda a, b: jnp.where(jnp.isfinite(a), a, b), columns, rows)
+        return varying_as(merged, columns)
+
+    return jax.lax.cond(is_finite, lambda columns: columns, mended, columns)
 
 
 def _moved(values: tuple, tangents: tuple) -> tuple:

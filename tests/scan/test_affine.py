@@ -98,8 +98,7 @@ def test_a_cotangent_and_a_tangent_agree(x64):
 def test_a_gradient_is_one_scan_in_the_other_direction():
     a, b, _ = draw((9, 3), dtype="float32")
     g = jax.grad(lambda *x: loss(affine_scan(*x, impl="sequential")), (0, 1))
-    solves = [eqn for eqn in jax.make_jaxpr(g)(a, b).eqns if eqn.primitive.name == "custom_linear_solve"]
-    assert len(solves) == 2
+    assert str(jax.make_jaxpr(g)(a, b)).count("custom_linear_solve[") == 2
     assert jit(g).lower(a, b).compile().as_text().count(" while(") == 2
 
 
@@ -399,3 +398,10 @@ def test_a_product_that_underflows_forgets_nothing(impl):
     b = jnp.ones(300).at[0].set(jnp.nan)
     out = jit(functools.partial(affine_scan, impl=impl))(jnp.full(300, 0.5), b)
     assert np.isnan(out).all()
+
+
+def test_a_call_outside_of_jit_is_traced_once(monkeypatch):
+    a, b, _ = draw((12, 3), dtype="float32")
+    want = affine_scan(a, b)
+    monkeypatch.setattr(dispatch, "choose_impl", None)  # which tracing calls
+    np.testing.assert_array_equal(affine_scan(a, b), want)

@@ -112,3 +112,23 @@ def test_a_product_that_underflows_forgets_nothing():
     b = [jnp.ones((400, 2)).at[0].set(jnp.nan)]
     (out,) = _triton.affine(a, b, axis=0, reverse=False, tile=SMALL)
     assert np.isnan(out).all()
+
+
+@pytest.mark.parametrize("has_start", [False, True])
+def test_a_zero_of_one_lane_is_seen_next_to_nan(has_start):
+    """A tile with a transition of 0 runs another scan: also if it has NaN, and for one lane."""
+    a, b, start = draw(1, (60, 3), 0)
+    a = [[a[0][0].at[0, 0].set(0).at[41, 1].set(0).at[41, 2].set(jnp.nan)]]
+    spoilt = [b[0].at[3, 1].set(jnp.nan)]
+    first = None
+    if has_start:
+        first = start
+        start = [start[0].at[0].set(jnp.nan)]
+    else:
+        start = None
+    (got,) = _triton.affine(a, spoilt, start, axis=0, reverse=False, tile=SMALL)
+    (want,) = loop(a, b, first, 0, False, False)
+    expected = np.array(want, float)
+    expected[3:41, 1] = np.nan
+    expected[41:, 2] = np.nan
+    np.testing.assert_allclose(np.asarray(got), expected, rtol=1e-5, atol=3e-6)

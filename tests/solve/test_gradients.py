@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cells_to_solve import CELLS, distance, inputs, once_each, start, weights
 from fast import jit
@@ -144,3 +145,47 @@ def test_memory_grows_with_the_window_and_not_with_the_length():
     assert short > jacobians  # one window's are alive
     assert per_step < 6 * 4 * n  # what still grows are states [T, n], never Jacobians [T, n, n]
     assert middle - 16384 * per_step < 2 * (short - 1024 * per_step) + 2**16
+
+
+RESETS = {
+    "before": lambda h, x, reset: jnp.sqrt(jnp.abs(jnp.where(reset, 0, h))) / 2 + x,
+    "behind": lambda h, x, reset: jnp.where(reset, 0, jnp.sqrt(jnp.abs(h))) / 2 + x,
+    "none at zero": lambda h, x, reset: jnp.where(reset, 0, jnp.sqrt(jnp.abs(x * h))),
+}
+"""Steps with an infinite derivative at 0, which a reset leaves out but in the last one."""
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        (Newton(), "before"),
+        (Newton(), "behind"),
+        (Newton(), "none at zero"),
+        (Newton("dense"), "before"),
+        (Newton("dense"), "behind"),
+        (Jacobi(), "before"),
+        (Jacobi(), "none at zero"),
+    ],
+    ids=repr,
+)
+def test_gradients_are_finite_where_those_of_the_loop_are(method, name):
+    rng = np.random.default_rng(0)
+    xs = rng.uniform(0.5, 1, (24, 3)).astype("float32")
+    has_nan = name == "none at zero"
+    if has_nan:
+        xs[5:7, 1] = 0
+    resets = np.isin(np.arange(24), (7, 15))
+
+    def step(h, row):
+        h = RESETS[name](h, *row)
+        return h, h
+
+    def gradient(scan):
+        return jit(jax.grad(lambda h, xs: jnp.sin(scan(step, h, (xs, resets))[1]).sum(), (0, 1)))
+
+    got = gradient(functools.partial(parallel_scan, method=method))(jnp.ones(3), xs)
+    want = gradient(jax.lax.scan)(jnp.ones(3), xs)
+    assert np.isnan(want[1]).any() == has_nan
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.isfinite(ours), np.isfinite(theirs))
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)

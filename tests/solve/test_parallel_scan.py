@@ -215,3 +215,30 @@ def test_no_step_and_one_step_are_sequences(method, length):
 def test_statistics_print():
     stats = parallel_scan(lambda h, x: (0.5 * h + x, h), 1.0, jnp.ones(5), with_stats=True, method=Newton())[2]
     assert str(stats).startswith("Newton: converged; 2 iterations in 1 windows")
+
+
+@pytest.mark.parametrize("method", [Newton(), Jacobi()], ids=repr)
+def test_a_callback_that_does_not_read_the_state(method):
+    """It has no derivative; nested in a call, too, next to what reads the state."""
+    weight = jnp.full(3, 0.5)
+
+    def on_host(x):
+        return np.sin(x).astype(np.float32)
+
+    @jax.jit
+    def step(carry, x):
+        h, count = carry
+        shown = jax.pure_callback(on_host, jax.ShapeDtypeStruct((3,), jnp.float32), 2 * x)
+        h = jnp.tanh(weight * h + shown)
+        return (h, count + 1), h * x
+
+    def run(scan, xs, h):
+        (h, _), ys = scan(step, (h, 0), xs)
+        return jnp.sin(ys).sum() + h.sum(), ys
+
+    xs = jnp.linspace(0, 3, 60).reshape(20, 3)
+    solve = functools.partial(parallel_scan, method=method)
+    got = jax.jit(jax.grad(functools.partial(run, solve, xs), has_aux=True))(jnp.ones(3))
+    want = jax.jit(jax.grad(functools.partial(run, jax.lax.scan, xs), has_aux=True))(jnp.ones(3))
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-6)
