@@ -34,11 +34,12 @@ from jaxpar.nn.mixers import CELLS, LAYERS
 from jaxpar.nn.mixers.block_recurrent import GATES, BlockRecurrent
 from jaxpar.nn.mixers.hgrn import Hgrn
 from jaxpar.nn.mixers.lmu import Lmu
+from jaxpar.nn.mixers.recurrent import cell_of
 from jaxpar.nn.mixers.spiking_mlp import SpikingMlp
 from jaxpar.nn.mixers.tcnca import Tcnca
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
-from jaxpar.nn.solvers import solver
+from jaxpar.nn.solvers import name_taken, solver
 from jaxpar.nn.stack import Stack
 from jaxpar.nn.stack_network import StackNetwork
 from jaxpar.types import PyTree, UsageError
@@ -175,7 +176,21 @@ def execute(config: Config, folder: pathlib.Path) -> Any:
 def train(config: Config, folder: pathlib.Path) -> FitResult:
     """Trains under the ambient mesh, in `folder`; resumes what is there."""
     task = open_task(config.data, config.seed)
+    config = with_method(config, task)
     return learn(config, folder, make_trainer(config, task), task, _sizes(config, task))
+
+
+def with_method(config: Config, task: Task) -> Config:
+    """Returns the configuration with the method that `method=auto` takes here, for the run to keep.
+
+    A run that is resumed on another machine then goes on by the same one. A closed form stays "auto".
+    """
+    model = config.model
+    if model.method != "auto" or model.cell not in CELLS:
+        return config
+    cell = cell_of(model.cell, model.size, model.heads)
+    name = name_taken(cell, config.data.batch_size, task.length)
+    return dataclasses.replace(config, model=dataclasses.replace(model, method=name))
 
 
 def learn(config: Any, folder: pathlib.Path, trainer: SequenceTrainer, task: Task, sizes: list[str]) -> FitResult:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxpar.mesh import platform
 from jaxpar.nn.cells import SequenceCell
-from jaxpar.solve import Auto, Block, Dense, Newton, Sequential, Stats, parallel_scan
+from jaxpar.solve import Block, Dense, Stats, parallel_scan
 from jaxpar.solve.problem import Chooser, Method
 from jaxpar.types import PyTree, UsageError
 
@@ -38,7 +38,7 @@ def recurrent(
       xs: Inputs, of any floating dtype; matrix products with them are made in it, the state is float32 at least.
       h0: State before the first step, by default `cell.initial`; pass the last state of an earlier call to go on there.
       method: How the recurrence is solved, one of `jaxpar.solve`. By default the closed form of a cell that has one
-        (one scan, no iteration), else what `method_for` says.
+        (one scan, no iteration), else what `jaxpar.solve.explain` says.
       resets: True where a sequence starts anew: the step sees the initial state instead of the last one.
       with_stats: Whether to return `jaxpar.solve.Stats` as well; None in their place where nothing was iterated.
 
@@ -83,7 +83,6 @@ def cell_states(
     the solver's stats or None.
     """
     lane: Any = jax.tree.leaves(projections)[0]
-    length = len(lane)
     if method is None:
         states = cell.closed_form(params, projections, h0, resets)
         if states is not None:
@@ -100,27 +99,18 @@ def cell_states(
         h = jax.tree.map(lambda new, old: new.astype(old.dtype), cell.step(params, h, projections), h)
         return h, h
 
-    _, states, stats = parallel_scan(
-        step, h0, (projections, resets), method=method_for(cell, method, length), with_stats=True
-    )
+    _, states, stats = parallel_scan(step, h0, (projections, resets), method=method_for(cell, method), with_stats=True)
     return states, stats
 
 
-def method_for(cell: SequenceCell, method: Method | Chooser | None, length: int) -> Method | Chooser:
-    """Returns the method to solve a cell's recurrence with, the structure of its Jacobian declared.
+def method_for(cell: SequenceCell, method: Method | Chooser | None) -> Method | Chooser | None:
+    """Returns the method with the structure of a cell's Jacobian declared; None stays None.
 
-    Without a method: on CPUs `Sequential`, since few cores gain nothing from iterating over all steps at once; on GPUs
-    what `Auto` picks by the costs measured there, the fused loop for cells of units that do not see each other,
-    multiple shooting for dense ones; elsewhere `Newton` for the former.
+    Without a method `parallel_scan` takes one by platform, shapes and program, and reads the structure itself.
     """
-    kind = cell.jacobian
-    if method is None and length > 1:
-        apart = Newton() if kind in ("diag", "block") else None
-        method = {"cpu": None, "gpu": Auto()}.get(platform(), apart)
-    method = method or Sequential()
     known = {"diag": "diag", "block": Block(cell.lanes), "dense": Dense(1)}
-    if kind in known and method.jac == "auto":
-        return dataclasses.replace(cast(Any, method), jac=known[kind])
+    if method is not None and cell.jacobian in known and method.jac == "auto":
+        return dataclasses.replace(cast(Any, method), jac=known[cell.jacobian])
     return method
 
 

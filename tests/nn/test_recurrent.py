@@ -26,8 +26,8 @@ from jaxpar.nn import (
 )
 from jaxpar.nn.layer import method_for
 from jaxpar.nn.mixers.recurrent import sharded_recurrence
-from jaxpar.nn.solvers import METHODS, solver
-from jaxpar.solve import Auto, Block, Dense, Fused, Newton, Quasi, Sequential
+from jaxpar.nn.solvers import METHODS, name_taken, solver
+from jaxpar.solve import Block, Dense, Fused, Newton, Quasi, Sequential
 from jaxpar.types import UsageError
 
 B, T, D, N = 2, 12, 3, 4
@@ -142,19 +142,27 @@ def test_the_solver_is_told_the_cells_structure(name):
     want = {"gru": Dense(1), "lstm": Dense(1), "para_lstm": Block(2), "lem": Block(2), "aaren": "auto"}.get(
         name, "diag"
     )
-    assert method_for(cell, Newton(), T).jac == want
-    assert method_for(cell, Quasi(jac="dense"), T).jac == "dense"  # what the user says stands
-    assert isinstance(method_for(cell, None, 1), Sequential)
+    assert method_for(cell, Newton()).jac == want
+    assert method_for(cell, Quasi(jac="dense")).jac == "dense"  # what the user says stands
+    assert method_for(cell, None) is None
 
 
-def test_cpus_run_sequentially_tpus_iterate_and_gpus_weigh_costs(monkeypatch):
-    monkeypatch.setattr("jaxpar.nn.layer.platform", lambda: "cpu")
-    assert isinstance(method_for(CELLS["para_gru"], None, T), Sequential)
-    monkeypatch.setattr("jaxpar.nn.layer.platform", lambda: "tpu")
-    assert method_for(CELLS["para_lstm"], None, T) == Newton(jac=Block(2))
-    assert isinstance(method_for(CELLS["gru"], None, T), Sequential)
-    monkeypatch.setattr("jaxpar.nn.layer.platform", lambda: "gpu")
-    assert method_for(CELLS["para_lstm"], None, T) == Auto(jac=Block(2))
+@pytest.mark.parametrize(
+    ("name", "length", "platform", "taken"),
+    [
+        ("para_gru", 1000, "cpu", "sequential"),
+        ("gru", 1000, "cpu", "sequential"),
+        ("min_gru", 1000, "cpu", "auto"),
+        ("para_gru", 512, "gpu", "fused"),
+        ("para_lstm", 16_384, "gpu", "newton"),
+        ("gru", 16_384, "gpu", "gauss_seidel"),
+        ("gru", 8, "gpu", "sequential"),
+    ],
+)
+def test_a_method_is_taken_by_platform_cell_and_length(name, length, platform, taken, monkeypatch):
+    monkeypatch.setattr("jaxpar.solve.default.ambient_platform", lambda: platform)
+    monkeypatch.setattr("jaxpar.solve.default.takes", lambda problem: name.startswith("para"))
+    assert name_taken(CELLS[name], B, length) == taken
 
 
 @pytest.mark.parametrize("name", ["aaren", "para_gru", "lstm"])

@@ -5,11 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def excess(states, loop_states, exact_states, rtol):
+NEAR = 16
+"""Steps on either side within which the loop's own error is looked for."""
+
+
+def excess(states, loop_states, exact_states, rtol, moved=()):
     """Largest distance of states to those of the loop, in units of what may be: right is up to 1.
 
-    An entry h may lie `10 * (|h_loop - h_64| + rtol * |h_loop| + rtol / 10 * s)` from h_loop. Its
-    size s is the median over time of |h_loop|, the mean where that is zero, and 1 where the entry
+    An entry h may lie `10 * (e + rtol * |h_loop| + rtol / 10 * s)` from h_loop. Its error e is the
+    largest `|h_loop - h_64|` within `NEAR` steps, since a rounding may be exact by chance. Its size s is the median over time of |h_loop|, the mean where that is zero, and 1 where the entry
     is always zero. Infinities and NaN have to be the same; what is no float has to be equal.
 
     Args:
@@ -17,6 +21,7 @@ def excess(states, loop_states, exact_states, rtol):
         loop_states: The same of the loop, in the same dtypes.
         exact_states: The same of the loop in float64, of the same start and inputs: `in_float64`.
         rtol: What is forgiven beside the loop's own rounding, relative to an entry.
+        moved: More trees that count like exact_states: of what may as well be right.
 
     Raises:
         ValueError: The trees, shapes or dtypes of states and loop differ.
@@ -27,11 +32,13 @@ def excess(states, loop_states, exact_states, rtol):
     if jax.tree.structure(exact_states) != structure:
         raise ValueError("the trees of the loop and of the loop in float64 differ")
 
-    leaves = zip(*map(jax.tree.leaves, (states, loop_states, exact_states)), strict=True)
-    return max((excess_of_leaf(*leaf, rtol) for leaf in leaves), default=0.0)
+    trees = (states, loop_states, exact_states, *moved)
+    leaves = zip(*map(jax.tree.leaves, trees), strict=True)
+    found = [excess_of_leaf(*leaf[:3], rtol, leaf[3:]) for leaf in leaves]
+    return float(np.max(found, initial=0.0))
 
 
-def excess_of_leaf(values, loop, exact, rtol):
+def excess_of_leaf(values, loop, exact, rtol, moved=()):
     """`excess` of one leaf."""
     values = np.asarray(values)
     loop = np.asarray(loop)
@@ -50,7 +57,8 @@ def excess_of_leaf(values, loop, exact, rtol):
     values = widened(values)
     loop = widened(loop)
     with np.errstate(all="ignore"):
-        allowed = 10 * (own_error(loop, exact) + rtol * np.abs(loop) + rtol / 10 * sizes(loop))
+        own = np.max([own_error(loop, other) for other in (exact, *map(np.asarray, moved))], axis=0)
+        allowed = 10 * (own + rtol * np.abs(loop) + rtol / 10 * sizes(loop))
         ratio = np.abs(values - loop) / allowed
 
     # Where one of them is not finite, the ratio says nothing: only the same value is right.
@@ -67,10 +75,32 @@ def widened(array):
 
 
 def own_error(loop, exact):
-    """Distance of the loop to itself in float64, or 0 where either is not finite."""
+    """Distance of the loop to itself in float64 near each step, 0 where either is not finite."""
     error = np.abs(loop - widened(exact))
     # An infinite error would allow anything; none is the stricter reading.
-    return np.where(np.isfinite(error), error, 0.0)
+    error = np.where(np.isfinite(error), error, 0.0)
+    largest = error.copy()
+    for shift in range(1, min(NEAR + 1, len(error))):
+        np.maximum(largest[shift:], error[:-shift], out=largest[shift:])
+        np.maximum(largest[:-shift], error[shift:], out=largest[:-shift])
+    return largest
+
+
+def nudged(tree, size, seed=0):
+    """Floats of a tree, each moved by `size` of itself, up or down, or not at all.
+
+    By one rounding: what no arithmetic can tell apart. The loop of these stands for one in more
+    than float64.
+    """
+    rng = np.random.default_rng(seed)
+
+    def move(leaf):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        signs = rng.integers(-1, 2, size=leaf.shape)
+        return (leaf * (1 + signs * size)).astype(leaf.dtype)
+
+    return jax.tree.map(move, tree)
 
 
 def sizes(loop):

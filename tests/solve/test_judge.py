@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fast import jit
-from judge import excess, in_float64, loop_of, sizes
+from judge import NEAR, excess, in_float64, loop_of, nudged, sizes
 from outside_recurrences import RECURRENCES
 
 T = 50
@@ -89,13 +89,32 @@ def test_a_switch_is_no_float():
     assert excess(~loop, loop, loop, RTOL) == np.inf
 
 
-def test_the_formula():
-    loop = np.asarray([4.0, -2.0, 1.0])
-    exact = np.asarray([4.0, -2.5, 1.0])
-    states = loop + np.asarray([0.3, 3.0, 0.0])
-    allowed = 10 * np.asarray([0.01 * 4 + 0.001 * 2, 0.5 + 0.01 * 2 + 0.001 * 2])
-    wanted = max(0.3 / allowed[0], 3.0 / allowed[1])
-    np.testing.assert_allclose(excess(states, loop, exact, 0.01), wanted, rtol=1e-12)
+@pytest.mark.parametrize("place", [0, NEAR, NEAR + 1, 2 * NEAR + 2])
+def test_the_formula(place):
+    """The loop's own error counts for the steps near it alone."""
+    loop = np.full(3 * NEAR, 4.0)
+    exact = loop.copy()
+    exact[2 * NEAR + 2] -= 0.5
+    states = loop.copy()
+    states[place] += 0.3
+    near = 0.5 if place > NEAR + 1 else 0.0
+    wanted = 0.3 / (10 * (near + 0.01 * 4 + 0.001 * 4))
+    np.testing.assert_allclose(excess(states, loop, exact, 0.01), wanted, rtol=1e-9)
+
+
+def test_what_may_as_well_be_right_widens_what_is_allowed():
+    loop = np.ones((T, 1))
+    states = loop + 0.1
+    assert excess(states, loop, loop, RTOL) > 100
+    assert excess(states, loop, loop, RTOL, [loop, loop + 0.02]) < 1
+
+
+def test_numbers_are_nudged_by_one_rounding_at_most():
+    tree = {"a": jnp.linspace(1, 2, 100), "n": jnp.arange(3)}
+    moved = nudged(tree, np.finfo(np.float32).eps)
+    assert np.array_equal(moved["n"], tree["n"])
+    steps = np.abs(np.asarray(moved["a"]) - np.asarray(tree["a"])) / np.finfo(np.float32).eps
+    assert 0 < steps.max() <= 2 and (steps == 0).any()
 
 
 def test_errors_of_the_loop_are_forgiven_tenfold():
