@@ -163,7 +163,7 @@ def s5(T, batch, n):
 
 
 def affine(T, n):
-    """h = a h + x."""
+    """A line: h = a h + x."""
     a = jnp.linspace(0.9, 0.99, n)
 
     def step(h, x):

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-
 NEAR = 16
 """Steps on either side within which the loop's own error is looked for."""
 
@@ -13,8 +12,9 @@ def excess(states, loop_states, exact_states, rtol, moved=()):
     """Largest distance of states to those of the loop, in units of what may be: right is up to 1.
 
     An entry h may lie `10 * (e + rtol * |h_loop| + rtol / 10 * s)` from h_loop. Its error e is the
-    largest `|h_loop - h_64|` within `NEAR` steps, since a rounding may be exact by chance. Its size s is the median over time of |h_loop|, the mean where that is zero, and 1 where the entry
-    is always zero. Infinities and NaN have to be the same; what is no float has to be equal.
+    largest `|h_loop - h_64|` within `NEAR` steps, since a rounding may be exact by chance. Its size
+    s is the median over time of |h_loop|, the mean where that is zero, and 1 where the entry is
+    always zero. Infinities and NaN have to be the same; what is no float has to be equal.
 
     Args:
         states: What is judged, every leaf with time first.
