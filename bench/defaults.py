@@ -283,7 +283,7 @@ def rows_of(name, args):
             "ms": 1e3 * seconds["default"],
             "scan_compile_s": made["scan"][1],
             "compile_s": made["default"][1],
-            "differs": max(harness.error_of([a], [b]) for a, b in floats),
+            "differs": float(np.max([harness.error_of([a], [b]) for a, b in floats])),
         }
 
 

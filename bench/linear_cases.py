@@ -88,4 +88,5 @@ def num_bytes(request: dict) -> float:
 def told(parts: list[float], names: list[str]) -> dict:
     """Returns the error of outputs, and where there are errors of gradients, the worst and each by its name."""
     each = ", ".join(f"{name} {part:.1e}" for name, part in zip(names, parts[1:], strict=False))
-    return {"error": parts[0], "worst_error": max(parts)} | ({"note": each} if each else {})
+    row = {"error": parts[0], "worst_error": float(np.max(parts))}
+    return row | ({"note": each} if each else {})

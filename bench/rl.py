@@ -202,7 +202,8 @@ def corrections(args: argparse.Namespace, table: Table) -> None:
                     made = program(*rows)
                 jax.block_until_ready(made)
                 taken[side].append((time.perf_counter() - began) / 20)
-        apart = max(float(jnp.abs(a - b).max()) for a, b in zip(*found.values(), strict=True))
+        pairs = zip(*jax.device_get(list(found.values())), strict=True)
+        apart = float(np.max([np.abs(a - b).max() for a, b in pairs]))
         slow = statistics.median(taken["lax.scan"])
         for side, seconds in ((side, statistics.median(each)) for side, each in taken.items()):
             table.add({"num_steps": num_steps, "num_envs": args.num_envs, "side": side, "seconds": seconds,

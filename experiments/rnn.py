@@ -42,7 +42,7 @@ from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
 from jaxpar.nn.solvers import name_taken, solver
 from jaxpar.nn.stack import Stack
 from jaxpar.nn.stack_network import StackNetwork
-from jaxpar.types import PyTree, UsageError
+from jaxpar.types import PyTree, UsageError, largest
 
 from . import _run, _train
 from ._folder import owning
@@ -301,7 +301,7 @@ def streaming_error(trainer: SequenceTrainer, task: Task, params: PyTree) -> flo
     for t in range(task.length):
         out, states = one(params, inputs[:, t : t + 1], states)
         outputs.append(out)
-    return float(jnp.abs(jnp.concatenate(outputs, 1) - whole).max())
+    return float(largest(jnp.abs(jnp.concatenate(outputs, 1) - whole)))
 
 
 def _place(batch: Mapping[str, np.ndarray]) -> PyTree:

@@ -173,7 +173,7 @@ cut_loss, cut_grad = loss_and_gradient(MeshSpec(data=2, fsdp=2, tensor=2), 8)
 norm = np.linalg.norm
 whole = norm([norm(leaf) for leaf in jax.tree.leaves(one_grad)])
 errors = jax.tree.map(lambda a, b: norm(a - b) / max(norm(b), 1e-3 * whole), cut_grad, one_grad)
-worst = max(jax.tree.leaves(errors))
+worst = np.max(jax.tree.leaves(errors))
 print(f"loss on one device {one_loss:.7f}, on eight {cut_loss:.7f}; worst leaf of the gradient differs by {worst:.1e}")
 
 # %% [markdown]

@@ -138,7 +138,7 @@ for axis, rows, name in zip(axes, (watched, wanted), ("4,000 particles", "Bayes'
 axes[0].set_ylabel("place")
 axes[0].legend(fontsize=8)
 plt.show()
-print(f"the two differ by at most {max(errors):.3f} of the probability (total variation)")
+print(f"the two differ by at most {np.max(errors):.3f} of the probability (total variation)")
 
 # %% [markdown]
 # The first look, from the dark, says little; in the light one look says all.
@@ -261,7 +261,7 @@ print(f"regret: mean {regret.mean():.4f}, largest {regret.max():.3f}")
 # ## The claim
 
 # %%
-assert max(errors) < 0.08, "the particles say what Bayes' rule says"
+assert np.max(errors) < 0.08, "the particles say what Bayes' rule says"
 assert abs(values[-1] - float(exact.value)) < 0.15, "the tree's value is that of exact value iteration"
 assert int(best) == int(exact.action(model.start.astype(exact.alphas.dtype))), "and so is its action"
 assert agree > 0.95 and regret.mean() < 0.05, "a thousand plans at once are as good as exact ones"

@@ -111,12 +111,10 @@ def both_ways(name):
     empty = mixer.init_cache(B, 0, D, jnp.float32)
     whole, last = jax.jit(apply)(x, jnp.arange(T), empty)
     state, steps = jax.jit(lambda x: jax.lax.scan(step, empty, (jnp.swapaxes(x, 0, 1), jnp.arange(T))))(x)
-    apart = jnp.abs(jnp.swapaxes(steps, 0, 1) - whole).max() / jnp.abs(whole).max()
-    ends = max(
-        float(jnp.abs(a - b).max() / (jnp.abs(a).max() + 1e-6))
-        for a, b in zip(jax.tree.leaves(last), jax.tree.leaves(state), strict=True)
-    )
-    return max(float(apart), ends), sum(leaf.size for leaf in jax.tree.leaves(last)) // B
+    apart = np.abs(np.asarray(jnp.swapaxes(steps, 0, 1) - whole)).max() / np.abs(np.asarray(whole)).max()
+    ends = zip(jax.tree.leaves(jax.device_get(last)), jax.tree.leaves(jax.device_get(state)), strict=True)
+    errors = [apart] + [np.abs(a - b).max() / (np.abs(a).max() + 1e-6) for a, b in ends]
+    return np.max(errors), sum(leaf.size for leaf in jax.tree.leaves(last)) // B
 
 
 apart = {}
@@ -225,7 +223,7 @@ for name, values in right.items():
 # `data.task=s5`, where a state must be tracked; `python -m experiments.compare`, which trains mixers for equal seconds.
 
 # %%
-assert max(apart.values()) < TOLERANCE and set(apart) == set(LAYERS)
+assert all(error < TOLERANCE for error in apart.values()) and set(apart) == set(LAYERS)
 assert wrong["merged"] < 1e-6 and not wrong["quotient"] < 1e-2  # it is not even a number
-assert off["delta rule"] < 1e-5 and min(off["sums"], off["fixed decay"]) > 0.1
+assert off["delta rule"] < 1e-5 and off["sums"] > 0.1 and off["fixed decay"] > 0.1
 print("chunks are steps for every layer; the delta rule recalls exactly what sums and fixed decays mix up")

@@ -1,4 +1,4 @@
-"""Values that are known on the host, and those that are not."""
+"""Values that are known on the host, those that are not, and maxima that see NaN."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-from jaxpar.types import concrete_values
+from jaxpar.types import concrete_values, largest
 
 
 def test_trees_keep_their_structure():
@@ -92,3 +92,35 @@ def test_a_split_array_is_whole_where_all_of_it_is_here(monkeypatch):
     monkeypatch.setattr(type(split), "is_fully_addressable", property(lambda array: False))
     assert concrete_values(split) is None
     assert concrete_values(everywhere) is not None
+
+
+@pytest.mark.parametrize("axis", [None, 0, -1])
+@pytest.mark.parametrize("shape", [(10_000,), (1000, 64), (8, 1000)])
+def test_the_largest_is_infinite_where_an_entry_is_nan(shape, axis):
+    """XLA for CPUs leaves NaN out of `jnp.max` of these."""
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    x[tuple(size // 2 for size in shape)] = np.nan
+    for sign in (1, -1):
+        want = np.max(sign * x, axis)
+        got = jax.jit(lambda x, sign=sign: largest(sign * x, axis))(x)
+        np.testing.assert_array_equal(got, np.where(np.isnan(want), np.inf, want))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.int32])
+def test_the_largest_of_numbers_is_their_maximum(dtype):
+    x = jnp.arange(-3, 9).astype(dtype).reshape(3, 4)
+    got = largest(x, 1)
+    assert got.dtype == dtype
+    assert got.tolist() == [0, 4, 8]
+    assert largest(x) == 8
+
+
+def test_the_largest_stays_infinite_over_devices():
+    """`lax.pmax` leaves NaN out, too."""
+    x = np.array([1, 2, np.nan, 4], np.float32)
+    mesh = make_mesh(MeshSpec(data=2), jax.devices()[:2])
+    spec = PartitionSpec("data")
+    both = jax.shard_map(
+        lambda x: jax.lax.pmax(largest(x), "data"), mesh=mesh, in_specs=spec, out_specs=PartitionSpec()
+    )
+    assert jax.jit(both)(jax.device_put(x, NamedSharding(mesh, spec))) == np.inf

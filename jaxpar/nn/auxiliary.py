@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpar.types import Array, Info
+from jaxpar.types import Array, Info, largest
 
 __all__ = [
     "NOTHING",
@@ -80,23 +80,23 @@ class Sum(NamedTuple):
 
 
 class Max(NamedTuple):
-    """A largest value; NaN where there is one."""
+    """A largest value; infinity where one is NaN."""
 
     value: Array
 
     def merged(self) -> "Max":
         """Merges along the first axis."""
-        return Max(self.value.max(0))
+        return Max(largest(self.value, 0))
 
 
 class Min(NamedTuple):
-    """A smallest value; NaN where there is one."""
+    """A smallest value; minus infinity where one is NaN."""
 
     value: Array
 
     def merged(self) -> "Min":
         """Merges along the first axis."""
-        return Min(self.value.min(0))
+        return Min(-largest(-self.value, 0))
 
 
 Metric = Mean | Sum | Max | Min

@@ -26,7 +26,7 @@ import numpy as np
 from jax.lax import PrecisionLike
 
 from jaxpar.nn.linear import Axes, _letters, fixed_product
-from jaxpar.types import Array, UsageError
+from jaxpar.types import Array, UsageError, largest
 
 __all__ = ["Nf4", "Quantised", "nf4", "quantise"]
 
@@ -82,7 +82,7 @@ def quantise(weight: Array, contracted: int) -> Quantised:
     Error: at most half a scale a number.
     """
     dims = tuple(range(contracted))
-    scales = jnp.max(jnp.abs(weight), dims) / 127
+    scales = largest(jnp.abs(weight), dims) / 127  # whole numbers have no NaN: the scale keeps it
     values = jnp.round(weight / jnp.where(scales > 0, scales, 1)[(None,) * contracted])
     return Quantised(values.astype(jnp.int8), scales)
 
@@ -133,7 +133,7 @@ def nf4(weight: Array) -> Nf4:
         raise UsageError(f"nf4 takes weights whose last axis is even, not of {size}; take int8.")
     wide = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
     blocks = wide.reshape(*weight.shape[:-1], size // block, block)
-    scales = jnp.abs(blocks).max(-1)
+    scales = largest(jnp.abs(blocks), -1)
     between = (np.array(LEVELS[1:]) + np.array(LEVELS[:-1])) / 2
     shares = blocks / jnp.where(scales > 0, scales, 1)[..., None]
     codes = jnp.searchsorted(jnp.asarray(between, wide.dtype), shares).astype(jnp.uint8)

@@ -22,7 +22,7 @@ from jaxpar.nn.mixers.matrix_state import MatrixState
 from jaxpar.nn.mixers.recurrent import CELLS, cell_of, mixer_leaves, sharded_recurrence
 from jaxpar.optim import Optimizer, OptimizerConfig, make_optimizer
 from jaxpar.solve.problem import Chooser, Method
-from jaxpar.types import Info, PRNGKey, PyTree, UsageError
+from jaxpar.types import Info, PRNGKey, PyTree, UsageError, largest
 
 __all__ = ["SequenceNetwork", "SequenceState", "SequenceTrainer", "weighted_cross_entropy"]
 
@@ -113,7 +113,7 @@ class SequenceNetwork:
             infos.append(info)
         out = _norm(x, params["norm"]) @ params["head"] + params["b_head"][None, None]
         worst = {name: jnp.stack([info[name] for info in infos]) for name in infos[0]}
-        info = {name: jnp.min(x) if name == "converged" else jnp.max(x) for name, x in worst.items()}
+        info = {name: jnp.min(x) if name == "converged" else largest(x) for name, x in worst.items()}
         return jnp.swapaxes(out, 0, 1), last, info
 
     def _mix(

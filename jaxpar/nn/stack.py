@@ -23,7 +23,7 @@ from jaxpar.nn.mixer import DECODING, TRAINING, Context, FeedForward, Mixer, Pre
 from jaxpar.nn.norm import Norm
 from jaxpar.nn.ternary import Ternary, ternary
 from jaxpar.nn.ternary import for_decoding as smallest
-from jaxpar.types import PRNGKey, PyTree, UsageError
+from jaxpar.types import PRNGKey, PyTree, UsageError, largest
 
 __all__ = ["REMATS", "RESIDUALS", "WEIGHTS", "PseudoTokens", "Stack", "StackCache"]
 
@@ -377,7 +377,7 @@ class Stack:
             size = jnp.abs(jax.lax.stop_gradient(self.end(x)))
             if context.weights is not None:
                 size = jnp.where(context.weights[..., None] != 0, size, 0)
-            aux = both(aux, Aux({}, {"residual_max": Max(jnp.max(size))}))
+            aux = both(aux, Aux({}, {"residual_max": Max(largest(size))}))
         return x, cache, aux
 
     def _layers(self, layers, x, context, cache, pseudo):

@@ -23,7 +23,7 @@ Example:
         grads = {"w": 2 * params["w"] if step != 7 else jnp.full(2, jnp.nan)}
         params, state, info = update(grads, state, params)
         skipped += int(info["skipped"])
-    assert jnp.abs(params["w"]).max() < 0.1 and skipped == 1
+    assert jnp.all(jnp.abs(params["w"]) < 0.1) and skipped == 1
 """
 
 from jaxpar.optim.config import OptimizerConfig

@@ -121,8 +121,10 @@ def _rewards(
     """Rewards of possible transitions, or their means where the arrays have those."""
     possible, wanted = np.asarray(model.transition)[actions, states], np.asarray(model.reward)[actions, states]
     if wanted.ndim == 1:
-        rewards, possible, wanted = (possible * rewards).sum(-1)[:, None], np.ones((len(rows), 1)), wanted[:, None]
-    wrong = (possible > 0) & (np.abs(rewards - wanted) > 1e-4 * (1 + np.abs(wanted)))
+        rewards = np.where(possible > 0, possible * rewards, 0).sum(-1)[:, None]
+        possible, wanted = np.ones((len(rows), 1)), wanted[:, None]
+    is_near = np.abs(rewards - wanted) <= 1e-4 * (1 + np.abs(wanted))  # false of NaN
+    wrong = (possible > 0) & ~is_near
     if wrong.any():
         row, which = np.argwhere(wrong)[0]
         raise UsageError(

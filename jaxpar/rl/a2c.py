@@ -22,7 +22,7 @@ from jaxpar.rl.learner import (
 )
 from jaxpar.rl.network import Network
 from jaxpar.rollout import Reset
-from jaxpar.types import Array, Info, PRNGKey, PyTree, Scalar
+from jaxpar.types import Array, Info, PRNGKey, PyTree, Scalar, largest
 
 __all__ = ["A2c", "A2cRates", "a2c_loss"]
 
@@ -124,7 +124,7 @@ def a2c_loss(weights: PyTree, agent: ActorCritic, batch: Batch, rates: A2cRates)
         "policy_loss": policy,
         "value_loss": value,
         "entropy": spread,
-        "ratio_error": jnp.max(batch.weight * jnp.abs(jnp.exp(log_p - batch.log_prob) - 1)),
+        "ratio_error": largest(batch.weight * jnp.abs(jnp.exp(log_p - batch.log_prob) - 1)),
         "converged": out.converged.astype(jnp.float32),
     }
     return policy + rates.value_coef * value - rates.entropy_coef * spread, info

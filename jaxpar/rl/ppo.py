@@ -22,7 +22,7 @@ from jaxpar.rl.learner import (
 )
 from jaxpar.rl.network import Network
 from jaxpar.rollout import Reset
-from jaxpar.types import Array, Info, PRNGKey, PyTree, Scalar
+from jaxpar.types import Array, Info, PRNGKey, PyTree, Scalar, largest
 
 __all__ = ["Ppo", "PpoRates", "ppo_loss"]
 
@@ -164,7 +164,7 @@ def ppo_loss(weights: PyTree, agent: ActorCritic, batch: Batch, rates: PpoRates)
         "entropy": spread,
         "approx_kl": mean(ratio - 1 - log_ratio),
         "clip_fraction": mean((jnp.abs(ratio - 1) > rates.clip).astype(jnp.float32)),
-        "ratio_error": jnp.max(batch.weight * jnp.abs(ratio - 1)),
+        "ratio_error": largest(batch.weight * jnp.abs(ratio - 1)),
         "converged": out.converged.astype(jnp.float32),
     }
     return policy + rates.value_coef * value - rates.entropy_coef * spread, info

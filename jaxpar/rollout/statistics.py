@@ -12,7 +12,7 @@ from jaxpar.rollout.env_state import init, per_env
 from jaxpar.rollout.policies import Policy
 from jaxpar.rollout.resets import NoReset
 from jaxpar.rollout.trajectory import Trajectory, rollout
-from jaxpar.types import Array, PRNGKey, PyTree, UsageError, concrete_values
+from jaxpar.types import Array, PRNGKey, PyTree, UsageError, concrete_values, largest
 
 __all__ = ["EpisodeResults", "check_trajectory", "episode_stats", "evaluate", "first_episodes"]
 
@@ -52,8 +52,8 @@ def _moments(x: Array, mask: Array) -> dict[str, Array]:
     return {
         "mean": mean,
         "std": jnp.sqrt(_mean((x - mean) ** 2, mask)),
-        "min": jnp.where(is_empty, jnp.nan, jnp.min(jnp.where(mask, x, jnp.inf))),
-        "max": jnp.where(is_empty, jnp.nan, jnp.max(jnp.where(mask, x, -jnp.inf))),
+        "min": jnp.where(is_empty, jnp.nan, -largest(-jnp.where(mask, x, jnp.inf))),
+        "max": jnp.where(is_empty, jnp.nan, largest(jnp.where(mask, x, -jnp.inf))),
     }
 
 

@@ -72,6 +72,8 @@ def dead_leaves(gradient: PyTree, share: float) -> set[str]:
 def of_live(errors: dict[str, float], params: PyTree, dead: set[str]) -> dict[str, float]:
     """Returns the errors without dead parameters, their moments and their averages.
 
+    An infinite error stays whosever it is: rounding explains no NaN.
+
     A leaf of a state belongs to the parameter with the longest path that ends the leaf's own:
     `mu/mlp/b` belongs to `mlp/b`, never to a `b` at the top.
     """
@@ -82,7 +84,11 @@ def of_live(errors: dict[str, float], params: PyTree, dead: set[str]) -> dict[st
         ends = ["/".join(parts[start:]) for start in range(len(parts))]
         return next((end for end in ends if end in names), "")
 
-    return {path: error for path, error in errors.items() if owner(path) not in dead}
+    kept = {}
+    for path, error in errors.items():
+        if math.isinf(error) or owner(path) not in dead:
+            kept[path] = error
+    return kept
 
 
 def _norm(leaves: dict[str, np.ndarray]) -> float:

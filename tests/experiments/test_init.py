@@ -62,7 +62,7 @@ def test_a_run_begins_with_the_folder_resumes_without_it_and_is_written_back(fol
 
     def furthest(params):
         moved = jax.tree.map(lambda a, b: float(abs(np.asarray(a) - np.asarray(b)).max()), params, given)
-        return max(jax.tree.leaves(moved))
+        return np.max(jax.tree.leaves(moved))
 
     with use_mesh(make_mesh(MeshSpec(), jax.devices()[:1])):
         result = lm.train(compose(folder, *flags, "train.steps=1"), run)

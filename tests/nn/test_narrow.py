@@ -74,6 +74,14 @@ def test_what_is_rounded_stays_as_it_is():
         assert not np.asarray(whole_weight(once))[:, :64].any()
 
 
+@pytest.mark.parametrize("shape", [(5000, 2), (100, 64)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_that_is_nan_stays_so(kind, shape):
+    """Whole numbers have none, and XLA for CPUs leaves it out of the maxima that make scales."""
+    w = drawn(shape).at[7, 1].set(jnp.nan)
+    assert not np.isfinite(whole_weight(jax.jit(KINDS[kind])(w))[7, 1])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_and_their_gradients_are_those_of_the_whole_weight(kind, x64):
     x, w = drawn((2, 3, 8), np.float64), KINDS[kind](drawn((8, 64), np.float64))

@@ -114,6 +114,9 @@ def test_broken_models_are_refused():
         "the reward of action 'listen' in state 'tiger-left' is -1, but -2": {
             "tabular": lambda p: env.tabular(p.replace(listen=-2.0))
         },
+        "the reward of action 'listen' in state 'tiger-left' is nan, but -1": {
+            "reward": lambda state, action, next_state, p: jnp.float32(jnp.nan)
+        },
         "a first state": {"init": lambda key, p: jax.tree.map(jnp.zeros_like, env.init(key, p))},
         "a next state": {"transition": lambda key, state, action, p: state},
         "is terminal, but in": {"terminal": lambda state, p: state.tiger == 1},

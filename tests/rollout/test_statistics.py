@@ -62,6 +62,15 @@ def test_what_is_masked_never_enters(steps):
     assert got == want
 
 
+@pytest.mark.parametrize("shape", [(500, 20), (100, 64)])
+def test_a_return_that_is_nan_is_reported(steps, shape):
+    """XLA for CPUs leaves NaN out of maxima of thousands."""
+    many = jax.tree.map(lambda x: jnp.zeros((*shape, *x.shape[2:]), x.dtype), steps)
+    returns = jnp.ones(shape).at[7, 3].set(jnp.nan)
+    found = episode_stats(many.replace(ended=jnp.ones(shape, bool), episode_return=returns))
+    assert not any(np.isfinite(found[f"return_{name}"]) for name in ("mean", "std", "min", "max"))
+
+
 def test_no_episode_gives_no_mean():
     env = Clock()
     params = ClockParams(length=100)

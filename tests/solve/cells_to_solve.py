@@ -68,14 +68,16 @@ def start(cell):
 
 
 def largest(tree):
-    return max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(tree))
+    # Python's max may leave NaN out.
+    return float(np.max([np.abs(leaf).max() for leaf in jax.tree.leaves(tree)]))
 
 
 def distance(got, want):
-    """The largest difference of any leaf relative to its largest entry; infinite if one is not finite."""
+    """The largest difference of any leaf relative to its largest entry; infinite if either is not finite."""
     errors = []
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         a, b = np.asarray(a), np.asarray(b)  # nothing to compile
         error = np.abs(a - b).max() / np.maximum(np.abs(b).max(), 1e-30)
-        errors.append(float(error) if np.isfinite(a).all() else float("inf"))
+        is_finite = np.isfinite(a).all() and np.isfinite(b).all()
+        errors.append(float(error) if is_finite else float("inf"))
     return max(errors)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cells_to_solve import distance, largest
 from fast import jit
 from judge import NEAR, excess, in_float64, loop_of, nudged, sizes
 from outside_recurrences import RECURRENCES
@@ -70,6 +71,18 @@ def test_what_is_not_finite_has_to_be_the_same(value):
     assert judged(states, walked()) == np.inf
     assert judged(walked(), states) == np.inf
     assert judged(states, states) == 0
+
+
+@pytest.mark.parametrize("shape", [(10_000, 1), (100, 64)])
+def test_one_nan_among_many_entries_is_found(shape):
+    """XLA for CPUs leaves it out of maxima of thousands."""
+    right = jnp.ones(shape)
+    bad = right.at[7, -1].set(jnp.nan)
+    for states, loop in ((bad, right), (right, bad)):
+        assert excess(states, loop, np.asarray(loop, np.float64), RTOL) == np.inf
+        # The right leaf comes first: Python's maximum would keep it and drop the NaN.
+        assert distance([right, states], [right, loop]) == np.inf
+        assert not largest([right, bad]) < 2
 
 
 def test_infinities_of_other_sign_differ():

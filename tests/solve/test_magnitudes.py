@@ -159,8 +159,7 @@ def test_a_small_residual_is_not_a_small_error(x64):
     solve = functools.partial(parallel_scan, lambda h, x: (step(h, x),) * 2, *args, method=Jacobi(max_iters=400))
     _, ys, stats = jit(lambda: solve(rtol=1e-2, atol=1e-2, with_stats=True))()
     want = loop(step, *args)
-    worst = float(jnp.max(jnp.abs(ys - want) / (1e-2 * jnp.abs(want) + 1e-2)))
-    assert worst <= 1, f"{worst} {stats}"
+    np.testing.assert_allclose(ys, want, rtol=1e-2, atol=1e-2, err_msg=str(stats))
 
 
 def test_a_small_update_is_not_a_small_residual():
@@ -226,7 +225,7 @@ def test_looser_tolerances_take_fewer_iterations_and_are_kept(x64):
     want, counts = loop(lambda h, x: jnp.tanh(0.9 * h + x), 0.0, xs), []
     for tol in (1e-3, 1e-6, 1e-10):
         _, ys, stats = jit(lambda xs, tol=tol: run(xs, rtol=tol, atol=tol, with_stats=True))(xs)
-        assert stats.converged and float(jnp.abs(ys - want).max()) <= 2 * tol
+        assert stats.converged and np.abs(np.asarray(ys - want)).max() <= 2 * tol
         counts.append(int(stats.iterations))
     assert counts[0] < counts[1] < counts[2]
     absolute = jit(lambda xs: run(xs, rtol=1e-10, atol=1e-3, with_stats=True))(xs)[2]

@@ -1,5 +1,6 @@
 """`verify` passes what is right and names what is wrong, on a model of its own."""
 
+import math
 import types
 
 import jax
@@ -43,6 +44,8 @@ from jaxpar.verify import (
     verify_cases,
 )
 from jaxpar.verify.compare import count_differences
+from jaxpar.verify.program import Outcome
+from jaxpar.verify.run import _compare_outcomes
 from jaxpar.verify.transfers import SLACK, SMALL
 
 AXES = {"up": ("embed", "mlp"), "down": ("mlp", "embed"), "shift": (None,)}
@@ -275,6 +278,10 @@ def test_leaf_errors_measure_by_the_leaf_or_the_tree():
     got = {"big": np.array([3.0, 4.5]), "none": np.array([0.0, 1e-3]), "count": np.array([2])}
     assert leaf_errors(got, want) == pytest.approx({"big": 0.1, "none": 1e-3 / (1e-3 * 5)})
     assert leaf_errors({"a": np.array([np.nan])}, {"a": np.ones(1)}) == {"a": np.inf}
+    for shape in ((10_000,), (100, 64)):  # XLA's maximum leaves NaN out of these
+        bad = jnp.ones(shape).at[7].set(jnp.nan)
+        assert leaf_errors({"a": bad}, {"a": jnp.ones(shape)}) == {"a": np.inf}
+        assert leaf_errors({"a": jnp.ones(shape)}, {"a": bad}) == {"a": np.inf}
     with pytest.raises(UsageError, match="two trees that differ"):
         leaf_errors({"a": np.ones(1)}, {"b": np.ones(1)})
     with pytest.raises(UsageError, match=r"a has shape \(1,\) on one side and \(2,\) on the other"):
@@ -301,6 +308,34 @@ def test_a_dead_leaf_of_a_branch_leaves_one_at_the_top():
     params = {"b": np.ones(1), "mlp": {"b": np.ones(1)}}
     live = of_live(dict.fromkeys(("mu/b", "mu/mlp/b"), 0.1), params, {"mlp/b"})
     assert list(live) == ["mu/b"]
+
+
+def test_a_dead_leaf_that_is_not_finite_stays():
+    """As 0 / 0 of a gradient of zero would be."""
+    params = {"b": np.ones(1), "w": np.ones(1)}
+    live = of_live({"params/b": np.inf, "mu/b": 0.1, "params/w": 0.2}, params, {"b"})
+    assert live == {"params/b": np.inf, "params/w": 0.2}
+
+
+@pytest.mark.parametrize("shape", [(10_000,), (100, 64)])
+@pytest.mark.parametrize("part", ["loss", "gradient", "state"])
+def test_a_nan_is_a_breach(part, shape):
+    values = np.ones(shape, np.float32)
+    bad = values.copy()
+    bad[7] = np.nan
+    right = Outcome([1.0], {"w": values, "b": np.zeros(1)}, {"params": {"w": values, "b": values}})
+    wrong = {
+        "loss": right._replace(losses=[math.nan]),
+        "gradient": right._replace(gradient={"w": bad, "b": np.zeros(1)}),
+        "state": right._replace(state={"params": {"w": values, "b": bad}}),
+    }[part]
+    for got, want in ((wrong, right), (right, wrong)):
+        row = LayoutReport(DATA8, "float32")
+        _compare_outcomes(row, got, want, steps=1)
+        assert len(row.breaches) == 1
+    row = LayoutReport(DATA8, "float32")
+    _compare_outcomes(row, right, right, steps=1)
+    assert not row.breaches
 
 
 def test_a_joint_sum_counts_on_each_of_its_axes():

@@ -26,7 +26,7 @@ from jaxpar.nn.mixer import ActivationSizes, Context
 from jaxpar.scan.varying import varying_as
 from jaxpar.solve import Stats
 from jaxpar.solve.problem import Chooser, Method
-from jaxpar.types import Info, PyTree, UsageError
+from jaxpar.types import Info, PyTree, UsageError, largest
 from jaxpar.verify import Transfer
 
 __all__ = ["CELLS", "Recurrent", "cell_of", "equal_size", "mixer_leaves", "sharded_recurrence"]
@@ -227,7 +227,8 @@ def _worst(stats: Stats | None) -> Info:
     """Returns the scalars of `sharded_recurrence`, the same on every device."""
     if stats is None:
         return {"iterations": jnp.float32(0), "residual": jnp.float32(0), "converged": jnp.float32(1)}
-    values = jax.lax.stop_gradient((stats.iterations.max(), stats.residual.max(), -1.0 * stats.converged.min()))
+    values = stats.iterations.max(), largest(stats.residual), -1.0 * stats.converged.min()
+    values = jax.lax.stop_gradient(values)
     axes = (*mesh_axes("batch"), *mesh_axes("mlp"))
     worst = [jax.lax.pmax(jnp.float32(x), axes) if axes else jnp.float32(x) for x in values]
     return {"iterations": worst[0], "residual": worst[1], "converged": -worst[2]}

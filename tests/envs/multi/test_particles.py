@@ -70,7 +70,9 @@ def compare(env, num_steps):
             after = moved.state
             position = np.array([disc.position for disc in twin.agents])
             velocity = np.array([disc.velocity for disc in twin.agents])
-            physics = max(np.abs(position - after.position[t, b]).max(), np.abs(velocity - after.velocity[t, b]).max())
+            place = np.abs(position - after.position[t, b]).max()
+            speed = np.abs(velocity - after.velocity[t, b]).max()
+            physics = np.maximum(place, speed)
             # a touch that float32 and float64 see differently is one at its very edge
             edge = np.abs(np.array(twin.rewards()) - moved.reward[t, b]).max()
             touch = min_gap(twin) < 1e-6
