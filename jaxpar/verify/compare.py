@@ -3,6 +3,7 @@
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.types import PyTree, UsageError
@@ -50,11 +51,11 @@ def leaf_errors(got: PyTree, want: PyTree, floor: float = FLOOR) -> dict[str, fl
 
 
 def count_differences(got: PyTree, want: PyTree) -> dict[str, int]:
-    """Returns, for each leaf of integers or booleans that differs, in how many entries it does."""
+    """Returns, for each leaf that is not compared by its error and differs, in how many entries it does."""
     want_leaves = dict(_flat(want))
     out = {}
     for name, left in _flat(got):
-        if left.dtype.kind not in "iub":
+        if jnp.issubdtype(left.dtype, jnp.inexact):
             continue
         different = int(np.sum(left != want_leaves[name]))
         if different:
@@ -93,7 +94,7 @@ def of_live(errors: dict[str, float], params: PyTree, dead: set[str]) -> dict[st
 
 def _norm(leaves: dict[str, np.ndarray]) -> float:
     """Euclidean norm of all leaves together."""
-    return math.sqrt(sum(float(np.sum(x**2)) for x in leaves.values()))
+    return math.sqrt(sum(float(np.sum(np.abs(x) ** 2)) for x in leaves.values()))
 
 
 def _flat(tree: PyTree) -> list[tuple[str, np.ndarray]]:
@@ -103,6 +104,11 @@ def _flat(tree: PyTree) -> list[tuple[str, np.ndarray]]:
 
 
 def _floats(tree: PyTree) -> dict[str, np.ndarray]:
-    """Floating leaves by path, in float64."""
-    is_float = {name: x for name, x in _flat(tree) if x.dtype.kind == "f" or x.dtype.name == "bfloat16"}
-    return {name: x.astype(np.float64) for name, x in is_float.items()}
+    """Floating and complex leaves by path, in double precision."""
+    out = {}
+    for name, leaf in _flat(tree):
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            out[name] = leaf.astype(np.complex128)
+        elif jnp.issubdtype(leaf.dtype, jnp.floating):  # 8 and 16 bits among them, which NumPy has no kind for
+            out[name] = leaf.astype(np.float64)
+    return out

@@ -273,6 +273,14 @@ def test_every_layout_is_every_factorisation():
     assert Layout(MeshSpec(fsdp=8, inner=4)).num_devices == 8
 
 
+@pytest.mark.parametrize("dtype", ["complex64", "float8_e4m3fn", "bfloat16", "float16", "int8", "bool"])
+def test_no_dtype_escapes_comparison(dtype):
+    want = {"a": jnp.ones(4).astype(dtype)}
+    got = {"a": jnp.asarray([1, 0, 1, 1]).astype(dtype)}
+    assert leaf_errors(want, want).get("a", 0.0) == 0 and not count_differences(want, want)
+    assert bool(count_differences(got, want)) != (leaf_errors(got, want).get("a", 0.0) > 0.1)
+
+
 def test_leaf_errors_measure_by_the_leaf_or_the_tree():
     want = {"big": np.array([3.0, 4.0]), "none": np.zeros(2), "count": np.array([1])}
     got = {"big": np.array([3.0, 4.5]), "none": np.array([0.0, 1e-3]), "count": np.array([2])}
