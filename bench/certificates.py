@@ -39,10 +39,9 @@ def wanted(args):
 
 def kind_of(verdict):
     """Returns in one word what became of a row."""
-    is_right = max(verdict.value, verdict.gradient) <= 1
     if verdict.converged:
-        return "solved" if is_right else "WRONG"
-    return "finished" if is_right else "off"
+        return "solved" if verdict.is_right else "WRONG"
+    return "finished" if verdict.is_right else "off"
 
 
 def main():

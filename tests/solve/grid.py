@@ -56,8 +56,12 @@ class Verdict(NamedTuple):
     gradient: float
 
     @property
+    def is_right(self):
+        return self.value <= 1 and self.gradient <= 1
+
+    @property
     def is_wrong(self):
-        return self.converged and not max(self.value, self.gradient) <= 1
+        return self.converged and not self.is_right
 
 
 def whole():

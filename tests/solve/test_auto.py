@@ -7,7 +7,7 @@ from tolerance import assert_close
 
 from jaxpar.solve import GaussSeidel, Newton, ParallelBackward, Sequential, parallel_scan
 from jaxpar.solve.auto import Auto, choose
-from jaxpar.solve.default import COSTS
+from jaxpar.solve.default import COSTS, explain
 from jaxpar.solve.lyapunov import lyapunov
 from jaxpar.types import UsageError
 
@@ -95,6 +95,20 @@ def test_a_wide_dense_cell_is_run_sequentially():
     jax.eval_shape(inside, xs)
     newton = next(row for row in seen[0].table if isinstance(row.method, Newton))
     assert isinstance(seen[0].method, Sequential | ParallelBackward) and newton.seconds > seen[0].table[0].seconds
+
+
+def test_blocks_are_weighed_where_jacobians_are_too_dear():
+    """A GRU of 32 over 16,384 steps: two iterations of Newton's method cost more than the loop, blocks do not."""
+    w = jnp.eye(32) * 0.5
+
+    def f(h, x):
+        h = jnp.tanh(h @ w + x)
+        return h, h
+
+    choice = explain(f, jnp.zeros((16, 32)), jnp.zeros((16_384, 16, 32)), platform="gpu", gradient=False)
+    newton = next(row for row in choice.table if isinstance(row.method, Newton))
+    loop = next(row for row in choice.table if isinstance(row.method, Sequential))
+    assert isinstance(choice.method, GaussSeidel) and newton.seconds > loop.seconds
 
 
 def test_short_sequences_and_cpus_are_run_sequentially():

@@ -17,9 +17,6 @@ def name_of(row):
 def check(row):
     found = judged(row)
     assert not found.is_wrong, found
-    # What did not converge was finished by the loop.
-    if not found.converged:
-        assert found.value <= 1, found
 
 
 @pytest.mark.parametrize("row", COVER[3::EVERY], ids=name_of)
@@ -64,4 +61,4 @@ def test_ordinary_rows_are_solved():
     """A solver that never says that it converged would pass all of the above."""
     names = ("gru", "nanomoles", "kalman", "saturating", "relu_net", "momentum", "shares")
     solved = [judged(Row("newton", name, "float32", 64)) for name in names]
-    assert all(found.converged and found.value <= 1 and found.gradient <= 1 for found in solved)
+    assert all(found.converged and found.is_right for found in solved)
