@@ -219,7 +219,7 @@ def test_statistics_print():
 
 @pytest.mark.parametrize("method", [Newton(), Jacobi()], ids=repr)
 def test_a_callback_that_does_not_read_the_state(method):
-    """It has no derivative; nested in a call, too, next to what reads the state."""
+    """It has no derivative; two of them, nested in a call, next to what reads the state."""
     weight = jnp.full(3, 0.5)
 
     def on_host(x):
@@ -229,7 +229,8 @@ def test_a_callback_that_does_not_read_the_state(method):
     def step(carry, x):
         h, count = carry
         shown = jax.pure_callback(on_host, jax.ShapeDtypeStruct((3,), jnp.float32), 2 * x)
-        h = jnp.tanh(weight * h + shown)
+        other = jax.pure_callback(on_host, jax.ShapeDtypeStruct((3,), jnp.float32), x)
+        h = jnp.tanh(weight * h + shown - 0.5 * other)
         return (h, count + 1), h * x
 
     def run(scan, xs, h):
