@@ -1,6 +1,7 @@
 """What is called converged is the loop's: recurrences whose small residuals and updates say nothing."""
 
 import dataclasses
+import functools
 import types
 
 import jax
@@ -246,3 +247,21 @@ def test_each_entry_has_its_own_rate_of_convergence(is_exact):
     [errors] = _remaining_errors(problem, earlier, (updates,), (sizes,), is_exact)
     np.testing.assert_allclose(errors[:, 0], 0.5 * 0.2 / 0.8)
     assert np.isinf(errors[:, 1]).all()
+
+
+@pytest.mark.parametrize("window", [25, 50])
+def test_no_window_goes_on_from_a_state_that_is_not_trusted(window):
+    """Errors of chaos grow from window to window; each window alone would converge."""
+    f = lambda h, _: (3.9 * h * (1 - h),) * 2  # noqa: E731
+    init = jnp.float32(0.3)
+    run = functools.partial(parallel_scan, f, init, None, 300, method=Newton(window=window), with_stats=True)
+    _, ys, stats = jit(functools.partial(run, on_fail="nan"))()
+    first_bad = int(stats.first_bad)
+    assert not stats.converged and 5 < first_bad < 100
+    np.testing.assert_array_equal(np.isnan(ys), np.arange(300) >= first_bad)
+
+    _, finished, stats = jit(functools.partial(run, on_fail="finish"))()
+    first_bad = int(stats.first_bad)
+    rest = by_steps(f, finished[first_bad - 1], jnp.zeros(300 - first_bad))[1]
+    np.testing.assert_allclose(finished[first_bad:][:5], rest[:5], rtol=1e-5)
+    assert float(jnp.abs(f(finished[:-1], None)[0] - finished[1:]).max()) < 1e-6
