@@ -36,6 +36,8 @@ from jaxpar.fields import AtLeast, Each, field
 from jaxpar.io import plot_metrics, plot_seeds, read_jsonl
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import MeshSpec
+from jaxpar.nn.mixers import CELLS
+from jaxpar.nn.solvers import name_taken
 from jaxpar.rl import (
     RENAMED,
     A2c,
@@ -52,6 +54,7 @@ from jaxpar.rl import (
     SelfPlay,
     Td3,
 )
+from jaxpar.rl.memory import memory_of
 from jaxpar.rollout import NextStep
 from jaxpar.solve import GaussSeidel, Newton, Quasi, Sequential
 from jaxpar.types import PyTree, UsageError
@@ -391,9 +394,21 @@ def _tell_start(config: Config, folder: pathlib.Path, learner: Any, updates: int
     per_update = learner.num_envs * learner.num_steps
     say(f"run        {_run.short(folder)}" + (f" (resuming at update {start})" if start else ""))
     say(f"env        {config.env}{count}")
-    say(f"learner    {config.algorithm}, memory={config.memory}, {config.num_seeds} seed(s)")
+    memory = config.memory + _solved_by(config, learner)
+    say(f"learner    {config.algorithm}, memory={memory}, {config.num_seeds} seed(s)")
     say(f"updates    {updates:,} of {learner.num_envs:,} environments x {learner.num_steps:,} steps: "
         f"{updates * per_update:,} steps a seed")  # fmt: skip
+
+
+def _solved_by(config: Config, learner: Any) -> str:
+    """Returns by which method the memory's recurrence is solved, where `method=auto` leaves that to the platform."""
+    if config.items or config.memory not in CELLS or config.method != "auto":
+        return ""
+    memory: Any = memory_of(config.memory, config.memory_size)
+    name = name_taken(memory.cell, learner.num_envs, learner.num_steps)
+    if name == "auto":
+        return " by its closed form"
+    return f" solved by method={name}"
 
 
 def _tell_end(config: Config, folder: pathlib.Path, learner: Any, params: PyTree, result: FitResult) -> None:

@@ -98,17 +98,24 @@ def test_a_wide_dense_cell_is_run_sequentially():
 
 
 def test_blocks_are_weighed_where_jacobians_are_too_dear():
-    """A GRU of 32 over 16,384 steps: two iterations of Newton's method cost more than the loop, blocks do not."""
-    w = jnp.eye(32) * 0.5
+    """A network of 64 over 16,384 steps: two iterations of Newton's method cost more than the loop, blocks do not."""
+    w = jnp.eye(64) * 0.5
 
     def f(h, x):
         h = jnp.tanh(h @ w + x)
         return h, h
 
-    choice = explain(f, jnp.zeros((16, 32)), jnp.zeros((16_384, 16, 32)), platform="gpu", gradient=False)
+    choice = explain(f, jnp.zeros((16, 64)), jnp.zeros((16_384, 16, 64)), platform="gpu", gradient=False)
     newton = next(row for row in choice.table if isinstance(row.method, Newton))
     loop = next(row for row in choice.table if isinstance(row.method, Sequential))
     assert isinstance(choice.method, GaussSeidel) and newton.seconds > loop.seconds
+
+    def blind(h, x):
+        h = jnp.tanh(h @ w + x) + 0.1 * jnp.round(h)
+        return h, h
+
+    choice = explain(blind, jnp.zeros((16, 64)), jnp.zeros((16_384, 16, 64)), platform="gpu", gradient=False)
+    assert isinstance(choice.method, Sequential | ParallelBackward)
 
 
 def test_short_sequences_and_cpus_are_run_sequentially():
