@@ -88,72 +88,97 @@ class GaussSeidel:
         block = min(self.block, length)
         if problem.axis_name is not None and length % block:
             raise UsageError(f"over devices a part's {length} steps must be a whole number of blocks of {block}.")
-        count = length // block
-        run_block = block_of(problem, block)
-
-        def last(before: Leaves, xs: Leaves) -> Leaves:
-            return tuple(leaf[-1] for leaf in run_block(before, xs))
-
-        rows = tuple(leaf[: count * block].reshape(count, block, *leaf.shape[1:]) for leaf in problem.xs)
-        # Blind leaves are settled below, once, where all blocks are run anyway.
-        structure = dataclasses.replace(problem.structure, blind=frozenset())
-        ends = dataclasses.replace(problem, step=last, xs=rows, length=count, structure=structure)
-        start = None if guess is None else tuple(leaf[block - 1 :: block][:count] for leaf in guess)
-
-        is_found = jnp.ones(count, bool)
+        ends = _from_block_to_block(problem, block)
+        start = _ends_of(guess, block, ends.length)
         if self.correction or self.window or not is_certified:
-            options = {"jac": self.jac, "max_iters": self.max_iters}
-            method = (Newton if self.correction else Jacobi)(window=self.window and self.window // block, **options)
-            found, outcome = by_windows(method, ends, start, "nan", confirm=False)
-            is_found = problem.rank * count + jnp.arange(count) < outcome.first_bad
-            most = PASSES if is_certified else 1
+            met, outcome, is_found = self._iterate(problem, ends, start, block, is_certified)
         else:
-            found = first_iterate(ends, start)
-            outcome = None
-            most = self.max_iters or most_iterations(problem.parts * count)
+            most = self.max_iters or most_iterations(problem.parts * ends.length)
+            met = self._meet(problem, ends, first_iterate(ends, start), block, most, is_certified)
+            unknown = jnp.zeros(len(problem.start), jnp.float32)
+            outcome = Outcome(met.passes, jnp.int32(1), met.gap, unknown, jnp.int32(length))
+            is_found = jnp.ones(ends.length, bool)
+        inside = _inside(problem, met, block)
 
-        # Blind leaves show no difference until they jump: how fast a start is forgotten says nothing of them.
-        is_forgetful = is_certified and not problem.structure.blind
-        share = 1.0 if self.correction else RESIDUAL_SHARE
-
-        def goes_on(met: Meeting) -> Array:
-            # Small gaps that no longer fall are rounding, or the error of a slow entry.
-            is_stuck = (met.gap <= SMALL) & (met.gap > SHRUNK * met.earlier)
-            is_done = met.is_same.all() | (is_forgetful & (_left(met, share) <= 1))
-            return ~is_done & ~is_stuck & (met.passes < most)
-
-        met = meet(ends, run_block, found, block, goes_on, self.correction)
-        inside = tuple(leaf.reshape(-1, *leaf.shape[2:]) for leaf in met.inside)
-        if count * block < length:
-            rest = tuple(leaf[count * block :] for leaf in problem.xs)
-            run_rest = block_of(problem, length - count * block)
-            tail = run_rest(tuple(leaf[-1] for leaf in inside), rest)
-            inside = tuple(jnp.concatenate(pair) for pair in zip(inside, tail, strict=True))
-
-        if outcome is None:
-            nowhere = jnp.zeros(len(inside), jnp.float32)
-            outcome = Outcome(met.passes, jnp.int32(1), met.gap, nowhere, jnp.int32(length))
         if is_certified:
-            left = _left(met, share)
-            prefix, is_done = leading(ends, met.is_same | (is_forgetful & (left <= 1)))
-            bounds = jnp.full_like(outcome.error, jnp.where(met.is_same.all(), 0, left))
-            certify = functools.partial(self._certify, problem, jnp.arange(length) < prefix * block)
-            state = (inside, jnp.ones(length, bool), bounds)
-            inside, passes, bounds = once(~is_done, certify, state, problem.start)
+            inside, passes, bounds = self._verdict(problem, ends, met, inside, block)
             outcome = outcome._replace(error=bounds)
         else:
-            # The iteration has judged the blocks; what is left here is the rounding of another program.
+            # The iteration has judged the blocks; what is left here is another program's rounding.
             prefix, is_done = leading(ends, is_found & (met.gaps <= SMALL))
             passes = (jnp.arange(length) < prefix * block) | is_done
         # The loop's own states, too, are not found where they are not finite.
         for leaf in inside:
             passes &= jnp.isfinite(leaf).reshape(length, -1).all(1)
+
         prefix, is_done = leading(problem, passes)
         h = once(~is_done, lambda h: finished(problem, h, prefix, on_fail), inside, problem.start)
-        first_bad = jnp.where(is_done, problem.parts * length, problem.rank * length + prefix)
+        first_bad = problem.rank * length + prefix
+        first_bad = jnp.where(is_done, problem.parts * length, first_bad)
         if problem.axis_name is not None:
             first_bad = lax.pmin(first_bad, problem.axis_name)
         return h, outcome._replace(first_bad=first_bad.astype(jnp.int32))
+
+    def _iterate(
+        self, problem: Problem, ends: Problem, start: Leaves | None, block: int, is_certified: bool
+    ) -> tuple[Meeting, Outcome, Array]:
+        """Returns blocks run from ends that an iteration found, how it fared, and which it found."""
+        kind = Jacobi
+        if self.correction:
+            kind = Newton
+        window = None
+        if self.window:
+            window = self.window // block
+        method = kind(window=window, jac=self.jac, max_iters=self.max_iters)
+        found, outcome = by_windows(method, ends, start, "nan", confirm=False)
+        most = 1
+        if is_certified:
+            most = PASSES
+        met = self._meet(problem, ends, found, block, most, is_certified)
+        index = problem.rank * ends.length + jnp.arange(ends.length)
+        return met, outcome, index < outcome.first_bad
+
+    def _meet(
+        self, problem: Problem, ends: Problem, start: Leaves, block: int, most: int, is_certified: bool
+    ) -> Meeting:
+        """Runs all blocks until they meet, forget, or are stuck, at most so often."""
+
+        def goes_on(met: Meeting) -> Array:
+            # Small gaps that no longer fall are rounding, or the error of a slow entry.
+            is_stuck = (met.gap <= SMALL) & (met.gap > SHRUNK * met.earlier)
+            is_done = met.is_same.all()
+            if is_certified:
+                is_done |= self._error_left(problem, met) <= 1
+            return ~is_done & ~is_stuck & (met.passes < most)
+
+        return meet(ends, block_of(problem, block), start, block, goes_on, self.correction)
+
+    def _error_left(self, problem: Problem, met: Meeting) -> Array:
+        """Returns the error that is left, in units of what is allowed; infinite where it is not known.
+
+        All starts were off by the last gap and by what was left after it, of which a run leaves `rate`.
+        """
+        if problem.structure.blind:
+            # Blind leaves show no difference until they jump.
+            return jnp.float32(jnp.inf)
+        share = RESIDUAL_SHARE
+        if self.correction:
+            share = 1.0
+        left = share * met.gap / (1 - jnp.minimum(met.rate, FORGOTTEN))
+        return jnp.where(met.rate <= FORGOTTEN, left, jnp.inf)
+
+    def _verdict(
+        self, problem: Problem, ends: Problem, met: Meeting, inside: Leaves, block: int
+    ) -> tuple[Leaves, Array, Array]:
+        """Returns states, which of them pass, and a bound of the error of each leaf."""
+        left = self._error_left(problem, met)
+        prefix, is_done = leading(ends, met.is_same | (left <= 1))
+        bound = jnp.where(met.is_same.all(), 0, left)
+        bounds = jnp.full((len(inside),), bound, jnp.float32)
+        is_loop = jnp.arange(problem.length) < prefix * block
+        state = (inside, jnp.ones(problem.length, bool), bounds)
+        certify = functools.partial(self._certify, problem, is_loop)
+        return once(~is_done, certify, state, problem.start)
 
     def _certify(
         self, problem: Problem, is_loop: Array, state: tuple[Leaves, Array, Array]
@@ -279,13 +304,37 @@ class GaussSeidel:
         return _cast(lax.custom_linear_solve(matvec, pair, solve, transpose_solve)[1], narrow)
 
 
-def _left(met: Meeting, share: float) -> Array:
-    """Returns the error that is left after blocks were run, in units of what is allowed; infinite if not known.
+def _from_block_to_block(problem: Problem, block: int) -> Problem:
+    """Returns the recurrence of the states at the ends of blocks."""
+    count = problem.length // block
+    run_block = block_of(problem, block)
 
-    All starts were off by the last gap and by what was left after it, of which a run leaves `rate`.
-    """
-    is_known = met.rate <= FORGOTTEN
-    return jnp.where(is_known, share * met.gap / (1 - jnp.minimum(met.rate, FORGOTTEN)), jnp.inf)
+    def last(before: Leaves, xs: Leaves) -> Leaves:
+        return tuple(leaf[-1] for leaf in run_block(before, xs))
+
+    rows = [leaf[: count * block].reshape(count, block, *leaf.shape[1:]) for leaf in problem.xs]
+    # Blind leaves are settled at the end, once, where all blocks are run anyway.
+    structure = dataclasses.replace(problem.structure, blind=frozenset())
+    return dataclasses.replace(problem, step=last, xs=tuple(rows), length=count, structure=structure)
+
+
+def _ends_of(guess: Leaves | None, block: int, count: int) -> Leaves | None:
+    """Returns the states at the ends of blocks, of states [T, ...]."""
+    if guess is None:
+        return None
+    return tuple(leaf[block - 1 :: block][:count] for leaf in guess)
+
+
+def _inside(problem: Problem, met: Meeting, block: int) -> Leaves:
+    """Returns all states, [T, ...]: those of the blocks, and of the steps behind the last one."""
+    inside = tuple(leaf.reshape(-1, *leaf.shape[2:]) for leaf in met.inside)
+    num_rest = problem.length % block
+    if not num_rest:
+        return inside
+    rest = tuple(leaf[-num_rest:] for leaf in problem.xs)
+    run_rest = block_of(problem, num_rest)
+    tail = run_rest(tuple(leaf[-1] for leaf in inside), rest)
+    return tuple(jnp.concatenate(pair) for pair in zip(inside, tail, strict=True))
 
 
 def _pushed(problem: Problem, v: Leaves, at: Leaves, x: Leaves) -> Leaves:
