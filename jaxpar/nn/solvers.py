@@ -5,7 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxpar.nn.cells import SequenceCell
+from jaxpar.nn.aaren import Aaren
+from jaxpar.nn.cells import Cell
 from jaxpar.nn.layer import cell_states, first_state
 from jaxpar.nn.leaf import init_leaves
 from jaxpar.solve import Elk, Fused, GaussSeidel, Jacobi, Newton, ParallelBackward, Picard, Quasi, Sequential
@@ -45,7 +46,7 @@ def solver(name: str, window: int = 0) -> Method | None:
     return dataclasses.replace(method(), window=window)
 
 
-def name_taken(cell: SequenceCell, batch: int, length: int) -> str:
+def name_taken(cell: Cell | Aaren, batch: int, length: int) -> str:
     """Returns the name of the method that a cell's recurrence takes here where none is named.
 
     That is "auto" for a cell whose states have a closed form. Nothing is computed: shapes, the

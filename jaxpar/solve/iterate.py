@@ -43,6 +43,9 @@ says little in one part, and their states are certified afterwards.
 ROUNDINGS = 4.0
 """Roundings of one step that a residual may hold where it can get no smaller."""
 
+SMALL = 30.0
+"""Updates by the true Jacobian up to so many times the allowed error leave nothing but rounding behind."""
+
 STALLED = 0.9
 """An update that is not smaller than so much of the one before it has stalled."""
 
@@ -131,9 +134,11 @@ def iterate(
         is_settled = (residuals <= 1) & within(residual, _settled_bound(problem, h))
         frozen, _ = leading(problem, is_settled | is_fixed | is_padding)
         is_stalled = (iterates.iterations > 0) & (size > STALLED * iterates.size)
+        if is_exact:
+            is_stalled |= size <= SMALL
 
         def by_rounding(state):
-            passes, errors, residuals = state
+            passes, _, residuals = state
             limit = rounding_bound(problem, h, iterates.iterations)
             # An update that is no more than rounding cannot shrink; the certificate follows.
             most = trusted(problem, h) if is_exact else limit
@@ -143,15 +148,19 @@ def iterate(
             # What rounding leaves is reported in units of what passes for it.
             is_new = is_rounded & ~passes
             pairs = zip(errors, smaller, strict=True)
-            errors = tuple(jnp.where(at_steps(is_new, a), b, a) for a, b in pairs)
-            return passes | is_rounded, errors, jnp.where(is_new, in_rounding, residuals)
+            reported = tuple(jnp.where(at_steps(is_new, a), b, a) for a, b in pairs)
+            worst = leaf_largest(_cleared(is_padding, reported))
+            return passes | is_rounded, worst, jnp.where(is_new, in_rounding, residuals)
 
+        worst_errors = leaf_largest(_cleared(is_padding, errors))
         # In 16 bits a few roundings are more than a slow iteration moves: there only the loop's own states pass.
         is_wide = all(float(jnp.finfo(leaf.dtype).eps) < 1e-4 for leaf in problem.start)
         if is_exact or is_wide:
-            is_needed = is_stalled & ~(passes | is_padding).all()
-            state = once(is_needed, by_rounding, (passes, errors, residuals), problem.start)
-            passes, errors, residuals = state
+            # All devices or none: rounding is looked for with a permute between them.
+            is_open = _largest(problem, jnp.where(passes | is_padding, 0.0, 1.0))
+            is_needed = is_stalled & (is_open > 0)
+            state = once(is_needed, by_rounding, (passes, worst_errors, residuals), problem.start)
+            passes, worst_errors, residuals = state
         worst = _largest(problem, jnp.where(is_padding, 0, residuals))
         prefix, is_done = leading(problem, passes | is_fixed | is_padding)
         after = Iterates(
@@ -163,7 +172,7 @@ def iterate(
             iterations=iterates.iterations + 1,
             size=size,
             sizes=sizes,
-            worst=(worst, leaf_largest(_cleared(is_padding, errors))),
+            worst=(worst, worst_errors),
         )
         return varying_as(after, problem.start)
 
@@ -213,14 +222,17 @@ def _remaining_errors(problem: Problem, iterates: Iterates, updates: Leaves, siz
     rows = zip(updates, sizes, iterates.sizes, strict=True)
     for number, (update, size, earlier) in enumerate(rows):
         rate = jnp.where(size == 0, 0, size / earlier)
-        factor = _spread_parts(_rest_factor(rate, iterates.iterations), len(update))
-        dtype = problem.start[number].dtype
-        rounding = 2 * float(jnp.finfo(dtype).eps) / problem.tolerance(number, dtype)[0]
-        is_bound = update <= rounding
+        factor = _rest_factor(rate, iterates.iterations)[:, None]
+        steps = _in_parts(update, len(size))
         if is_exact:
-            is_bound |= factor < jnp.inf  # updates that grow bound nothing: an error may only begin to show
-        factor = jnp.where(is_bound, jnp.minimum(factor, 1.0), factor)
-        out.append(jnp.where(update == 0, 0, factor * update))
+            # Updates that grow bound nothing: an error may only begin to show.
+            factor = jnp.where(factor < jnp.inf, jnp.minimum(factor, 1.0), jnp.inf)
+        else:
+            dtype = problem.start[number].dtype
+            rounding = 2 * float(jnp.finfo(dtype).eps) / problem.tolerance(number, dtype)[0]
+            factor = jnp.where(steps <= rounding, jnp.minimum(factor, 1.0), factor)
+        error = jnp.where(steps == 0, 0, factor * steps)
+        out.append(error.reshape(-1, *update.shape[1:])[: len(update)])
     return tuple(out)
 
 
@@ -230,24 +242,20 @@ def _num_parts(length: int, is_exact: bool) -> int:
     return 1
 
 
+def _in_parts(leaf: Array, count: int) -> Array:
+    """Returns values of each step, [T, ...], as [parts, steps of a part, ...]; zeros fill up the last part."""
+    size = -(-len(leaf) // count)
+    padding = [(0, count * size - len(leaf)), *[(0, 0)] * (leaf.ndim - 1)]
+    return jnp.pad(leaf, padding).reshape(count, size, *leaf.shape[1:])
+
+
 def _part_sizes(values: Leaves, is_exact: bool) -> Leaves:
-    """Returns the largest value of each entry in each part of a window, [parts, ...]."""
+    """Returns the largest value of each entry in each part of a window, [parts, ...]; values are not negative."""
     out = []
     for leaf in values:
-        count = _num_parts(len(leaf), is_exact)
-        starts = [len(leaf) * number // count for number in range(count + 1)]
-        rows = [leaf[a:b].max(0) for a, b in zip(starts[:-1], starts[1:], strict=True)]
-        rows = jnp.stack(rows)
+        rows = _in_parts(leaf, _num_parts(len(leaf), is_exact)).max(1)
         out.append(jnp.where(jnp.isfinite(rows), rows, jnp.inf))
     return tuple(out)
-
-
-def _spread_parts(rows: Array, length: int) -> Array:
-    """Returns what belongs to each step, [T, ...], of what belongs to each part of a window."""
-    count = len(rows)
-    starts = [length * number // count for number in range(count + 1)]
-    sizes = [b - a for a, b in zip(starts[:-1], starts[1:], strict=True)]
-    return jnp.repeat(rows, jnp.asarray(sizes), axis=0, total_repeat_length=length)
 
 
 def _settled_bound(problem: Problem, h: Leaves) -> Leaves:
