@@ -144,8 +144,8 @@ def pytest_collection_modifyitems(config, items):
 def fresh_compiler():
     """Leaves few programs, and JAX's cache closed, to the next file.
 
-    They are kept for good otherwise, each in pieces of memory of its own, of which the system allows a process 65,530:
-    thousands of programs end in a segmentation fault of the compiler.
+    They are kept for good otherwise, each in pieces of memory of its own, of which the system
+    allows a process 65,530: thousands of programs end in a segmentation fault of the compiler.
     """
     before = jax.config.jax_compilation_cache_dir
     yield

@@ -5,11 +5,12 @@
     python tests/newcomer.py --fresh python3.12             # in a clone and an environment of its own, with pip
     python tests/newcomer.py docs/quickstart.md notebooks/05_neat.py        # these alone
 
-Without names it runs README, the pages to install and of how-to, and each notebook with FAST=1: of a page first its
-bash lines, then its Python in one piece. Left out is what needs the reader's own files or an accelerator. A line is red
-if it ends with another code than 0 or takes half an hour, silent where nothing is printed for over five seconds, slow
-if it takes twice what the page says beside it, or five minutes where that says nothing, both by the clock and in
-processor time, which others' work makes no longer. Ends with 1 if any is red.
+Without names it runs README, the pages to install and of how-to, and each notebook with FAST=1: of
+a page first its bash lines, then its Python in one piece. Left out is what needs the reader's own
+files or an accelerator. A line is red if it ends with another code than 0 or takes half an hour,
+silent where nothing is printed for over five seconds, slow if it takes twice what the page says
+beside it, or five minutes where that says nothing, both by the clock and in processor time, which
+others' work makes no longer. Ends with 1 if any is red.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     python tests/release.py python3.12 python3.11         # two cores: three minutes an interpreter and archive
 
-`make release` calls it with every interpreter that it finds; the archives stay in dist/. Commands run in an empty
-folder, away from the checkout, so that all they find is what was installed.
+`make release` calls it with every interpreter that it finds; the archives stay in dist/. Commands
+run in an empty folder, away from the checkout, so that all they find is what was installed.
 """
 
 import argparse

@@ -1,7 +1,8 @@
 """Runs the library's Triton kernels without a GPU: a stand-in for `jax_triton` upon Triton's own interpreter.
 
-Needs triton and torch (CPU builds do); tests that ask for it skip where they are missing. Programs run one after the
-other, so that what is tested is arithmetic, masks and addresses; the order of memory operations is tested on a GPU.
+Needs triton and torch (CPU builds do); tests that ask for it skip where they are missing. Programs
+run one after the other, so that what is tested is arithmetic, masks and addresses; the order of
+memory operations is tested on a GPU.
 """
 
 import importlib.util

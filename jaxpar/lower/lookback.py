@@ -91,7 +91,7 @@ def push_nonzero(a, h):
 def product_nonzero(later, earlier):
     return later * earlier + 1.1754944e-38
 """
-"""How entries multiply, as those of `jaxpar.scan._rings` do; the last two where no factor is 0."""
+"""Products of entries, as in `jaxpar.scan._rings`; the last two where no factor is 0."""
 
 
 def _composition(k: int, name: str, suffix: str = "", cut: bool = False) -> str:

@@ -49,7 +49,7 @@ def solver(name: str, window: int = 0) -> Method | None:
 def name_taken(cell: Cell | Aaren, batch: int, length: int) -> str:
     """Returns the name of the method that a cell's recurrence takes here where none is named.
 
-    That is "auto" for a cell whose states have a closed form. Nothing is computed: shapes, the
+    That is "auto" for a cell with a closed form. Nothing is computed: shapes, the
     program of a step and the platform decide (`jaxpar.solve.explain`).
     """
 

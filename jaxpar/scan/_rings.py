@@ -51,7 +51,7 @@ def _push_derivative(primals, tangents):
 def _compose(later, earlier):
     """Returns the product of transitions, which is 0 only where one of them is.
 
-    Products of large transitions overflow before they meet a zero; those of small ones underflow. An
+    Products of large transitions overflow before they meet a zero; products of small ones underflow. An
     underflow to 0 would forget a state that step after step would keep. So the least normal number
     is added: it moves an underflow off 0 and is lost in every other product.
     """

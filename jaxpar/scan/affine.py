@@ -59,8 +59,8 @@ def affine_scan(
 ) -> Array:
     """Returns every state of the affine recurrence h[t] = a[t] h[t-1] + b[t].
 
-    Differentiable to any order, forwards and backwards: the recurrence is a linear solve, so a gradient costs one more
-    scan in the other direction, and nothing is kept from inside the tree.
+    Differentiable to any order, forwards and backwards: the recurrence is a linear solve, so a
+    gradient costs one more scan in the other direction, and nothing is kept from inside the tree.
 
     A zero in a resets: of "diag", "block" and "row", 0 h is 0 even if h is NaN or infinite, in
     values and in gradients, whatever the `impl`. "dense" and "matrix" multiply matrices, where
@@ -68,24 +68,31 @@ def affine_scan(
     product may overflow although the states, being small, would not.
 
     Args:
-      a: Transitions. "diag": of b's shape. "block" and "dense": b's shape and another k at the end, so that
-        `a[..., t, ..., :, :] @ h`. "row": b's shape without its last axis, `[..., T, ..., K]` for b `[..., K, V]`, one
-        number a row. "matrix": `[..., K, K]` for b `[..., K, V]`, which multiplies all V columns.
-      b: Drives, `[..., T, ...]` with time at `axis`; "block" and "dense" end in the k entries of the state. Floating,
-        or complex; a and h0 may differ in dtype, but cannot be complex alone.
-      h0: State before the first step (after the last if `reverse`), b's shape without time; zeros by default.
-      kind: "diag"; "block", whose k x k products are written out elementwise (k up to 8 or so); "dense", which
-        multiplies matrices, at full precision; for states that are matrices themselves, "row",
-        h[t] = a[t][..., None] * h[t-1] + b[t], and "matrix", h[t] = a[t] @ h[t-1] + b[t], at full precision. Both read
-        a as it is, not once a column, and so do their derivatives. One number a head is "row" with K and V flattened.
-      axis: Of time in b; not the last one of "block", "dense" and "row", nor the last two of "matrix".
+      a: Transitions. "diag": of b's shape. "block" and "dense": b's shape and another k at the end,
+        so that `a[..., t, ..., :, :] @ h`. "row": b's shape without its last axis, `[..., T, ...,
+        K]` for b `[..., K, V]`, one number a row. "matrix": `[..., K, K]` for b `[..., K, V]`,
+        which multiplies all V columns.
+      b: Drives, `[..., T, ...]` with time at `axis`; "block" and "dense" end in the k entries of
+        the state. Floating, or complex; a and h0 may differ in dtype, but cannot be complex alone.
+      h0: State before the first step (after the last if `reverse`), b's shape without time; zeros
+        by default.
+      kind: "diag"; "block", whose k x k products are written out elementwise (k up to 8 or so);
+        "dense", which multiplies matrices, at full precision; for states that are matrices
+        themselves, "row", h[t] = a[t][..., None] * h[t-1] + b[t], and "matrix", h[t] = a[t] @
+        h[t-1] + b[t], at full precision. Both read a as it is, not once a column, and so do their
+        derivatives. One number a head is "row" with K and V flattened.
+      axis: Of time in b; not the last one of "block", "dense" and "row", nor the last two of
+        "matrix".
       reverse: Computes h[t] = a[t] h[t+1] + b[t] instead.
-      axis_name: Mesh axis over which time is split, inside `jax.shard_map`; shard i holds the i-th piece.
-      impl: "auto" picks by `jaxpar.scan.dispatch` for the platform compiled for; "sequential", "associative" and
-        "chunked" insist, and "kernel" does where the platform has one that takes these arrays (else it is "auto").
+      axis_name: Mesh axis over which time is split, inside `jax.shard_map`; shard i holds the i-th
+        piece.
+      impl: "auto" picks by `jaxpar.scan.dispatch` for the platform compiled for; "sequential",
+        "associative" and "chunked" insist, and "kernel" does where the platform has one that takes
+        these arrays (else it is "auto").
 
     Returns:
-      h, of b's shape and dtype. The carry is at least float32, also where a and b are bfloat16 or float16.
+      h, of b's shape and dtype. The carry is at least float32, also where a and b are bfloat16 or
+      float16.
 
     Raises:
       UsageError: For shapes, dtypes, kinds or an axis that do not fit.
@@ -121,7 +128,8 @@ def affine_lanes(
 ) -> Lanes:
     """Returns the states of k x k affine recurrences whose entries are separate arrays.
 
-    The same as `affine_scan(kind="block")` with a[i][j], b[i] and h[i] apart, which needs no strided access.
+    The same as `affine_scan(kind="block")` with a[i][j], b[i] and h[i] apart, which needs no
+    strided access.
 
     Args:
       a: k rows of k arrays, all of one shape and dtype with time at `axis`.
@@ -195,7 +203,8 @@ def _solve(ring: Ring, a, b, h0, spec: _Spec):
 def _scan(ring: Ring, a, b, h0, spec: _Spec, adjoint: bool = False):
     """Computes the recurrence, of which a piece if time is split over devices.
 
-    The `adjoint` one takes at each step the transition of the step before it, in the order of the scan.
+    The `adjoint` one takes at each step the transition of the step before it, in the order of the
+    scan.
     """
     how = {"axis": spec.axis, "reverse": spec.reverse}
     if spec.axis_name is not None:

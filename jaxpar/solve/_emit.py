@@ -1,7 +1,8 @@
 """From a cell's jaxpr to Triton statements: any function that treats its lanes alike runs inside a kernel.
 
-A lane is one element of the carry's shape. Arrays of that shape, of a suffix of it (parameters [n] under a carry
-[B, n]) and scalars are tiles that broadcast; what would move values between lanes has no place here and is refused.
+A lane is one element of the carry's shape. Arrays of that shape, of a suffix of it (parameters [n]
+under a carry [B, n]) and scalars are tiles that broadcast; what would move values between lanes has
+no place here and is refused.
 """
 
 import math

@@ -1,8 +1,9 @@
 """Elementwise cells as GPU kernels: one that runs all steps with the state in registers, one for a Newton step.
 
-Both get the cell as Triton statements written from its jaxpr (`jaxpar.solve._emit`). Lanes are independent, so that
-the former has as many threads as the carry has elements, and reads each input once; a Newton step reads the previous
-states as well, and runs over time in parallel (`jaxpar.lower.lookback`).
+Both get the cell as Triton statements written from its jaxpr (`jaxpar.solve._emit`). Lanes are
+independent, so that the former has as many threads as the carry has elements, and reads each input
+once; a Newton step reads the previous states as well, and runs over time in parallel
+(`jaxpar.lower.lookback`).
 """
 
 import dataclasses
@@ -167,12 +168,13 @@ def newton_step(
       start: k arrays [*lanes].
       xs: As the cell has them, with a leading T.
       constants: As the cell has them.
-      bound: Three positive factors; an update is measured by a |new state| + b + c |J| |state before|.
+      bound: Three positive factors; an update is measured by a |new state| + b + c |J| |state
+        before|.
       reverse: Whether time runs backwards.
 
     Returns:
-      The new states, k arrays [T, *lanes]; and the largest |update| of each lane in units of its bound, k arrays
-      float32 [*lanes], NaN where one is met.
+      The new states, k arrays [T, *lanes]; and the largest |update| of each lane in units of its
+      bound, k arrays float32 [*lanes], NaN where one is met.
     """
     # The largest updates are maxima over all programs, taken of their bits as integers: see `newton_source`.
     k, lanes = cell.k, math.prod(cell.lanes)

@@ -1,7 +1,7 @@
 """The Triton kernel that runs sequentially: a thread a lane, the state in registers, inputs of later steps in flight.
 
-A warp owns 32 neighbouring lanes and goes through time alone, so that lanes are what fills the machine, and a step
-costs what its arithmetic waits for. Every array is read once and written once.
+A warp owns 32 neighbouring lanes and goes through time alone, so that lanes are what fills the
+machine, and a step costs what its arithmetic waits for. Every array is read once and written once.
 """
 
 import dataclasses
@@ -21,10 +21,12 @@ class SequentialKernel:
 
     Attributes:
       k: Components of the state of a lane.
-      x_columns: For each input its elements a step: as many as lanes, or those of the last axes of the lanes' shape.
+      x_columns: For each input its elements a step: as many as lanes, or those of the last axes of
+        the lanes' shape.
       c_columns: Elements of each constant, likewise.
       functions: Source of `cell(g0.., x0.., c0..)`, which returns the k new components.
-      ahead: Steps whose inputs are in flight; of 4, 8 and 16, 16 was fastest on an H100, and more compile for minutes.
+      ahead: Steps whose inputs are in flight; of 4, 8 and 16, 16 was fastest on an H100, and more
+        compile for minutes.
     """
 
     k: int
@@ -87,7 +89,8 @@ def launch_sequential(
 ) -> tuple:
     """Runs the kernel; returns k arrays of states of one `shape`, with time at `axis`, of the dtypes of `start`.
 
-    Inputs of as many columns as lanes are of that shape; with others, and with several of them, time comes first.
+    Inputs of as many columns as lanes are of that shape; with others, and with several of them,
+    time comes first.
     """
     steps, columns = shape[axis], math.prod(shape[axis + 1 :])
     lanes = math.prod(shape[:axis]) * columns

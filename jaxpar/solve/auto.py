@@ -41,10 +41,10 @@ PREFIX = 128
 class Auto:
     """Lets `parallel_scan` take the method that `choose` chooses; `Stats.method` says which.
 
-    Outside of jit it measures, which compiles some short solves. Inside, values are not known, so that only the
-    structure, the length and the platform decide, and the recurrence is taken to be predictable: where it is not,
-    the failed iterations come on top of the sequential run that finishes them. So call `choose` once and pass what it
-    returns.
+    Outside of jit it measures, which compiles some short solves. Inside, values are not known, so
+    that only the structure, the length and the platform decide, and the recurrence is taken to be
+    predictable: where it is not, the failed iterations come on top of the sequential run that
+    finishes them. So call `choose` once and pass what it returns.
 
     Attributes:
       gradient: Whether the cost of a gradient counts.
@@ -72,22 +72,26 @@ def choose(
 ) -> Choice:
     """Chooses a method for `parallel_scan(f, init, xs, length, reverse)`: predictability, then cost.
 
-    The exponent of the first `PREFIX` steps rules iterative methods out if errors would grow by more than
-    eps^(-1/2) over the whole length. Those that could be cheaper than a sequential run are then tried on the same
-    steps, for their iterations. The model is coarse, within a factor of two or three at best: time both if it matters.
+    The exponent of the first `PREFIX` steps rules iterative methods out if errors would grow by
+    more than eps^(-1/2) over the whole length. Those that could be cheaper than a sequential run
+    are then tried on the same steps, for their iterations. The model is coarse, within a factor of
+    two or three at best: time both if it matters.
 
     Args:
-      f: As for `parallel_scan`, and so are init, xs, length and reverse. Traced values are not looked at.
+      f: As for `parallel_scan`, and so are init, xs, length and reverse. Traced values are not
+        looked at.
       init: A state.
       xs: Inputs.
       length: T.
       reverse: Whether time runs backwards.
       gradient: Whether the time of a gradient counts.
       jac: Structure of the Jacobian, as in `Newton`.
-      platform: Row of `COSTS`; `jax.default_backend()` by default. Batches that `vmap` adds are not seen.
+      platform: Row of `COSTS`; `jax.default_backend()` by default. Batches that `vmap` adds are not
+        seen.
 
     Returns:
-      A `Choice`: `method`, `reason`, and the table of all candidates; it is empty where there is nothing to solve.
+      A `Choice`: `method`, `reason`, and the table of all candidates; it is empty where there is
+      nothing to solve.
     """
     platform = platform or jax.default_backend()
     check_platform(platform)

@@ -1,9 +1,10 @@
 """Carries with leaves that cannot be unknowns: counters, flags, random keys, complex numbers, arrays without entries.
 
-A solve varies its unknowns, so these must be floating. Leaves of other types are run sequentially first, all in one
-loop, if their values do not depend on an unknown; what they are before each step is then an input of it. Leaves that
-depend on unknowns and feed none, such as counts, are run sequentially afterwards, and so are blind ones that feed none.
-Where a leaf that cannot be an unknown depends on one and feeds one, there is nothing to solve apart from it.
+A solve varies its unknowns, so these must be floating. Leaves of other types are run sequentially
+first, all in one loop, if their values do not depend on an unknown; what they are before each step
+is then an input of it. Leaves that depend on unknowns and feed none, such as counts, are run
+sequentially afterwards, and so are blind ones that feed none. Where a leaf that cannot be an
+unknown depends on one and feeds one, there is nothing to solve apart from it.
 """
 
 import dataclasses
@@ -45,8 +46,9 @@ class Loop:
     def run(self, f: Callable, init: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
         """Returns what `lax.scan` does, also of a sequence that is split, of leaves of any type.
 
-        Cost: T steps. Split, each device runs its part as often as there are parts, from where the one before it ended
-        the last time: it is right from its turn on, and the derivative is that of a loop.
+        Cost: T steps. Split, each device runs its part as often as there are parts, from where the
+        one before it ended the last time: it is right from its turn on, and the derivative is that
+        of a loop.
         """
 
         def part(start: PyTree) -> tuple[PyTree, PyTree]:

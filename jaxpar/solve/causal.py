@@ -39,31 +39,36 @@ def causal_fixed_point(
 ) -> PyTree | tuple[PyTree, CausalStats]:
     """Solves x = update(x), where element i of update(x) depends on the elements of x before i only.
 
-    Sampling from an autoregressive model with fixed noise is such a system (element = pixel), and so are the layers of
-    a deep network (element = layer) and any recurrence. The sequential order evaluates `update` once an element;
-    Jacobi's replaces all elements at once. After k evaluations the first k elements are final whatever the guess,
-    and they are never written again, so N always suffice; fewer do where elements depend weakly on each other. Every
-    method runs the same compiled evaluation and differs only in which elements an evaluation may replace, so with
+    Sampling from an autoregressive model with fixed noise is such a system (element = pixel), and
+    so are the layers of a deep network (element = layer) and any recurrence. The sequential order
+    evaluates `update` once an element; Jacobi's replaces all elements at once. After k evaluations
+    the first k elements are final whatever the guess, and they are never written again, so N always
+    suffice; fewer do where elements depend weakly on each other. Every method runs the same
+    compiled evaluation and differs only in which elements an evaluation may replace, so with
     `tol=0` a discrete x comes out identical, and a float one to the rounding of `update`.
 
-    The derivative is implicit (`lax.custom_root`, sweeps over the linearised update), in both modes, when all leaves
-    are floats; discrete systems have none.
+    The derivative is implicit (`lax.custom_root`, sweeps over the linearised update), in both
+    modes, when all leaves are floats; discrete systems have none.
 
     Args:
-      update: x -> x, any pytree of arrays. `check_causal` tests the claim; a result from an update that is not causal
-        is meaningless.
+      update: x -> x, any pytree of arrays. `check_causal` tests the claim; a result from an update
+        that is not causal is meaningless.
       guess: Start: x's structure, shapes and dtypes. Every leaf has the N elements at `axis`.
       axis: Where the elements lie, in every leaf.
-      method: `Jacobi()`: all elements at once. `GaussSeidel(block=b)`: b elements at once, block after block; it makes
-        no fewer evaluations than Jacobi, but later elements do not move before earlier ones are final.
-        `Sequential()`: one by one. Their other fields, which are `parallel_scan`'s, are not read.
-      tol: A float is unchanged when it moves by at most `tol * max(1, |x|)`; 0 means not at all. A NaN always moves.
-      max_iters: Most evaluations, N by default; fewer may end before the fixed point, so `with_stats` is then needed.
-      with_stats: Whether `CausalStats` is returned, too. `converged` is False where x is not finite.
+      method: `Jacobi()`: all elements at once. `GaussSeidel(block=b)`: b elements at once, block
+        after block; it makes no fewer evaluations than Jacobi, but later elements do not move
+        before earlier ones are final. `Sequential()`: one by one. Their other fields, which are
+        `parallel_scan`'s, are not read.
+      tol: A float is unchanged when it moves by at most `tol * max(1, |x|)`; 0 means not at all. A
+        NaN always moves.
+      max_iters: Most evaluations, N by default; fewer may end before the fixed point, so
+        `with_stats` is then needed.
+      with_stats: Whether `CausalStats` is returned, too. `converged` is False where x is not
+        finite.
 
     Raises:
-      UsageError: Leaves without N elements at `axis`, an update that changes structure, shape or dtype, or a bound
-        whose outcome would not be returned.
+      UsageError: Leaves without N elements at `axis`, an update that changes structure, shape or
+        dtype, or a bound whose outcome would not be returned.
     """
     num = _num_elements(guess, axis)
     _check_update(update, guess)
@@ -148,9 +153,10 @@ def _solve_tangent(linear: Update, y: PyTree, num: int) -> PyTree:
 def check_causal(update: Update, example: PyTree, *, axis: int = 0, tol: float = 0.0) -> None:
     """Asserts by trial that element i of update(x) depends on the elements of x before i only.
 
-    For each i the elements from i on are altered (floats moved by `1 + |x|`, integers by 1, booleans flipped), and the
-    elements up to i of the output must stay: N + 1 evaluations, eager only. A trial at one point can miss a dependence
-    that shows elsewhere; it reports none that is not there if `tol` covers the rounding of `update`.
+    For each i the elements from i on are altered (floats moved by `1 + |x|`, integers by 1,
+    booleans flipped), and the elements up to i of the output must stay: N + 1 evaluations, eager
+    only. A trial at one point can miss a dependence that shows elsewhere; it reports none that is
+    not there if `tol` covers the rounding of `update`.
 
     Args:
       update: As for `causal_fixed_point`.
@@ -159,7 +165,8 @@ def check_causal(update: Update, example: PyTree, *, axis: int = 0, tol: float =
       tol: A float of the output may move by `tol * max(1, |x|)`.
 
     Raises:
-      UsageError: An element moves (named), or the arguments are being traced, so that their values are not known.
+      UsageError: An element moves (named), or the arguments are being traced, so that their values
+        are not known.
     """
     num = _num_elements(example, axis)
     _check_update(update, example)

@@ -39,8 +39,8 @@ class Costs(NamedTuple):
       iteration: Fixed part of one parallel iteration: its kernels' launches.
       bandwidth: Bytes of Jacobians and residuals a second, through an affine scan.
       flops: Multiplications and additions a second.
-      kernel: Of the kernels for elementwise cells: seconds of a step of the sequential kernel, fixed seconds of a
-        Newton iteration, and its bytes a second; None without kernels.
+      kernel: Of the kernels for elementwise cells: seconds of a step of the sequential kernel,
+        fixed seconds of a Newton iteration, and its bytes a second; None without kernels.
       source: Where the numbers are from.
     """
 
@@ -102,7 +102,8 @@ class Choice(NamedTuple):
     Attributes:
       method: To be passed to `parallel_scan`.
       reason: One sentence.
-      exponent: Largest Lyapunov exponent of the first steps, nats a step; None where values were not known.
+      exponent: Largest Lyapunov exponent of the first steps, nats a step; None where values were
+        not known.
       table: All candidates, the cheapest first.
     """
 
@@ -259,7 +260,8 @@ def explain(
       reverse: Whether time runs backwards.
       gradient: Whether the time of a gradient counts.
       jac: Structure of the Jacobian, as in `Newton`.
-      platform: Row of `COSTS`; by default the platform of the ambient mesh or `jax.default_backend()`.
+      platform: Row of `COSTS`; by default the platform of the ambient mesh or
+        `jax.default_backend()`.
 
     Returns:
       A `Choice`; its table is empty where there is nothing to solve.

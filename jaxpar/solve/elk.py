@@ -21,28 +21,30 @@ __all__ = ["Elk"]
 class Elk:
     """Newton's update with Jacobians attenuated where a long step would leave the region in which they hold.
 
-    A Levenberg-Marquardt step minimises `sum_t |delta[t] - A[t] delta[t-1] - r[t]|^2 + lambda[t] |delta[t]|^2`, r the
-    residual: the estimate of a linear system that is driven by unit noise and seen at zero with variance 1 / lambda.
-    ELK takes the filter's estimate, delta[t] = M[t] (A[t] delta[t-1] + r[t]) with M[t] = (I + lambda[t] P[t])^-1 and P
-    the predicted covariance. Here r enters whole: delta[t] = M[t] A[t] delta[t-1] + r[t]. M A is stable as a filter is,
-    however A grows; and since one more step becomes exact in every iteration, as with Newton's update, a large lambda
-    costs iterations but cannot stall, where the published step shrinks r and converges only as fast as lambda lets it.
-    The gradient is exact, as for every method.
+    A Levenberg-Marquardt step minimises `sum_t |delta[t] - A[t] delta[t-1] - r[t]|^2 + lambda[t]
+    |delta[t]|^2`, r the residual: the estimate of a linear system that is driven by unit noise and
+    seen at zero with variance 1 / lambda. ELK takes the filter's estimate, delta[t] = M[t] (A[t]
+    delta[t-1] + r[t]) with M[t] = (I + lambda[t] P[t])^-1 and P the predicted covariance. Here r
+    enters whole: delta[t] = M[t] A[t] delta[t-1] + r[t]. M A is stable as a filter is, however A
+    grows; and since one more step becomes exact in every iteration, as with Newton's update, a
+    large lambda costs iterations but cannot stall, where the published step shrinks r and converges
+    only as fast as lambda lets it. The gradient is exact, as for every method.
 
-    Cost of an iteration: Newton's, and a parallel scan over n x n filtering elements with a linear solve in each
-    combination, several times Newton's. For `quasi`, and where f is elementwise, all of it is scalar, O(T n).
+    Cost of an iteration: Newton's, and a parallel scan over n x n filtering elements with a linear
+    solve in each combination, several times Newton's. For `quasi`, and where f is elementwise, all
+    of it is scalar, O(T n).
 
     Attributes:
       quasi: Whether only the diagonal of A is used (quasi-ELK).
-      lam: lambda of a step whose residual is as large as the states; it falls with the squared residual, so that
-        Newton's quadratic convergence is kept. Zero gives Newton's update.
+      lam: lambda of a step whose residual is as large as the states; it falls with the squared
+        residual, so that Newton's quadratic convergence is kept. Zero gives Newton's update.
       adaptive: False keeps lambda at `lam` in all steps and iterations.
       jac: Structure of the Jacobian, as in `Newton`, and so are the rest.
       window: As there.
       max_iters: As there.
 
-    Reference: Gonzalez et al., arXiv:2407.19115 (lambda = 1 / sigma^2); the filter in parallel is Särkkä and
-    García-Fernández, arXiv:1905.13002.
+    Reference: Gonzalez et al., arXiv:2407.19115 (lambda = 1 / sigma^2); the filter in parallel is
+    Särkkä and García-Fernández, arXiv:1905.13002.
     """
 
     quasi: bool = False
@@ -95,10 +97,10 @@ class Elk:
 def damped_dynamics(a: Float[Array, "T *batch n n"], lam: Float[Array, "T *batch"]) -> Float[Array, "T *batch n n"]:
     """Returns M[t] A[t], M[t] = (I + lam[t] P[t])^-1: the dynamics of the Kalman filter's estimate.
 
-    P[t] = A[t] S[t-1] A[t]^T + I is the covariance predicted by delta[t] = A[t] delta[t-1] + unit noise, and
-    S[t] = M[t] P[t] that after seeing delta[t] with variance 1 / lam[t]; S[-1] = 0. The scan is over the filtering
-    elements of Särkkä and García-Fernández 2021, eq. 10 to 15, without the means. Where something is not finite, M A is
-    zero, the most cautious choice.
+    P[t] = A[t] S[t-1] A[t]^T + I is the covariance predicted by delta[t] = A[t] delta[t-1] + unit
+    noise, and S[t] = M[t] P[t] that after seeing delta[t] with variance 1 / lam[t]; S[-1] = 0. The
+    scan is over the filtering elements of Särkkä and García-Fernández 2021, eq. 10 to 15, without
+    the means. Where something is not finite, M A is zero, the most cautious choice.
     """
     lam = lam[..., None, None]
     gain = lam / (1 + lam)

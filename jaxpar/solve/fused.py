@@ -1,6 +1,7 @@
 """Elementwise cells on CUDA GPUs: all steps in one sequential kernel, and Newton's method as one an iteration.
 
-Elsewhere, for cells that are not elementwise, and without jax-triton, both are what they are in plain XLA.
+Elsewhere, for cells that are not elementwise, and without jax-triton, both are what they are in
+plain XLA.
 """
 
 import dataclasses
@@ -43,14 +44,16 @@ MAX_ITERATIONS = 24
 class Fused:
     """Runs all steps sequentially inside one GPU kernel: a thread an element of the state, which stays in registers.
 
-    The same states as `Sequential`, in float32 also where they are stored as bfloat16, and the exact parallel gradient
-    of `ParallelBackward`. Every input is read once; a step costs 0.2 to 0.3 microseconds on an H100 whatever the number
-    of elements up to some ten thousand, against 10 to 20 of `lax.scan`. For elementwise cells of one or two leaves on
-    CUDA; everything else is run by `lax.scan`.
+    The same states as `Sequential`, in float32 also where they are stored as bfloat16, and the
+    exact parallel gradient of `ParallelBackward`. Every input is read once; a step costs 0.2 to 0.3
+    microseconds on an H100 whatever the number of elements up to some ten thousand, against 10 to
+    20 of `lax.scan`. For elementwise cells of one or two leaves on CUDA; everything else is run by
+    `lax.scan`.
 
     Attributes:
       jac: Structure of the Jacobian, for the gradient, as in `Newton`.
-      window: Steps whose Jacobians are alive at a time, in the gradient; None for what the budget allows.
+      window: Steps whose Jacobians are alive at a time, in the gradient; None for what the budget
+        allows.
       unroll: Of `lax.scan`, where that is taken; None for 8 on CUDA, 1 elsewhere.
     """
 
@@ -91,9 +94,9 @@ def fused_states(problem: Problem, unroll: int | None = None) -> Leaves:
 def newton_states(problem: Problem, max_iters: int | None, on_fail: str) -> tuple[Leaves, Outcome]:
     """Returns the states by Newton's method over the whole sequence, one kernel an iteration; see `Method.states`.
 
-    Only on CUDA and where `takes(problem)`. Iterates until the last two updates say that the error is allowed, a few
-    roundings of what enters an entry included; then the residual is tested as everywhere. Where a step fails iteration
-    goes on, and at its bound all are run sequentially.
+    Only on CUDA and where `takes(problem)`. Iterates until the last two updates say that the error
+    is allowed, a few roundings of what enters an entry included; then the residual is tested as
+    everywhere. Where a step fails iteration goes on, and at its bound all are run sequentially.
     """
     lanes = _lanes(problem)
     assert lanes is not None

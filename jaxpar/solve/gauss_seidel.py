@@ -1,7 +1,7 @@
 """Multiple shooting: only the states between blocks of steps are unknown, and every block is run sequentially inside.
 
-So are, of a cell with many coupled entries, the tangent of the states and its transpose, the gradient: where a
-recurrence forgets, so do they, and no Jacobian is ever held.
+So are, of a cell with many coupled entries, the tangent of the states and its transpose, the
+gradient: where a recurrence forgets, so do they, and no Jacobian is ever held.
 """
 
 import dataclasses
@@ -47,11 +47,12 @@ FORGOTTEN = 0.01
 class GaussSeidel:
     """Runs blocks of steps sequentially, all blocks at once, until each starts where the one before it ends.
 
-    Inside a block every step sees the newest state before it (Gauss-Seidel), between blocks the old one (Jacobi): one
-    iteration takes the time of `block` steps, holds one state a block, and carries information over a whole block, so
-    it converges fast where a recurrence forgets within a block. With `correction` the ends of blocks are corrected by
-    Newton's method, as parareal does with a coarse propagator: the Jacobian of a block is the product of those of its
-    steps, n Jacobian-vector products with a run through it.
+    Inside a block every step sees the newest state before it (Gauss-Seidel), between blocks the old
+    one (Jacobi): one iteration takes the time of `block` steps, holds one state a block, and
+    carries information over a whole block, so it converges fast where a recurrence forgets within a
+    block. With `correction` the ends of blocks are corrected by Newton's method, as parareal does
+    with a coarse propagator: the Jacobian of a block is the product of those of its steps, n
+    Jacobian-vector products with a run through it.
 
     Attributes:
       block: Steps of a block; the last T modulo `block` steps are run at the end.
@@ -59,9 +60,9 @@ class GaussSeidel:
       jac: Structure of the Jacobian, as in `Newton`.
       window: Steps solved at once, as in `Newton`.
       max_iters: As in `Newton`; half the number of blocks, but 32 to 128.
-      shot_above: Coupled entries of a cell above which tangents and gradients are shot too. One H100, a GRU of
-        T = 10,000 and B = 16: a gradient took 0.8 ms of 8 entries by an affine scan and 1.5 by shooting, 1.5 and 1.8 of
-        16, 5.9 and 2.7 of 32, 24 and 4.9 of 64.
+      shot_above: Coupled entries of a cell above which tangents and gradients are shot too. One
+        H100, a GRU of T = 10,000 and B = 16: a gradient took 0.8 ms of 8 entries by an affine scan
+        and 1.5 by shooting, 1.5 and 1.8 of 16, 5.9 and 2.7 of 32, 24 and 4.9 of 64.
 
     Reference: Song et al., arXiv:2002.03629; Lions, Maday and Turinici 2001 for parareal.
     """
@@ -156,7 +157,8 @@ class GaussSeidel:
     def _error_left(self, problem: Problem, met: Meeting) -> Array:
         """Returns the error that is left, in units of what is allowed; infinite where it is not known.
 
-        All starts were off by the last gap and by what was left after it, of which a run leaves `rate`.
+        The starts were off by the last gap and by the error left after it. A run multiplies both by
+        `rate`.
         """
         if problem.structure.blind:
             # Blind leaves show no difference until they jump.
@@ -185,7 +187,8 @@ class GaussSeidel:
     ) -> tuple[Leaves, Array, Array]:
         """Returns states, which pass, and errors of leaves, of what blocks found that do not meet to the bit.
 
-        Blind leaves have to, after more passes; of others residuals are added up. Steps of `is_loop` pass anyway.
+        Blind leaves have to, after more passes; of others residuals are added up. Steps of
+        `is_loop` pass anyway.
         """
         h, passes, _ = state
         if problem.structure.blind:
@@ -259,9 +262,9 @@ class GaussSeidel:
     def tangent(self, problem: Problem, h: Leaves, b: Leaves, d_start: Leaves) -> Leaves:
         """Returns dh[t] = A[t] dh[t-1] + b[t] from dh[-1] = `d_start`, A the Jacobians along the states `h`.
 
-        By shooting again, to a residual of 8 eps of each entry and of its sequence's largest b; what that does not
-        find is run sequentially. The transpose is shot backwards. Cost: a Jacobian-vector (or vector-Jacobian) product
-        of every step in every pass; memory as `h`.
+        By shooting again, to a residual of 8 eps of each entry and of its sequence's largest b;
+        what that does not find is run sequentially. The transpose is shot backwards. Cost: a
+        Jacobian-vector (or vector-Jacobian) product of every step in every pass; memory as `h`.
         """
         before = problem.shift(h)
         narrow = tuple(leaf.dtype for leaf in h)
@@ -326,7 +329,7 @@ def _ends_of(guess: Leaves | None, block: int, count: int) -> Leaves | None:
 
 
 def _inside(problem: Problem, met: Meeting, block: int) -> Leaves:
-    """Returns all states, [T, ...]: those of the blocks, and of the steps behind the last one."""
+    """Returns all states, [T, ...]: the blocks, and the steps behind the last block."""
     inside = tuple(leaf.reshape(-1, *leaf.shape[2:]) for leaf in met.inside)
     num_rest = problem.length % block
     if not num_rest:

@@ -43,7 +43,7 @@ def joined(tree: PyTree, length: int) -> PyTree:
 
 
 def scanned(f: Callable, start: Leaves, xs: PyTree, length: int, unroll: int | None = None) -> Leaves:
-    """Returns the outputs of `lax.scan`, whose loop is unrolled as `run_sequentially` says."""
+    """Returns the outputs of `lax.scan`, unrolled as `run_sequentially` says."""
     run = functools.partial(jax.lax.scan, f, start, xs, length)
     if unroll is not None:
         return run(unroll=unroll)[1]
@@ -60,13 +60,17 @@ class Meeting(NamedTuple):
     Attributes:
       starts: States before each block, [blocks, ...], from which a next pass starts.
       inside: States in each block, [blocks, steps, ...].
-      is_same: Whether a block started where the one before it ends, to the bit in every leaf, [blocks].
-      is_near: Whether it did to the bit in blind leaves, and as near as residuals must be in others, [blocks].
-      gaps: Largest distance of a start from the end before it, in units of what a residual may be, [blocks].
+      is_same: Whether a block started where the one before it ends, to the bit in every leaf,
+        [blocks].
+      is_near: Whether it did to the bit in blind leaves, and as near as residuals must be in
+        others, [blocks].
+      gaps: Largest distance of a start from the end before it, in units of what a residual may be,
+        [blocks].
       gap: The largest of all.
       earlier: The same of the pass before.
       least: Least of all entries' largest distances, of those that are not zero.
-      rate: How much of large distances of all entries was left after a pass, at best; infinite if none were large.
+      rate: How much of large distances of all entries was left after a pass, at best; infinite if
+        none were large.
       passes: Made, int32.
     """
 

@@ -1,7 +1,7 @@
 """The iteration of one window: updates, tests that NaN cannot pass, and a prefix that has converged and stays.
 
-Step t of any method here is exact once the steps before it are, so the steps that have converged are a prefix, which
-every iteration lengthens; only what follows it is ever changed or reset.
+Step t of any method here is exact once the steps before it are, so the steps that have converged
+are a prefix, which every iteration lengthens; only what follows it is ever changed or reset.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ ROUNDINGS = 4.0
 """Roundings of one step that a residual may hold where it can get no smaller."""
 
 SMALL = 30.0
-"""Updates by the true Jacobian up to so many times the allowed error leave nothing but rounding behind."""
+"""Size of an update by the true Jacobian, in units of the allowed error, that leaves only rounding behind."""
 
 STALLED = 0.9
 """An update that is not smaller than so much of the one before it has stalled."""
@@ -56,8 +56,10 @@ class Iterates(NamedTuple):
     Attributes:
       h: States [T, ...].
       residual: f(S h, x) - h.
-      frozen: How many of this device's steps are not changed any more, all steps before them being so too.
-      prefix: How many have converged, all steps before them having converged too; at least `frozen`.
+      frozen: How many of this device's steps are not changed any more, all steps before them being
+        so too.
+      prefix: How many have converged, all steps before them having converged too; at least
+        `frozen`.
       is_done: Whether all have, on every device.
       iterations: Made.
       size: Largest update of the last iteration, in units of the allowed error.
@@ -79,8 +81,8 @@ class Iterates(NamedTuple):
 def most_iterations(length: int) -> int:
     """Returns the default bound on the iterations of a window.
 
-    Half its length, but for very short ones: an iteration that finds one step at a time converges always, and says
-    nothing about whether the recurrence is stable.
+    Half its length, but for very short ones: an iteration that finds one step at a time converges
+    always, and says nothing about whether the recurrence is stable.
     """
     return min(128, max(length // 2, min(length + 1, 32)))
 
@@ -90,21 +92,23 @@ def iterate(
 ) -> Iterates:
     """Iterates until residual and error are small at every entry of every step, or the method's bound is reached.
 
-    Judged is the iterate that is returned: its own residual, and its error, which the last two updates bound. If those
-    of an entry shrink by the factor q an iteration, what is left of its error is q / (1 - q) of the last update. Each
-    entry has a factor of its own, and so have early and late steps: a fast entry says nothing of a slow one. An entry
-    passes if that is at most `rtol |h| + atol` and its residual as small (`residual_bound`). Where updates shrink no
-    more, rounding decides (`rounding_bound`). Updates without the true Jacobian may shrink slowly for
+    Judged is the iterate that is returned: its own residual, and its error, which the last two
+    updates bound. If updates of an entry shrink by the factor q an iteration, what is left of its
+    error is q / (1 - q) of the last update. Each entry has a factor of its own, and so have early
+    and late steps: a fast entry says nothing of a slow one. An entry passes if that is at most
+    `rtol |h| + atol` and its residual as small (`residual_bound`). Where updates shrink no more,
+    rounding decides (`rounding_bound`). Updates without the true Jacobian may shrink slowly for
     another reason: they pass only if they are no more than rounding themselves.
 
     Args:
       method: Whose updates.
       problem: The recurrence, with rtol and atol.
-      guess: First iterate, finite; also what replaces iterates from the first one that is not finite.
+      guess: First iterate, finite; also what replaces iterates from the first one that is not
+        finite.
       valid: Steps that count; those behind them are padding.
       is_sound: False makes no iteration.
-      confirm: False judges the residual that the last update began with, and saves an evaluation of f: for who looks
-        at the residual of what is returned.
+      confirm: False judges the residual that the last update began with, and saves an evaluation of
+        f: for who looks at the residual of what is returned.
     """
     limit = method.max_iters or most_iterations(problem.parts * problem.length)
     index = jnp.arange(problem.length)
@@ -131,7 +135,7 @@ def iterate(
         errors = _remaining_errors(problem, iterates, updates, sizes, is_exact)
         error = step_largest(errors)
         passes = (residuals <= 1) & (error <= 1)
-        is_settled = (residuals <= 1) & within(residual, _settled_bound(problem, h))
+        is_settled = (residuals <= 1) & within(residual, _settling_bound(problem, h))
         frozen, _ = leading(problem, is_settled | is_fixed | is_padding)
         is_stalled = (iterates.iterations > 0) & (size > STALLED * iterates.size)
         if is_exact:
@@ -200,7 +204,8 @@ def iterate(
 def remaining(updates: Array, rate: Array, iterations: Array) -> Array:
     """Returns the error that is left after updates that shrink by `rate`, in their units: a geometric series' rest.
 
-    In the first iteration there is no rate yet, and the update itself is returned; where nothing changes, zero.
+    In the first iteration there is no rate yet, and the update itself is returned; where nothing
+    changes, zero.
     """
     return jnp.where(updates == 0, 0, _rest_factor(rate, iterations) * updates)
 
@@ -258,11 +263,11 @@ def _part_sizes(values: Leaves, is_exact: bool) -> Leaves:
     return tuple(out)
 
 
-def _settled_bound(problem: Problem, h: Leaves) -> Leaves:
+def _settling_bound(problem: Problem, h: Leaves) -> Leaves:
     """Returns the residual at which a step is not changed again: rounding, and a share of the allowed error.
 
-    Entries' own sizes alone count. A typical size counts later steps too. Their iterates may still be
-    anything, and a step that was settled by them would stay wrong.
+    Entries' own sizes alone count. A typical size counts later steps too. Their iterates may still
+    be anything, and a step that was settled by them would stay wrong.
     """
     out = []
     for number, leaf in enumerate(h):

@@ -23,27 +23,30 @@ def lyapunov(
 ) -> Float[Array, ""]:
     """Returns the largest Lyapunov exponent of h[t] = f(h[t-1], x[t])[0], in nats a step.
 
-    It is log ||J[T-1] ... J[k] v|| / (T - k), J[t] the Jacobian of f at h[t-1], v of norm one, k = `discard`: how fast
-    two runs from nearby states part (positive, chaos) or meet (negative). A parallel solve takes few iterations where
-    it is negative and is hopeless where it is clearly positive (Gonzalez et al. 2025, arXiv:2508.16817). The estimate
-    converges like 1 / T or, on a chaotic orbit, like 1 / sqrt(T).
+    It is log ||J[T-1] ... J[k] v|| / (T - k), J[t] the Jacobian of f at h[t-1], v of norm one, k =
+    `discard`: how fast two runs from nearby states part (positive, chaos) or meet (negative). A
+    parallel solve takes few iterations where it is negative and is hopeless where it is clearly
+    positive (Gonzalez et al. 2025, arXiv:2508.16817). The estimate converges like 1 / T or, on a
+    chaotic orbit, like 1 / sqrt(T).
 
     Args:
       f: (state, x) -> (state, y), as for `lax.scan`; every state leaf floating.
       init: The state before the first step.
       xs: Inputs, each leaf [T, ...], or None.
       length: T, needed when xs has no leaves.
-      states: The states after each step, [T, ...], where they are known (the ys of a scan that returns its carry). All
-        Jacobians are then taken and multiplied at once, in log2(T) rounds of n x n products with O(T n^2) memory;
-        without them one `lax.scan` carries v along.
-      discard: Steps left out of the mean at the start, so that the orbit forgets `init` and, in the loop, v turns.
+      states: The states after each step, [T, ...], where they are known (the ys of a scan that
+        returns its carry). All Jacobians are then taken and multiplied at once, in log2(T) rounds
+        of n x n products with O(T n^2) memory; without them one `lax.scan` carries v along.
+      discard: Steps left out of the mean at the start, so that the orbit forgets `init` and, in the
+        loop, v turns.
       seed: Of v.
 
     Returns:
       The exponent; -inf if some product sends v to zero, so that the past is forgotten wholly.
 
     Raises:
-      UsageError: State leaves that are not floating, no step left to average over, states of another length.
+      UsageError: State leaves that are not floating, no step left to average over, states of
+        another length.
     """
     leaves = jax.tree.leaves(init)
     if not leaves or not all(jnp.issubdtype(jnp.result_type(leaf), jnp.floating) for leaf in leaves):

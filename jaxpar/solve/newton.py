@@ -21,20 +21,21 @@ __all__ = ["Newton", "Quasi"]
 class Newton:
     """Solves for the update of all states of a window at once: (I - A S) delta = f(S h, x) - h, A the Jacobian.
 
-    Two to five iterations on recurrences that forget; the update is solved for and not the state, so that what the
-    scan rounds, the next residual corrects. Cost of an iteration: n Jacobian-vector products at every step and an
-    affine scan, O(T n^3) for n coupled entries.
+    Two to five iterations on recurrences that forget; the update is solved for and not the state,
+    so that what the scan rounds, the next residual corrects. Cost of an iteration: n
+    Jacobian-vector products at every step and an affine scan, O(T n^3) for n coupled entries.
 
     Attributes:
-      jac: Structure of the Jacobian: "auto" reads it off the program of f; "diag", `Block(k)`, "dense" and
-        `Dense(batch_dims)` declare it, and a declaration that the program contradicts is refused.
+      jac: Structure of the Jacobian: "auto" reads it off the program of f; "diag", `Block(k)`,
+        "dense" and `Dense(batch_dims)` declare it, and a declaration that the program contradicts
+        is refused.
       window: Steps solved at once; None for as many as `jaxpar.solve.windows.WINDOW_BYTES` allows.
       max_iters: Bound on the iterations of a window; None for half its length, but 32 to 128.
       damping: A is multiplied by 1 - damping, which trades speed for stability.
       clip: Entries of A are clipped to [-clip, clip].
 
-    Reference: Lim et al., arXiv:2309.12252, with the update in place of the state; windows as in Danieli et al.,
-    arXiv:2510.21450.
+    Reference: Lim et al., arXiv:2309.12252, with the update in place of the state; windows as in
+    Danieli et al., arXiv:2510.21450.
     """
 
     jac: Jac = "auto"
@@ -76,12 +77,13 @@ class Newton:
 class Quasi:
     """Newton's update with only the diagonal of a dense Jacobian: O(T n) memory, linear convergence.
 
-    Gradients are exact all the same: they take the true Jacobian. Where diag(A) says little about A this may need as
-    many iterations as there are steps, more than `Jacobi`; the window's bound then ends it.
+    Gradients are exact all the same: they take the true Jacobian. Where diag(A) says little about A
+    this may need as many iterations as there are steps, more than `Jacobi`; the window's bound then
+    ends it.
 
     Attributes:
-      diagonal: "exact", n Jacobian-vector products one after the other; or "hutchinson", the mean over `samples` of
-        v * (A v) with random signs v.
+      diagonal: "exact", n Jacobian-vector products one after the other; or "hutchinson", the mean
+        over `samples` of v * (A v) with random signs v.
       jac: Structure of the true Jacobian, as in `Newton`, for gradients.
       samples: Products an iteration of "hutchinson".
       seed: Of its signs, the same in every iteration.

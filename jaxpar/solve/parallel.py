@@ -36,20 +36,23 @@ class Stats:
     Attributes:
       iterations: Of all windows together, int32.
       windows: How many windows were solved, those that a failure called for included, int32.
-      residual: Largest `|f(h[t-1], x[t]) - h[t]|` of any entry at any step, in units of what passes: `rtol |h| + atol`
-        and eps of `|h|`, or a quarter of the former where a method does not solve with the whole Jacobian; where
-        numbers cancel, the rounding of what enters an entry is added.
-      error: Bound of the error of each leaf that was solved for, by its path, in units of what passes: `rtol |h| +
-        atol`, or the rounding of the loop itself. At most 1 where iteration converged.
-      converged: Whether iteration found every state, and the Jacobian has the structure that was declared. States of
-        blind leaves are then f of the states before them to the bit.
-      first_bad: First step that iteration did not find, int32; T if there is none. What stands from there on, up to
-        the end of its window at least, is what `on_fail` says.
-      structure_error: Largest `|J v - A v|` for random v, relative, where the declared structure A of J could not be
-        decided from the program of f; zero where it could. Too large a one makes every gradient NaN.
+      residual: Largest `|f(h[t-1], x[t]) - h[t]|` of any entry at any step, in units of what
+        passes: `rtol |h| + atol` and eps of `|h|`, or a quarter of the former where a method does
+        not solve with the whole Jacobian; where numbers cancel, the rounding of what enters an
+        entry is added.
+      error: Bound of the error of each leaf that was solved for, by its path, in units of what
+        passes: `rtol |h| + atol`, or the rounding of the loop itself. At most 1 where iteration
+        converged.
+      converged: Whether iteration found every state, and the Jacobian has the structure that was
+        declared. States of blind leaves are then f of the states before them to the bit.
+      first_bad: First step that iteration did not find, int32; T if there is none. What stands from
+        there on, up to the end of its window at least, is what `on_fail` says.
+      structure_error: Largest `|J v - A v|` for random v, relative, where the declared structure A
+        of J could not be decided from the program of f; zero where it could. Too large a one makes
+        every gradient NaN.
       method: The method; `Sequential` where there is nothing to solve, whatever was asked for.
-      reason: Why the method was taken: what there is not to solve, or what the default rule found. Empty for a method
-        that was named.
+      reason: Why the method was taken: what there is not to solve, or what the default rule found.
+        Empty for a method that was named.
     """
 
     iterations: Array
@@ -95,42 +98,52 @@ def parallel_scan(
 ) -> Any:  # two results or three, as `with_stats` says
     """Returns what `jax.lax.scan(f, init, xs, length, reverse, unroll)` does, with its states found in parallel.
 
-    The states are the root of f(h[t-1], x[t]) - h[t] = 0 over all t; the method iterates on all of them at once until
-    every entry of every step is within `rtol |h| + atol` of what it must be, or as near as rounding lets its own
-    numbers come. The result is a true trajectory: every state is f of the one before, up to rounding; the loop's own
-    where errors do not grow. Leaves that are not floating (counters, flags, keys, complex numbers) run sequentially
-    first, as inputs of the solve; if one depends on an unknown, so does the whole, and `Stats.reason` says so.
+    The states are the root of f(h[t-1], x[t]) - h[t] = 0 over all t; the method iterates on all of
+    them at once until every entry of every step is within `rtol |h| + atol` of what it must be, or
+    as near as rounding lets its own numbers come. The result is a true trajectory: every state is f
+    of the one before, up to rounding; the loop's own where errors do not grow. Leaves that are not
+    floating (counters, flags, keys, complex numbers) run sequentially first, as inputs of the
+    solve; if one depends on an unknown, so does the whole, and `Stats.reason` says so.
 
-    Derivatives of any order are exact whatever the method: they are those of the root. Works under `jit`, `vmap` (each
-    sequence converges for itself), `grad`, `jvp`, `shard_map` and in loops (there JAX refuses `grad` of `grad`); f may
-    close over traced arrays. Products in f are at full precision (no TF32) unless they or
-    `jax.default_matmul_precision` say otherwise. Call it under `jit`: outside, every call compiles anew.
+    Derivatives of any order are exact whatever the method: they are those of the root. Works under
+    `jit`, `vmap` (each sequence converges for itself), `grad`, `jvp`, `shard_map` and in loops
+    (there JAX refuses `grad` of `grad`); f may close over traced arrays. Products in f are at full
+    precision (no TF32) unless they or `jax.default_matmul_precision` say otherwise. Call it under
+    `jit`: outside, every call compiles anew.
 
     Args:
-      f: (state, input) -> (state, output), as for `lax.scan`; differentiable forwards by the floating leaves.
+      f: (state, input) -> (state, output), as for `lax.scan`; differentiable forwards by the
+        floating leaves.
       init: The state before the first step, any pytree.
       xs: Inputs, a pytree of arrays [T, ...], or None.
       length: T; needed if xs has no arrays.
       reverse: Whether the first step is at the end of xs.
       unroll: As `lax.scan`'s, of what is run sequentially; 1 leaves it to the method.
-      method: A method object of `jaxpar.solve`. None takes one by platform, shapes, structure, length and blindness
-        without measuring (`explain` says which, and why); `Auto()` measures predictability and cost.
+      method: A method object of `jaxpar.solve`. None takes one by platform, shapes, structure,
+        length and blindness without measuring (`explain` says which, and why); `Auto()` measures
+        predictability and cost.
       with_stats: Whether to return a `Stats` as third.
-      on_fail: What stands where iteration fails: "finish", a true trajectory, run sequentially; "nan"; or "raise", an
-        `ArithmeticError` outside of jit, where values are known, and NaN inside.
-      guess: States to start from: like init, with a leading T, in the order of xs. Leaves not solved for are not read.
-      axis_name: Mesh axis that the sequence is split over, inside `jax.shard_map`: xs is this device's part, init and
-        the returned state are the same on all. What is sent does not depend on T.
-      rtol: Error allowed in an entry, relative to it; None for 1.5 eps^(3/4) of its dtype: 1e-5 in float32. A number,
-        or a tree of numbers and None like init; one number may stand for a branch.
-      atol: Error allowed in every entry in addition, likewise. None for a tenth of rtol times the entry's typical size:
-        the median of its magnitude over time in the solution, 1 where it is always zero.
+      on_fail: What stands where iteration fails: "finish", a true trajectory, run sequentially;
+        "nan"; or "raise", an `ArithmeticError` outside of jit, where values are known, and NaN
+        inside.
+      guess: States to start from: like init, with a leading T, in the order of xs. Leaves not
+        solved for are not read.
+      axis_name: Mesh axis that the sequence is split over, inside `jax.shard_map`: xs is this
+        device's part, init and the returned state are the same on all. What is sent does not depend
+        on T.
+      rtol: Error allowed in an entry, relative to it; None for 1.5 eps^(3/4) of its dtype: 1e-5 in
+        float32. A number, or a tree of numbers and None like init; one number may stand for a
+        branch.
+      atol: Error allowed in every entry in addition, likewise. None for a tenth of rtol times the
+        entry's typical size: the median of its magnitude over time in the solution, 1 where it is
+        always zero.
 
     Returns:
       The last state, and outputs [T, ...] of every step; with `with_stats` also a `Stats`.
 
     Raises:
-      UsageError: For arguments that do not fit, or a state or a Jacobian structure that f contradicts.
+      UsageError: For arguments that do not fit, or a state or a Jacobian structure that f
+        contradicts.
       ArithmeticError: See `on_fail`.
     """
     _check(on_fail, unroll)

@@ -1,8 +1,8 @@
 """One nonlinear recurrence as a system of equations over its whole length, and what a method makes of it.
 
-The states h[0], ..., h[T-1] of h[t] = f(h[t-1], x[t]), h[-1] = start, are the root of residual(h) = f(S h, x) - h, with
-S the shift by one step. Newton's update solves (I - A S) delta = residual(h), A[t] being the Jacobian of f at h[t-1]:
-one affine scan. Other methods replace A.
+The states h[0], ..., h[T-1] of h[t] = f(h[t-1], x[t]), h[-1] = start, are the root of residual(h) =
+f(S h, x) - h, with S the shift by one step. Newton's update solves (I - A S) delta = residual(h),
+A[t] being the Jacobian of f at h[t-1]: one affine scan. Other methods replace A.
 """
 
 import dataclasses
@@ -31,13 +31,15 @@ class Problem:
       length: T; with `axis_name`, of this device's part.
       structure: Which entries of the new state depend on which of the old.
       axis_name: Mesh axis that the sequence is split over; None if it is whole.
-      reverse: Whether the first device along that axis holds the last part. Within a part time runs forwards.
+      reverse: Whether the first device along that axis holds the last part. Within a part time runs
+        forwards.
       rtol: Error of each leaf that is allowed relative to an entry; None for 1.5 eps^(3/4) of its
         dtype. An empty tuple is None for all.
       atol: Error of each leaf that is allowed in addition; None for a tenth of rtol times the
         entry's typical size (`rounding.typical_size`). An empty tuple is None for all.
       unroll: Of what is run sequentially; None leaves it to the method.
-      floor: Error that is allowed beside both, arrays that broadcast against [T, ...]; None for none.
+      floor: Error that is allowed beside both, arrays that broadcast against [T, ...]; None for
+        none.
       valid: Steps that count, those behind them being padding; None for all.
     """
 
@@ -114,7 +116,8 @@ class Problem:
     def jacobian(self, h: Leaves) -> Jacobian:
         """Returns A[t], the Jacobian of f at h[t-1], as the structure stores it.
 
-        Cost: n Jacobian-vector products at every step, n the entries of the largest group; memory T n^2.
+        Cost: n Jacobian-vector products at every step, n the entries of the largest group; memory T
+          n^2.
         """
         return self.structure.jacobian(self.apply, self.shift(h))
 
@@ -137,7 +140,8 @@ class Outcome(NamedTuple):
     Attributes:
       iterations: Of all windows together, int32.
       windows: How many were solved, int32.
-      residual: Largest `|f(S h, x) - h|` of any entry when iteration ended, in units of what passes (`rounding`).
+      residual: Largest `|f(S h, x) - h|` of any entry when iteration ended, in units of what passes
+        (`rounding`).
       error: Bound of the error of each leaf, [leaves], in units of what passes.
       first_bad: First step whose state was not found by iteration, int32; T if there is none.
     """
@@ -221,8 +225,9 @@ class IterativeMethod(WindowedMethod, Protocol):
     def update(self, problem: Problem, h: Leaves, residual: Leaves) -> Leaves:
         """Returns delta [T, ...]; the driver adds it, tests it, and keeps what has converged as it is.
 
-        `residual` is zero in the steps that have converged, always a prefix; delta is ignored there. Whatever an
-        update does, it must be causal (delta[t] depends on steps up to t) and give delta[t] = residual[t] where
-        delta[t-1] = 0: that is what fixes one more step at least in every iteration.
+        `residual` is zero in the steps that have converged, always a prefix; delta is ignored
+        there. Whatever an update does, it must be causal (delta[t] depends on steps up to t) and
+        give delta[t] = residual[t] where delta[t-1] = 0: that is what fixes one more step at least
+        in every iteration.
         """
         ...

@@ -57,7 +57,8 @@ class Traced:
     Attributes:
       recurrence: The program.
       consts: What f closes over.
-      init: Leaves of the state before the first step, promoted as `lax.scan` promotes Python numbers.
+      init: Leaves of the state before the first step, promoted as `lax.scan` promotes Python
+        numbers.
       xs: Leaves of the inputs.
       state_tree: Of the state.
       output_tree: Of the output.

@@ -1,8 +1,8 @@
 """What float arithmetic can give: a bound for every entry of every step, from the numbers that enter that entry.
 
-A large entry, row or start says nothing of its neighbours: each entry is judged by `rtol |h| + atol` of its own value.
-Where large numbers cancel, no arithmetic gives that much; there the bound is a few eps of the terms of
-f(h[t-1], x[t]), which the derivative of f makes visible.
+A large entry, row or start says nothing of its neighbours: each entry is judged by `rtol |h| +
+atol` of its own value. Where large numbers cancel, no arithmetic gives that much; there the bound
+is a few eps of the terms of f(h[t-1], x[t]), which the derivative of f makes visible.
 """
 
 import jax
@@ -78,7 +78,8 @@ def typical_size(problem: Problem, size: Array) -> Array:
 def _ranked(sample: Array, rank: Array | int) -> Array:
     """Returns the entry of a rank along the first axis: the smallest has rank 0, and NaN the last ones.
 
-    By counting the smaller ones of each, since XLA's sort of a short column takes many times as long.
+    By counting the smaller ones of each, since XLA's sort of a short column takes many times as
+    long.
     """
     sample = jnp.where(jnp.isnan(sample), jnp.inf, sample)
     index = np.arange(len(sample))
@@ -93,9 +94,10 @@ def _ranked(sample: Array, rank: Array | int) -> Array:
 def residual_bound(problem: Problem, h: Leaves, is_exact: bool = True, bound: Leaves | None = None) -> Leaves:
     """Returns what a residual may be, [T, ...]; updates and certificates bound the error that it grows to.
 
-    After an update by the true Jacobian (`is_exact`) that is what is allowed, and one rounding. Other methods leave a
-    residual that grows as they converge, to a hundredfold if slowly: they get a quarter, and in types of 16 bits less
-    than one rounding, so that there nothing but the loop's own states will do.
+    After an update by the true Jacobian (`is_exact`) that is what is allowed, and one rounding.
+    Other methods leave a residual that grows as they converge, to a hundredfold if slowly: they get
+    a quarter, and in types of 16 bits less than one rounding, so that there nothing but the loop's
+    own states will do.
     """
     if bound is None:
         bound = allowed(problem, h)
@@ -114,7 +116,8 @@ def at_steps(steps: Array, leaf: Array) -> Array:
 def fractions(values: Leaves, bound: Leaves) -> Leaves:
     """Returns |value| / bound of every entry, [T, ...]; infinite where a value is NaN, and zero at zero.
 
-    Not NaN: on CPUs XLA's largest value of a row with a NaN may be a number (jax 0.10 and 0.11, rows of 64).
+    Not NaN: on CPUs XLA's largest value of a row with a NaN may be a number (jax 0.10 and 0.11,
+    rows of 64).
     """
     out = []
     for value, most in zip(values, bound, strict=True):
@@ -148,8 +151,9 @@ def within(values: Leaves, bound: Leaves) -> Array:
 def rounding_noise(problem: Problem, h: Leaves, salt: Array | int) -> Leaves:
     """Estimates the rounding of f(S h, x) in every entry, [T, ...]: eps times the numbers that enter it.
 
-    They are the result, and the terms a[i, j] h[j] and b[i, j] x[j] of its derivative, of which random derivatives give
-    the root of the sum of squares. Cost: `PROBES` Jacobian-vector products. Another salt draws others.
+    They are the result, and the terms a[i, j] h[j] and b[i, j] x[j] of its derivative, of which
+    random derivatives give the root of the sum of squares. Cost: `PROBES` Jacobian-vector products.
+    Another salt draws others.
     """
     before, xs = problem.shift(h), problem.xs
     is_float = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in xs]
@@ -178,7 +182,8 @@ def rounding_noise(problem: Problem, h: Leaves, salt: Array | int) -> Leaves:
 def spread(like: Array, salt: Array | int) -> Array:
     """Returns numbers of mean zero and variance one, of an array's shape and type, by a multiplicative hash.
 
-    They only have to be unrelated to the problem, and `jax.random` compiles for longer than all the rest.
+    They only have to be unrelated to the problem, and `jax.random` compiles for longer than all the
+    rest.
     """
     index = jnp.arange(like.size, dtype=jnp.uint32) + jnp.asarray(salt, jnp.uint32) * jnp.uint32(0x9E3779B9)
     for _ in range(2):
@@ -199,8 +204,9 @@ def entering(problem: Problem, jacobian: Jacobian, h: Leaves) -> Leaves:
 def trusted(problem: Problem, h: Leaves) -> Leaves:
     """Returns the error up to which a state counts as found although errors grow, [T, ...].
 
-    That is sqrt(eps) of the largest that the entry, or one that it is coupled with, has been so far, since rounding of
-    earlier steps is still there where a state passes through zero: more would be chaos.
+    That is sqrt(eps) of the largest that the entry, or one that it is coupled with, has been so
+    far, since rounding of earlier steps is still there where a state passes through zero: more
+    would be chaos.
     """
     out, bound = [jnp.abs(leaf.astype(wide(leaf))) for leaf in h], allowed(problem, h)
     start = tuple(jnp.abs(leaf[None].astype(wide(leaf))) for leaf in problem.start)

@@ -19,7 +19,8 @@ class Sequential:
 
     Attributes:
       unroll: As `lax.scan`'s.
-      jac: Structure of the Jacobian for the gradient over a split sequence; elsewhere `lax.scan`'s own is taken.
+      jac: Structure of the Jacobian for the gradient over a split sequence; elsewhere `lax.scan`'s
+        own is taken.
     """
 
     unroll: int = field(1, AtLeast(1))

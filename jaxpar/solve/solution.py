@@ -1,8 +1,9 @@
 """The states of a recurrence as a differentiable function of its parameters, start and inputs, whatever found them.
 
-Their tangent is the affine recurrence dh[t] = J[t] dh[t-1] + f_x dx[t] + f_theta dtheta with the true Jacobians J at
-the solution: one affine scan, forwards, and its transpose backwards. Both are made window by window, and recomputed for
-the transpose, so that the Jacobians of one window are alive at a time. Multiple shooting of wide cells shoots instead.
+Their tangent is the affine recurrence dh[t] = J[t] dh[t-1] + f_x dx[t] + f_theta dtheta with the
+true Jacobians J at the solution: one affine scan, forwards, and its transpose backwards. Both are
+made window by window, and recomputed for the transpose, so that the Jacobians of one window are
+alive at a time. Multiple shooting of wide cells shoots instead.
 """
 
 import dataclasses

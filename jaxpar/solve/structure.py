@@ -1,10 +1,10 @@
 """Which entries of a new state depend on which of the old: what makes the Jacobian of a step cheap.
 
-A state is cut into groups of leaves that do not depend on each other, and each group, with its leading axes as batch,
-into `[*batch, n]`: batch elements are independent, the n entries of one are coupled. An elementwise cell has one group
-a leaf with all axes as batch and n = 1; k leaves coupled elementwise are n = k; a dense cell on [B, D] has batch [B]
-and n = D. The Jacobian of a group then costs n Jacobian-vector products, each with the same entry of all batch
-elements.
+A state is cut into groups of leaves that do not depend on each other, and each group, with its
+leading axes as batch, into `[*batch, n]`: batch elements are independent, the n entries of one are
+coupled. An elementwise cell has one group a leaf with all axes as batch and n = 1; k leaves coupled
+elementwise are n = k; a dense cell on [B, D] has batch [B] and n = D. The Jacobian of a group then
+costs n Jacobian-vector products, each with the same entry of all batch elements.
 """
 
 import dataclasses
@@ -247,7 +247,8 @@ def structure_of(step: Callable, start: Leaves, x: Leaves, jac: Jac, names: Sequ
       step: (leaves of a state, leaves of an input) -> leaves of the next state.
       start: Arrays or their shapes and dtypes.
       x: Likewise.
-      jac: "auto" takes what the program of f's derivative shows; "diag", `Block`, "dense" and `Dense` declare.
+      jac: "auto" takes what the program of f's derivative shows; "diag", `Block`, "dense" and
+        `Dense` declare.
       names: Of the leaves, for messages.
 
     Raises:
@@ -365,8 +366,9 @@ def _proved(
 def check_structure(f: Callable, init: PyTree, x: PyTree, jac: Jac) -> Structure:
     """Returns the structure of `f`'s Jacobian if `jac` declares it rightly; to be called once, outside of jit.
 
-    The program of f's derivative decides where it can; else one product with a random vector does, at `init` moved
-    by a random amount: a wrong declaration passes with probability zero, up to rounding.
+    The program of f's derivative decides where it can; else one product with a random vector does,
+    at `init` moved by a random amount: a wrong declaration passes with probability zero, up to
+    rounding.
 
     Args:
       f: As for `parallel_scan`.

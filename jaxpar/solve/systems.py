@@ -1,6 +1,7 @@
 """Steps of simulated systems, for `parallel_scan` as for `lax.scan`: differential equations and Markov chains.
 
-Each builder returns f(state, x) -> (state, state), so that the ys are the trajectory. States are any pytree of floats.
+Each builder returns f(state, x) -> (state, state), so that the ys are the trajectory. States are
+any pytree of floats.
 """
 
 from collections.abc import Callable
@@ -35,16 +36,16 @@ class Interval(NamedTuple):
 def intervals(ts: Float[Array, "T+1"], xs: PyTree = None) -> Interval:
     """Returns the T intervals between T + 1 times, equally far apart or not, as the xs of a scan of `ode_step`.
 
-    The lengths of a NumPy array are taken in its own precision: late times close to each other are not lost in
-    float32. The derivative by `ts` of what a scan makes of them is that by the times.
+    The lengths of a NumPy array are taken in its own precision: late times close to each other are
+    not lost in float32. The derivative by `ts` of what a scan makes of them is that by the times.
 
     Args:
       ts: Times in order, in the units of time of the field; the first is that of the scan's init.
       xs: What the field gets in each interval, a pytree of arrays [T, ...].
 
     Raises:
-      UsageError: For times that are not an array [T + 1], or, where values are known, not finite or not in order; and
-        for xs of another length.
+      UsageError: For times that are not an array [T + 1], or, where values are known, not finite or
+        not in order; and for xs of another length.
     """
     if np.ndim(ts) != 1 or not len(ts):
         raise UsageError(f"ts has shape {np.shape(ts)}, but must be an array [T + 1] of the times at T steps' ends.")
@@ -70,11 +71,13 @@ def ode_step(field: Callable[[Array, PyTree, PyTree], PyTree]) -> Step:
 
         _, states = parallel_scan(ode_step(field), h0, intervals(ts, xs))
 
-    where `states[k]` is h at `ts[k + 1]`. With `jax.lax.scan` it is the sequential twin. The error of a step is of the
-    order of its length to the fifth: put times between those of data that lie too far apart.
+    where `states[k]` is h at `ts[k + 1]`. With `jax.lax.scan` it is the sequential twin. The error
+    of a step is of the order of its length to the fifth: put times between those of data that lie
+    too far apart.
 
     Args:
-      field: (t, h, x) -> dh/dt of h's structure; x is what `intervals` was given for the step, None if nothing.
+      field: (t, h, x) -> dh/dt of h's structure; x is what `intervals` was given for the step, None
+        if nothing.
 
     Returns:
       f(h, interval) -> (h at its end, the same).
@@ -102,7 +105,8 @@ def sde_step(drift: Callable[[PyTree], PyTree], diffusion: Callable[[PyTree], Py
       dt: Length of a step.
 
     Returns:
-      f(h, noise): noise is like h, standard normal; fixed before the solve, it makes the path deterministic.
+      f(h, noise): noise is like h, standard normal; fixed before the solve, it makes the path
+      deterministic.
     """
     root = jnp.sqrt(dt)
 
@@ -149,10 +153,11 @@ def langevin_step(log_density: Callable[[PyTree], Array], dt: Scalar) -> Step:
 def leapfrog_step(log_density: Callable[[PyTree], Float[Array, ""]], dt: Scalar, num_steps: int = 1) -> Step:
     """Returns a step of Hamiltonian Monte Carlo; with one leapfrog step it is the Metropolis-adjusted Langevin method.
 
-    Accepting is a jump: the chain is a discontinuous function of its states, and the Jacobian is that of the branch
-    taken. Newton's iterates may therefore flip a decision, so that its speed is that of no theory; what holds is that
-    states whose residual is zero are the chain's own, and that at most T iterations reach them. A gradient treats the
-    decisions as given, as that of `lax.scan` does.
+    Accepting is a jump: the chain is a discontinuous function of its states, and the Jacobian is
+    that of the branch taken. Newton's iterates may therefore flip a decision, so that its speed is
+    that of no theory; what holds is that states whose residual is zero are the chain's own, and
+    that at most T iterations reach them. A gradient treats the decisions as given, as that of
+    `lax.scan` does.
 
     Args:
       log_density: h -> log p(h) up to a constant, a scalar.
@@ -160,7 +165,8 @@ def leapfrog_step(log_density: Callable[[PyTree], Float[Array, ""]], dt: Scalar,
       num_steps: Leapfrog steps of a proposal.
 
     Returns:
-      f(h, (momentum, log_uniform)): standard normals like h, and the logarithm of one uniform variable.
+      f(h, (momentum, log_uniform)): standard normals like h, and the logarithm of one uniform
+      variable.
     """
     force = jax.grad(log_density)
 

@@ -1,13 +1,16 @@
 """Windows in sequence, each started from the true state before it, and what follows where one fails.
 
-A window that fails is solved again in short windows, and what fails even there is run step by step. A repair is a
-loop that makes no trip when there is nothing to repair: under `vmap` a `cond` would run both branches.
+A window that fails is solved again in short windows, and what fails even there is run step by step.
+A repair is a loop that makes no trip when there is nothing to repair: under `vmap` a `cond` would
+run both branches.
 
-Windows hide instability: each may converge while the error of the states before it grows from window to window. So a
-sequence of windows also carries an estimate of how large rounding errors have become, one more linear solve a window.
+Windows hide instability: each may converge while the error of the states before it grows from
+window to window. So a sequence of windows also carries an estimate of how large rounding errors
+have become, one more linear solve a window.
 
-What a window found is then certified. States of blind leaves are the loop's own to the bit (`settle`). Residuals of
-others, added up by the Jacobians, are within what is allowed (`accumulated_errors`).
+What a window found is then certified. States of blind leaves are the loop's own to the bit
+(`settle`). Residuals of others, added up by the Jacobians, are within what is allowed
+(`accumulated_errors`).
 """
 
 import dataclasses
@@ -105,8 +108,9 @@ def run_sequentially(
 ) -> Leaves:
     """Returns the states found step by step, keeping the first `prefix` steps of `h`, none by default.
 
-    With `axis_name` the devices take turns, each passing one state on. `unroll` is `lax.scan`'s; None for 8 on CUDA,
-    where the step of an XLA loop costs 20 microseconds whatever is in it, and 1 elsewhere.
+    With `axis_name` the devices take turns, each passing one state on. `unroll` is `lax.scan`'s;
+    None for 8 on CUDA, where the step of an XLA loop costs 20 microseconds whatever is in it, and 1
+    elsewhere.
     """
     unroll = problem.unroll if unroll is None else unroll
     if h is None:

@@ -44,7 +44,8 @@ def job_of(sizes=(2, 2, 2), accumulate=1, length=LENGTH, **changes):
 def test_the_account_is_near_the_compiled_program(sizes, changes):
     """Within 35 %: XLA for CPUs fuses little and keeps float32 copies, so that this is a test of magnitude.
 
-    By hand, against XLA for TPUs: 8B on v5p:4x4x4 7 % over; against an H100: 14 % and 8 % over (docs/estimates.md).
+    By hand, against XLA for TPUs: 8B on v5p:4x4x4 7 % over; against an H100: 14 % and 8 % over
+    (docs/estimates.md).
     """
     job = job_of(sizes, **changes)
     memory, _ = analyse(job)

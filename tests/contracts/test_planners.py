@@ -122,9 +122,9 @@ class LessonParams:
 class Lesson:
     """A hidden bit is told by the first observation, beside some noise, and asked for by the second action.
 
-    Action 1 first costs 1; the right answer pays 10, the wrong one -10, and ends it. With `partial`, action 1 first
-    pays 20, and is forbidden where the bit is 0. The guess is what is earned, and absurd where the episode has ended.
-    States: the bit, and twice the number of steps.
+    Action 1 first costs 1; the right answer pays 10, the wrong one -10, and ends it. With
+    `partial`, action 1 first pays 20, and is forbidden where the bit is 0. The guess is what is
+    earned, and absurd where the episode has ended. States: the bit, and twice the number of steps.
     """
 
     name = "Lesson"
@@ -238,7 +238,8 @@ class Endless(Lesson):
 def test_each_level_has_keys_of_its_own(of):
     """One simulation a batch: were a batch's key the same at all levels, it would do and see there what it did above.
 
-    So each level would have 4 nodes, of two hidden bits and two actions, or two noises; there are 4, then 8, then 16.
+    So each level would have 4 nodes, of two hidden bits and two actions, or two noises; there are
+    4, then 8, then 16.
     """
     search = dataclasses.replace(of(1, 80, max_depth=3, leaf="zero").tree_search(), select=at_random)
     known = ParticleBelief(32).init(jax.random.key(0), LESSON, LessonParams())

@@ -1,7 +1,8 @@
 """The law of what `rejection` emits, by enumeration of all drafts and all random outcomes; nothing is sampled.
 
-Target and draft are Markov chains of order two: [V, V, V] tables of the law of a token after two others. The tokens
-that one pass emits are completed by the target to sequences of one length, whose law must be the target's own.
+Target and draft are Markov chains of order two: [V, V, V] tables of the law of a token after two
+others. The tokens that one pass emits are completed by the target to sequences of one length, whose
+law must be the target's own.
 """
 
 import functools

@@ -1,6 +1,7 @@
 """What the kernel of attention over blocks is given: tables of all kinds, and a cache that holds NaN where no token is.
 
-`stand_in` is its sequential twin: what each program makes, query by query and block by block, in NumPy.
+`stand_in` is its sequential twin: what each program makes, query by query and block by block, in
+NumPy.
 """
 
 import dataclasses
@@ -39,8 +40,9 @@ CASES = {
 def made(readers, dtype, slots):
     """A prompt, read by readers that have each written some tokens; NaN in what nobody wrote.
 
-    Offsets differ from reader to reader, and what is seen ends before its segment does: tables that no one step makes,
-    but that tell apart whose are read. Blocks lie in no order, the last of several readers writes nowhere.
+    Offsets differ from reader to reader, and what is seen ends before its segment does: tables that
+    no one step makes, but that tell apart whose are read. Blocks lie in no order, the last of
+    several readers writes nowhere.
     """
     rng, reserved = np.random.default_rng(readers), [-(-PROMPT // BLOCK), *[-(-ROOM // BLOCK)] * readers]
     blocks = sum(reserved) + 3

@@ -1,6 +1,7 @@
 """The same processors of Hugging Face's transformers, where it and torch are installed; by hand in CI's place.
 
-`pip install torch transformers` beside the library, then `python -m pytest tests/decode/test_process_peer.py`.
+`pip install torch transformers` beside the library, then `python -m pytest
+tests/decode/test_process_peer.py`.
 """
 
 import jax

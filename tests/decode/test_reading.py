@@ -23,8 +23,8 @@ PROMPT = np.arange(1, 11).reshape(ROWS, 5)
 class Marks:
     """Attention that keeps (token, position), and a recurrence that keeps the tokens in the digits of a number.
 
-    As values it keeps the position by what the cache is said to have seen, negative. Logits are the position of each
-    token, what the cache is said to have seen, and which tokens each sees.
+    As values it keeps the position by what the cache is said to have seen, negative. Logits are the
+    position of each token, what the cache is said to have seen, and which tokens each sees.
     """
 
     recurrent: bool = True

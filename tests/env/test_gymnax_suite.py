@@ -1,8 +1,9 @@
 """What gymnax's own tests ask of an environment, asked of ours as gymnax's.
 
-Of some fifty files its source distribution ships six, of which one function takes any environment; so the calls of the
-whole suite that do are made here: `test_reproduction_matrix`, `test_terminal_states`, `misc/test_misc_env`, and
-`wrappers/test_{purerl,gym,dm_env}`. They are gymnax's in what is called and asked, not in their words.
+Of some fifty files its source distribution ships six, of which one function takes any environment;
+so the calls of the whole suite that do are made here: `test_reproduction_matrix`,
+`test_terminal_states`, `misc/test_misc_env`, and `wrappers/test_{purerl,gym,dm_env}`. They are
+gymnax's in what is called and asked, not in their words.
 """
 
 import dataclasses

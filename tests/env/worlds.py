@@ -26,7 +26,8 @@ class State:
 class Corridor:
     """Walk left or right from the middle of a corridor; its right end pays 1, both absorb; a noisy view of the place.
 
-    The view is right with probability 0.75, else uniform over all places. At the left wall, going left is illegal.
+    The view is right with probability 0.75, else uniform over all places. At the left wall, going
+    left is illegal.
     """
 
     length: int = 7

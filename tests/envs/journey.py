@@ -22,8 +22,8 @@ def travel(key, env, params, num_steps, act=legal_action):
     """`num_steps` steps with a reset where one ends: everything about each, `[T, ...]`.
 
     Returns:
-        A dictionary: `before` (state), `seen` (its observation), `start` (whether an episode began there), `action`,
-        `after` (a `Transition`), `done`.
+        A dictionary: `before` (state), `seen` (its observation), `start` (whether an episode began
+        there), `action`, `after` (a `Transition`), `done`.
     """
 
     def one(carry, key):

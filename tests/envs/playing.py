@@ -10,8 +10,9 @@ from jaxpar.env import reset, step
 def play(env, params, num_steps, seed=0):
     """`num_steps` of random legal-or-not actions with a reset after every end.
 
-    Returns the first observation and state, and the record of every step: key, action, mask before it, the transition
-    before any reset, and the observation and state that the next step starts from.
+    Returns the first observation and state, and the record of every step: key, action, mask before
+    it, the transition before any reset, and the observation and state that the next step starts
+    from.
     """
 
     def one(carry, key):

@@ -188,8 +188,8 @@ def plain_figure(width, height):
 def main(monkeypatch, capfd, tmp_path, cache, text, compile_once):
     """`main(*flags)` is the command in this process, in `tmp_path`.
 
-    It fails if a training step is compiled, unless `compiles` says that one may be. `of` is another experiment, which
-    gets no flags but those given.
+    It fails if a training step is compiled, unless `compiles` says that one may be. `of` is another
+    experiment, which gets no flags but those given.
     """
     from experiments import _interrupt, _run
     from jaxpar import loop

@@ -1,6 +1,7 @@
 """A world's step in plain Python, one inhabitant after the other: what `World` must equal, number by number.
 
-Python's integers have no end, so nothing here can overflow unseen. Brains and draws of random numbers are given.
+Python's integers have no end, so nothing here can overflow unseen. Brains and draws of random
+numbers are given.
 """
 
 import math

@@ -1,6 +1,7 @@
 """Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3 and Phi-3 in slow NumPy, in float64, from names and config.json alone.
 
-Documents may share a row: positions then count from each one's start, and no token sees another document.
+Documents may share a row: positions then count from each one's start, and no token sees another
+document.
 """
 
 import json

@@ -1,7 +1,8 @@
 """A noisy walk as an algorithm, its plain loop, and a writer that keeps its rows.
 
-All its numbers are multiples of 2^-8 under 4, and those of its losses of 2^-19: no operation rounds, so that equal bits
-are asked of the drivers and not of how a compiler fuses a program of another length.
+All its numbers are multiples of 2^-8 under 4, and those of its losses of 2^-19: no operation
+rounds, so that equal bits are asked of the drivers and not of how a compiler fuses a program of
+another length.
 """
 
 import dataclasses

@@ -1,10 +1,10 @@
 """From one generation to the next in plain Python: one species, one child and one gene after the other.
 
-Stanley and Miikkulainen 2002, sections 3.2 and 3.3, with the deviations that the table of docs/neat.md lists. Nothing
-of jaxpar is called: only the numbers of a `Rates` are read.
+Stanley and Miikkulainen 2002, sections 3.2 and 3.3, with the deviations that the table of
+docs/neat.md lists. Nothing of jaxpar is called: only the numbers of a `Rates` are read.
 
-What is left to chance is asked of dice, so the same rules can be played with all dice forced, or followed into every
-side of every throw, which gives what may happen with its exact probability.
+What is left to chance is asked of dice, so the same rules can be played with all dice forced, or
+followed into every side of every throw, which gives what may happen with its exact probability.
 """
 
 import dataclasses

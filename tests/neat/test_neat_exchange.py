@@ -101,7 +101,8 @@ def test_neat_python_gives_the_same_outputs(kind):
 def test_neat_pythons_continuous_networks_give_the_same_outputs():
     """By the rule of its 2.1; its 2.0 steps by forward Euler, from a buffer of the step before the last.
 
-    So time constants are given to it for which Euler's step is the exact one, and its buffers are made equal.
+    So time constants are given to it for which Euler's step is the exact one, and its buffers are
+    made equal.
     """
     config = dataclasses.replace(config_of("ctrnn"), time_step=0.2, sub_steps=2)
     genomes = random_genomes(np.random.default_rng(5), config, 6)

@@ -1,6 +1,7 @@
 """Compiles Triton kernels for sm_90 without a GPU and tells what the machine code uses; run in a process of its own.
 
-Reads a JSON list of {text, name, dtypes, constants, num_warps, num_stages} from standard input, writes one of facts.
+Reads a JSON list of {text, name, dtypes, constants, num_warps, num_stages} from standard input,
+writes one of facts.
 """
 
 import json

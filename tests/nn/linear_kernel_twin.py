@@ -1,6 +1,7 @@
 """The sequential twin of linear attention's kernels: what each program reads, computes and writes, in NumPy, float64.
 
-It has their tiling, masks, arguments and the order of their chunks; sums of decays are added up pair by pair.
+It has their tiling, masks, arguments and the order of their chunks; sums of decays are added up
+pair by pair.
 """
 
 import jax

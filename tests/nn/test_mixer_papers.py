@@ -1,7 +1,8 @@
 """Each layer against its paper's equations, a plain loop over time in NumPy from the layer's own parameters.
 
-One row of T tokens and one head after the other. Every parameter is drawn, those as well that begin at 0 or 1, so that
-nothing drops out of an equation. Constants below the roots of norms are ours: papers do not tell them.
+One row of T tokens and one head after the other. Every parameter is drawn, those as well that begin
+at 0 or 1, so that nothing drops out of an equation. Constants below the roots of norms are ours:
+papers do not tell them.
 """
 
 import dataclasses

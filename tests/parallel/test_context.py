@@ -76,7 +76,8 @@ MORE_PROMISED = [
 def wanted(q, k, v, g, positions, segments=None, visible=CAUSAL):
     """Value and gradients in rows of LONGEST tokens, for which there is one program: what fills up sees itself alone.
 
-    A head of the keys has as many copies as queries' heads that read it, and the gradients of all of them.
+    A head of the keys has as many copies as queries' heads that read it, and the gradients of all
+    of them.
     """
     (rows, length, groups), again = k.shape[:3], q.shape[2] // k.shape[2]
     seen = np.tile(np.eye(LONGEST, dtype=bool), (MOST_ROWS, 1, 1))

@@ -1,6 +1,7 @@
 """Ring self-attention as it was first told (arXiv:2105.13120), in NumPy: the plain form of a ring of partial sums.
 
-Keys go round for whole rows of scores, then values for the outputs; both once more with the sums of their gradients.
+Keys go round for whole rows of scores, then values for the outputs; both once more with the sums of
+their gradients.
 """
 
 import math

@@ -44,8 +44,9 @@ def maze1d():
 def shuttle():
     """Chrisman (1992): carry supplies between two docks; least and most recently visited are told apart.
 
-    States: docked in L, facing M from outside, space facing L, back to L, back to M, space facing M, facing L, docked
-    in M. Actions: turn, forward, back up. Observations: L, M, docked in M, nothing, docked in L.
+    States: docked in L, facing M from outside, space facing L, back to L, back to M, space facing
+    M, facing L, docked in M. Actions: turn, forward, back up. Observations: L, M, docked in M,
+    nothing, docked in L.
     """
     turn = rows_of(8, [{1: 1}, {4: 1}, {5: 1}, {6: 1}, {1: 1}, {2: 1}, {3: 1}, {1: 1}])
     forward = rows_of(8, [{4: 1}, {1: 1}, {1: 1}, {2: 1}, {5: 1}, {6: 1}, {6: 1}, {4: 1}])
@@ -72,9 +73,9 @@ def random_model(seed=0, states=3, actions=2, observations=2, discount=0.9):
 def maze4x3():
     """Russell's 4 x 3 maze as Parr and Russell (1995) made a POMDP of it: one sees walls to the left and right.
 
-    A move slips to either side with 0.1; after + or - one starts anew. The benchmark moves one slip, that of going east
-    from the cell south of the wall's right neighbour, to the west in place of against the wall; its published value
-    needs that.
+    A move slips to either side with 0.1; after + or - one starts anew. The benchmark moves one
+    slip, that of going east from the cell south of the wall's right neighbour, to the west in place
+    of against the wall; its published value needs that.
     """
     cells = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 2), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3)]
     moves, sides = [(-1, 0), (1, 0), (0, 1), (0, -1)], [(2, 3), (2, 3), (0, 1), (0, 1)]
@@ -97,9 +98,10 @@ def maze4x3():
 def heavenhell():
     """Geffner and Bonet (1998): one of two arms of a T ends in heaven, the other in hell; a priest at the foot knows.
 
-    Cells 0 .. 9: the start, the trunk 1 and 2, the left arm 3 and 4, the right one 5 and 6, and 7, 8, 9 to the priest
-    below; twice, with heaven on the left and on the right. Each cell looks like itself but the priest's, who tells.
-    From 4 and 6 one starts anew, for 1 or -1. Actions: north, south, east, west.
+    Cells 0 .. 9: the start, the trunk 1 and 2, the left arm 3 and 4, the right one 5 and 6, and 7,
+    8, 9 to the priest below; twice, with heaven on the left and on the right. Each cell looks like
+    itself but the priest's, who tells. From 4 and 6 one starts anew, for 1 or -1. Actions: north,
+    south, east, west.
     """
     moves = {0: {0: 1, 1: 2, 7: 0}, 1: {1: 0, 2: 1, 0: 7}, 2: {3: 2, 4: 3, 2: 5, 5: 6, 7: 8, 8: 9}}
     moves[3] = {2: 3, 3: 4, 5: 2, 6: 5, 8: 7, 9: 8}

@@ -67,7 +67,8 @@ class Tiger:
 class Leaving:
     """Action 0 ends the episode half of the time, action 1 never; arriving at step two pays 10 whatever one does.
 
-    The value of action 0 at the start is 0.5 * discount * 10: half of its simulations have no future.
+    The value of action 0 at the start is 0.5 * discount * 10: half of its simulations have no
+    future.
     """
 
     name = "Leaving"

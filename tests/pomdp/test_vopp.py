@@ -194,9 +194,9 @@ def exact_regrets():
 def lost_on_tiger(key, planner, num_episodes, num_steps, batch):
     """The mean of what episodes of Tiger lose against the optimum, discounted, and its standard error.
 
-    By the performance difference lemma the closed loop returns the optimum less the sum of the regrets on its way,
-    whose spread is a hundred times less than that of the returns: episodes as these cannot be told from 200,000 that
-    are judged by what they earned.
+    By the performance difference lemma the closed loop returns the optimum less the sum of the
+    regrets on its way, whose spread is a hundred times less than that of the returns: episodes as
+    these cannot be told from 200,000 that are judged by what they earned.
     """
     run = jax.jit(lambda key: simulate_many(key, TIGER, PARAMS, planner, Bayes(), num_steps, num_episodes, batch=batch))
     episodes, regrets, lost = run(key), exact_regrets(), []

@@ -1,6 +1,7 @@
 """Episodes on tape, with every end in every place, and what learners make of them, by hand in plain NumPy.
 
-Of the library the hand takes only the order of its keys, which `jaxpar.rollout` documents, and JAX's draws from them.
+Of the library the hand takes only the order of its keys, which `jaxpar.rollout` documents, and
+JAX's draws from them.
 """
 
 import dataclasses

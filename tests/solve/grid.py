@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What became of a row.
+    """Outcome of a row.
 
     Attributes:
       converged: Whether the solver says so.
@@ -109,7 +109,7 @@ def judged(row):
 
 
 def is_finite(tree):
-    """Whether all numbers are; where the loop's gradient overflows there is nothing to compare with."""
+    """True if all numbers are finite; where the loop's gradient overflows there is nothing to compare with."""
     return all(np.isfinite(np.asarray(leaf, np.float64)).all() for leaf in jax.tree.leaves(tree))
 
 
@@ -138,7 +138,8 @@ def by_loop(name, dtype, length):
 def by_moved_loops(name, dtype, length):
     """Gradients of the loop from starts and inputs that are moved by the tolerance, twice.
 
-    States that are right may lie on the other side of a kink than the loop's, and have its other slope.
+    States that are right may lie on the other side of a kink than the loop's, and have its other
+    slope.
     """
     recurrence, start, inputs, weights = case(name, dtype, length)
     rtol = 1.5 * float(jnp.finfo(dtype).eps) ** 0.75

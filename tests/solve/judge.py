@@ -1,4 +1,4 @@
-"""What "the same as the loop" means: as near to it as the loop is to itself in float64."""
+"""The meaning of "the same as the loop": as near to it as the loop is to itself in float64."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What is called converged is the loop's: recurrences whose small residuals and updates say nothing."""
+"""States that are called converged are the loop's: recurrences whose small residuals and updates say nothing."""
 
 import dataclasses
 import functools

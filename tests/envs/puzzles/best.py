@@ -72,8 +72,9 @@ def best_routes(distance, demand, capacity):
 def best_schedule(machine, duration, most=10**9):
     """(makespan, jobs in order of dispatch) of the shortest schedule; branch and bound over active schedules.
 
-    Giffler and Thompson: of all next operations take the one that can end first; on its machine one of those that can
-    start before that end comes next. Bounded by what is left of every job and of every machine.
+    Giffler and Thompson: of all next operations take the one that can end first; on its machine one
+    of those that can start before that end comes next. Bounded by what is left of every job and of
+    every machine.
     """
     jobs, machines = len(machine), len(machine[0])
     best = [most, None]

@@ -26,7 +26,8 @@ def at(tree, *place):
 def follow(env, twin_of, num_steps=40, num_envs=20, rtol=1e-5):
     """Walks twins beside recorded play: masks, rewards, ends, and equal returns by both rewards.
 
-    A twin has `legal()`, `step(action) -> (reward, over)` for the rewards that `env` pays, and `same(state)`.
+    A twin has `legal()`, `step(action) -> (reward, over)` for the rewards that `env` pays, and
+    `same(state)`.
 
     Returns:
         Of every episode that ended its return, whether by an illegal action, and the twin.

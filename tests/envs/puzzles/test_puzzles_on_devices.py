@@ -1,7 +1,7 @@
 """Puzzles whose copies are split over eight devices: the same levels, steps and resets as on one.
 
-Whole numbers to the bit. Floats within some units of the last place: where a device has fewer copies, the compiler
-takes another form of a logarithm for them.
+Whole numbers to the bit. Floats within some units of the last place: where a device has fewer
+copies, the compiler takes another form of a logarithm for them.
 """
 
 import jax
