@@ -20,7 +20,7 @@ import time
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests"), str(HERE.parent / "tests" / "solve")]
 
-import grid  # noqa: E402
+import method_grid as grid  # noqa: E402
 
 
 def wanted(args):

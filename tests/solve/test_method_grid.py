@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from grid import DTYPES, LENGTHS, METHODS, RECURRENCES, Row, Verdict, cover, judged
+from method_grid import DTYPES, LENGTHS, METHODS, RECURRENCES, Row, Verdict, cover, judged
 
 COVER = cover()
 EVERY = 19
