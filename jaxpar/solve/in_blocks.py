@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxpar.scan.varying import varying_as
 from jaxpar.solve.problem import Problem
-from jaxpar.solve.rounding import fractions, residual_bound, step_largest, wide
+from jaxpar.solve.rounding import fractions, over_devices, residual_bound, step_largest, wide
 from jaxpar.solve.structure import Leaves
 from jaxpar.types import Array, PyTree
 
@@ -23,6 +23,9 @@ BLOCK = 128
 
 PASSES = 4
 """Runs of all blocks. Two suffice where a recurrence forgets a start within a block."""
+
+LARGE = 100.0
+"""Distance, in units of what a residual may be, from which on it shows how fast a start is forgotten."""
 
 
 def cut(tree: PyTree, length: int, size: int) -> PyTree:
@@ -48,10 +51,6 @@ def scanned(f: Callable, start: Leaves, xs: PyTree, length: int, unroll: int | N
     if unroll is not None:
         return run(unroll=unroll)[1]
     return jax.lax.platform_dependent(default=lambda: run()[1], cuda=lambda: run(unroll=min(8, length))[1])
-
-
-LARGE = 100.0
-"""Distance, in units of what a residual may be, from which on it shows how fast a start is forgotten."""
 
 
 class Meeting(NamedTuple):
@@ -115,7 +114,7 @@ def meet(
         gap = tuple(a.astype(wide(a)) - b.astype(wide(b)) for a, b in zip(starts, last.starts, strict=True))
         parts = fractions(gap, residual_bound(ends, starts, is_exact))
         gaps = step_largest(parts)
-        largest = _over_devices(ends, jnp.where(jnp.isfinite(gaps), gaps, jnp.inf).max())
+        largest = over_devices(ends, jnp.where(jnp.isfinite(gaps), gaps, jnp.inf).max())
         every = range(len(starts))
         after = Meeting(
             starts=starts,
@@ -132,7 +131,7 @@ def meet(
         return varying_as(after, ends.start)
 
     def is_open(last: Meeting) -> Array:
-        return (last.passes == 0) | (_over_devices(ends, goes_on(last).astype(jnp.int32)) > 0)
+        return (last.passes == 0) | (over_devices(ends, goes_on(last).astype(jnp.int32)) > 0)
 
     no = jnp.zeros(count, bool)
     first = Meeting(
@@ -211,12 +210,5 @@ def _is_same(made: Leaves, taken: Leaves, numbers: Iterable[int]) -> Array:
 
 def _least(ends: Problem, parts: Leaves) -> Array:
     """Returns the least of what each entry's largest is over all blocks; zeros do not count."""
-    sizes = [_over_devices(ends, leaf.max(0)) for leaf in parts]
+    sizes = [over_devices(ends, leaf.max(0)) for leaf in parts]
     return jnp.stack([jnp.where(leaf > 0, leaf, jnp.inf).min(initial=jnp.inf) for leaf in sizes]).min()
-
-
-def _over_devices(problem: Problem, value: Array) -> Array:
-    """Returns the largest value of all devices that hold a part."""
-    if problem.axis_name is None:
-        return value
-    return jax.lax.pmax(value, problem.axis_name)

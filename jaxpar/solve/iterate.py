@@ -18,6 +18,7 @@ from jaxpar.solve.rounding import (
     fraction,
     fractions,
     leaf_largest,
+    over_devices,
     residual_bound,
     rounding_noise,
     step_largest,
@@ -321,5 +322,4 @@ def _reset(h: Leaves, guess: Leaves) -> Leaves:
 
 def _largest(problem: Problem, steps: Array) -> Array:
     """Returns the largest of all steps on all devices, infinite if one is not finite."""
-    largest = jnp.where(jnp.isfinite(steps), steps, jnp.inf).max()
-    return largest if problem.axis_name is None else jax.lax.pmax(largest, problem.axis_name)
+    return over_devices(problem, jnp.where(jnp.isfinite(steps), steps, jnp.inf).max())

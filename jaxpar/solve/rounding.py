@@ -137,6 +137,13 @@ def step_largest(parts: Leaves) -> Array:
     return jnp.stack([part.reshape(len(part), -1).max(1, initial=0) for part in parts]).max(0)
 
 
+def over_devices(problem: Problem, value: Array) -> Array:
+    """Returns the largest value of all devices that hold a part."""
+    if problem.axis_name is None:
+        return value
+    return jax.lax.pmax(value, problem.axis_name)
+
+
 def leaf_largest(parts: Leaves) -> Array:
     """Returns the largest entry of each leaf, [leaves]; infinite where one is not finite."""
     sizes = [jnp.where(jnp.isfinite(part), part, jnp.inf).max(initial=0) for part in parts]
