@@ -14,7 +14,7 @@ from jaxpar.solve.problem import Problem
 from jaxpar.solve.structure import Jacobian, Leaves
 from jaxpar.types import Array
 
-SAMPLES = 31
+SAMPLES = 63
 """Steps that the typical size of an entry is the median of."""
 
 RESIDUAL_SHARE = 0.25
