@@ -68,11 +68,12 @@ def python(code, *, cwd=ROOT, path=ROOT):
 def test_a_checkout_has_one_of_each_under_both_names():
     """Whichever name comes first; and a module that is not there is not found."""
     code = """
-import jaxpar.envs.pomdp.tiger as by_alias, envs.pomdp.tiger as tiger, envs, jaxpar.envs,
-jaxpar.commands, experiments from envs.pomdp import baby from jaxpar.envs.pomdp import baby as same
+import jaxpar.envs.pomdp.tiger as by_alias, envs.pomdp.tiger as tiger, envs, jaxpar.envs, jaxpar.commands, experiments
+from envs.pomdp import baby
+from jaxpar.envs.pomdp import baby as same
 assert by_alias is tiger and same is baby and jaxpar.envs is envs and jaxpar.envs.make is envs.make
-assert isinstance(jaxpar.envs.make("Tiger")[0], by_alias.Tiger) assert jaxpar.commands is
-experiments and tiger.__spec__.name == "envs.pomdp.tiger"
+assert isinstance(jaxpar.envs.make("Tiger")[0], by_alias.Tiger)
+assert jaxpar.commands is experiments and tiger.__spec__.name == "envs.pomdp.tiger"
 try:
     import jaxpar.envs.nothing
 except ModuleNotFoundError as error:

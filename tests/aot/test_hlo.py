@@ -48,14 +48,12 @@ def test_axes_of_groups():
 
 MODULE = """
 %all-reduce-scatter.2 (input.2: f32[256,256]) -> f32[256,128] {
-  %all-reduce.57 = f32[64,32]{1,0:T(8,128)} all-reduce(%input.2), channel_id=1,
-  replica_groups={{0,4},{1,5},{2,6},{3,7}}
+  %all-reduce.57 = f32[64,32]{1,0:T(8,128)} all-reduce(%input.2), channel_id=1, replica_groups={{0,4},{1,5},{2,6},{3,7}}
 }
 
 %start (p: f32[4]) -> (f32[4], f32[8]) {
   %all-gather.2 = f32[8]{0} all-gather(%p), replica_groups=[4,2]<=[2,2,2]T(0,2,1), dimensions={0}
-  ROOT %custom-call.1 = (f32[4]{0}, f32[8]{0}) custom-call(%all-gather.2),
-  custom_call_target="AsyncCollectiveStart"
+  ROOT %custom-call.1 = (f32[4]{0}, f32[8]{0}) custom-call(%all-gather.2), custom_call_target="AsyncCollectiveStart"
 }
 
 %async_collective_fusion.1 (p: f32[4]) -> f32[8] {
@@ -64,8 +62,7 @@ MODULE = """
 
 %done (p: f32[4]) -> f32[8] {
   %all-gather.4 = f32[8]{0} all-gather(%p), replica_groups=[4,2]<=[2,2,2]T(0,2,1), dimensions={0}
-  ROOT %custom-call.2 = f32[8]{0} custom-call(%p, %all-gather.4),
-  custom_call_target="AsyncCollectiveDone"
+  ROOT %custom-call.2 = f32[8]{0} custom-call(%p, %all-gather.4), custom_call_target="AsyncCollectiveDone"
 }
 
 %unused (p: f32[4]) -> f32[4] {
@@ -74,22 +71,21 @@ MODULE = """
 
 ENTRY %main.3_spmd (param: f32[4,4]) -> f32[4,4] {
   %psum.1 = f32[2,24]{1,0} all-reduce(%x), channel_id=1, replica_groups=[4,2]<=[8], to_apply=%add
-  %all-reduce.9 = (f32[], f32[32,8]{1,0}, /*index=5*/bf16[7]{0}) all-reduce(%a, %b, %c),
-  replica_groups=[2,4]<=[8], x %all-gather-start.1 = (f32[4]{0}, f32[8]{0}) all-gather-start(%y),
-  replica_groups=[4,2]<=[2,2,2]T(0,2,1), d={0} %all-gather-done.1 = f32[8]{0}
-  all-gather-done(%all-gather-start.1) %fusion.1 = f32[8]{0} fusion(%all-gather.3, %all-reduce.9),
-  kind=kLoop, calls=%fused %fusion.2 = f32[256,128]{0} fusion(%fusion.1), kind=kCustom,
-  calls=%all-reduce-scatter.2 %fusion.3 = (f32[4]{0}, f32[8]{0}) fusion(%y), kind=kCustom,
-  calls=%start %fusion.4 = f32[8]{0} fusion(%fusion.3), kind=kCustom,
-  calls=%async_collective_fusion.1 %fusion.5 = f32[8]{0} fusion(%fusion.4), kind=kCustom,
-  calls=%done %collective-permute.1 = f32[4]{0} collective-permute(%z),
-  source_target_pairs={{0,1},{1,0}} %permute-start.1 = (f32[4]{0}, f32[4]{0}, u32[])
-  collective-permute-start(%z), source_target_pairs={{0,6},{6,0}} %reduce-scatter.1 = bf16[4,6]{0}
-  reduce-scatter(%z), replica_groups=[2,4]<=[8], dimensions={1}, to_apply=%add %rs-start.1 =
-  ((f32[8]{0}), f32[4]{0}) reduce-scatter-start(%z), replica_groups=[4,2]<=[8], dimensions={0}
-  %rs-done.1 = f32[4]{0} reduce-scatter-done(%rs-start.1) ROOT %all-to-all.1 = (f32[2]{0},
-  f32[2]{0}) all-to-all(%u, %v), replica_groups={{0,1},{2,3},{4,5},{6,7}} %all-reduce.10 = f32[]
-  all-reduce(%w), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, to_apply=%add
+  %all-reduce.9 = (f32[], f32[32,8]{1,0}, /*index=5*/bf16[7]{0}) all-reduce(%a, %b, %c), replica_groups=[2,4]<=[8], x
+  %all-gather-start.1 = (f32[4]{0}, f32[8]{0}) all-gather-start(%y), replica_groups=[4,2]<=[2,2,2]T(0,2,1), d={0}
+  %all-gather-done.1 = f32[8]{0} all-gather-done(%all-gather-start.1)
+  %fusion.1 = f32[8]{0} fusion(%all-gather.3, %all-reduce.9), kind=kLoop, calls=%fused
+  %fusion.2 = f32[256,128]{0} fusion(%fusion.1), kind=kCustom, calls=%all-reduce-scatter.2
+  %fusion.3 = (f32[4]{0}, f32[8]{0}) fusion(%y), kind=kCustom, calls=%start
+  %fusion.4 = f32[8]{0} fusion(%fusion.3), kind=kCustom, calls=%async_collective_fusion.1
+  %fusion.5 = f32[8]{0} fusion(%fusion.4), kind=kCustom, calls=%done
+  %collective-permute.1 = f32[4]{0} collective-permute(%z), source_target_pairs={{0,1},{1,0}}
+  %permute-start.1 = (f32[4]{0}, f32[4]{0}, u32[]) collective-permute-start(%z), source_target_pairs={{0,6},{6,0}}
+  %reduce-scatter.1 = bf16[4,6]{0} reduce-scatter(%z), replica_groups=[2,4]<=[8], dimensions={1}, to_apply=%add
+  %rs-start.1 = ((f32[8]{0}), f32[4]{0}) reduce-scatter-start(%z), replica_groups=[4,2]<=[8], dimensions={0}
+  %rs-done.1 = f32[4]{0} reduce-scatter-done(%rs-start.1)
+  ROOT %all-to-all.1 = (f32[2]{0}, f32[2]{0}) all-to-all(%u, %v), replica_groups={{0,1},{2,3},{4,5},{6,7}}
+  %all-reduce.10 = f32[] all-reduce(%w), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, to_apply=%add
 }
 """
 

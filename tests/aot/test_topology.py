@@ -125,16 +125,15 @@ from jaxpar.mesh import AXES, MeshSpec, make_mesh
 for name in ("v5p:4x4x4", "v6e:4x4", "v5p:3x3x3", "tpu7x:2x2x2"):
     found, split = devices(parse_topology(name)), []
     for data, fsdp, tensor in factorisations(len(found), 3):
-        mesh = make_mesh(MeshSpec(data=data, fsdp=fsdp, tensor=tensor), found) assert
-        set(mesh.devices.flat) == set(found) and set(mesh.axis_types) ==
-        {jax.sharding.AxisType.Auto} assert dict(mesh.shape) == dict.fromkeys(AXES, 1) | {"data":
-        data, "fsdp": fsdp, "tensor": tensor} try:
-            assert (mesh.devices == jax.make_mesh(mesh.devices.shape, AXES,
-            devices=found).devices).all()
+        mesh = make_mesh(MeshSpec(data=data, fsdp=fsdp, tensor=tensor), found)
+        assert set(mesh.devices.flat) == set(found) and set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
+        assert dict(mesh.shape) == dict.fromkeys(AXES, 1) | {"data": data, "fsdp": fsdp, "tensor": tensor}
+        try:
+            assert (mesh.devices == jax.make_mesh(mesh.devices.shape, AXES, devices=found).devices).all()
         except NotImplementedError:
-            split.append((data, fsdp, tensor)) # What shares the fastest axis lies in a box of the
-            torus: coordinates are a product of their ranges. for group in mesh.devices.reshape(-1,
-            tensor):
+            split.append((data, fsdp, tensor))
+            # What shares the fastest axis lies in a box of the torus: coordinates are a product of their ranges.
+            for group in mesh.devices.reshape(-1, tensor):
                 sides = [len(set(side)) for side in zip(*(device.coords for device in group))]
                 cores = len({device.core_on_chip for device in group})
                 assert sides[0] * sides[1] * sides[2] * cores == tensor, (name, data, fsdp, tensor)

@@ -262,8 +262,9 @@ sys.argv[0] = "-m"
 import jax, jax.numpy as jnp
 from experiments import _interrupt
 
-_interrupt.PATIENCE_S = 0.3 loop = jax.jit(lambda x: jax.lax.while_loop(lambda x: x >= 0, lambda x:
-(x + 1) % 7, x)).lower(0).compile() with _interrupt.answering():
+_interrupt.PATIENCE_S = 0.3
+loop = jax.jit(lambda x: jax.lax.while_loop(lambda x: x >= 0, lambda x: (x + 1) % 7, x)).lower(0).compile()
+with _interrupt.answering():
     print("runs", flush=True)
     loop(jnp.int32(0)).block_until_ready()
 """

@@ -28,11 +28,11 @@ FACTORED = """<?xml version="1.0" encoding="ISO-8859-1"?>
 <pomdpx version="1.0" id="rover">
 <Discount> 0.9 </Discount>
 <Variable>
- <StateVar vnamePrev="place_0" vnameCurr="place_1"
- fullyObs="true"><NumValues>2</NumValues></StateVar> <StateVar vnamePrev="rock_0"
- vnameCurr="rock_1"><ValueEnum>good bad</ValueEnum></StateVar> <ObsVar vname="look"><ValueEnum>g
- b</ValueEnum></ObsVar> <ActionVar vname="do"><ValueEnum>go stay</ValueEnum></ActionVar> <RewardVar
- vname="pay"/>
+ <StateVar vnamePrev="place_0" vnameCurr="place_1" fullyObs="true"><NumValues>2</NumValues></StateVar>
+ <StateVar vnamePrev="rock_0" vnameCurr="rock_1"><ValueEnum>good bad</ValueEnum></StateVar>
+ <ObsVar vname="look"><ValueEnum>g b</ValueEnum></ObsVar>
+ <ActionVar vname="do"><ValueEnum>go stay</ValueEnum></ActionVar>
+ <RewardVar vname="pay"/>
 </Variable>
 <InitialStateBelief>
  <CondProb><Var>place_0</Var><Parent>null</Parent><Parameter type="TBL">
@@ -53,8 +53,7 @@ FACTORED = """<?xml version="1.0" encoding="ISO-8859-1"?>
 </StateTransitionFunction>
 <ObsFunction>
  <CondProb><Var>look</Var><Parent>rock_1</Parent><Parameter type="TBL">
-  <Entry><Instance>- -</Instance><ProbTable>0.9 0.1 0.2
-  0.8</ProbTable></Entry></Parameter></CondProb>
+  <Entry><Instance>- -</Instance><ProbTable>0.9 0.1 0.2 0.8</ProbTable></Entry></Parameter></CondProb>
 </ObsFunction>
 <RewardFunction>
  <Func><Var>pay</Var><Parent>do</Parent><Parameter type="TBL">

@@ -298,13 +298,17 @@ def test_every_rule_can_be_reached():
 def test_tracing_imports_no_part_of_jax(package):
     # jax 0.11 traces and compiles a program twice if its first tracing imported Pallas for TPUs.
     code = """
-import importlib.util, sys find = importlib.util.find_spec importlib.util.find_spec = lambda name,
-*rest: None if name == "libtpu" != sys.argv[1] else find(name, *rest) import jax, jax.numpy as jnp
-from jaxpar.nn.attention import attention from jaxpar.scan import affine_scan args =
-[jax.ShapeDtypeStruct((128, 128), jnp.float32)] * 2 + [jax.ShapeDtypeStruct((1, 128, 2, 64),
-jnp.float32)] * 3 program = jax.jit(jax.grad(lambda a, b, *qkv: affine_scan(a, b).sum() +
-attention(*qkv).sum())) before = set(sys.modules) program.trace(*args) print(*sorted(name for name
-in set(sys.modules) - before if name.startswith(("jax.", "jax._src."))))
+import importlib.util, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "libtpu" != sys.argv[1] else find(name, *rest)
+import jax, jax.numpy as jnp
+from jaxpar.nn.attention import attention
+from jaxpar.scan import affine_scan
+args = [jax.ShapeDtypeStruct((128, 128), jnp.float32)] * 2 + [jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.float32)] * 3
+program = jax.jit(jax.grad(lambda a, b, *qkv: affine_scan(a, b).sum() + attention(*qkv).sum()))
+before = set(sys.modules)
+program.trace(*args)
+print(*sorted(name for name in set(sys.modules) - before if name.startswith(("jax.", "jax._src."))))
 """
     traced = subprocess.run([sys.executable, "-c", code, package], capture_output=True, text=True, check=True)
     assert traced.stdout.split() == []
