@@ -68,7 +68,8 @@ def main():
         counts[row.method][kind] += 1
         kept.append(row._asdict() | verdict._asdict() | {"kind": kind})
         if kind in ("WRONG", "off"):
-            print(kind, *row, f"states {verdict.value:.2g}, gradient {verdict.gradient:.2g}", flush=True)
+            said = f"states {verdict.value:.2g}, gradient {verdict.gradient:.2g}, reported {verdict.reported:.2g}"
+            print(kind, *row, said, flush=True)
     kinds = ("solved", "finished", "off", "WRONG", "left out")
     print(f"\n| method | {' | '.join(kinds)} |\n{'|---' * (len(kinds) + 1)}|")
     for method, found in counts.items():

@@ -7,6 +7,7 @@ gradient: where a recurrence forgets, so do they, and no Jacobian is ever held.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +23,10 @@ from jaxpar.solve.problem import Outcome, Problem
 from jaxpar.solve.rounding import (
     RESIDUAL_SHARE,
     allowed,
+    at_steps,
     fractions,
     leaf_largest,
+    residual_bound,
     step_largest,
     wide,
 )
@@ -34,13 +37,26 @@ from jaxpar.types import Array, UsageError
 __all__ = ["GaussSeidel"]
 
 SHRUNK = 0.5
-"""A gap that is not smaller than so much of the one before it, and small, falls no more."""
+"""Share of a gap up to which a pass has made it smaller; small gaps that shrink less are run no more."""
 
 SMALL = 16.0
 """What counts as small, in units of what a residual may be: roundings of large numbers in a small entry."""
 
-FORGOTTEN = 0.01
-"""A start counts as forgotten within a block where so much of a large difference is left at its end."""
+
+class Verdict(NamedTuple):
+    """States and what is known of them.
+
+    Attributes:
+      h: States [T, ...].
+      passes: Which of them are right if all before them are, [T].
+      residual: Largest residual, in units of what passes.
+      error: Bound of the error of each leaf, in units of what passes.
+    """
+
+    h: Leaves
+    passes: Array
+    residual: Array
+    error: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,13 +113,13 @@ class GaussSeidel:
             most = self.max_iters or most_iterations(problem.parts * ends.length)
             met = self._meet(problem, ends, first_iterate(ends, start), block, most, is_certified)
             unknown = jnp.zeros(len(problem.start), jnp.float32)
-            outcome = Outcome(met.passes, jnp.int32(1), met.gap, unknown, jnp.int32(length))
+            outcome = Outcome(met.passes, jnp.int32(1), unknown.max(), unknown, jnp.int32(length))
             is_found = jnp.ones(ends.length, bool)
         inside = _inside(problem, met, block)
 
         if is_certified:
-            inside, passes, bounds = self._verdict(problem, ends, met, inside, block)
-            outcome = outcome._replace(error=bounds)
+            inside, passes, residual, bounds = self._verdict(problem, ends, met, inside, block)
+            outcome = outcome._replace(residual=residual, error=bounds)
         else:
             # The iteration has judged the blocks; what is left here is another program's rounding.
             prefix, is_done = leading(ends, is_found & (met.gaps <= SMALL))
@@ -158,7 +174,7 @@ class GaussSeidel:
         """Returns the error that is left, in units of what is allowed; infinite where it is not known.
 
         The starts were off by the last gap and by the error left after it. A run multiplies both by
-        `rate`.
+        `rate`, so that all errors are a geometric series.
         """
         if problem.structure.blind:
             # Blind leaves show no difference until they jump.
@@ -166,52 +182,66 @@ class GaussSeidel:
         share = RESIDUAL_SHARE
         if self.correction:
             share = 1.0
-        left = share * met.gap / (1 - jnp.minimum(met.rate, FORGOTTEN))
-        return jnp.where(met.rate <= FORGOTTEN, left, jnp.inf)
+        left = share * met.gap / (1 - jnp.minimum(met.rate, SHRUNK))
+        return jnp.where(met.rate <= SHRUNK, left, jnp.inf)
 
-    def _verdict(
-        self, problem: Problem, ends: Problem, met: Meeting, inside: Leaves, block: int
-    ) -> tuple[Leaves, Array, Array]:
-        """Returns states, which of them pass, and a bound of the error of each leaf."""
+    def _verdict(self, problem: Problem, ends: Problem, met: Meeting, inside: Leaves, block: int) -> Verdict:
+        """Returns states and what is known of them."""
         left = self._error_left(problem, met)
         prefix, is_done = leading(ends, met.is_same | (left <= 1))
         bound = jnp.where(met.is_same.all(), 0, left)
-        bounds = jnp.full((len(inside),), bound, jnp.float32)
+        every = jnp.ones(problem.length, bool)
         is_loop = jnp.arange(problem.length) < prefix * block
-        state = (inside, jnp.ones(problem.length, bool), bounds)
+        verdict = Verdict(inside, every, bound, jnp.full(len(inside), bound, jnp.float32))
         certify = functools.partial(self._certify, problem, is_loop)
-        return once(~is_done, certify, state, problem.start)
+        return once(~is_done, certify, verdict, problem.start)
 
-    def _certify(
-        self, problem: Problem, is_loop: Array, state: tuple[Leaves, Array, Array]
-    ) -> tuple[Leaves, Array, Array]:
-        """Returns states, which pass, and errors of leaves, of what blocks found that do not meet to the bit.
+    def _certify(self, problem: Problem, is_loop: Array, verdict: Verdict) -> Verdict:
+        """Returns a verdict on what blocks found that do not meet to the bit.
 
         Blind leaves have to, after more passes; of others residuals are added up. Steps of
-        `is_loop` pass anyway.
+        `is_loop` are the loop's own, whatever another program's rounding adds up to.
         """
-        h, passes, _ = state
-        if problem.structure.blind:
-            h, passes = settle(problem, h, jnp.array(True), jnp.zeros(problem.length, bool))
+        h = verdict.h
+        passes = verdict.passes
+        is_blind = bool(problem.structure.blind)
+        settled = jnp.float32(0)
+        if is_blind:
+            h, passes, settled = settle(problem, h, jnp.array(True), jnp.zeros(problem.length, bool))
+        gap = problem.residual(h)
+        open_gap = gap
+        if is_blind:
+            # They have been judged, to the bit, by the program that made them.
+            open_gap = tuple(jnp.zeros_like(leaf) for leaf in gap)
         calm = tuple(jnp.zeros(leaf.shape, wide(leaf)) for leaf in problem.start)
         if self.shoots(problem.structure) and problem.axis_name is None:
             # A tenth is exact enough for a bound.
             floor = tuple(0.1 * leaf.min(0, keepdims=True) for leaf in allowed(problem, h))
             push = functools.partial(_pushed, problem)
-            rows = (problem.shift(h), problem.xs, problem.residual(h))
+            rows = (problem.shift(h), problem.xs, gap)
             errors = self._linear(problem, push, calm, rows, 0.1, floor, "nan")
         else:
             errors = accumulated_errors(problem, h, calm)
         parts = fractions(errors, allowed(problem, h))
+        residuals = fractions(open_gap, residual_bound(problem, h))
 
         def by_rounding(parts: Leaves) -> Leaves:
-            rounded = fractions(errors, rounding_bound(problem, h))
+            bound = rounding_bound(problem, h)
+            rounded = (*fractions(errors, bound), *fractions(open_gap, bound))
             return tuple(map(jnp.minimum, parts, rounded))
 
-        is_large = ~(step_largest(parts) <= 1).all()
-        parts = once(is_large, by_rounding, parts, problem.start)
-        passes &= step_largest(parts) <= 1
-        return h, passes | is_loop, leaf_largest(parts)
+        both = (*parts, *residuals)
+        is_large = ~(step_largest(both) <= 1).all()
+        both = once(is_large, by_rounding, both, problem.start)
+        both = tuple(jnp.where(at_steps(is_loop, leaf), 0, leaf) for leaf in both)
+        worst = leaf_largest(both)
+        count = len(h)
+        return Verdict(
+            h=h,
+            passes=passes & (step_largest(both) <= 1),
+            residual=jnp.maximum(settled, worst[count:].max()),
+            error=worst[:count],
+        )
 
     def _linear(
         self,

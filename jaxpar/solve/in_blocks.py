@@ -6,7 +6,7 @@ So the states of blind leaves are shown to be a loop's own: f makes them of each
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -23,9 +23,6 @@ BLOCK = 128
 
 PASSES = 4
 """Runs of all blocks. Two suffice where a recurrence forgets a start within a block."""
-
-LARGE = 100.0
-"""Distance, in units of what a residual may be, from which on it shows how fast a start is forgotten."""
 
 
 def cut(tree: PyTree, length: int, size: int) -> PyTree:
@@ -61,22 +58,19 @@ class Meeting(NamedTuple):
       inside: States in each block, [blocks, steps, ...].
       is_same: Whether a block started where the one before it ends, to the bit in every leaf,
         [blocks].
-      is_near: Whether it did to the bit in blind leaves, and as near as residuals must be in
-        others, [blocks].
       gaps: Largest distance of a start from the end before it, in units of what a residual may be,
         [blocks].
       gap: The largest of all.
       earlier: The same of the pass before.
       least: Least of all entries' largest distances, of those that are not zero.
-      rate: How much of large distances of all entries was left after a pass, at best; infinite if
-        none were large.
+      rate: What the last pass left of the distances of before: the largest of all entries over the
+        least; infinite after the first one.
       passes: Made, int32.
     """
 
     starts: Leaves
     inside: Leaves
     is_same: Array
-    is_near: Array
     gaps: Array
     gap: Array
     earlier: Array
@@ -115,17 +109,15 @@ def meet(
         parts = fractions(gap, residual_bound(ends, starts, is_exact))
         gaps = step_largest(parts)
         largest = over_devices(ends, jnp.where(jnp.isfinite(gaps), gaps, jnp.inf).max())
-        every = range(len(starts))
         after = Meeting(
             starts=starts,
             inside=inside,
-            is_same=_is_same(starts, last.starts, every),
-            is_near=_is_same(starts, last.starts, ends.structure.blind) & (gaps <= 1),
+            is_same=_is_same(starts, last.starts),
             gaps=gaps,
             gap=largest,
             earlier=last.gap,
             least=_least(ends, parts),
-            rate=jnp.minimum(last.rate, jnp.where(last.least >= LARGE, largest / last.least, jnp.inf)),
+            rate=jnp.where(last.least > 0, largest / last.least, jnp.inf),
             passes=last.passes + 1,
         )
         return varying_as(after, ends.start)
@@ -138,7 +130,6 @@ def meet(
         starts=ends.shift(found),
         inside=tuple(jnp.zeros((count, steps, *leaf.shape[1:]), leaf.dtype) for leaf in found),
         is_same=no,
-        is_near=no,
         gaps=jnp.full(count, jnp.inf, jnp.float32),
         gap=jnp.float32(jnp.inf),
         earlier=jnp.float32(jnp.inf),
@@ -149,12 +140,27 @@ def meet(
     return jax.lax.while_loop(is_open, advance, varying_as(first, ends.start))
 
 
-def settle(problem: Problem, h: Leaves, is_sound: Array, is_padding: Array) -> tuple[Leaves, Array]:
-    """Returns states that f itself makes of each other, and which pass, [T]: the loop's where all before pass too.
+class Settled(NamedTuple):
+    """States that f makes of each other.
 
-    Every block of steps is run from the state that was found before it. Where a block ends in
-    the state from which the next one starts, to the bit in blind leaves, the states are those
-    of the loop, by induction. Otherwise all blocks are run again from the new ends.
+    Attributes:
+      h: States [T, ...].
+      passes: Which are right if all before them are, [T].
+      residual: Largest distance of a state from f of the one before it, in units of what it may be.
+    """
+
+    h: Leaves
+    passes: Array
+    residual: Array
+
+
+def settle(problem: Problem, h: Leaves, is_sound: Array, is_padding: Array) -> Settled:
+    """Returns states that f itself makes of each other, to the bit in blind leaves, and which pass.
+
+    Every block of steps is run from the state that was found before it. Where a block ends in the
+    state from which the next one starts, to the bit, the states are those of the loop, by
+    induction. Otherwise all blocks are run again from the new ends. In the end other leaves may
+    differ by what a residual may be, if f makes of either the same blind leaves.
 
     Cost: `BLOCK` steps in sequence a pass, of all blocks at once; an evaluation of f at each step.
 
@@ -173,13 +179,30 @@ def settle(problem: Problem, h: Leaves, is_sound: Array, is_padding: Array) -> t
     ends = dataclasses.replace(problem, xs=cut(problem.xs, length, block), length=count, valid=None)
 
     def goes_on(last: Meeting) -> Array:
-        return is_sound & ~last.is_near.all() & (last.passes < PASSES)
+        return is_sound & ~last.is_same.all() & (last.passes < PASSES)
 
     found = tuple(leaf[:, -1] for leaf in cut(h, length, block))
     last = meet(ends, block_of(problem, block), found, block, goes_on)
-    out = joined(last.inside, length)
-    passes = jnp.repeat(last.is_near, block, total_repeat_length=count * block)[:length]
-    return out, (passes | is_padding) & is_sound
+    residuals = _residuals(problem, ends, last)
+    is_joined = jnp.repeat(residuals <= 1, block, total_repeat_length=count * block)[:length]
+    residual = jnp.where(is_padding[::block], 0, residuals).max()
+    return Settled(joined(last.inside, length), (is_joined | is_padding) & is_sound, over_devices(problem, residual))
+
+
+def _residuals(problem: Problem, ends: Problem, last: Meeting) -> Array:
+    """Returns how far each block's first state is from f of the state before it, [blocks], in units of what passes.
+
+    Blind leaves have to be the same to the bit: else that is infinite.
+    """
+    inputs = tuple(leaf[:, :1] for leaf in ends.xs)
+    first = jax.vmap(block_of(problem, 1), axis_size=ends.length)(last.starts, inputs)
+    there = tuple(leaf[:, :1] for leaf in last.inside)
+    gap = tuple(a.astype(wide(a)) - b.astype(wide(b)) for a, b in zip(first, there, strict=True))
+    sizes = step_largest(fractions(gap, residual_bound(ends, first)))
+    blind = sorted(problem.structure.blind)
+    is_blind_same = _is_same([first[number] for number in blind], [there[number] for number in blind])
+    # The same states are not looked at: rounding of another program could tell them apart.
+    return jnp.where(last.is_same, 0, jnp.where(is_blind_same, sizes, jnp.inf))
 
 
 def block_of(problem: Problem, steps: int) -> Callable[[Leaves, Leaves], Leaves]:
@@ -196,12 +219,10 @@ def block_of(problem: Problem, steps: int) -> Callable[[Leaves, Leaves], Leaves]
     return run
 
 
-def _is_same(made: Leaves, taken: Leaves, numbers: Iterable[int]) -> Array:
+def _is_same(made: Sequence[Array], taken: Sequence[Array]) -> Array:
     """Returns before which blocks the state that was made is the one that was taken, to the bit, [blocks]."""
     is_same = jnp.ones(len(made[0]), bool)
-    for number in numbers:
-        a = made[number]
-        b = taken[number]
+    for a, b in zip(made, taken, strict=True):
         # Zeros of either sign differ in what is made of them, and no NaN is the loop's by a comparison.
         is_equal = (a == b) & (jnp.signbit(a) == jnp.signbit(b))
         is_same &= is_equal.reshape(len(a), -1).all(1)

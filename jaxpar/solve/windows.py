@@ -211,7 +211,7 @@ class _Solver:
         after = error
         added = None
         if problem.structure.blind:
-            h, passes = settle(problem, h, is_sound, is_padding)
+            h, passes, worst = settle(problem, h, is_sound, is_padding)
         if chained and self._is_affordable(problem):
             errors = _errors(problem, h, error.rounding)
             passes &= within(errors, trusted(problem, h)) | is_padding

@@ -49,15 +49,18 @@ class Verdict(NamedTuple):
       converged: Whether the solver says so.
       value: Distance of the states to the loop's, in units of what may be: right is up to 1.
       gradient: The same of the gradient of a drawn sum of all states, by start and inputs.
+      reported: Largest residual or error that the solver gives, in units of what passes.
     """
 
     converged: bool
     value: float
     gradient: float
+    reported: float
 
     @property
     def is_right(self):
-        return self.value <= 1 and self.gradient <= 1
+        is_within = not self.converged or self.reported <= 1
+        return self.value <= 1 and self.gradient <= 1 and is_within
 
     @property
     def is_wrong(self):
@@ -98,14 +101,15 @@ def judged(row):
     with jax.enable_x64(row.dtype == "float64"):
         recurrence, start, inputs, weights = case(row.recurrence, row.dtype, row.length)
         method = METHODS[row.method]
-        (_, (states, converged)), gradient = with_gradient(solver(recurrence.step, method), start, inputs, weights)
+        (_, (states, report)), gradient = with_gradient(solver(recurrence.step, method), start, inputs, weights)
         rtol = 1.5 * float(jnp.finfo(row.dtype).eps) ** 0.75
         value = excess(states, loop, exact, rtol)
         slope = 0.0
         if row.recurrence not in NO_GRADIENT and is_finite(loop_gradient):
             moved = by_moved_loops(row.recurrence, row.dtype, row.length)
             slope = excess(gradient, loop_gradient, exact_gradient, rtol, moved)
-    return Verdict(bool(converged), value, slope)
+    converged, reported = report
+    return Verdict(bool(converged), value, slope, float(reported))
 
 
 def is_finite(tree):
@@ -165,11 +169,11 @@ def in_wide(name, dtype, length):
 
 def looped(step):
     """`solve` of the loop, which always finds its states."""
-    return lambda start, inputs: (loop_of(step, start, inputs), True)
+    return lambda start, inputs: (loop_of(step, start, inputs), (True, 0.0))
 
 
 def solver(step, method):
-    """Makes `solve(start, inputs) -> states, converged` of a method."""
+    """Makes `solve(start, inputs) -> states, (converged, what is reported of errors)` of a method."""
 
     def solve(start, inputs):
         def body(h, x):
@@ -177,7 +181,8 @@ def solver(step, method):
             return after, after
 
         _, states, stats = parallel_scan(body, start, inputs, method=method, with_stats=True)
-        return states, stats.converged
+        reported = jnp.stack([stats.residual, *stats.error.values()]).max()
+        return states, (stats.converged, reported)
 
     return solve
 
@@ -186,7 +191,7 @@ def with_gradient(solve, start, inputs, weights):
     """Solves, and differentiates the weighed sum of all states by what is floating in start and inputs.
 
     Returns:
-      The sum with (states, converged), and the gradient as a list of arrays with a leading axis.
+      The sum with what `solve` returns, and the gradient as a list of arrays with a leading axis.
     """
     leaves, tree = jax.tree.flatten((start, inputs))
     num_start = len(jax.tree.leaves(start))
@@ -196,12 +201,12 @@ def with_gradient(solve, start, inputs, weights):
         filled = list(leaves)
         for number, value in zip(floating, values, strict=True):
             filled[number] = value
-        states, converged = solve(*tree.unflatten(filled))
+        states, report = solve(*tree.unflatten(filled))
         total = 0.0
         for state, weight in zip(jax.tree.leaves(states), jax.tree.leaves(weights), strict=True):
             if jnp.issubdtype(state.dtype, jnp.floating):
                 total = total + jnp.sum(state * weight)
-        return total, (states, converged)
+        return total, (states, report)
 
     values = [leaves[number] for number in floating]
     found, gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(values)

@@ -265,9 +265,77 @@ def test_blocks_that_forget_slowly_are_not_taken_for_right(keep):
         h = keep * h + (1 - keep) * (1 + x)
         return h, h
 
-    _, ys, _ = solved(leaky, jnp.float32(0), NOISE[:4000], GaussSeidel(block=16))
+    _, ys, stats = solved(leaky, jnp.float32(0), NOISE[:4000], GaussSeidel(block=16))
+    assert stats.residual > 0
     want = by_steps(leaky, jnp.float32(0), NOISE[:4000])[1]
     np.testing.assert_allclose(ys, want, rtol=1e-5, atol=1e-6)
+
+
+def test_small_gaps_of_blocks_say_nothing_of_their_sum():
+    """Each block starts by 0.8 of what is allowed from where the one before ends, 400 times; a fast entry does not."""
+    step = 0.05 * 1.5 * float(jnp.finfo(jnp.float32).eps) ** 0.75
+
+    def growing(h, x):
+        fast = 0.5 * h[0] + jnp.tanh(x)
+        h = jnp.stack([fast, h[1] + step])
+        return h, h
+
+    init = jnp.array([0.0, 1.0])
+    xs = NOISE[:6400]
+    _, ys, _ = solved(growing, init, xs, GaussSeidel(block=16))
+    want = by_steps(growing, init, xs)[1]
+    np.testing.assert_allclose(ys[:, 1], want[:, 1], rtol=1e-5)
+
+
+def test_blind_states_that_forget_are_those_of_the_loop():
+    """Blocks forget a start to within roundings, but not to the bit of a state in steps of a rounding."""
+
+    def fine(h, x):
+        h = jnp.round(2.0**22 * (0.75 * h + x)) / 2.0**22
+        return h, h
+
+    _, ys, stats = solved(fine, jnp.zeros(8), NOISE[:8000].reshape(1000, 8), GaussSeidel(block=16))
+    want = by_steps(fine, jnp.zeros(8), NOISE[:8000].reshape(1000, 8))[1]
+    assert stats.converged
+    np.testing.assert_array_equal(ys, want)
+
+
+@pytest.mark.parametrize("bits", [4, 22])
+def test_blind_leaves_are_made_of_either_state_where_blocks_meet(bits):
+    """Others meet to within a rounding there, of which a blind leaf in steps of a rounding makes another."""
+
+    def read(c, x):
+        p, e = c
+        p = 0.99 * p + 0.01 * (0.7 + 0.1 * jnp.tanh(x)) + 1e-9 * e
+        e = jnp.round(2.0**bits * p) / 2.0**bits
+        return (p, e), p
+
+    *_, stats = solved(read, start(0.7, 0.7), NOISE[:4000], GaussSeidel(block=16))
+    assert stats.converged == (bits == 4)
+    if stats.converged:
+        assert 0 < stats.residual <= 1
+
+
+def test_what_blocks_report_is_within_its_limit():
+    def leaky(h, x):
+        h = 0.7 * h + 0.3 * (1 + x)
+        return h, h
+
+    *_, stats = solved(leaky, jnp.float32(0), NOISE[:4000], GaussSeidel(block=8))
+    assert stats.converged and 0 < stats.residual <= 1
+    assert 0 < max(stats.error.values()) <= 1
+
+
+def test_blocks_that_are_the_loop_s_own_stay_where_others_fail():
+    """Chaos, of which a pass finds one block more."""
+
+    def logistic(h, _):
+        h = 3.9 * h * (1 - h)
+        return h, h
+
+    xs = jnp.zeros(160)
+    *_, stats = solved(logistic, jnp.float32(0.3), xs, GaussSeidel(block=16, max_iters=5))
+    assert not stats.converged and stats.first_bad >= 5 * 16
 
 
 @pytest.mark.parametrize("window", [25, 50])

@@ -45,12 +45,14 @@ def test_the_cover_has_all_pairs():
 @pytest.mark.parametrize(
     ("verdict", "is_wrong"),
     [
-        (Verdict(True, 0.5, 0.5), False),
-        (Verdict(True, 1.5, 0.5), True),
-        (Verdict(True, 0.5, 1.5), True),
-        (Verdict(True, 0.5, float("nan")), True),
-        (Verdict(True, float("nan"), 0.5), True),
-        (Verdict(False, 9.0, 9.0), False),
+        (Verdict(True, 0.5, 0.5, 0.5), False),
+        (Verdict(True, 1.5, 0.5, 0.5), True),
+        (Verdict(True, 0.5, 1.5, 0.5), True),
+        (Verdict(True, 0.5, 0.5, 1.5), True),
+        (Verdict(True, 0.5, 0.5, float("nan")), True),
+        (Verdict(True, 0.5, float("nan"), 0.5), True),
+        (Verdict(True, float("nan"), 0.5, 0.5), True),
+        (Verdict(False, 9.0, 9.0, 9.0), False),
     ],
 )
 def test_a_verdict_needs_value_and_gradient(verdict, is_wrong):
