@@ -40,10 +40,12 @@ from jaxpar.lm import (
     num_params,
 )
 from jaxpar.lm.data import Corpus, DataConfig, Windows
+from jaxpar.lm.mixers import mixers_of
 from jaxpar.lm.mixture import open_corpora, training_batches
 from jaxpar.lm.tokenizer import Tokenizer, load_tokenizer
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import named_shardings, partition
+from jaxpar.nn.mixers import Recurrent
 from jaxpar.types import PyTree, UsageError
 
 from . import _evaluate, _experts, _export, _init, _run, _saved, _train
@@ -51,6 +53,7 @@ from ._folder import owning
 from ._mesh import LM_AXES, check_split, refuse_idle, shares
 from ._pipeline import PipelineConfig, make_schedule
 from ._run import say
+from ._solvers import kept_method
 from ._texts import decode, draw, encode
 from ._train import Run
 from ._validation import check_length, judged_weights, make_evaluate, place, row_length
@@ -176,6 +179,7 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
     mixed = open_corpora(config.data, folder / "data", tokenizer, say)
     corpus = mixed.first
     config = with_vocabulary(config, corpus.tokenizer, is_given=start is not None)
+    config = with_solver(config, folder)
     teacher, given = _teacher(config, corpus.tokenizer)
     trainer, data, length = make_trainer(config, teacher), config.data, config.train
     windows = training_batches(mixed, data, config.seed)
@@ -199,6 +203,16 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
     result = _train.train(trainer, lambda step: place(config, functools.partial(windows, step)) | given, run)
     _tell_end(config, folder, corpus, result)
     return result
+
+
+def with_solver(config: Config, folder: pathlib.Path) -> Config:
+    """Returns the configuration with the method that `model.solver=auto` takes in this folder and on this machine."""
+    mixers = jax.tree.leaves(mixers_of(config.model))
+    cells = [mixer.cell for mixer in mixers if isinstance(mixer, Recurrent)]
+    if config.model.solver != "auto" or not cells:
+        return config
+    name = kept_method(folder, Config, "model.solver", cells, config.data.batch_size, config.data.seq_len)
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, solver=name))
 
 
 def _on_from(config: Config, start: pathlib.Path, folder: pathlib.Path) -> tuple[Config, Tokenizer]:

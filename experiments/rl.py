@@ -37,7 +37,7 @@ from jaxpar.io import plot_metrics, plot_seeds, read_jsonl
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import MeshSpec
 from jaxpar.nn.mixers import CELLS
-from jaxpar.nn.solvers import name_taken
+from jaxpar.nn.solvers import METHODS, solver
 from jaxpar.rl import (
     RENAMED,
     A2c,
@@ -56,7 +56,6 @@ from jaxpar.rl import (
 )
 from jaxpar.rl.memory import memory_of
 from jaxpar.rollout import NextStep
-from jaxpar.solve import GaussSeidel, Newton, Quasi, Sequential
 from jaxpar.types import PyTree, UsageError
 
 from . import _run
@@ -75,6 +74,7 @@ from ._mesh import check_split, refuse_idle
 from ._policy_run import FILMED, PolicyRun, older_prng, save_film
 from ._run import identifying, say
 from ._saved import newest_state, saved_run
+from ._solvers import kept_method
 from ._train import Run, TrainConfig, train
 from ._world import changes, make_world
 
@@ -92,9 +92,6 @@ ALGORITHMS: dict[str, tuple[Any, dict[str, Any]]] = {
 OLDER_RATES = {new[6:]: old[6:] for new, old in RENAMED.items() if new.startswith("rates/")}
 OLDER_FIELDS = {"gradient_steps": "gradients", "decomposition_size": "mixer_size"}
 MODES = ("train", "eval", "film")
-METHODS: dict[str, Any] = {
-    "auto": None, "sequential": Sequential(), "newton": Newton(), "quasi": Quasi(), "gauss_seidel": GaussSeidel(),
-}  # fmt: skip
 
 
 def _older(flag: str, names: dict[str, str], changes: dict[str, Any]) -> dict[str, Any]:
@@ -144,7 +141,7 @@ class Config(_run.RunConfig):
       layer_norm: Whether layers are normalised.
       memory: none, or a sequence layer of the library, such as gru, para_gru, min_gru, aaren, transformer.
       memory_size: Its units.
-      method: How its recurrence is solved: auto, sequential, newton, quasi, gauss_seidel.
+      method: Method that solves its recurrence, a name of `jaxpar.nn.solvers`; auto leaves it to the platform.
       prng: Keys of environments: env, or batch, which is faster and gives other numbers.
       eval_every: Updates between evaluations while it learns, a multiple of train.chunk; 0 means at the end alone.
       eval_episodes: Of each seed, acting by the likeliest action.
@@ -236,7 +233,7 @@ def make_learner(config: Config) -> tuple[Any, PyTree]:
         network = _item_network(config, kind, asked)
     else:
         network = dataclasses.replace(usual["network"], memory=config.memory, memory_size=config.memory_size,
-                                      method=METHODS[config.method], **asked)  # fmt: skip
+                                      method=solver(config.method), **asked)  # fmt: skip
     searches = dataclasses.asdict(usual["search"]) if config.algorithm == "alpha_zero" else {}
     free = {name: value for name, value in usual.items() if isinstance(value, bool | int | float | str)} | searches
     _refuse_older("fields", OLDER_FIELDS, config.fields, free)
@@ -260,6 +257,16 @@ def make_learner(config: Config) -> tuple[Any, PyTree]:
     if config.anneal:
         rates["anneal"] = float(num_updates(config, learner))
     return dataclasses.replace(learner, rates=learner.rates.replace(**rates)), params
+
+
+def with_method(config: Config, folder: pathlib.Path) -> Config:
+    """Returns the configuration with the method that `method=auto` takes in this folder and on this machine."""
+    if config.items or config.memory not in CELLS or config.method != "auto":
+        return config
+    learner: Any = make_learner(config)[0]
+    memory: Any = memory_of(config.memory, config.memory_size)
+    name = kept_method(folder, Config, "method", [memory.cell], learner.num_envs, learner.num_steps)
+    return dataclasses.replace(config, method=name)
 
 
 def _item_network(config: Config, kind: Any, asked: dict[str, Any]) -> Items:
@@ -313,6 +320,7 @@ def execute(config: Config, folder: pathlib.Path) -> FitResult | np.ndarray | pa
 @owning
 def learn(config: Config, folder: pathlib.Path) -> FitResult:
     """Learns under the ambient mesh, in `folder`; resumes what is there."""
+    config = with_method(config, folder)
     learner, params = make_learner(config)
     refuse_idle("learning", "envs")
     check_split("num_envs", learner.num_envs, "envs")
@@ -394,21 +402,12 @@ def _tell_start(config: Config, folder: pathlib.Path, learner: Any, updates: int
     per_update = learner.num_envs * learner.num_steps
     say(f"run        {_run.short(folder)}" + (f" (resuming at update {start})" if start else ""))
     say(f"env        {config.env}{count}")
-    memory = config.memory + _solved_by(config, learner)
-    say(f"learner    {config.algorithm}, memory={memory}, {config.num_seeds} seed(s)")
+    solved = ""
+    if config.method != "auto":
+        solved = f" solved by method={config.method}"
+    say(f"learner    {config.algorithm}, memory={config.memory}{solved}, {config.num_seeds} seed(s)")
     say(f"updates    {updates:,} of {learner.num_envs:,} environments x {learner.num_steps:,} steps: "
         f"{updates * per_update:,} steps a seed")  # fmt: skip
-
-
-def _solved_by(config: Config, learner: Any) -> str:
-    """Returns by which method the memory's recurrence is solved, where `method=auto` leaves that to the platform."""
-    if config.items or config.memory not in CELLS or config.method != "auto":
-        return ""
-    memory: Any = memory_of(config.memory, config.memory_size)
-    name = name_taken(memory.cell, learner.num_envs, learner.num_steps)
-    if name == "auto":
-        return " by its closed form"
-    return f" solved by method={name}"
 
 
 def _tell_end(config: Config, folder: pathlib.Path, learner: Any, params: PyTree, result: FitResult) -> None:

@@ -39,7 +39,7 @@ from jaxpar.nn.mixers.spiking_mlp import SpikingMlp
 from jaxpar.nn.mixers.tcnca import Tcnca
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
-from jaxpar.nn.solvers import name_taken, solver
+from jaxpar.nn.solvers import solver
 from jaxpar.nn.stack import Stack
 from jaxpar.nn.stack_network import StackNetwork
 from jaxpar.types import PyTree, UsageError, largest
@@ -50,6 +50,7 @@ from ._mesh import check_split, refuse_idle
 from ._run import say
 from ._saved import restored, saved_run
 from ._series import SeriesConfig, Task, open_task
+from ._solvers import kept_method
 from ._train import Run
 
 STACKED = ("lmu", "spiking_lmu", "lmuformer", "spiking_lmuformer", "hgrn", "block_recurrent", "block_recurrent_lstm",
@@ -176,20 +177,17 @@ def execute(config: Config, folder: pathlib.Path) -> Any:
 def train(config: Config, folder: pathlib.Path) -> FitResult:
     """Trains under the ambient mesh, in `folder`; resumes what is there."""
     task = open_task(config.data, config.seed)
-    config = with_method(config, task)
+    config = with_method(config, folder, task)
     return learn(config, folder, make_trainer(config, task), task, _sizes(config, task))
 
 
-def with_method(config: Config, task: Task) -> Config:
-    """Returns the configuration with the method that `method=auto` takes here, for the run to keep.
-
-    A run that is resumed on another machine then goes on by the same one. A closed form stays "auto".
-    """
+def with_method(config: Config, folder: pathlib.Path, task: Task) -> Config:
+    """Returns the configuration with the method that `method=auto` takes in this folder and on this machine."""
     model = config.model
     if model.method != "auto" or model.cell not in CELLS:
         return config
     cell = cell_of(model.cell, model.size, model.heads)
-    name = name_taken(cell, config.data.batch_size, task.length)
+    name = kept_method(folder, Config, "model.method", [cell], config.data.batch_size, task.length)
     return dataclasses.replace(config, model=dataclasses.replace(model, method=name))
 
 
