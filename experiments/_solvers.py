@@ -38,7 +38,7 @@ def kept_method(
     """
     if (folder / "config.yaml").is_file():
         saved = operator.attrgetter(field)(_run.load(folder, schema))
-        if saved != "auto":
+        if saved not in ("", "auto"):
             return saved
     names = {name_taken(cell, batch, length) if isinstance(cell, Cell) else "auto" for cell in cells}
     if len(names) != 1:

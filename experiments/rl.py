@@ -32,7 +32,7 @@ import jax
 import numpy as np
 
 from jaxpar.env import capabilities
-from jaxpar.fields import AtLeast, Each, field
+from jaxpar.fields import AtLeast, Each, OneOf, field
 from jaxpar.io import plot_metrics, plot_seeds, read_jsonl
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import MeshSpec
@@ -142,6 +142,7 @@ class Config(_run.RunConfig):
       memory: none, or a sequence layer of the library, such as gru, para_gru, min_gru, aaren, transformer.
       memory_size: Its units.
       method: Method that solves its recurrence, a name of `jaxpar.nn.solvers`; auto leaves it to the platform.
+      method_taken: Method that `method=auto` took when the run began; filled in by the run, which keeps it.
       prng: Keys of environments: env, or batch, which is faster and gives other numbers.
       eval_every: Updates between evaluations while it learns, a multiple of train.chunk; 0 means at the end alone.
       eval_episodes: Of each seed, acting by the likeliest action.
@@ -184,6 +185,7 @@ class Config(_run.RunConfig):
     memory: str = identifying("none")
     memory_size: int = identifying(64, AtLeast(1))
     method: str = identifying("auto")
+    method_taken: str = field("", OneOf(("", *METHODS)))
     prng: str = identifying("env", before=older_prng)
     eval_every: int = field(0, AtLeast(0))
     eval_episodes: int = field(64, AtLeast(1))
@@ -233,7 +235,7 @@ def make_learner(config: Config) -> tuple[Any, PyTree]:
         network = _item_network(config, kind, asked)
     else:
         network = dataclasses.replace(usual["network"], memory=config.memory, memory_size=config.memory_size,
-                                      method=solver(config.method), **asked)  # fmt: skip
+                                      method=solver(config.method_taken or config.method), **asked)  # fmt: skip
     searches = dataclasses.asdict(usual["search"]) if config.algorithm == "alpha_zero" else {}
     free = {name: value for name, value in usual.items() if isinstance(value, bool | int | float | str)} | searches
     _refuse_older("fields", OLDER_FIELDS, config.fields, free)
@@ -261,12 +263,12 @@ def make_learner(config: Config) -> tuple[Any, PyTree]:
 
 def with_method(config: Config, folder: pathlib.Path) -> Config:
     """Returns the configuration with the method that `method=auto` takes in this folder and on this machine."""
-    if config.items or config.memory not in CELLS or config.method != "auto":
+    if config.items or config.memory not in CELLS or config.method != "auto" or config.method_taken:
         return config
     learner: Any = make_learner(config)[0]
     memory: Any = memory_of(config.memory, config.memory_size)
-    name = kept_method(folder, Config, "method", [memory.cell], learner.num_envs, learner.num_steps)
-    return dataclasses.replace(config, method=name)
+    name = kept_method(folder, Config, "method_taken", [memory.cell], learner.num_envs, learner.num_steps)
+    return dataclasses.replace(config, method_taken=name)
 
 
 def _item_network(config: Config, kind: Any, asked: dict[str, Any]) -> Items:
@@ -403,8 +405,8 @@ def _tell_start(config: Config, folder: pathlib.Path, learner: Any, updates: int
     say(f"run        {_run.short(folder)}" + (f" (resuming at update {start})" if start else ""))
     say(f"env        {config.env}{count}")
     solved = ""
-    if config.method != "auto":
-        solved = f" solved by method={config.method}"
+    if (config.method_taken or config.method) != "auto":
+        solved = f" solved by method={config.method_taken or config.method}"
     say(f"learner    {config.algorithm}, memory={config.memory}{solved}, {config.num_seeds} seed(s)")
     say(f"updates    {updates:,} of {learner.num_envs:,} environments x {learner.num_steps:,} steps: "
         f"{updates * per_update:,} steps a seed")  # fmt: skip
