@@ -27,7 +27,7 @@ TINY = dict(length=256, heads=16, width=8, dtype="float32")
 
 def said(move: str, shape: dict, groups: int, shares: int) -> dict[str, float]:
     """Returns the bytes of both passes by a move's table; a table of pairs sends no places, 8 bytes a token."""
-    from jaxpar.parallel.context import Sizes, move_for
+    from jaxpar.nn.attention.context import Sizes, move_for
 
     within = math.gcd(groups, shares) if move == "swap_ring" else 1
     table, size = move_for(move, shares, within), {"bfloat16": 2, "float32": 4}[shape["dtype"]]
@@ -43,7 +43,7 @@ def counted(move: str, shape: dict, groups: int, devices: list) -> dict:
 
     from jaxpar.aot import count_flops
     from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, use_mesh
-    from jaxpar.parallel.context import context_attention
+    from jaxpar.nn.attention.context import context_attention
 
     sizes = shape["heads"], groups, groups, shape["heads"]
     arrays = [jax.ShapeDtypeStruct((1, shape["length"], n, shape["width"]), shape["dtype"]) for n in sizes]
@@ -87,7 +87,7 @@ def main() -> None:
     import jax
 
     from jaxpar.aot import devices, parse_topology
-    from jaxpar.parallel.context import MOVES
+    from jaxpar.nn.attention.context import MOVES
 
     chips = devices(parse_topology(args.topology)) if args.topology else jax.devices("cpu")
     shape = (TINY if args.tiny else FULL) | ({"dtype": "bfloat16"} if args.topology else {})

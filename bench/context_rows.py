@@ -60,7 +60,7 @@ def moves(request: dict) -> Program:
     import jax.numpy as jnp
 
     from jaxpar.mesh import named_shardings
-    from jaxpar.parallel.context import Order, context_attention
+    from jaxpar.nn.attention.context import Order, context_attention
 
     _, move, name = request["row"].split()
     shares, promised = request["mesh"], None if name == "unpromised" else name
@@ -113,7 +113,7 @@ def attend(request: dict) -> Program:
     import jax.numpy as jnp
 
     from jaxpar.mesh import named_shardings
-    from jaxpar.parallel.context import attend_split_cache
+    from jaxpar.nn.attention.context import attend_split_cache
 
     batch, heads, groups, slots, width = request["shape"]
     shapes = (1, heads), (slots, groups), (slots, groups)
@@ -147,8 +147,8 @@ def attend(request: dict) -> Program:
 def in_parts(form: list[str], q, keys, values, lengths):
     """A token's attention to a full cache by parts: "cut", with the kernel's own numbers, or "pairs" of cuDNN."""
     from jaxpar.nn.attention import finish, merge_parts
+    from jaxpar.nn.attention.context.shares_kernel import ShareCut, attend_shares
     from jaxpar.nn.attention.pairs import attend_pair
-    from jaxpar.parallel.context.shares_kernel import ShareCut, attend_shares
 
     kind, *numbers = form[0], *map(int, form[1:])
     if kind == "cut":

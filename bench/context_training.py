@@ -112,7 +112,7 @@ class Train:
         import numpy as np
 
         from jaxpar.mesh import place_rows, use_mesh
-        from jaxpar.parallel.context import in_order
+        from jaxpar.nn.attention.context import in_order
 
         rows = np.random.default_rng(0).integers(0, self.config.vocab_size, (1, length + 1), np.int32)
         batch = in_order({"tokens": rows[:, :-1], "targets": rows[:, 1:]}, self.config.order(length), self.mesh.size)

@@ -5,10 +5,11 @@
     JAX_PLATFORMS=cpu python bench/dsp.py --tiny      # any machine, two simulated devices: checks that the script runs
 
 "split anew" is `jaxpar.nn.SpaceTimeStack`: tokens are split over time while a layer looks along space and over space
-while one looks along time, with an all-to-all between them. The others keep them split over space, and the layer along
-space asks for the rest by `jaxpar.parallel.context.context_attention`. Parameters, blocks and kernels are the same, and
-"error" is the largest difference from the result of "split anew", by its largest entry. "sent" is what a device sends
-of tokens, counted in the compiled program.
+while one looks along time, with an all-to-all between them. The others keep them split over space,
+and the layer along space gets the rest by `jaxpar.nn.attention.context.context_attention`.
+Parameters, blocks and kernels are the same, and "error" is the largest difference from the result of
+"split anew", by its largest entry. "sent" is what a device sends of tokens, counted in the compiled
+program.
 """
 
 import argparse
@@ -41,10 +42,10 @@ def forms(case: dict, move: str):
     from jaxpar.mesh import constrain
     from jaxpar.nn import SpaceTimeStack
     from jaxpar.nn.attention import Attention, Visible
+    from jaxpar.nn.attention.context import context_attention
     from jaxpar.nn.mixer import Rules
     from jaxpar.nn.mlp import Mlp
     from jaxpar.nn.stack import Stack
-    from jaxpar.parallel.context import context_attention
 
     @dataclasses.dataclass(frozen=True)
     class Fixed(Attention):

@@ -24,7 +24,7 @@ def chosen(folder: pathlib.Path, windows: int):
     from experiments import lm
     from jaxpar.lm.data import Windows, open_corpus
     from jaxpar.lm.model import embed_for_training
-    from jaxpar.parallel.experts import chosen_experts
+    from jaxpar.nn.experts.sharded import chosen_experts
 
     config, params, _ = lm.load(folder, lm.compose())
     model = dataclasses.replace(config.model, remat="none")
@@ -43,7 +43,7 @@ def main() -> None:
     import numpy as np
 
     from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-    from jaxpar.parallel.experts import count_crossings, count_transitions, place_experts
+    from jaxpar.nn.experts.sharded import count_crossings, count_transitions, place_experts
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=pathlib.Path, required=True, help="folder of a run of experiments.lm")

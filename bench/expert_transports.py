@@ -8,7 +8,7 @@ The SwiGLU experts of `bench/experts.py`'s shapes, forward and all gradients, fr
 are those of all devices together. "one device" holds all experts and all tokens: "of P x" is its time over P times the
 row's. `--skew` of the tokens, anywhere in the batch, choose k experts of the first device. "of even" is a row's time
 over that of the same transport at a skew of 0; "load" the largest number of choices of a device over the mean, as the
-transport computes them; "sent" what a device sends where choices are even, by `jaxpar.parallel.experts.bytes_sent`.
+transport computes them; "sent" what a device sends where choices are even, by `jaxpar.nn.experts.sharded.bytes_sent`.
 Torch's rows are `torch._grouped_mm` with all-to-alls of what is chosen, in processes of its own, "of P x" its own row
 of one device's. Programs of a case are compiled, then timed in turns; medians, and the least in brackets. What fails
 says why.
@@ -39,8 +39,8 @@ from expert_cases import SHAPES, TINY, routes  # noqa: E402
 
 from jaxpar.mesh import MeshSpec, make_mesh, shard, use_mesh  # noqa: E402
 from jaxpar.nn.experts import Experts  # noqa: E402
+from jaxpar.nn.experts.sharded import Spill, bytes_sent, least_loaded, transport_for  # noqa: E402
 from jaxpar.nn.mixer import ActivationSizes, Context  # noqa: E402
-from jaxpar.parallel.experts import Spill, bytes_sent, least_loaded, transport_for  # noqa: E402
 
 ONE = "one device"
 TORCH = {"torch one": 0.0, "torch all_to_all": None}

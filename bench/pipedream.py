@@ -27,7 +27,7 @@ from jaxpar.lm.corpus import DataConfig
 from jaxpar.lm.data import Windows, open_corpus
 from jaxpar.lm.stages import stages
 from jaxpar.mesh import MeshSpec, make_mesh, simulate_devices, use_mesh
-from jaxpar.parallel.pipeline import PipeDream
+from jaxpar.pipeline.asynchronous import PipeDream
 
 ROWS, LENGTH, MICROBATCHES, FLUSH = 8, 64, 250, 8  # rows and tokens of a microbatch, how many a call, how many a flush
 

@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-from jaxpar.parallel.pipeline import Op, TaskCosts
+from jaxpar.pipeline import Op, TaskCosts
 
 TIMINGS = 5, 20  # at least and at most
 
@@ -85,7 +85,7 @@ class Chunk:
 
         from jaxpar.lm import init
         from jaxpar.lm.stages import stages
-        from jaxpar.nn.two_stage import two_stage
+        from jaxpar.pipeline.two_stage import two_stage
 
         size = request["model"]["num_layers"] // depth
         config = config_of(request, num_layers=size)

@@ -47,7 +47,7 @@ def gib(name: str) -> Callable[[dict], str]:
 
 def tables(request: dict) -> list[dict]:
     """Bubbles of every generator, and of torch's where `request["torch"]` has its tasks."""
-    from jaxpar.parallel.pipeline import (
+    from jaxpar.pipeline import (
         PIPELINES,
         Op,
         Schedule,
@@ -121,7 +121,7 @@ def vocabulary(request: dict) -> list[dict]:
     """Time with a head on the last stage and with its rows split over all, by operations at a rate."""
     from pipeline_costs import ChunkCosts
 
-    from jaxpar.parallel.pipeline import named_schedule, simulate_schedule, with_vocabulary
+    from jaxpar.pipeline import named_schedule, simulate_schedule, with_vocabulary
 
     p, m, size = request["devices"], request["microbatches"], request["vocab_size"]
     width, layers, tokens, length = SHAPE["embed_dim"], request["num_layers"], request["tokens"], request["length"]
@@ -198,7 +198,7 @@ def program_of(config, schedule, mesh, rules, rows: int, length: int):
     from jaxpar.lm import axes, init
     from jaxpar.lm.stages import stages
     from jaxpar.mesh import named_shardings, use_mesh
-    from jaxpar.parallel.pipeline import Pipelined
+    from jaxpar.pipeline import Pipelined
 
     def run(params, batch):
         (loss, _), gradient = Pipelined(schedule)(stages(config), params, batch, None, schedule.microbatches)
@@ -224,7 +224,7 @@ def compile_times(request: dict) -> list[dict]:
 
     from jaxpar.lm import LMConfig
     from jaxpar.mesh import MeshSpec, make_mesh, rules_from, use_mesh
-    from jaxpar.parallel.pipeline import named_schedule
+    from jaxpar.pipeline import named_schedule
 
     sizes = dict(vocab_size=256, num_layers=16, embed_dim=64, num_heads=4, mlp_dim=128, dtype="float32")
     mesh, rules = make_mesh(MeshSpec(stage=request["devices"]), jax.devices()), rules_from(layout="stages")
@@ -271,7 +271,7 @@ def ahead(request: dict) -> list[dict]:
     from jaxpar.lm.params import num_params
     from jaxpar.lm.stages import stages
     from jaxpar.mesh import MeshSpec, make_mesh, mesh_axes, num_shares, rules_from, use_mesh
-    from jaxpar.parallel.pipeline import Pipelined, named_schedule
+    from jaxpar.pipeline import Pipelined, named_schedule
 
     topology = parse_topology(request["topology"])
     mesh = make_mesh(MeshSpec(**request["mesh"]), devices(topology))

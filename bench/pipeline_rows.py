@@ -12,7 +12,7 @@ from pipeline_costs import batch_of, config_of, measured_costs, timed
 
 def schedule_of(request: dict):
     """Returns the schedule of a request, or None where the model is not cut."""
-    from jaxpar.parallel.pipeline import named_schedule
+    from jaxpar.pipeline import named_schedule
 
     name, m = request["schedule"], request["microbatches"]
     return named_schedule(name, request["devices"], m, request["chunks"]) if name else None
@@ -28,8 +28,8 @@ class Step:
         from jaxpar.lm import axes, init
         from jaxpar.lm.stages import stages
         from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, rules_from, use_mesh
-        from jaxpar.nn.schedule import InTurn
-        from jaxpar.parallel.pipeline import Pipelined
+        from jaxpar.pipeline import Pipelined
+        from jaxpar.pipeline.accumulation import InTurn
 
         config, kind = config_of(request), request["kind"]
         self.devices = jax.devices()[: request["devices"]]
@@ -87,7 +87,7 @@ def answer(request: dict) -> dict:
     simulate_devices(request["mesh"])
     import jax
 
-    from jaxpar.parallel.pipeline import simulate_schedule, with_offload
+    from jaxpar.pipeline import simulate_schedule, with_offload
 
     said = {"device": jax.devices()[0].device_kind, "version": f"jax {jax.__version__}"}
     schedule = schedule_of(request)

@@ -18,7 +18,7 @@ def main() -> None:
     import jax
     import numpy as np
 
-    from jaxpar.parallel.experts import least_loaded
+    from jaxpar.nn.experts.sharded import least_loaded
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=8)

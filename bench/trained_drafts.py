@@ -27,18 +27,10 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
-from jaxpar.decode import Heads, HiddenTransfer, NoDraft, PromptTokens, best_tree, chain  # noqa: E402
-from jaxpar.lm import (  # noqa: E402
-    DraftTrainer,
-    LMConfig,
-    OptimizerConfig,
-    Sampling,
-    accept_rates,
-    from_hf,
-    generate,
-    num_params,
-    to_hf,
-)
+from jaxpar.decode import NoDraft, best_tree, chain  # noqa: E402
+from jaxpar.experimental.pseudo_tokens import Heads, HiddenTransfer, PromptTokens  # noqa: E402
+from jaxpar.experimental.trained_drafts import DraftTrainer, accept_rates  # noqa: E402
+from jaxpar.lm import LMConfig, OptimizerConfig, Sampling, from_hf, generate, num_params, to_hf  # noqa: E402
 from jaxpar.loop import Fit, Hooks, fit  # noqa: E402
 
 KEY = jax.random.key(3)

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.experimental.action_saliency import HEARD, action_saliency
 from jaxpar.io.figure import COLORS, GRAY, empty_figure, save, tidy
-from jaxpar.life import HEARD, Jitter, Laws, Lstm, World, action_saliency
+from jaxpar.life import Jitter, Laws, Lstm, World
 from jaxpar.loop import run
 
 OUT = pathlib.Path(__file__).resolve().parent / "_static" / "life_saliency.png"

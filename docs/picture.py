@@ -157,7 +157,7 @@ def layers():
         sheet,
         530,
         22,
-        "scan, solve, nn and parallel will stand between loop and lm; other pillars beside lm",
+        "scan, solve, nn and pipeline will stand between loop and lm; other pillars beside lm",
         8.6,
         QUIET,
     )

@@ -14,7 +14,8 @@ from matplotlib.figure import Figure  # noqa: E402
 
 import envs  # noqa: E402
 from jaxpar.env import reset, step  # noqa: E402
-from jaxpar.rl import Network, Pqn, PqnRates, saliency, train  # noqa: E402
+from jaxpar.experimental.saliency import saliency
+from jaxpar.rl import Network, Pqn, PqnRates, train
 
 OUT = pathlib.Path(__file__).resolve().parent / "_static" / "saliency.png"
 NETWORK = Network((64,), (64,), "relu", layer_norm=True, memory="min_gru", memory_size=64)

@@ -16,7 +16,7 @@ from jaxpar.lm import loss
 from jaxpar.lm import params as declared
 from jaxpar.lm.stages import stages
 from jaxpar.mesh import rules_from
-from jaxpar.parallel.pipeline import (
+from jaxpar.pipeline import (
     PIPELINES,
     Pipelined,
     Schedule,

@@ -9,7 +9,7 @@ from jaxpar.io import plot_experts
 from jaxpar.lm import LMConfig
 from jaxpar.lm.stages import stages
 from jaxpar.nn.experts.losses import load
-from jaxpar.parallel.experts import chosen_experts
+from jaxpar.nn.experts.sharded import chosen_experts
 from jaxpar.types import PyTree
 
 

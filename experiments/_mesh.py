@@ -7,7 +7,7 @@ import re
 import jax
 
 from jaxpar.mesh import LAYOUTS, RULES, MeshSpec, mesh_axes
-from jaxpar.parallel.pipeline import PIPELINES
+from jaxpar.pipeline import PIPELINES
 from jaxpar.types import PyTree, UsageError
 from jaxpar.verify import Layout
 

@@ -6,9 +6,7 @@ from typing import Any
 from jaxpar.fields import AtLeast, OneOf, field
 from jaxpar.lm import LMConfig
 from jaxpar.lm.stages import stages
-from jaxpar.nn import schedule as nn_schedule
-from jaxpar.nn.schedule import InTurn
-from jaxpar.parallel.pipeline import (
+from jaxpar.pipeline import (
     PIPELINES,
     Pipelined,
     Schedule,
@@ -17,6 +15,7 @@ from jaxpar.parallel.pipeline import (
     with_offload,
     with_vocabulary,
 )
+from jaxpar.pipeline.accumulation import Accumulation, InTurn
 from jaxpar.types import UsageError
 
 from . import _run
@@ -28,7 +27,7 @@ class PipelineConfig(_run.RunConfig):
     """How microbatches pass through stages.
 
     Attributes:
-      pipeline: Schedule over the stages of mesh.stage, of `jaxpar.parallel.pipeline.PIPELINES`; "none" without stages.
+      pipeline: Schedule over the stages of mesh.stage, of `jaxpar.pipeline.PIPELINES`; "none" without stages.
       microbatches: Parts of a batch that pass through a pipeline; 0 for two a stage.
       chunks: Groups of layers on each stage, where the schedule leaves it open.
       split_head: Whether all stages share the product with the head; rules.vocab=stage+tensor has them hold it so.
@@ -49,14 +48,14 @@ class PipelineConfig(_run.RunConfig):
         if self.pipeline == "pipedream":
             raise UsageError(
                 "pipeline=pipedream changes weights after each microbatch and has no one gradient of a batch; "
-                "jaxpar.parallel.pipeline.PipeDream runs it."
+                "jaxpar.pipeline.PipeDream runs it."
             )
         super().__post_init__()
         if self.pipeline != "none" and "stages" not in self.layout.split("+"):
             object.__setattr__(self, "layout", f"{self.layout}+stages")
 
 
-def make_schedule(config: Any, model: LMConfig, accumulate: int) -> tuple[nn_schedule.Schedule, int, str]:
+def make_schedule(config: Any, model: LMConfig, accumulate: int) -> tuple[Accumulation, int, str]:
     """Returns how the gradient of a batch is made of its parts, how many there are, and the flag that says so.
 
     Args:

@@ -13,7 +13,7 @@ from jaxpar.lm.batches import check_batch, valid_batch
 from jaxpar.lm.data import Corpus, Pairs, Windows, sweep, sweep_pairs
 from jaxpar.lm.objectives import num_pairs, preference_loss
 from jaxpar.mesh import place_rows
-from jaxpar.parallel.context import in_order, padded
+from jaxpar.nn.attention.context import in_order, padded
 from jaxpar.types import PyTree, UsageError
 
 from ._mesh import check_split, shares

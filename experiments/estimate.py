@@ -39,7 +39,7 @@ from jaxpar.lm.sample import cache_axes, empty_cache, extend
 from jaxpar.lm.transfers import context_bytes, expert_bytes
 from jaxpar.loop import XLA_OPTIONS
 from jaxpar.mesh import MeshSpec, make_mesh, platform, rules_from, simulate_devices, use_mesh
-from jaxpar.parallel.pipeline import PIPELINES
+from jaxpar.pipeline import PIPELINES
 from jaxpar.types import UsageError
 
 from . import _estimate_report as report

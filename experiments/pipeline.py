@@ -7,7 +7,7 @@
     python -m experiments.pipeline 'schedules=[1f1b,zb_v,searched]' cap=8 softmax=2 rows=1 lockstep=true
 
 Nothing is trained: schedules are tables, and time is counted. `experiments.lm pipeline=` runs them. PipeDream has the
-table of 1f1b, once for many steps; `jaxpar.parallel.pipeline.PipeDream` runs that.
+table of 1f1b, once for many steps; `jaxpar.pipeline.PipeDream` runs that.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from rich.table import Column, Table
 
 from jaxpar.fields import AtLeast, Each, OneOf
 from jaxpar.mesh import MeshSpec
-from jaxpar.parallel.pipeline import (
+from jaxpar.pipeline import (
     PIPELINES,
     Schedule,
     TaskCosts,

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxpar.aot.flops import count_flops
 from jaxpar.fields import AtLeast, Each, field
+from jaxpar.lower.flops import count_flops
 
 from . import _small
 

@@ -22,7 +22,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxpar.decode import Sampling, conformal_rejects, empty_calibration
+from jaxpar.decode import Sampling
+from jaxpar.experimental.conformal import conformal_rejects, empty_calibration
 from jaxpar.fields import AtLeast, Between, Each, OneOf, Positive, field
 from jaxpar.io import open_writers, plot_metrics
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, apply, generate, num_params

@@ -31,7 +31,7 @@ from jaxpar.lm import LMConfig, OptimizerConfig, axes
 from jaxpar.lm.data import DataConfig
 from jaxpar.lm.stages import stages
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, use_mesh
-from jaxpar.parallel.pipeline import PIPELINES
+from jaxpar.pipeline import PIPELINES
 from jaxpar.types import UsageError
 from jaxpar.verify import TOLERANCE, Layout, LayoutReport, every_layout, verify_cases
 

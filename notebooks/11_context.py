@@ -70,7 +70,7 @@ import numpy as np
 
 from jaxpar.aot import hlo
 from jaxpar.mesh import MeshSpec, make_mesh, simulate_devices, use_mesh
-from jaxpar.parallel.context import MOVES, Order, Sizes, context_attention, move_for
+from jaxpar.nn.attention.context import MOVES, Order, Sizes, context_attention, move_for
 from jaxpar.processes import keep_programs
 
 keep_programs()  # what this notebook compiles is loaded the next time

@@ -70,8 +70,7 @@ import numpy as np
 from jaxpar.lm import LMConfig, axes, init
 from jaxpar.lm.stages import stages
 from jaxpar.mesh import MeshSpec, make_mesh, shard, simulate_devices, use_mesh
-from jaxpar.nn.schedule import InTurn
-from jaxpar.parallel.pipeline import (
+from jaxpar.pipeline import (
     Pipelined,
     TaskCosts,
     draw_schedule,
@@ -80,6 +79,7 @@ from jaxpar.parallel.pipeline import (
     schedule_text,
     simulate_schedule,
 )
+from jaxpar.pipeline.accumulation import InTurn
 from jaxpar.processes import keep_programs
 
 keep_programs()  # what this notebook compiles is loaded the next time

@@ -19,23 +19,26 @@ from table_of_environment_fields import ENVIRONMENTS
 from table_of_experiment_fields import EXPERIMENTS
 
 from envs.puzzles import bin_pack
+from jaxpar.aot.placements import Split
 from jaxpar.decode import (
     Beams,
     BlockTopK,
     CopyDraft,
-    Heads,
     HeavyHitters,
-    HiddenTransfer,
     JacobiDraft,
     LookaheadDraft,
     ModelDraft,
-    PromptTokens,
     Sampling,
     SinksAndWindow,
 )
 from jaxpar.env.picture import Animation
+from jaxpar.experimental.attention_experts import AttentionExperts
+from jaxpar.experimental.autoregressive import Made, PixelCnn
+from jaxpar.experimental.dense_depth import DenseDepth
+from jaxpar.experimental.pseudo_tokens import Heads, HiddenTransfer, PromptTokens
+from jaxpar.experimental.trained_drafts import DraftTrainer
 from jaxpar.life import Jitter, Laws, Lstm, Reflex, World
-from jaxpar.lm import AdapterConfig, AdapterTrainer, DraftTrainer, LMConfig, ObjectiveConfig, Trainer, TuningConfig
+from jaxpar.lm import AdapterConfig, AdapterTrainer, LMConfig, ObjectiveConfig, Trainer, TuningConfig
 from jaxpar.lm.corpus import DataConfig
 from jaxpar.lm.data import Windows
 from jaxpar.loop import Fit
@@ -48,11 +51,10 @@ from jaxpar.neat.problems import Table
 from jaxpar.neat.quadtree import Quadtree
 from jaxpar.nn.aaren import Aaren
 from jaxpar.nn.attention import Attention, Visible
-from jaxpar.nn.autoregressive import Made, PixelCnn
 from jaxpar.nn.cells import Cell
 from jaxpar.nn.conv_embedding import ConvEmbedding
-from jaxpar.nn.dense_depth import DenseDepth
-from jaxpar.nn.experts import AttentionExperts, Experts
+from jaxpar.nn.experts import Experts
+from jaxpar.nn.experts.sharded import AllToAll, Spill
 from jaxpar.nn.mixers import (
     BlockRecurrent,
     GatedDelta,
@@ -75,9 +77,7 @@ from jaxpar.nn.stack import Stack
 from jaxpar.nn.stack_network import StackNetwork
 from jaxpar.nn.vision import FramePredictor, ImageClassifier
 from jaxpar.optim import Optimizer, OptimizerConfig
-from jaxpar.parallel.experts import AllToAll, Spill
-from jaxpar.parallel.pipeline import Pipelined, TaskCosts
-from jaxpar.parallel.placement import Split
+from jaxpar.pipeline import Pipelined, TaskCosts
 from jaxpar.pomdp import Despot, ParticleBelief, Pft, Pomcp, RootParallel, Vopp, tree
 from jaxpar.pomdp.leaves import RolloutValues
 from jaxpar.rl import (
@@ -385,13 +385,13 @@ RESULTS = {
     "env.capabilities.Capabilities", "env.check.Report", "env.spaces.Box", "env.spaces.Discrete",
     "env.spaces.MultiDiscrete", "fields.Between",
     "io.layers.LeafSource", "lower.lookback.KernelSource", "lower.lookback.Tile",
-    "parallel.pipeline.ops.Schedule", "parallel.pipeline.pack.TickTable", "parallel.pipeline.timing.Timing",
-    "parallel.placement.chain.ChainPlacement", "parallel.placement.placements.ConversionStep",
+    "pipeline.ops.Schedule", "pipeline.pack.TickTable", "pipeline.timing.Timing",
+    "experimental.product_chain.ChainPlacement", "aot.placements.ConversionStep",
     "pomdp.exact.Exact", "pomdp.outline.Branch", "pomdp.particle_search.ParticleTreeSearch",
     "pomdp.tree_search.TreeSearch", "solve.carries.Division",
     "solve.blindness.Entry", "solve.carries.Loop", "solve.default.CostModel",
     "solve.problem.Problem", "solve.program.Recurrence", "solve.structure.Structure",
-    "solve.solution.Solve", "verify.judge.Limits", "estimate.Candidate", "pomdp.Results", "_rocks.Flips",
+    "solve.solution.Solve", "aot.verify.judge.Limits", "estimate.Candidate", "pomdp.Results", "_rocks.Flips",
     "_policy_run.PolicyRun", "_proof.Training",
 }  # fmt: skip
 """Frozen dataclasses with numbers that the library makes, or an environment says, and that no user configures."""

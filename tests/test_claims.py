@@ -57,7 +57,7 @@ CLAIMS = {
     "failures reported and finished": "solve/test_parallel_scan.py"
     "::what_does_not_converge_is_run_sequentially_or_nan_or_an_error solve/test_robustness.py::no_error_is_silent",
     "mixtures of experts equal to the dense mixture on any mesh": "nn/test_experts.py::it_is_the_dense_mixture "
-    "nn/test_experts.py::no_mesh_changes_anything parallel/test_transports.py::it_is_the_dense_mixture",
+    "nn/test_experts.py::no_mesh_changes_anything experts/test_transports.py::it_is_the_dense_mixture",
     "chunks of tokens equal steps": "nn/test_linear_attention.py::chunks_equal_steps_in_value_and_gradient "
     "nn/test_linear_attention.py::over_eight_devices_it_is_what_it_is_on_one",
     "mixers trained for equal seconds": "experiments/test_compare.py"
@@ -73,7 +73,7 @@ CLAIMS = {
     "::any_draft_gives_the_tokens_of_the_slow_oracle",
     "a conformal quantile holds their share": "experiments/test_step_speculation.py"
     "::conformal_shares_are_those_that_are_asked_for "
-    "decode/test_conformal.py::of_exchangeable_scores_the_share_is_alpha_from_the_first_on",
+    "experimental/test_conformal.py::of_exchangeable_scores_the_share_is_alpha_from_the_first_on",
     "a schedule changes no token": "experiments/test_pipelined_speculation.py"
     "::tokens_are_those_of_the_greedy_loop_and_each_is_verified_once",
     "beams, automata": "decode/test_beam.py::beams_equal_the_plain_search "
@@ -85,12 +85,12 @@ CLAIMS = {
     "one optimizer configuration": "optim/test_update.py::values_are_those_of_optax_in_double_precision",
     "would not be finite changes nothing and is counted": "optim/test_update.py"
     "::what_is_not_finite_changes_no_bit_and_is_counted",
-    "attention over split sequences": "parallel/test_context.py"
+    "attention over split sequences": "context/test_context.py"
     "::every_move_equals_dense_attention_in_value_and_gradient "
     "lm/test_split_sequence.py::loss_and_gradients_equal_one_device",
-    "the cheapest collectives between two placements": "parallel/test_placement.py::every_pair_over_one_axis "
-    "parallel/test_placement.py::a_way_round_is_never_cheaper",
-    "one controller of several meshes": "parallel/test_dataflow.py::random_graphs_equal_numpy_and_never_deadlock",
+    "the cheapest collectives between two placements": "aot/test_placements.py::every_pair_over_one_axis "
+    "aot/test_placements.py::a_way_round_is_never_cheaper",
+    "one controller of several meshes": "experimental/test_controller.py::random_graphs_equal_numpy_and_never_deadlock",
     "gymnax's, JaxMARL's and others' in": "env/test_adapt.py::gymnax_steps_as_gymnax_does "
     "env/test_adapt.py::gymnax_keeps_the_last_observation_and_both_ends "
     "env/test_adapt.py::dictionaries_are_stacked_padded_and_masked",
@@ -182,9 +182,11 @@ PAGES = {
         "says so in one sentence": "lm/test_folders.py::another_number_of_experts_is_told",
         "the load of each expert of each layer": "lm/test_mixtures.py"
         "::loads_for_the_picture_are_those_of_a_loop io/test_plots.py::experts_are_drawn_with_what_is_there",
-        "every expert's attention of every token under a mask": "nn/test_attention_experts.py::it_is_the_dense_mixture",
-        "Outputs and gradients are those of the dense": "parallel/test_lend.py::it_is_the_dense_mixture",
-        "dealt out first ones first": "parallel/test_lend.py::choices_are_dealt_as_a_loop_deals_them",
+        "every expert's attention of every token under a mask": (
+            "experimental/test_attention_experts.py::it_is_the_dense_mixture"
+        ),
+        "Outputs and gradients are those of the dense": "experts/test_lend.py::it_is_the_dense_mixture",
+        "dealt out first ones first": "experts/test_lend.py::choices_are_dealt_as_a_loop_deals_them",
         "Rows sorted by block give the numbers and gradients": "experiments/test_information_gain_trellis.py"
         "::hard_routes_are_the_masked_dense_evaluation",
     },
@@ -201,7 +203,7 @@ PAGES = {
         "::tokens_are_those_of_the_slow_oracle_but_for_near_ties",
         "the tokens are those of the target alone": "experiments/test_step_speculation.py"
         "::where_all_is_rejected_tokens_are_those_of_the_target_alone",
-        "from the first score on": "decode/test_conformal.py"
+        "from the first score on": "experimental/test_conformal.py"
         "::of_exchangeable_scores_the_share_is_alpha_from_the_first_on",
         "counted as a loop that keeps one cache would count them": "experiments/test_step_speculation.py"
         "::texts_lines_and_counts_are_those_of_a_plain_loop",

@@ -32,10 +32,11 @@ from experiments import (
 )
 from experiments import step_speculation as steps
 from experiments.lm import compose, make_trainer
+from jaxpar.aot.placements import Broadcast, Partial, Split, conversion
+from jaxpar.experimental.product_chain import MATMUL_PLACEMENTS
 from jaxpar.lm import LMConfig
 from jaxpar.lm.data import DataConfig
 from jaxpar.mesh import RULES, MeshSpec, make_mesh, rules_from, use_mesh
-from jaxpar.parallel.placement import MATMUL_PLACEMENTS, Broadcast, Partial, Split, conversion
 
 ROOT = Path(__file__).parents[1]
 OTHERS = {"digits": digits, "env": env, "neat": neat, "estimate": estimate, "pomdp": pomdp, "rl": rl, "rnn": rnn}

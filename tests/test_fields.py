@@ -17,11 +17,17 @@ from table_of_fields import BY_HAND, RESULTS, TABLE
 import envs
 import experiments
 import jaxpar
-from jaxpar.decode import HiddenTransfer, ModelDraft, PromptTokens
+from jaxpar.aot.placements import Split
+from jaxpar.decode import ModelDraft
 from jaxpar.env.picture import Animation
+from jaxpar.experimental.attention_experts import AttentionExperts
+from jaxpar.experimental.autoregressive import Made, PixelCnn
+from jaxpar.experimental.dense_depth import DenseDepth
+from jaxpar.experimental.pseudo_tokens import HiddenTransfer, PromptTokens
+from jaxpar.experimental.trained_drafts import DraftTrainer
 from jaxpar.fields import AtLeast, Between, Each, Finite, OneOf, Positive, check_fields, field
 from jaxpar.io import Checkpoints
-from jaxpar.lm import AdapterConfig, AdapterTrainer, DraftTrainer, LMConfig, Trainer
+from jaxpar.lm import AdapterConfig, AdapterTrainer, LMConfig, Trainer
 from jaxpar.lm.corpus import Tokens
 from jaxpar.lm.data import Windows
 from jaxpar.loop import Fit
@@ -32,11 +38,9 @@ from jaxpar.neat.hyper import Substrate, SubstrateTable
 from jaxpar.neat.quadtree import Quadtree
 from jaxpar.nn.aaren import Aaren
 from jaxpar.nn.attention import Attention, Visible
-from jaxpar.nn.autoregressive import Made, PixelCnn
 from jaxpar.nn.cells import Cell
 from jaxpar.nn.conv_embedding import ConvEmbedding
-from jaxpar.nn.dense_depth import DenseDepth
-from jaxpar.nn.experts import AttentionExperts, Experts
+from jaxpar.nn.experts import Experts
 from jaxpar.nn.mixers import (
     BlockRecurrent,
     GatedDelta,
@@ -58,8 +62,7 @@ from jaxpar.nn.stack import Stack
 from jaxpar.nn.stack_network import StackNetwork
 from jaxpar.nn.vision import FramePredictor, ImageClassifier
 from jaxpar.optim import Optimizer
-from jaxpar.parallel.pipeline import Pipelined, gpipe
-from jaxpar.parallel.placement import Split
+from jaxpar.pipeline import Pipelined, gpipe
 from jaxpar.pomdp import RootParallel, Vopp, tree
 from jaxpar.pomdp.leaves import RolloutValues
 from jaxpar.rl import A2c, Against, AlphaZero, AlphaZeroRates, Dqn, Network, Pbt, Ppo, Pqn, Sac, Seeds, SelfPlay, Td3

@@ -11,7 +11,7 @@ ROOMS = [
     "jaxpar.nn.mixer",
     "jaxpar.nn.auxiliary",
     "jaxpar.nn.experts.grouped",
-    "jaxpar.nn.schedule",
+    "jaxpar.pipeline.accumulation",
     "jaxpar.decode.draft",
     "jaxpar.env.capabilities",
     "jaxpar.rollout.policies",

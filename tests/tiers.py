@@ -29,21 +29,21 @@ GUARDS = (
 PROCESSES = (
     "aot/test_topology.py decode/test_bench.py distributed/test_processes.py "
     "distributed/test_tpu.py experiments/test_interrupts.py experiments/test_kill.py "
-    "experiments/test_launch.py io/test_many_savers.py nn/test_linear_attention_tpu.py parallel/test_context_tpu.py "
+    "experiments/test_launch.py io/test_many_savers.py nn/test_linear_attention_tpu.py context/test_context_tpu.py "
     "scan/test_kernels_tpu.py test_notebooks.py test_mutants.py test_packaging.py test_startup.py "
     "test_tiers.py"
 ).split()
 PROGRAMS = ("contracts/", "distributed/", "experiments/", "own/", "test_docs.py", "verify/")
 PAPERS = (
-    "decode/test_conformal.py decode/test_noise.py experiments/test_gru_svm.py "
+    "experimental/test_conformal.py decode/test_noise.py experiments/test_gru_svm.py "
     "experiments/test_information_gain_trellis.py experiments/test_l2mu.py "
     "experiments/test_moving_digits.py experiments/test_pipelined_speculation.py "
     "experiments/test_rl_scaling.py experiments/test_scattered_attention.py "
     "experiments/test_step_speculation.py experiments/test_trading.py "
-    "experiments/test_volunteer_experts.py life/test_action_saliency.py "
-    "nn/test_attention_experts.py nn/test_autoregressive.py nn/test_dense_depth.py "
-    "parallel/test_chain.py parallel/test_dataflow.py parallel/test_pipeline_asynchronous.py "
-    "rl/test_saliency.py"
+    "experiments/test_volunteer_experts.py experimental/test_action_saliency.py "
+    "experimental/test_attention_experts.py experimental/test_autoregressive.py experimental/test_dense_depth.py "
+    "experimental/test_product_chain.py experimental/test_controller.py pipeline/test_asynchronous.py "
+    "experimental/test_saliency.py"
 ).split()
 
 

@@ -14,10 +14,10 @@
 
 from jaxpar.aot.candidates import Finding, factorisations, rank_candidates
 from jaxpar.aot.estimate import Estimate, compile_job, estimate
-from jaxpar.aot.flops import count_flops
 from jaxpar.aot.job import Job, Placement, placements
 from jaxpar.aot.memory_estimate import analyse
 from jaxpar.aot.topology import CHIPS, Chip, Topology, chip_of, devices, parse_topology
+from jaxpar.lower.flops import count_flops
 
 __all__ = [
     "CHIPS",

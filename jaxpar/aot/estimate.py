@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxpar.aot import hlo
-from jaxpar.aot.flops import Flops, flops_of
 from jaxpar.aot.job import Job
 from jaxpar.aot.memory_estimate import analyse, arguments, saved_bytes
 from jaxpar.aot.roofline import Roofline, roofline
 from jaxpar.aot.topology import Chip, chip_of, hbm_bytes, status_of
+from jaxpar.lower.flops import Flops, flops_of
 from jaxpar.mesh import named_shardings, platform
 from jaxpar.types import UsageError
 

@@ -20,8 +20,8 @@ import numpy as np
 from jax.core import AbstractValue
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jaxpar.aot.flops import flops_of, matmul_flops, shards
 from jaxpar.aot.hlo import Crossing
+from jaxpar.lower.flops import flops_of, matmul_flops, shards
 from jaxpar.lower.jaxprs import array_of, inner_jaxpr
 
 __all__ = ["ArrayLayout", "Traffic", "traffic_of"]

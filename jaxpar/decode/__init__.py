@@ -16,17 +16,15 @@
 | `blocks` | q, k, v of T tokens of B R readers, [B, G, N, b, K] -> (max, sum, values), blocks | `reader` |
 | `reader` | prompts [B, T] -> a reading; tokens [B R, T], a reading -> logits, a reading | `draft`, `generate` |
 | `draft` | text [B, S] -> guesses [B, T-1] | `generate` |
-| `pseudo` | states [B, N, D] -> states of pseudo tokens [B, N, k, D]; scores [B, T, V] -> guesses | `generate`, `lm` |
 | `generate` | prompts [B, T] -> texts [B, S] | pillars |
 | `beam` | prompts [B, T] -> texts [B, W, S], the best first | pillars |
-| `conformal` | scores [M], those before -> which to reject [M] | users |
 | `cost` | sizes of a model, of prompt and continuations -> operations and bytes | users |
 """
 
+from jaxpar._renamed import renamed
 from jaxpar.decode.accept import Accepted, Drawn, Verdict, coupled, expected_length, rejection, verdict
 from jaxpar.decode.automaton import Automaton, automaton_of, regex_automaton
 from jaxpar.decode.beam import Beams, Found, beam_search
-from jaxpar.decode.conformal import Calibration, conformal_p, conformal_rejects, empty_calibration
 from jaxpar.decode.cost import DecodingCost, decoding_cost, tokens_read
 from jaxpar.decode.draft import CopyDraft, Draft, JacobiDraft, LookaheadDraft, ModelDraft, NoDraft, Proposal
 from jaxpar.decode.generate import Generated, generate
@@ -35,7 +33,6 @@ from jaxpar.decode.noise import gumbel, token_keys
 from jaxpar.decode.penalties import Counts, count_token, count_tokens
 from jaxpar.decode.policies import BlockTopK, CachePolicy, HeavyHitters, Selection, SinksAndWindow
 from jaxpar.decode.process import Sampling, is_stuck, process, token_log_probs
-from jaxpar.decode.pseudo import Heads, HiddenTransfer, PromptTokens
 from jaxpar.decode.stops import StopSequences, StopStream, cut_at_stop, ends_with, stop_sequences
 from jaxpar.decode.trees import Tree, allocate, best_tree, chain, expected_tokens
 
@@ -44,7 +41,6 @@ __all__ = [
     "Automaton",
     "Beams",
     "BlockTopK",
-    "Calibration",
     "CopyDraft",
     "Counts",
     "DecodingCost",
@@ -52,15 +48,12 @@ __all__ = [
     "Drawn",
     "Found",
     "Generated",
-    "Heads",
     "HeavyHitters",
-    "HiddenTransfer",
     "JacobiDraft",
     "LookaheadDraft",
     "ModelDraft",
     "NoDraft",
     "CachePolicy",
-    "PromptTokens",
     "Proposal",
     "Sampling",
     "Selection",
@@ -75,14 +68,11 @@ __all__ = [
     "beam_search",
     "best_tree",
     "chain",
-    "conformal_p",
-    "conformal_rejects",
     "count_token",
     "count_tokens",
     "coupled",
     "cut_at_stop",
     "decoding_cost",
-    "empty_calibration",
     "ends_with",
     "expected_length",
     "expected_tokens",
@@ -98,3 +88,7 @@ __all__ = [
     "token_log_probs",
     "verdict",
 ]
+
+
+def __getattr__(name: str) -> object:
+    return renamed(__name__, name)

@@ -168,7 +168,7 @@ def reserve(
     """Gives each named segment blocks enough for `slots` slots in all; each at most once in a row, -1 for none.
 
     Segments are served in turn, from the free block with the lowest number on or, of all blocks, in the order `first`:
-    where blocks lie on several devices it says whose are taken (`jaxpar.parallel.context.blocks_in_turn`).
+    where blocks lie on several devices it says whose are taken (`jaxpar.nn.attention.context.blocks_in_turn`).
 
     Returns the forest, and which blocks are newly owned: their values in the cache must be cleared
     (`jaxpar.decode.blocks.BlockCache.clear`), since a weight of zero times what was never written could be NaN.

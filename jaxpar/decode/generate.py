@@ -258,7 +258,8 @@ def generate(
       bias: Added to the logits; finite or -inf.
       automaton: What may be drawn after what; a row ends where nothing may. A text is whole when its tokens run out.
       policy: What attention sees of the cache, by default all; for plain decoding.
-      merge: How partial states of blocks are added up; `jaxpar.parallel.context.merge_shares` where a mesh splits them.
+      merge: How partial states of blocks are added up; where a mesh splits them, by
+        `jaxpar.nn.attention.context.merge_shares`.
       block: Slots of a block of the cache.
       chunk: Passes between two looks at whether all rows have ended; each costs a GPU a round trip to the host.
 

@@ -16,7 +16,9 @@ file            | in -> out                                            | called 
 `graphs.py`     | nodes and edges, `metrics.jsonl`, curves -> PNG      | `jaxpar.neat`, experiments
 """
 
-from jaxpar.io.checkpoint import Checkpoints, CorruptCheckpointError, RunMismatchError, SaveError
+import importlib
+from typing import TYPE_CHECKING
+
 from jaxpar.io.export import write_arrays
 from jaxpar.io.graphs import plot_graph, plot_seeds, plot_stream
 from jaxpar.io.metrics import Writer, open_writers, read_jsonl
@@ -31,6 +33,9 @@ from jaxpar.io.plots import (
     plot_metrics,
 )
 from jaxpar.io.progress import Progress, open_progress
+
+if TYPE_CHECKING:
+    from jaxpar.io.checkpoint import Checkpoints, CorruptCheckpointError, RunMismatchError, SaveError
 
 __all__ = [
     "Checkpoints",
@@ -55,3 +60,12 @@ __all__ = [
     "read_jsonl",
     "write_arrays",
 ]
+
+_OF_CHECKPOINTS = ("Checkpoints", "CorruptCheckpointError", "RunMismatchError", "SaveError")
+
+
+def __getattr__(name: str) -> object:
+    # Orbax takes half a second to import, and plots and metrics need none of it.
+    if name in _OF_CHECKPOINTS:
+        return getattr(importlib.import_module("jaxpar.io.checkpoint"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

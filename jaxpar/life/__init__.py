@@ -9,12 +9,11 @@
 | `brains.py` | genomes `[N, ...]`, `Sight` of N -> outputs `[N, 44]` | `world.py`, users |
 | `inhabitants.py`, `births.py` | `WorldState`, the book of energy, what is seen and told; who is born | `world.py` |
 | `world.py` | key, `WorldState` -> `WorldState`, info | `jaxpar.loop`, users |
-| `action_saliency.py` | `World`, `WorldState` -> `Sight`: what outputs hang on | docs, users |
 | `picture.py` | `WorldState` -> `[H, W, 3]` | experiments, users |
 | `gadgets.py` | bits, rules -> worlds with robots set by hand | tests, users |
 """
 
-from jaxpar.life.action_saliency import HEARD, action_saliency
+from jaxpar._renamed import renamed
 from jaxpar.life.bodies import NUM_ACTIONS
 from jaxpar.life.brains import Brain, Jitter, Lstm, Reflex, Sight
 from jaxpar.life.gadgets import automaton_ring, half_adder, nand_gate, ring_bits, set_robots
@@ -24,7 +23,6 @@ from jaxpar.life.picture import draw_world
 from jaxpar.life.world import World
 
 __all__ = [
-    "HEARD",
     "NUM_ACTIONS",
     "Agents",
     "Brain",
@@ -37,7 +35,6 @@ __all__ = [
     "Sight",
     "World",
     "WorldState",
-    "action_saliency",
     "automaton_ring",
     "draw_world",
     "half_adder",
@@ -45,3 +42,7 @@ __all__ = [
     "ring_bits",
     "set_robots",
 ]
+
+
+def __getattr__(name: str) -> object:
+    return renamed(__name__, name)

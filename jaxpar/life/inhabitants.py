@@ -12,7 +12,7 @@ from jaxpar.life.terrain import Terrain, window
 from jaxpar.life.units import ONE, Wide, wide_sum
 from jaxpar.types import Array, Info, PyTree
 
-__all__ = ["Agents", "Ledger", "WorldState", "open_world", "total_energy"]
+__all__ = ["Agents", "Ledger", "WorldState", "open_world", "see", "total_energy"]
 
 KIND = 8
 """Numbers of an identity."""

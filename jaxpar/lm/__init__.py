@@ -12,13 +12,13 @@
 | `adapters` | the same of adapters beside a frozen base; their merging and fusing | `jaxpar.loop` |
 | `transfers` | LMConfig, the ambient mesh -> collectives of a step; bytes of split attention | `experiments` |
 | `sample` | prompt [B, T] -> tokens [B, S] | experiments |
-| `distil` | params, texts [B, T] -> laws of model and draft [B, A, k, V]; state, batch -> next state | `jaxpar.loop` |
 | `evaluation` | params, records of JSONL -> likelihoods [N], accuracy and perplexity with their errors | experiments |
 | `keys`, `architectures`, `exchange` | Hugging Face folder <-> LMConfig, params | experiments |
 | `stored` | files -> blocks of leaves on their devices, read ahead by threads | `exchange` |
 | `peft` | folder of PEFT's adapters <-> AdapterConfig, adapters | experiments |
 """
 
+from jaxpar._renamed import renamed
 from jaxpar.decode import Sampling
 from jaxpar.lm.adapters import (
     AdaptedState,
@@ -32,7 +32,6 @@ from jaxpar.lm.adapters import (
 )
 from jaxpar.lm.architectures import config_from_hf
 from jaxpar.lm.config import LMConfig, gpt2, llama
-from jaxpar.lm.distil import DraftTrainer, accept_rates
 from jaxpar.lm.exchange import from_hf, to_hf
 from jaxpar.lm.loss import cross_entropy, loss
 from jaxpar.lm.model import apply
@@ -50,7 +49,6 @@ __all__ = [
     "AdapterTrainer",
     "adapter_axes",
     "Decoder",
-    "DraftTrainer",
     "LMConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
@@ -58,7 +56,6 @@ __all__ = [
     "TrainState",
     "Trainer",
     "TuningConfig",
-    "accept_rates",
     "apply",
     "axes",
     "config_from_hf",
@@ -79,3 +76,7 @@ __all__ = [
     "to_peft",
     "with_adapters",
 ]
+
+
+def __getattr__(name: str) -> object:
+    return renamed(__name__, name)

@@ -5,17 +5,17 @@ from typing import Any, TypeVar
 
 from jaxpar.fields import AtLeast, Between, Each, OneOf, Positive, check_fields, field
 from jaxpar.lm.mixers import MIXERS, check_mixers, mixers_of
+from jaxpar.nn.attention.context import CONTEXT_MOVES, CONTEXT_ORDERS, Order, SplitSequence
 from jaxpar.nn.attention.mixer import ATTENTION_IMPLS, Attention
 from jaxpar.nn.experts import Experts
 from jaxpar.nn.experts.layer import BALANCE_LAYERS
 from jaxpar.nn.experts.route import SCORES
+from jaxpar.nn.experts.sharded import TRANSPORTS, transport_for
 from jaxpar.nn.mlp import ACTIVATIONS, Mlp
 from jaxpar.nn.norm import Norm
 from jaxpar.nn.position import ROPE_SCALINGS
 from jaxpar.nn.solvers import METHODS
 from jaxpar.nn.stack import REMATS, RESIDUALS, WEIGHTS, Stack
-from jaxpar.parallel.context import CONTEXT_MOVES, CONTEXT_ORDERS, Order, SplitSequence
-from jaxpar.parallel.experts import TRANSPORTS, transport_for
 from jaxpar.types import UsageError
 
 __all__ = ["LMConfig", "gpt2", "llama"]
@@ -77,8 +77,8 @@ class LMConfig:
       remat: What the backward pass recomputes, from nothing to layers: "none", "dots", "names", "offload", "full",
         or "blockwise", which needs no memory [T, T] nor [T, F] either; see `jaxpar.nn.stack.Stack`.
       attention: "auto" takes cuDNN on GPU, splash on TPU, dense XLA elsewhere.
-      context: What travels between devices that share a sequence, of `jaxpar.parallel.context.MOVES`; "auto" takes what
-        loads a link least, and no gather.
+      context: What travels between devices that share a sequence, of
+        `jaxpar.nn.attention.context.MOVES`; "auto" takes what loads a link least, and no gather.
       context_order: In which order they hold it: "contiguous", "zigzag" or "striped"; "auto" takes zigzag where it can.
       solver: How a recurrent mixer is solved, by a name of `jaxpar.nn.solvers`; "auto" leaves it to the mixer.
       scan_layers: Whether layers run in one `lax.scan` (compiles once) or unrolled (no stacking copies: faster
@@ -98,7 +98,7 @@ class LMConfig:
       balance_loss: Weight of the loss that evens the experts' loads.
       router_z_loss: Weight of the mean square of the router's log normaliser.
       router_bias: Weight of the gradient that corrects the choice by a bias of each expert, in place of a loss.
-      transport: How tokens reach experts that devices share, of `jaxpar.parallel.experts.TRANSPORTS`.
+      transport: How tokens reach experts that devices share, of `jaxpar.nn.experts.sharded.TRANSPORTS`.
       expert_failures: Share of the experts that do not answer a row of the batch in training; others count for them.
       shared_experts: n, of which all tokens pass: one mlp of width n F, added to what the chosen experts make.
       qk_norm: Whether queries and keys of a head are normalised, by `norm`, before they are rotated.

@@ -38,7 +38,7 @@ from jaxpar.lm.objectives import token_log_likelihoods
 from jaxpar.lm.shards import lines_of, place_of, read_line
 from jaxpar.lm.tokenizer import Tokenizer
 from jaxpar.mesh import constrain, mesh_axes, place_rows
-from jaxpar.parallel.context import in_order
+from jaxpar.nn.attention.context import in_order
 from jaxpar.types import Array, PyTree, UsageError
 
 __all__ = [

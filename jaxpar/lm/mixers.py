@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxpar.nn.attention import Attention, Visible
+from jaxpar.nn.attention.context import SplitSequence
 from jaxpar.nn.mixer import Mixer
 from jaxpar.nn.mixers.block_recurrent import GATES, BlockRecurrent
 from jaxpar.nn.mixers.by_name import LAYERS, layer_of, layer_size
@@ -18,10 +19,9 @@ from jaxpar.nn.mixers.tcnca import Tcnca
 from jaxpar.nn.norm import Norm
 from jaxpar.nn.position import Rope
 from jaxpar.nn.solvers import solver
-from jaxpar.parallel.context import SplitSequence
 from jaxpar.types import UsageError
 
-__all__ = ["with_mixer"]
+__all__ = ["mixers_of", "with_mixer"]
 
 if TYPE_CHECKING:
     from jaxpar.lm.config import LMConfig

@@ -80,7 +80,7 @@ def hidden(
       config: The model; static.
       positions: Place of each token in its document; by default places, or 0..T-1.
       segments: Document numbers, if several documents share a row.
-      places: Place of each token in its row, of tokens that `jaxpar.parallel.context.in_order` put in order.
+      places: Place of each token in its row, of tokens that `jaxpar.nn.attention.context.in_order` put in order.
       weights: Weight of each token in auxiliary losses and metrics; None for equal weights.
       dropout_key: Switches dropout on; consumed.
       visible: Which of the others each token sees; by default those before.

@@ -31,7 +31,7 @@ from jaxpar.lm.model import head, hidden, logits
 from jaxpar.lm.stages import stages
 from jaxpar.mesh import constrain, mesh_axes
 from jaxpar.nn.auxiliary import Aux, Sum, both
-from jaxpar.nn.schedule import Stages
+from jaxpar.pipeline.accumulation import Stages
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
 __all__ = [

@@ -14,7 +14,7 @@ from jaxpar.mesh import gather
 from jaxpar.nn.auxiliary import over_all
 from jaxpar.nn.block import Stream
 from jaxpar.nn.leaf import Leaf
-from jaxpar.nn.schedule import Head, Stages
+from jaxpar.pipeline.accumulation import Head, Stages
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
 __all__ = ["stages"]

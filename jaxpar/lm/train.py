@@ -26,8 +26,8 @@ from jaxpar.lm.tuning import (
 )
 from jaxpar.mesh import axes_like
 from jaxpar.nn.auxiliary import Aux, scalars
-from jaxpar.nn.schedule import InTurn
 from jaxpar.optim import Optimizer, OptimizerConfig, make_optimizer
+from jaxpar.pipeline.accumulation import InTurn
 from jaxpar.types import Info, PRNGKey, PyTree, UsageError
 
 __all__ = ["LATER_LEAVES", "Health", "TrainState", "Trainer", "one_step"]
@@ -115,7 +115,8 @@ class Trainer:
       num_steps: Length of the run, which the learning-rate schedule needs.
       accumulate: Microbatches that a batch is cut into; equal to the whole batch at once.
       max_skipped: Steps in a row that changed nothing, being not finite, after which `done` is true.
-      schedule: How the gradients of microbatches are made, a `jaxpar.nn.schedule.Schedule`: by default in turn.
+      schedule: How the gradients of microbatches are made, a
+        `jaxpar.pipeline.accumulation.Accumulation`; by default one after the other.
       tuning: What is frozen, rates by depth, and whether an average is kept.
       objective: What is made smaller.
       teacher: A model of the same symbols whose laws the objective takes a share of; None for none.

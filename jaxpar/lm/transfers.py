@@ -15,14 +15,14 @@ from jaxpar.lm.params import axes as axes_of
 from jaxpar.lm.stages import stages
 from jaxpar.mesh import in_role, mesh_axes, num_shares
 from jaxpar.nn.attention import Attention
+from jaxpar.nn.attention.context import SplitSequence
 from jaxpar.nn.experts import Experts
+from jaxpar.nn.experts.sharded import TRANSPORTS, bytes_sent, transport_for
 from jaxpar.nn.mixer import ActivationSizes
 from jaxpar.optim import muon_dimensions
-from jaxpar.parallel.context import SplitSequence
-from jaxpar.parallel.experts import TRANSPORTS, bytes_sent, transport_for
-from jaxpar.parallel.pipeline import Schedule, pack_schedule
+from jaxpar.pipeline import Schedule, pack_schedule
 from jaxpar.stage import as_in_stage
-from jaxpar.verify import SMALL, Transfer
+from jaxpar.transfers import SMALL, Transfer
 
 __all__ = ["context_bytes", "declared_transfers", "expert_bytes", "pipeline_transfers", "step_transfers"]
 
@@ -88,7 +88,7 @@ def step_transfers(
 def pipeline_transfers(
     config: LMConfig, rows: int, length: int, schedule: Schedule, optimizer: str = "adamw"
 ) -> list[Transfer]:
-    """Returns the same of a step by a pipeline, `jaxpar.parallel.pipeline.Pipelined(schedule)`.
+    """Returns the same of a step by a pipeline, `jaxpar.pipeline.Pipelined(schedule)`.
 
     A compiled program has all tasks in every tick, though a stage does one, and a count of its text
     counts all. So what a chunk sends within a stage, forward and backward, is declared once a tick.
@@ -176,8 +176,8 @@ def context_bytes(config: LMConfig, rows: int, length: int) -> dict[str, float]:
       length: T.
 
     Returns:
-      By direction as `jaxpar.parallel.context.Move.bytes`; empty where no sequence is split, or where whole rows are
-      gathered.
+      By direction as `jaxpar.nn.attention.context.Move.bytes`; empty where no sequence is split, or
+      where whole rows are gathered.
     """
     mixer = config.stack().mixer
     if not isinstance(mixer, Attention) or not isinstance(mixer.attend, SplitSequence):
@@ -188,7 +188,7 @@ def context_bytes(config: LMConfig, rows: int, length: int) -> dict[str, float]:
 def expert_bytes(config: LMConfig, rows: int, length: int) -> dict[str, float]:
     """Returns the bytes that a device sends in one step to reach experts of others, by each transport; empty for none.
 
-    The arguments are those of `context_bytes`; the bytes are those of `jaxpar.parallel.experts.bytes_sent`.
+    The arguments are those of `context_bytes`; the bytes are those of `jaxpar.nn.experts.sharded.bytes_sent`.
     """
     mlp, sizes = config.stack().mlp, _sizes(config, rows, length)
     if not isinstance(mlp, Experts) or not mesh_axes("experts"):

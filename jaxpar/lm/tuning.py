@@ -25,7 +25,7 @@ import optax
 from jaxpar.fields import Between, check_fields, field
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.params import Leaf, leaves
-from jaxpar.nn.schedule import Stages
+from jaxpar.pipeline.accumulation import Stages
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 __all__ = ["TuningConfig"]

@@ -8,14 +8,12 @@
 | `attention`, `mixers` | params, x [B, T, D], cache -> y [B, T, D], cache, what is told | `block` |
 | `experts` | params, x [B, T, D] -> [B, T, D] by the few experts that each token chooses | `block`, `lm` |
 | `block`, `stack` | the same of one layer; of all, with remat and caches | `lm`, `rl`, users |
-| `schedule` | a model's stages, batch -> loss [], gradient | `lm` |
 | `cells`, `gated`, `aaren`, `s5` | params, h [B, n], projections [B, n] -> h [B, n], and facts about it | `layer` |
 | `layer`, `solvers` | cell, params, xs [B, T, D], h0 -> ys [B, T, n], h | users, `mixers` |
 | `network` | params, xs [B, T, D] -> [B, T, C]; the trainer of any network | experiments |
 | `conv_embedding`, `stack_network` | params, xs [B, T, C] -> [B, T, D]; a stack as such a network | experiments |
 | `space_time` | params, x [B, T, S, D] -> the same, layers along space and time in turn | `vision` |
 | `vision` | params, images [B, H, W, C] -> logits [B, classes]; films [B, T, H, W] -> their next frames | experiments |
-| `autoregressive`, `dense_depth` | params -> samples [num, N]; x [D] -> all layers [L, D]: by sweeps | users |
 """
 
 from jaxpar.nn.aaren import Aaren

@@ -55,8 +55,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.mesh import mesh_axes
 from jaxpar.nn.auxiliary import Aux
+from jaxpar.transfers import Transfer
 from jaxpar.types import PRNGKey, PyTree, UsageError
-from jaxpar.verify import Transfer
 
 __all__ = ["DECODING", "TRAINING", "ActivationSizes", "Context", "FeedForward", "Mixer", "PreparesDecoding", "Rules"]
 

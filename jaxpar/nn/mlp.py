@@ -17,7 +17,7 @@ from jaxpar.nn.leaf import Leaf
 from jaxpar.nn.linear import Transposed, contract, transposed_is_faster
 from jaxpar.nn.mixer import ActivationSizes, Context
 from jaxpar.nn.norm import wide_dtype
-from jaxpar.verify import Transfer
+from jaxpar.transfers import Transfer
 
 __all__ = ["ACTIVATIONS", "Mlp", "mlp_by_blocks"]
 

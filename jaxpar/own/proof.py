@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.aot.verify import Layout, LayoutReport, Model, verify
 from jaxpar.mesh import make_mesh, rules_from, use_mesh
 from jaxpar.own.layout import lay_out
 from jaxpar.own.model import Axes, OwnModel
+from jaxpar.transfers import Transfer, allowed_by_axes
 from jaxpar.types import PyTree, UsageError
-from jaxpar.verify import Layout, LayoutReport, Model, Transfer, allowed_by_axes, verify
 
 __all__ = ["verify_own"]
 

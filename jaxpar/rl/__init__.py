@@ -11,7 +11,6 @@
 | `returns` | rewards, values, ends `[T, B]` -> advantages and targets, by one scan each | `collect`, learners |
 | `collect`, `learner` | `EnvState` -> a batch `[T, B]` -> minibatches -> updates | learners |
 | `value_decomposition`, `action_values` | observations `[T, B, ...]` -> values of actions | `pqn`, `dqn` |
-| `saliency` | observations `[T, B, ...]` -> the gradient of a step's value by each of them | users |
 | `buffer`, `replay` | rows `[M, ...]` -> a ring of them -> random rows -> updates | `dqn`, `td3`, `sac` |
 | `guided_search` | a state, a policy and value -> visits `[A]` and a value | `alpha_zero` |
 | `twin_critics` | observations `[M, ...]` -> actions in a box `[M, n]` -> what two critics say | `td3`, `sac` |
@@ -19,6 +18,7 @@
 | `train`, `population` | a learner -> its whole run, many seeds', or a population's | users, experiments |
 """
 
+from jaxpar._renamed import renamed
 from jaxpar.rl.a2c import A2c, A2cRates
 from jaxpar.rl.action_values import ActionValues
 from jaxpar.rl.agent import ActorCritic
@@ -35,7 +35,6 @@ from jaxpar.rl.ppo import Ppo, PpoRates
 from jaxpar.rl.pqn import Pqn, PqnRates
 from jaxpar.rl.returns import advantages, lambda_returns, n_step_returns, next_values, vtrace
 from jaxpar.rl.sac import Sac, SacRates
-from jaxpar.rl.saliency import saliency
 from jaxpar.rl.self_play import Against, SelfPlay
 from jaxpar.rl.td3 import Td3, Td3Rates
 from jaxpar.rl.train import Seeds, train
@@ -74,7 +73,10 @@ __all__ = [
     "n_step_returns",
     "next_values",
     "returns_by_trial",
-    "saliency",
     "train",
     "vtrace",
 ]
+
+
+def __getattr__(name: str) -> object:
+    return renamed(__name__, name)

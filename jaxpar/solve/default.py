@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal, Var
 
-from jaxpar.aot.flops import count_flops
+from jaxpar.lower.flops import count_flops
 from jaxpar.lower.jaxprs import array_of, inner_jaxpr
 from jaxpar.mesh import platform as ambient_platform
 from jaxpar.solve._dependence import Relation, relations

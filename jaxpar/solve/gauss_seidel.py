@@ -43,7 +43,7 @@ SMALL = 16.0
 """What counts as small, in units of what a residual may be: roundings of large numbers in a small entry."""
 
 
-class Verdict(NamedTuple):
+class Certificate(NamedTuple):
     """States and what is known of them.
 
     Attributes:
@@ -185,25 +185,25 @@ class GaussSeidel:
         left = share * met.gap / (1 - jnp.minimum(met.rate, SHRUNK))
         return jnp.where(met.rate <= SHRUNK, left, jnp.inf)
 
-    def _verdict(self, problem: Problem, ends: Problem, met: Meeting, inside: Leaves, block: int) -> Verdict:
+    def _verdict(self, problem: Problem, ends: Problem, met: Meeting, inside: Leaves, block: int) -> Certificate:
         """Returns states and what is known of them."""
         left = self._error_left(problem, met)
         prefix, is_done = leading(ends, met.is_same | (left <= 1))
         bound = jnp.where(met.is_same.all(), 0, left)
         every = jnp.ones(problem.length, bool)
         is_loop = jnp.arange(problem.length) < prefix * block
-        verdict = Verdict(inside, every, bound, jnp.full(len(inside), bound, jnp.float32))
+        found = Certificate(inside, every, bound, jnp.full(len(inside), bound, jnp.float32))
         certify = functools.partial(self._certify, problem, is_loop)
-        return once(~is_done, certify, verdict, problem.start)
+        return once(~is_done, certify, found, problem.start)
 
-    def _certify(self, problem: Problem, is_loop: Array, verdict: Verdict) -> Verdict:
-        """Returns a verdict on what blocks found that do not meet to the bit.
+    def _certify(self, problem: Problem, is_loop: Array, found: Certificate) -> Certificate:
+        """Returns a certificate of what blocks found that do not meet to the bit.
 
         Blind leaves have to, after more passes; of others residuals are added up. Steps of
         `is_loop` are the loop's own, whatever another program's rounding adds up to.
         """
-        h = verdict.h
-        passes = verdict.passes
+        h = found.h
+        passes = found.passes
         is_blind = bool(problem.structure.blind)
         settled = jnp.float32(0)
         if is_blind:
@@ -236,7 +236,7 @@ class GaussSeidel:
         both = tuple(jnp.where(at_steps(is_loop, leaf), 0, leaf) for leaf in both)
         worst = leaf_largest(both)
         count = len(h)
-        return Verdict(
+        return Certificate(
             h=h,
             passes=passes & (step_largest(both) <= 1),
             residual=jnp.maximum(settled, worst[count:].max()),

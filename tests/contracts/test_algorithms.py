@@ -18,17 +18,10 @@ from tolerance import EXACT_MATHS, assert_close
 import envs
 from envs.puzzles.knapsack import Items, Knapsack
 from jaxpar import rl
-from jaxpar.decode import PromptTokens
+from jaxpar.experimental.pseudo_tokens import PromptTokens
+from jaxpar.experimental.trained_drafts import DraftTrainer
 from jaxpar.life import Jitter, Lstm, Reflex, World
-from jaxpar.lm import (
-    AdapterConfig,
-    AdapterTrainer,
-    DraftTrainer,
-    ObjectiveConfig,
-    OptimizerConfig,
-    Trainer,
-    TuningConfig,
-)
+from jaxpar.lm import AdapterConfig, AdapterTrainer, ObjectiveConfig, OptimizerConfig, Trainer, TuningConfig
 from jaxpar.neat import CANONICAL, Neat, NeatConfig, Table, xor
 from jaxpar.nn import ImageClassifier, SequenceNetwork, SequenceTrainer
 from jaxpar.nn.attention import Attention, Visible

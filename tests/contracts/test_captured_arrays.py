@@ -39,8 +39,8 @@ from jaxpar.lm.adapters import num_adapted
 from jaxpar.lm.batches import check_batch
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.neat import CANONICAL
-from jaxpar.parallel.context import context_attention
-from jaxpar.parallel.experts.place import count_crossings, count_transitions
+from jaxpar.nn.attention.context import context_attention
+from jaxpar.nn.experts.sharded.place import count_crossings, count_transitions
 from jaxpar.pomdp import (
     Episode,
     ExactBelief,

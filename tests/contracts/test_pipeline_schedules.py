@@ -10,8 +10,7 @@ import pytest
 from jaxpar.lm import LMConfig, init
 from jaxpar.lm.stages import stages
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-from jaxpar.nn.schedule import InTurn, Schedule
-from jaxpar.parallel.pipeline import (
+from jaxpar.pipeline import (
     PIPELINES,
     Op,
     Pipelined,
@@ -27,6 +26,7 @@ from jaxpar.parallel.pipeline import (
     with_reductions,
     with_vocabulary,
 )
+from jaxpar.pipeline.accumulation import Accumulation, InTurn
 
 ROWS = {name: (lambda p, m, name=name: named_schedule(name, p, m)) for name in PIPELINES} | {"pipedream": pipedream}
 SIDES = {"gathers": with_gathers, "reductions": with_reductions, "offload": with_offload, "vocabulary": with_vocabulary}
@@ -83,7 +83,7 @@ def test_its_program_is_a_schedule_of_gradients(name, side):
     schedule = SIDES.get(side, lambda schedule: schedule)(named_schedule(name, 2, 2))
     made = Pipelined(schedule)
     for method in (type(made).__call__, InTurn.__call__):
-        assert list(inspect.signature(method).parameters) == list(inspect.signature(Schedule.__call__).parameters)
+        assert list(inspect.signature(method).parameters) == list(inspect.signature(Accumulation.__call__).parameters)
     assert hash(made) == hash(Pipelined(dataclasses.replace(schedule)))
     config = dataclasses.replace(CONFIG, num_layers=made.schedule.depth)
     tokens = jax.ShapeDtypeStruct((2, 3), jnp.int32)

@@ -6,10 +6,10 @@ from fast import noisy_params
 from hypothesis import given
 from hypothesis import strategies as some
 
-from jaxpar.aot.flops import count_flops
 from jaxpar.decode.cost import decoding_cost, tokens_read
 from jaxpar.lm import LMConfig, num_params
 from jaxpar.lm.sample import empty_cache, extend
+from jaxpar.lower.flops import count_flops
 from jaxpar.types import UsageError
 
 COUNT = some.integers(0, 40)

@@ -14,13 +14,10 @@ from fast import jit
 from jaxpar.decode import (
     Accepted,
     CopyDraft,
-    Heads,
-    HiddenTransfer,
     JacobiDraft,
     LookaheadDraft,
     ModelDraft,
     NoDraft,
-    PromptTokens,
     Sampling,
     Tree,
     automaton_of,
@@ -29,6 +26,7 @@ from jaxpar.decode import (
     process,
     stop_sequences,
 )
+from jaxpar.experimental.pseudo_tokens import Heads, HiddenTransfer, PromptTokens
 from jaxpar.lm import Decoder, LMConfig
 from jaxpar.types import UsageError
 

@@ -24,10 +24,10 @@ from jaxpar.lm.params import axes as axes_of
 from jaxpar.lm.sample import Decoder
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, shard, use_mesh
 from jaxpar.nn.attention import PositionRule, finish, merge_parts
+from jaxpar.nn.attention.context import Sizes, blocks_in_turn, merge_shares, move_for, spread_blocks
 from jaxpar.nn.mixer import Context
 from jaxpar.nn.position import Rope
 from jaxpar.nn.stack import StackCache
-from jaxpar.parallel.context import Sizes, blocks_in_turn, merge_shares, move_for, spread_blocks
 from jaxpar.scan.monoid import LogSumExp
 from jaxpar.types import UsageError
 

@@ -20,8 +20,8 @@ from experiments._estimate_pipeline import MARGIN, Held
 from experiments._estimate_report import context_seconds, size_text
 from jaxpar import aot
 from jaxpar.lm import config_from_hf, num_params
-from jaxpar.parallel.context import Sizes, move_for
-from jaxpar.parallel.pipeline import PIPELINES, bitpipe, one_f_one_b, zb_v
+from jaxpar.nn.attention.context import Sizes, move_for
+from jaxpar.pipeline import PIPELINES, bitpipe, one_f_one_b, zb_v
 
 ROOT = pathlib.Path(__file__).parents[2]
 

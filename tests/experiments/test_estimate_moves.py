@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding
 from experiments._estimate_moves import _common_axes, _placement, moves
 from experiments._mesh import parse_layout
 from jaxpar import aot
+from jaxpar.experimental.placement_conversion import specs
 from jaxpar.mesh import make_mesh, rules_from
-from jaxpar.parallel.placement import specs
 from jaxpar.types import UsageError
 
 SHAPE = (32, 64)

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from experiments import pipeline
-from jaxpar.parallel.pipeline import Op, simulate_schedule
+from jaxpar.pipeline import Op, simulate_schedule
 
 
 def test_the_table_has_the_times_of_closed_forms(main, tmp_path):

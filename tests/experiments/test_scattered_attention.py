@@ -9,7 +9,7 @@ from fast import jit
 from tolerance import EXACT_MATHS, assert_close
 
 from experiments import scattered_attention as scattered
-from jaxpar.aot.flops import count_flops
+from jaxpar.lower.flops import count_flops
 
 N, H, K, V, WINDOWS = 11, 2, 3, 2, 5
 WINDOW = np.array([3, 0, 3, 4, 0, 3, 1, 3, 3, 0, 3])  # in no order, one alone, none in window 2

@@ -12,9 +12,9 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxpar.lm import LMConfig
 from jaxpar.lm.transfers import pipeline_transfers
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, use_mesh
-from jaxpar.parallel.context import MOVES, ORDERS
-from jaxpar.parallel.pipeline import PIPELINES, pack_schedule, with_gathers
-from jaxpar.verify import sum_by_axis
+from jaxpar.nn.attention.context import MOVES, ORDERS
+from jaxpar.pipeline import PIPELINES, pack_schedule, with_gathers
+from jaxpar.transfers import sum_by_axis
 
 TINY = (
     "model.num_layers=2 model.embed_dim=32 model.num_heads=4 model.num_kv_heads=2 model.mlp_dim=64 data.seq_len=16 "

@@ -22,7 +22,7 @@ from jaxpar.lm.train import Health, _watch
 from jaxpar.loop import Hooks, resume
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, shard, use_mesh
 from jaxpar.nn.auxiliary import scalars
-from jaxpar.parallel.pipeline import Pipelined, zb_h1
+from jaxpar.pipeline import Pipelined, zb_h1
 from jaxpar.types import UsageError
 
 # ---------------------------------------------------------------- ids that are no symbols

@@ -13,7 +13,7 @@ from tolerance import assert_close
 
 from jaxpar.lm import OptimizerConfig, Trainer, axes, loss
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, shard, use_mesh
-from jaxpar.parallel.pipeline import Pipelined, named_schedule
+from jaxpar.pipeline import Pipelined, named_schedule
 
 SMALL = dataclasses.replace(
     tiny.exact(tiny.LLAMA), num_layers=4, context="gather", context_order="contiguous", remat="none"

@@ -10,17 +10,11 @@ import pytest
 from fast import jit, noisy_params
 from tolerance import EXACT_MATHS, assert_close
 
-from jaxpar.decode import Heads, HiddenTransfer, PromptTokens, Sampling, Tree, chain, generate, gumbel, process
-from jaxpar.lm import (
-    Decoder,
-    DraftTrainer,
-    LMConfig,
-    OptimizerConfig,
-    Trainer,
-    accept_rates,
-    distil,
-)
-from jaxpar.lm.distil import distillation, guesses
+from jaxpar.decode import Sampling, Tree, chain, generate, gumbel, process
+from jaxpar.experimental import trained_drafts as distil
+from jaxpar.experimental.pseudo_tokens import Heads, HiddenTransfer, PromptTokens
+from jaxpar.experimental.trained_drafts import DraftTrainer, accept_rates, distillation, guesses
+from jaxpar.lm import Decoder, LMConfig, OptimizerConfig, Trainer
 from jaxpar.lm.model import embed, logits
 from jaxpar.loop import Fit, Hooks, fit, run
 from jaxpar.types import UsageError

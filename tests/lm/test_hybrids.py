@@ -13,7 +13,7 @@ from experiments import verify
 from experiments._run import identity
 from jaxpar.lm import flops_per_token, num_params, to_hf
 from jaxpar.lm.stages import stages
-from jaxpar.nn.schedule import layer_by_layer
+from jaxpar.pipeline.accumulation import layer_by_layer
 from jaxpar.types import UsageError
 
 ONE = dataclasses.replace(tiny.LLAMA, num_layers=4)

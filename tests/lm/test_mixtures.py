@@ -18,10 +18,10 @@ from jaxpar.lm.params import abstract, axes, decay_mask
 from jaxpar.lm.sample import empty_cache, extend
 from jaxpar.lm.stages import stages
 from jaxpar.mesh import MeshSpec, make_mesh, shard, use_mesh
-from jaxpar.nn.schedule import InTurn
+from jaxpar.nn.attention.context import in_order
+from jaxpar.nn.experts.sharded import chosen_experts
 from jaxpar.optim import muon_dimensions
-from jaxpar.parallel.context import in_order
-from jaxpar.parallel.experts import chosen_experts
+from jaxpar.pipeline.accumulation import InTurn
 from jaxpar.types import UsageError
 
 T, V = 6, 16

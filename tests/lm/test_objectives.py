@@ -28,7 +28,7 @@ from jaxpar.lm import (
 from jaxpar.lm.loss import cross_entropy_and_z
 from jaxpar.lm.objectives import objective_stages, preference_loss
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, shard, use_mesh
-from jaxpar.nn.schedule import InTurn, layer_by_layer
+from jaxpar.pipeline.accumulation import InTurn, layer_by_layer
 from jaxpar.types import UsageError
 
 MODEL = LMConfig(

@@ -13,8 +13,8 @@ from tolerance import assert_close
 from jaxpar.lm import ObjectiveConfig, OptimizerConfig, Trainer, TuningConfig, axes
 from jaxpar.lm.stages import stages
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, shard, use_mesh
-from jaxpar.nn.schedule import InTurn
-from jaxpar.parallel.pipeline import Pipelined, one_f_one_b, with_gathers, with_vocabulary, zb_h1, zb_v
+from jaxpar.pipeline import Pipelined, one_f_one_b, with_gathers, with_vocabulary, zb_h1, zb_v
+from jaxpar.pipeline.accumulation import InTurn
 from jaxpar.types import UsageError
 
 TOLERANCE = 1e-12  # float64; sums in another order

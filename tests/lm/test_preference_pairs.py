@@ -7,7 +7,7 @@ import pytest
 
 from jaxpar.lm.corpus import DataConfig, open_corpus
 from jaxpar.lm.data import Pairs, sweep_pairs
-from jaxpar.parallel.context import padded
+from jaxpar.nn.attention.context import padded
 from jaxpar.types import UsageError
 
 LINES = [{"prompt": f"{i}?", "chosen": "yes" + "!" * (i % 3), "rejected": "no" * (1 + i % 2)} for i in range(30)]

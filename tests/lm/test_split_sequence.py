@@ -14,10 +14,10 @@ from fast import jit, noisy_params
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, apply, axes, loss
 from jaxpar.lm.transfers import context_bytes, declared_transfers
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, shard, use_mesh
-from jaxpar.parallel.context import MOVES, ORDERS, Order, Sizes, choose_move, in_order, move_for, padded
+from jaxpar.nn.attention.context import MOVES, ORDERS, Order, Sizes, choose_move, in_order, move_for, padded
+from jaxpar.transfers import SMALL, sum_by_axis
 from jaxpar.types import UsageError
-from jaxpar.verify import found_transfers, sum_by_axis
-from jaxpar.verify.transfers import SMALL
+from jaxpar.verify import found_transfers
 
 ROWS, LENGTH, VOCAB = 4, 32, 32
 MODEL = LMConfig(
@@ -27,7 +27,7 @@ MODEL = LMConfig(
 FACTORS = [(1, 8, 1), (2, 4, 1), (1, 4, 2), (2, 2, 2), (4, 2, 1), (1, 2, 4)]  # (data, context, tensor)
 KINDS = ["rows", "packed", "restarting"]
 # Every move, and the orders, factorisations and kinds of rows that a model has, once at least. Attention itself is
-# covered by moves, orders and factorisations in tests/parallel/test_context.py.
+# covered by moves, orders and factorisations in tests/context/test_context.py.
 PAIRS = [
     ("gather", "striped", (1, 4, 2), "packed"),
     ("ring", "contiguous", (2, 2, 2), "rows"),

@@ -16,7 +16,7 @@ from jaxpar.lm import stages as module
 from jaxpar.lm.loss import losses
 from jaxpar.lm.stages import stages
 from jaxpar.nn.auxiliary import Aux, Max, Mean, Min, Sum, both, over_layers, over_parts, scalars
-from jaxpar.nn.schedule import InTurn, key_of_part, layer_by_layer, parts_of
+from jaxpar.pipeline.accumulation import InTurn, key_of_part, layer_by_layer, parts_of
 from jaxpar.types import UsageError
 
 PLAIN = tiny.exact(tiny.LLAMA)

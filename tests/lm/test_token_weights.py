@@ -13,8 +13,8 @@ from weighted_batches import MODELS, NEAR, T, batch_of, in_turn, outcome
 from jaxpar.lm import axes
 from jaxpar.lm.stages import stages
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, shard, use_mesh
-from jaxpar.nn.schedule import InTurn
-from jaxpar.parallel.pipeline import Pipelined, zb_h1
+from jaxpar.pipeline import Pipelined, zb_h1
+from jaxpar.pipeline.accumulation import InTurn
 from jaxpar.types import UsageError
 
 LAYOUTS = {

@@ -8,7 +8,7 @@ import tiny
 from fast import jit
 
 from jaxpar.nn.auxiliary import scalars
-from jaxpar.nn.schedule import InTurn
+from jaxpar.pipeline.accumulation import InTurn
 
 NEAR = 1e-12  # float64; sums in another order
 V = tiny.VOCAB

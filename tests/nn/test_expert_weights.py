@@ -10,10 +10,11 @@ from fast import jit
 from mixtures import CASES, B, D, E, T, normal, params_of
 from tolerance import assert_close
 
+from jaxpar.experimental.attention_experts import AttentionExperts
 from jaxpar.mesh import MeshSpec, make_mesh, shard, use_mesh
 from jaxpar.nn.attention import Attention
 from jaxpar.nn.auxiliary import scalars
-from jaxpar.nn.experts import AttentionExperts, route
+from jaxpar.nn.experts import route
 from jaxpar.nn.experts.dispatch import capacity_rank, within_capacity
 from jaxpar.nn.experts.losses import (
     balance_loss,
@@ -22,8 +23,8 @@ from jaxpar.nn.experts.losses import (
     load,
     router_z_loss,
 )
+from jaxpar.nn.experts.sharded import TRANSPORTS, transport_for
 from jaxpar.nn.mixer import Context
-from jaxpar.parallel.experts import TRANSPORTS, transport_for
 
 NEAR = 1e-12  # float64; sums in another order
 COUNTED = np.array([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 1, 0], [0, 0, 0, 0]] * 2, float)

@@ -20,8 +20,8 @@ from jaxpar.mesh import MeshSpec, make_mesh, shard, use_mesh
 from jaxpar.nn.auxiliary import NOTHING
 from jaxpar.nn.block import Ladder, block
 from jaxpar.nn.mixer import Context
-from jaxpar.nn.schedule import layer_by_layer
 from jaxpar.nn.stack import PseudoTokens
+from jaxpar.pipeline.accumulation import layer_by_layer
 from jaxpar.types import UsageError
 
 B, T, L = 2, 6, 3

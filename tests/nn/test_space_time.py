@@ -19,11 +19,11 @@ from jaxpar.aot import hlo
 from jaxpar.mesh import RULES, MeshSpec, make_mesh, partition, rules_from, shard, use_mesh
 from jaxpar.nn import FramePredictor, SpaceTimeStack
 from jaxpar.nn.attention import Attention, Visible
+from jaxpar.nn.attention.context import Sizes, move_for
 from jaxpar.nn.block import block
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.position import Rope
 from jaxpar.nn.stack import Stack
-from jaxpar.parallel.context import Sizes, move_for
 from jaxpar.types import UsageError
 
 CAUSAL, BOTH_WAYS = Visible(), Visible(causal=False)

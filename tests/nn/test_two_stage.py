@@ -10,7 +10,7 @@ from jaxpar.lm import LMConfig, apply, init
 from jaxpar.lm.mixers import MIXERS
 from jaxpar.lm.stages import stages
 from jaxpar.nn.linear import contract
-from jaxpar.nn.two_stage import find_products, two_stage
+from jaxpar.pipeline.two_stage import find_products, two_stage
 from jaxpar.types import UsageError
 
 UP, DOWN = ("btd,df->btf", ("embed", "mlp")), ("btf,fd->btd", ("mlp", "embed"))

@@ -429,8 +429,8 @@ def _own_normaliser(right):
 
 
 TRAINER = "jaxpar.lm.train:Trainer"
-TURN = "jaxpar.nn.schedule:InTurn.__call__"
-WORK = "jaxpar.parallel.pipeline._work:Work.where"
+TURN = "jaxpar.pipeline.accumulation:InTurn.__call__"
+WORK = "jaxpar.pipeline._work:Work.where"
 BITPIPE = "stage2.data4/bitpipe"
 
 ERRORS = (
@@ -474,21 +474,21 @@ ERRORS = (
     Planted(
         "batch",
         "microbatches are blocks of rows",
-        "jaxpar.nn.schedule:parts_of",
+        "jaxpar.pipeline.accumulation:parts_of",
         _parts_in_turn,
         "data8",
     ),
     Planted(
         "batch",
         "microbatches lie whole",
-        "jaxpar.nn.schedule:parts_of",
+        "jaxpar.pipeline.accumulation:parts_of",
         _whole_parts,
         "data8",
     ),
     Planted(
         "batch",
         "padding counts",
-        "jaxpar.parallel.context.orders:padded",
+        "jaxpar.nn.attention.context.token_orders:padded",
         _heavy_padding,
         "data2.context4",
         flags=("data.seq_len=31",),
@@ -504,7 +504,7 @@ ERRORS = (
     Planted(
         "keys",
         "all microbatches have one key",
-        "jaxpar.nn.schedule:key_of_part",
+        "jaxpar.pipeline.accumulation:key_of_part",
         _same_key_of_parts,
         "fsdp8",
     ),
@@ -556,21 +556,21 @@ ERRORS = (
     Planted(
         "context",
         "documents see each other",
-        "jaxpar.parallel.context._partial:_documents",
+        "jaxpar.nn.attention.context._partial:_documents",
         _no_documents,
         "data2.context4",
     ),
     Planted(
         "context",
         "rows are gathered",
-        "jaxpar.parallel.context.split_sequence:SplitSequence.__call__",
+        "jaxpar.nn.attention.context.split_sequence:SplitSequence.__call__",
         _gathered_sequence,
         "data2.context4",
     ),
     Planted(
         "context",
         "pairs that attention excludes count",
-        "jaxpar.parallel.context._partial:ByTable._pairs",
+        "jaxpar.nn.attention.context._partial:ByTable._pairs",
         _every_pair_seen,
         "data2.context4",
         flags=("model.context_order=contiguous",),
@@ -578,7 +578,7 @@ ERRORS = (
     Planted(
         "context",
         "a part sees what follows",
-        "jaxpar.parallel.context._partial:ByTable._pairs",
+        "jaxpar.nn.attention.context._partial:ByTable._pairs",
         _future_seen,
         "fsdp4.context2",
     ),
@@ -615,7 +615,7 @@ ERRORS = (
     Planted(
         "pipelines",
         "losses of layers count m times",
-        "jaxpar.parallel.pipeline._turn:Turn.backward",
+        "jaxpar.pipeline._turn:Turn.backward",
         _layer_losses_whole,
         BITPIPE,
         flags=EXPERTS,

@@ -15,14 +15,14 @@ from jaxpar.lm.params import leaves
 from jaxpar.lm.tuning import next_average
 from jaxpar.mesh import RULES, constrain, gather, in_role, is_axes, local, mesh_axes, num_shares
 from jaxpar.mesh import place_rows as rows_placed
+from jaxpar.nn.attention.context import in_order, padded
+from jaxpar.nn.experts.sharded import AllToAll, Gather, bytes_sent
 from jaxpar.nn.experts.transport import mine_of, mixture
 from jaxpar.nn.leaf import Leaf
 from jaxpar.nn.linear import on_weight
 from jaxpar.nn.mixer import TRAINING
-from jaxpar.parallel.context import in_order, padded
-from jaxpar.parallel.experts import AllToAll, Gather, bytes_sent
-from jaxpar.parallel.pipeline._chunks import AXIS, rounds_of
-from jaxpar.parallel.pipeline._work import added
+from jaxpar.pipeline._chunks import AXIS, rounds_of
+from jaxpar.pipeline._work import added
 from tests.verify.planted import Planted
 
 NOTHING_KEPT = jax.checkpoint_policies.nothing_saveable
@@ -821,14 +821,14 @@ OUTSIDE: tuple[Planted, ...] = (
     Planted(
         "batch",
         "The weights of tokens stay in sequence where tokens do not.",
-        "jaxpar.parallel.context.orders:in_order",
+        "jaxpar.nn.attention.context.token_orders:in_order",
         _weights_in_turn,
         "data2.context4",
     ),
     Planted(
         "keys",
         "Microbatches are numbered from one where their keys are folded.",
-        "jaxpar.nn.schedule:key_of_part",
+        "jaxpar.pipeline.accumulation:key_of_part",
         _parts_from_one,
         "fsdp8",
     ),
@@ -856,7 +856,7 @@ OUTSIDE: tuple[Planted, ...] = (
     Planted(
         "keys",
         "The backward pass of the embedding in a pipeline forgets its dropout.",
-        "jaxpar.parallel.pipeline._work:Work.leave",
+        "jaxpar.pipeline._work:Work.leave",
         _no_key_when_it_leaves,
         "stage2.fsdp4/zb_v",
     ),
@@ -870,21 +870,21 @@ OUTSIDE: tuple[Planted, ...] = (
     Planted(
         "stages",
         "A stage numbers its layers from its own first one.",
-        "jaxpar.parallel.pipeline._work:Work.where",
+        "jaxpar.pipeline._work:Work.where",
         _layers_of_a_stage,
         "stage2.data4/1f1b",
     ),
     Planted(
         "stages",
         "A pipeline divides by the weights of the first microbatch, times their number.",
-        "jaxpar.parallel.pipeline.run:Pipelined._made",
+        "jaxpar.pipeline.run:Pipelined._made",
         _total_of_the_first_part,
         "stage2.data4/interleaved",
     ),
     Planted(
         "stages",
         "The gradient of the layers' own losses counts in full for each microbatch.",
-        "jaxpar.parallel.pipeline._turn:Turn.backward",
+        "jaxpar.pipeline._turn:Turn.backward",
         _layer_losses_in_full,
         "stage2.expert4/1f1b",
     ),
@@ -898,7 +898,7 @@ OUTSIDE: tuple[Planted, ...] = (
     Planted(
         "context",
         "Documents' numbers are not put in order where heads are exchanged for tokens.",
-        "jaxpar.parallel.context.walk:_together",
+        "jaxpar.nn.attention.context.walk:_together",
         _documents_of_other_tokens,
         "fsdp4.context2",
     ),
@@ -919,14 +919,14 @@ OUTSIDE: tuple[Planted, ...] = (
     Planted(
         "context",
         "Key heads are repeated before they travel.",
-        "jaxpar.parallel.context.walk:context_attention",
+        "jaxpar.nn.attention.context.walk:context_attention",
         _keys_repeated_first,
         "data2.context4",
     ),
     Planted(
         "context",
         "The halves of the keys' gradients are joined in the wrong order.",
-        "jaxpar.parallel.context.walk:_whole_pieces",
+        "jaxpar.nn.attention.context.walk:_whole_pieces",
         _halves_one_after_the_other,
         "data2.context4",
     ),
@@ -947,14 +947,14 @@ OUTSIDE: tuple[Planted, ...] = (
     Planted(
         "experts",
         "Of two transports the one that sends more is taken.",
-        "jaxpar.parallel.experts.choose:LeastSent.of",
+        "jaxpar.nn.experts.sharded.choose:LeastSent.of",
         _most_sent,
         "fsdp2.expert4",
     ),
     Planted(
         "experts",
         "The results of experts are summed whole on every device, and then cut.",
-        "jaxpar.parallel.experts.gather:gathered",
+        "jaxpar.nn.experts.sharded.gather:gathered",
         _summed_whole,
         "data4.expert2",
     ),
@@ -968,28 +968,28 @@ OUTSIDE: tuple[Planted, ...] = (
     Planted(
         "pipelines",
         "The gradient of one copy of the model is put over the gradient of the other.",
-        "jaxpar.parallel.pipeline._chunks:collect_chunks",
+        "jaxpar.pipeline._chunks:collect_chunks",
         _copy_over_copy,
         "stage2.data4/bitpipe",
     ),
     Planted(
         "pipelines",
         "The metrics of layers are read from the first copy of the model alone.",
-        "jaxpar.parallel.pipeline.run:Pipelined._in_order",
+        "jaxpar.pipeline.run:Pipelined._in_order",
         _metrics_of_one_copy,
         "stage2.expert4/bitpipe",
     ),
     Planted(
         "pipelines",
         "A stage has room for the activations of one microbatch too many.",
-        "jaxpar.parallel.pipeline.run:_packed",
+        "jaxpar.pipeline.run:_packed",
         _a_slot_too_many,
         "stage2.data4/1f1b",
     ),
     Planted(
         "pipelines",
         "Messages between stages are split by rows alone.",
-        "jaxpar.parallel.pipeline._work:_split",
+        "jaxpar.pipeline._work:_split",
         _messages_whole_along_the_row,
         "stage2.data2.tensor2/sequence+1f1b",
     ),
@@ -1010,7 +1010,7 @@ OUTSIDE: tuple[Planted, ...] = (
     Planted(
         "accumulation",
         "The parts of a batch are gathered along the sequence.",
-        "jaxpar.nn.schedule:parts_of",
+        "jaxpar.pipeline.accumulation:parts_of",
         _parts_whole_along_the_row,
         "data2.context4",
     ),
@@ -1084,7 +1084,7 @@ OUTSIDE: tuple[Planted, ...] = (
     Planted(
         "casts",
         "Heads are exchanged for tokens in float32.",
-        "jaxpar.parallel.context.walk:_swapped",
+        "jaxpar.nn.attention.context.walk:_swapped",
         _swapped_wide,
         "fsdp4.context2",
         "bfloat16",
@@ -1092,7 +1092,7 @@ OUTSIDE: tuple[Planted, ...] = (
     Planted(
         "casts",
         "Messages between stages travel in float32.",
-        "jaxpar.parallel.pipeline._work:_from",
+        "jaxpar.pipeline._work:_from",
         _messages_wide,
         "stage2.data4/1f1b",
         "bfloat16",

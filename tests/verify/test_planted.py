@@ -114,9 +114,9 @@ def wrap(right):
 
 
 TARGETS = (
-    "jaxpar.nn.schedule:parts_of",  # a function, which several modules hold
-    "jaxpar.nn.schedule:InTurn.__call__",  # a method
-    "jaxpar.parallel.experts.choose:LeastSent.of",
+    "jaxpar.pipeline.accumulation:parts_of",  # a function, which several modules hold
+    "jaxpar.pipeline.accumulation:InTurn.__call__",  # a method
+    "jaxpar.nn.experts.sharded.choose:LeastSent.of",
 )
 
 
@@ -157,6 +157,6 @@ def test_a_property_stays_one(monkeypatch):
 
 
 def test_a_target_that_is_not_there_is_an_error():
-    error = Planted("batch", "nothing", "jaxpar.nn.schedule:no_such", wrap, "data8")
-    with pytest.raises(LookupError, match="jaxpar.nn.schedule:no_such"), planted(error):
+    error = Planted("batch", "nothing", "jaxpar.pipeline.accumulation:no_such", wrap, "data8")
+    with pytest.raises(LookupError, match="jaxpar.pipeline.accumulation:no_such"), planted(error):
         pass

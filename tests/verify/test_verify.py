@@ -9,6 +9,10 @@ import numpy as np
 import optax
 import pytest
 
+from jaxpar.aot.verify.collectives import SLACK
+from jaxpar.aot.verify.compare import count_differences
+from jaxpar.aot.verify.program import Outcome
+from jaxpar.aot.verify.run import _compare_outcomes
 from jaxpar.mesh import (
     MeshSpec,
     constrain,
@@ -20,6 +24,7 @@ from jaxpar.mesh import (
     rules_from,
     use_mesh,
 )
+from jaxpar.transfers import SMALL, Transfer, allowed_by_axes, sum_by_axis
 from jaxpar.types import UsageError
 from jaxpar.verify import (
     TOLERANCE,
@@ -29,8 +34,6 @@ from jaxpar.verify import (
     LayoutReport,
     Limits,
     Model,
-    Transfer,
-    allowed_by_axes,
     breaches_of,
     bytes_on_device,
     dead_leaves,
@@ -39,14 +42,9 @@ from jaxpar.verify import (
     judge,
     leaf_errors,
     of_live,
-    sum_by_axis,
     verify,
     verify_cases,
 )
-from jaxpar.verify.compare import count_differences
-from jaxpar.verify.program import Outcome
-from jaxpar.verify.run import _compare_outcomes
-from jaxpar.verify.transfers import SLACK, SMALL
 
 AXES = {"up": ("embed", "mlp"), "down": ("mlp", "embed"), "shift": (None,)}
 BATCH_AXES = {"x": ("batch", None), "y": ("batch", None), "mark": ("batch",)}

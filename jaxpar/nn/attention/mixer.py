@@ -22,8 +22,8 @@ from jaxpar.nn.linear import Transposed, contract, transposed_is_faster
 from jaxpar.nn.mixer import ActivationSizes, Context
 from jaxpar.nn.norm import Norm
 from jaxpar.nn.position import Alibi, Rope
+from jaxpar.transfers import Transfer
 from jaxpar.types import PyTree, UsageError
-from jaxpar.verify import Transfer
 
 __all__ = ["ATTENTION_IMPLS", "Attend", "Attention", "WholeSequence"]
 
@@ -34,7 +34,7 @@ INTO, OUT = ("embed", "heads", "head_dim"), ("heads", "head_dim", "embed")
 class Attend(Protocol):
     """Attention of T tokens to each other on the ambient mesh, where none were before; frozen and hashable.
 
-    `WholeSequence` brings a sequence that devices share together. `jaxpar.parallel.context.SplitSequence` leaves it
+    `WholeSequence` brings a sequence that devices share together. `jaxpar.nn.attention.context.SplitSequence` leaves it
     split: it stands right of this room, and so is given to a mixer.
     """
 

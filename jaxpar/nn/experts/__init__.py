@@ -8,14 +8,17 @@
 | `grouped` | rows [M, D], weights [E, D, F], sizes [E] -> [M, F], each row by its group's weight | `layer`, users |
 | `transport` | x [B, T, D], choices, weights -> [B, T, D]: how tokens reach experts of other devices | `layer` |
 | `by_index` | the same and its gradients in Triton, rows read and written by index | `grouped` |
-| `attention` | the same of attention: queries and results of each token by its experts | `stack`, users |
 | `layer` | params, x [B, T, D] -> [B, T, D]: in the place of `jaxpar.nn.mlp.Mlp`; and its plain form | `stack`, `lm` |
 """
 
-from jaxpar.nn.experts.attention import AttentionExperts
+from jaxpar._renamed import renamed
 from jaxpar.nn.experts.grouped import grouped_matmul
 from jaxpar.nn.experts.layer import Experts
 from jaxpar.nn.experts.route import Routing, route
 from jaxpar.nn.experts.transport import Transport
 
-__all__ = ["AttentionExperts", "Experts", "Routing", "Transport", "grouped_matmul", "route"]
+__all__ = ["Experts", "Routing", "Transport", "grouped_matmul", "route"]
+
+
+def __getattr__(name: str) -> object:
+    return renamed(__name__, name)

@@ -31,8 +31,8 @@ from jaxpar.nn.linear import Weight
 from jaxpar.nn.mixer import ActivationSizes, Context
 from jaxpar.nn.mlp import ACTIVATIONS, Mlp
 from jaxpar.nn.norm import wide_dtype
+from jaxpar.transfers import Transfer
 from jaxpar.types import UsageError
-from jaxpar.verify import Transfer
 
 __all__ = ["BALANCE_LAYERS", "Experts", "dense_mixture"]
 

@@ -1,7 +1,7 @@
 """How tokens and the experts that they chose come together where devices share the experts.
 
 A transport is given the choices of all tokens and returns the mixture. The one here makes every token known to all
-devices that share experts, whatever a mesh looks like; `jaxpar.parallel.experts` has those that move less.
+devices that share experts, whatever a mesh looks like; `jaxpar.nn.experts.sharded` has those that move less.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jaxpar.nn.experts.grouped import grouped_matmul, has_index_kernel
 from jaxpar.nn.mixer import ActivationSizes, Context
 from jaxpar.nn.mlp import ACTIVATIONS
 from jaxpar.scan.varying import varying_over
-from jaxpar.verify import Transfer
+from jaxpar.transfers import Transfer
 
 if TYPE_CHECKING:
     from jaxpar.nn.experts.layer import Experts

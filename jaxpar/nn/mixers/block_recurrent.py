@@ -32,8 +32,8 @@ from jaxpar.nn.mixers.in_windows import attend_windows, into_windows, places_of
 from jaxpar.nn.norm import wide_dtype
 from jaxpar.nn.position import Alibi
 from jaxpar.scan.varying import varying_over
+from jaxpar.transfers import Transfer
 from jaxpar.types import PyTree
-from jaxpar.verify import Transfer
 
 __all__ = ["GATES", "BlockRecurrentCache", "BlockRecurrent"]
 

@@ -19,7 +19,7 @@ from jaxpar.nn.linear import contract
 from jaxpar.nn.mixer import ActivationSizes, Context
 from jaxpar.nn.mixers.recurrent import sharded_recurrence
 from jaxpar.nn.norm import Norm
-from jaxpar.verify import Transfer
+from jaxpar.transfers import Transfer
 
 __all__ = ["Hgrn"]
 

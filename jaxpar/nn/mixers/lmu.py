@@ -19,8 +19,8 @@ from jaxpar.nn.mixer import ActivationSizes, Context
 from jaxpar.nn.mixers.legendre import FORMS, memory
 from jaxpar.nn.mixers.spikes import integrate_and_fire
 from jaxpar.nn.norm import wide_dtype
+from jaxpar.transfers import Transfer
 from jaxpar.types import PyTree, UsageError
-from jaxpar.verify import Transfer
 
 __all__ = ["Lmu", "equal_units"]
 

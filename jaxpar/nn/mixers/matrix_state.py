@@ -20,8 +20,8 @@ from jaxpar.nn.auxiliary import NOTHING, Aux
 from jaxpar.nn.leaf import Leaf
 from jaxpar.nn.linear import contract
 from jaxpar.nn.mixer import ActivationSizes, Context
+from jaxpar.transfers import Transfer
 from jaxpar.types import PyTree, UsageError
-from jaxpar.verify import Transfer
 
 __all__ = ["MatrixState"]
 

@@ -26,8 +26,8 @@ from jaxpar.nn.mixer import ActivationSizes, Context
 from jaxpar.scan.varying import varying_as
 from jaxpar.solve import Stats
 from jaxpar.solve.problem import Chooser, Method
+from jaxpar.transfers import Transfer
 from jaxpar.types import Info, PyTree, UsageError, largest
-from jaxpar.verify import Transfer
 
 __all__ = ["CELLS", "Recurrent", "cell_of", "equal_size", "mixer_leaves", "sharded_recurrence"]
 

@@ -16,8 +16,8 @@ from jaxpar.nn.linear import contract
 from jaxpar.nn.mixer import ActivationSizes, Context
 from jaxpar.nn.mixers.spikes import integrate_and_fire
 from jaxpar.nn.norm import wide_dtype
+from jaxpar.transfers import Transfer
 from jaxpar.types import PyTree
-from jaxpar.verify import Transfer
 
 __all__ = ["SpikingMlp"]
 

@@ -20,8 +20,8 @@ from jaxpar.nn.mixer import ActivationSizes, Context
 from jaxpar.nn.mixers.in_windows import attend_windows, places_of
 from jaxpar.nn.position import Rope
 from jaxpar.scan.varying import varying_over
+from jaxpar.transfers import Transfer
 from jaxpar.types import PyTree
-from jaxpar.verify import Transfer
 
 __all__ = ["Tcnca", "TcncaCache", "dilated"]
 

@@ -1,0 +1,177 @@
+"""How a device attends to a piece of the keys that came to it: by the places of tokens, or by a table of pairs.
+
+Both add to the sums of the forward pass and to gradients; a turn says how many devices of the ring the queries' device
+lies after the keys'.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Int
+
+from jaxpar.nn.attention import Visible, merge
+from jaxpar.nn.attention.context.token_orders import Order
+from jaxpar.nn.attention.gradient import attend_gradient
+from jaxpar.nn.attention.kernels import in_blocks
+from jaxpar.nn.attention.pairs import attend_pair, attend_pair_gradient
+from jaxpar.scan.monoid import LogSumExp
+
+Turn = int | Array
+Sums = tuple[Array, Array]
+
+
+class Where(NamedTuple):
+    """Where tokens are: they travel with what they belong to, since no device knows it from an index.
+
+    Attributes:
+      positions: Places in the sequence; negative ones are of nothing. None where a table says who sees whom.
+      segments: Numbers of documents; None where each row is one.
+    """
+
+    positions: Int[Array, "B T"] | None = None
+    segments: Int[Array, "B T"] | None = None
+
+
+class Done(NamedTuple):
+    """What the forward pass found of queries over all keys, and the gradient of their outputs.
+
+    Attributes:
+      out: [B, T, H, K].
+      log_sum: [B, T, H].
+      gradient: [B, T, H, K].
+    """
+
+    out: Array
+    log_sum: Array
+    gradient: Array
+
+
+class ByPlaces(NamedTuple):
+    """Every pair of pieces is computed, and masked by the positions and documents that travel with them."""
+
+    visible: Visible
+    parts: int = 1
+
+    def attend(self, state: LogSumExp | None, q, k, v, queries: Where, keys: Where, turn: Turn, device) -> LogSumExp:
+        """Returns the sums of the queries with a piece of the keys."""
+        del turn, device  # the places say it
+        assert queries.positions is not None and keys.positions is not None
+        documents = _documents(queries, keys)
+        more = in_blocks(q, k, v, queries.positions, keys.positions, segments=documents, visible=self.visible)
+        return more if state is None else merge(state, more)
+
+    def gradient(self, dq, sums: Sums | None, q, k, v, queries: Where, keys: Where, turn: Turn, device, done: Done):
+        """Returns the gradients by the queries and by this piece of the keys, with what was there before."""
+        del turn, device
+        assert queries.positions is not None and keys.positions is not None
+        wide = jnp.promote_types(q.dtype, jnp.float32)
+        delta = (done.out.astype(wide) * done.gradient.astype(wide)).sum(-1)
+        arrays = q, k, v, queries.positions, keys.positions, done.log_sum, delta, done.gradient
+        more, *both = attend_gradient(*arrays, segments=_documents(queries, keys), visible=self.visible)
+        sums = (both[0], both[1]) if sums is None else (sums[0] + both[0], sums[1] + both[1])
+        return more if dq is None else dq + more, sums
+
+
+class ByTable(NamedTuple):
+    """The pairs of parts of which something is seen are computed, without a mask, by a kernel where there is one.
+
+    Within documents, whose numbers travel with the keys, those that have none in common are left out too.
+
+    Attributes:
+      order: Who holds what.
+      shares: N, devices of the ring.
+      causal: Whether later keys are unseen; if not, every pair is full.
+    """
+
+    order: str
+    shares: int
+    causal: bool
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts a device's tokens fall."""
+        return Order(self.order).parts if self.causal else 1
+
+    def attend(self, state: LogSumExp | None, q, k, v, queries: Where, keys: Where, turn: Turn, device) -> LogSumExp:
+        """Returns the sums of the queries with a piece of the keys."""
+        if state is None:
+            wide = jnp.promote_types(q.dtype, jnp.float32)
+            none = jnp.full(q.shape[:3], -jnp.inf, wide)
+            state = LogSumExp(none, jnp.zeros_like(none), jnp.zeros(q.shape, wide))
+        for own, other, is_used, causal in self._pairs(turn, device):
+            documents = self._of_parts(queries, keys, own, other, is_used)
+            arrays = self._part(q, own), self._part(k, other), self._part(v, other)
+            more = attend_pair(*arrays, causal, segments=documents)
+            before = LogSumExp(*(self._part(x, own) for x in state))
+            after = (jnp.where(is_used, x, old) for x, old in zip(merge(before, more), before, strict=True))
+            state = LogSumExp(*(self._put(x, own, new) for x, new in zip(state, after, strict=True)))
+        return state
+
+    def gradient(self, dq, sums: Sums | None, q, k, v, queries: Where, keys: Where, turn: Turn, device, done: Done):
+        """Returns the gradients by the queries and by this piece of the keys, with what was there before."""
+        wide = jnp.promote_types(q.dtype, jnp.float32)
+        dq = jnp.zeros(q.shape, wide) if dq is None else dq
+        dk, dv = (jnp.zeros(k.shape, wide), jnp.zeros(v.shape, wide)) if sums is None else sums
+        for own, other, is_used, causal in self._pairs(turn, device):
+            arrays = self._part(q, own), self._part(k, other), self._part(v, other)
+            out, log_sum, g = (self._part(x, own) for x in done)
+            documents = self._of_parts(queries, keys, own, other, is_used)
+            more = attend_pair_gradient(*arrays, out, log_sum, g, causal, segments=documents)
+            # What is not seen has weights over 1, up to infinity: left out, not multiplied by 0.
+            more = (jnp.where(is_used, x, 0) for x in more)
+            places = (dq, own), (dk, other), (dv, other)
+            dq, dk, dv = (self._put(x, at, self._part(x, at) + new) for (x, at), new in zip(places, more, strict=True))
+        return dq, (dk, dv)
+
+    def _pairs(self, turn: Turn, device):
+        """(Part of the queries, of the keys, whether they are seen, whether causal) of this device."""
+        if isinstance(turn, int) and turn == 0:
+            return [(own, other, True, causal) for own, other, causal in _pairs(*self, 0, 0)]
+        row = jnp.asarray(_table(*self))[turn % self.shares, device]
+        return [(row[i, 0], row[i, 1], row[i, 2] > 0, False) for i in range(row.shape[0])]
+
+    def _of_parts(self, queries: Where, keys: Where, own, other, is_used) -> tuple[Array, Array] | None:
+        """Documents of a pair; of one that is not used none in common, so that a kernel passes it over."""
+        if (both := _documents(queries, keys)) is None:
+            return None
+        mine = jnp.where(is_used, self._part(both[0], own), np.iinfo(both[0].dtype).max)
+        return mine, self._part(both[1], other)
+
+    def _part(self, x: Array, number) -> Array:
+        size = x.shape[1] // self.parts
+        return x if self.parts == 1 else lax.dynamic_slice_in_dim(x, number * size, size, 1)
+
+    def _put(self, x: Array, number, part: Array) -> Array:
+        size = x.shape[1] // self.parts
+        return part if self.parts == 1 else lax.dynamic_update_slice_in_dim(x, part, number * size, 1)
+
+
+def _documents(queries: Where, keys: Where) -> tuple[Array, Array] | None:
+    if queries.segments is None or keys.segments is None:
+        return None
+    return queries.segments, keys.segments
+
+
+def _pairs(order: str, shares: int, causal: bool, device: int, other: int) -> list[tuple[int, int, bool]]:
+    return Order(order).pairs(shares, device, other) if causal else [(0, 0, False)]
+
+
+@functools.cache
+def _table(order: str, shares: int, causal: bool) -> np.ndarray:
+    """Pairs of full parts by turn and device, int [N, N, P, (queries' part, keys' part, whether seen)].
+
+    A device with fewer pairs than another computes the first one and drops it: devices run one program.
+    """
+    rows = {
+        (turn, device): _pairs(order, shares, causal, device, (device - turn) % shares)
+        for turn in range(1, shares)
+        for device in range(shares)
+    }
+    out = np.zeros((shares, shares, max(map(len, rows.values())), 3), np.int32)
+    for place, pairs in rows.items():
+        for i, (own, part, _) in enumerate(pairs):
+            out[*place, i] = own, part, 1
+    return out
