@@ -19,7 +19,6 @@ file            | in -> out                                            | called 
 import importlib
 from typing import TYPE_CHECKING
 
-from jaxpar.io.export import write_arrays
 from jaxpar.io.graphs import plot_graph, plot_seeds, plot_stream
 from jaxpar.io.metrics import Writer, open_writers, read_jsonl
 from jaxpar.io.plots import (
@@ -36,6 +35,7 @@ from jaxpar.io.progress import Progress, open_progress
 
 if TYPE_CHECKING:
     from jaxpar.io.checkpoint import Checkpoints, CorruptCheckpointError, RunMismatchError, SaveError
+    from jaxpar.io.export import write_arrays
 
 __all__ = [
     "Checkpoints",
@@ -61,11 +61,17 @@ __all__ = [
     "write_arrays",
 ]
 
-_OF_CHECKPOINTS = ("Checkpoints", "CorruptCheckpointError", "RunMismatchError", "SaveError")
+_LATER = {
+    "Checkpoints": "jaxpar.io.checkpoint",
+    "CorruptCheckpointError": "jaxpar.io.checkpoint",
+    "RunMismatchError": "jaxpar.io.checkpoint",
+    "SaveError": "jaxpar.io.checkpoint",
+    "write_arrays": "jaxpar.io.export",
+}
+"""Names whose modules import Orbax, which takes half a second and which plots and metrics do not need."""
 
 
 def __getattr__(name: str) -> object:
-    # Orbax takes half a second to import, and plots and metrics need none of it.
-    if name in _OF_CHECKPOINTS:
-        return getattr(importlib.import_module("jaxpar.io.checkpoint"), name)
+    if name in _LATER:
+        return getattr(importlib.import_module(_LATER[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
