@@ -29,7 +29,7 @@ GUARDS = (
 PROCESSES = (
     "aot/test_topology.py decode/test_bench.py distributed/test_processes.py "
     "distributed/test_tpu.py experiments/test_interrupts.py experiments/test_kill.py "
-    "experiments/test_launch.py io/test_many_savers.py nn/test_linear_attention_tpu.py context/test_context_tpu.py "
+    "experiments/test_launch.py experiments/test_older_runs.py io/test_many_savers.py nn/test_linear_attention_tpu.py context/test_context_tpu.py "
     "scan/test_kernels_tpu.py test_notebooks.py test_mutants.py test_packaging.py test_startup.py "
     "test_tiers.py"
 ).split()
@@ -43,7 +43,7 @@ PAPERS = (
     "experiments/test_volunteer_experts.py experimental/test_action_saliency.py "
     "experimental/test_attention_experts.py experimental/test_autoregressive.py experimental/test_dense_depth.py "
     "experimental/test_product_chain.py experimental/test_controller.py pipeline/test_asynchronous.py "
-    "experimental/test_saliency.py"
+    "rl/test_saliency.py"
 ).split()
 
 

@@ -32,7 +32,7 @@ def call(older, cwd, case, more):
     line = [sys.executable, "-m", f"experiments.{case.command}", *case.line(more)]
     said = subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True, check=False)
     if said.returncode:
-        raise SystemExit(f"{case.name}: {said.stdout}{said.stderr}")
+        raise RuntimeError(f"{case.name}: {said.stdout}{said.stderr}")
     return said.stdout
 
 
@@ -47,7 +47,7 @@ def name_of(older, case):
     line = [sys.executable, "-c", code, *case.line(case.begin)[:-1]]
     said = subprocess.run(line, env=env, cwd=older, capture_output=True, text=True, check=False)
     if said.returncode:
-        raise SystemExit(f"{case.name}: {said.stderr}")
+        raise RuntimeError(f"{case.name}: {said.stderr}")
     return said.stdout.strip().splitlines()[-1]
 
 

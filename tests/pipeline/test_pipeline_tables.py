@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_pipeline_orders import MADE
+from test_orders import MADE
 
 from jaxpar import pipeline
 from jaxpar.pipeline import (
