@@ -9,10 +9,10 @@ from jaxpar.nn.solvers import name_taken
 
 from . import _run
 
-__all__ = ["kept_method"]
+__all__ = ["method_to_keep"]
 
 
-def kept_method(
+def method_to_keep(
     folder: pathlib.Path,
     schema: type,
     field: str,

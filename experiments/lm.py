@@ -53,7 +53,7 @@ from ._folder import owning
 from ._mesh import LM_AXES, check_split, refuse_idle, shares
 from ._pipeline import PipelineConfig, make_schedule
 from ._run import say
-from ._solvers import kept_method
+from ._solvers import method_to_keep
 from ._texts import decode, draw, encode
 from ._train import Run
 from ._validation import check_length, judged_weights, make_evaluate, place, row_length
@@ -211,7 +211,7 @@ def with_solver(config: Config, folder: pathlib.Path) -> Config:
     cells = [mixer.cell for mixer in mixers if isinstance(mixer, Recurrent)]
     if config.model.solver != "auto" or not cells:
         return config
-    name = kept_method(folder, Config, "model.solver", cells, config.data.batch_size, config.data.seq_len)
+    name = method_to_keep(folder, Config, "model.solver", cells, config.data.batch_size, config.data.seq_len)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, solver=name))
 
 

@@ -74,7 +74,7 @@ from ._mesh import check_split, refuse_idle
 from ._policy_run import FILMED, PolicyRun, older_prng, save_film
 from ._run import identifying, say
 from ._saved import newest_state, saved_run
-from ._solvers import kept_method
+from ._solvers import method_to_keep
 from ._train import Run, TrainConfig, train
 from ._world import changes, make_world
 
@@ -267,7 +267,7 @@ def with_method(config: Config, folder: pathlib.Path) -> Config:
         return config
     learner: Any = make_learner(config)[0]
     memory: Any = memory_of(config.memory, config.memory_size)
-    name = kept_method(folder, Config, "method_taken", [memory.cell], learner.num_envs, learner.num_steps)
+    name = method_to_keep(folder, Config, "method_taken", [memory.cell], learner.num_envs, learner.num_steps)
     return dataclasses.replace(config, method_taken=name)
 
 

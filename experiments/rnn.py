@@ -50,7 +50,7 @@ from ._mesh import check_split, refuse_idle
 from ._run import say
 from ._saved import restored, saved_run
 from ._series import SeriesConfig, Task, open_task
-from ._solvers import kept_method
+from ._solvers import method_to_keep
 from ._train import Run
 
 STACKED = ("lmu", "spiking_lmu", "lmuformer", "spiking_lmuformer", "hgrn", "block_recurrent", "block_recurrent_lstm",
@@ -187,7 +187,7 @@ def with_method(config: Config, folder: pathlib.Path, task: Task) -> Config:
     if model.method != "auto" or model.cell not in CELLS:
         return config
     cell = cell_of(model.cell, model.size, model.heads)
-    name = kept_method(folder, Config, "model.method", [cell], config.data.batch_size, task.length)
+    name = method_to_keep(folder, Config, "model.method", [cell], config.data.batch_size, task.length)
     return dataclasses.replace(config, model=dataclasses.replace(model, method=name))
 
 

@@ -128,9 +128,10 @@ def _over_all(leaves: Sequence[tuple[str | None, ...]]) -> tuple[str, ...]:
 def move(x: jax.Array, target: Sharding) -> jax.Array:
     """Lays an array out as `target`, on whatever devices that is; returns before it has been computed.
 
-    `jax.device_put` does that too, but waits for `x` and goes over the host unless source and target hold the same
-    blocks. So blocks are copied from device to device as they are, and cut anew by a compiled program: among the new
-    devices if they are as many as the old ones; else the whole array goes to each of them.
+    `jax.device_put` does that too, but waits for `x` and goes over the host unless source and target
+    hold the same blocks. So blocks are copied from device to device as they are, and a compiled
+    program splits them again: among the new devices if their number is that of the old ones.
+    Otherwise the whole array goes to each of them.
 
     Args:
       x: A global `jax.Array`, or what `jax.device_put` takes from the host.

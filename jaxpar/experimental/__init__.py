@@ -2,7 +2,7 @@
 
 | file | in -> out | paper |
 |---|---|---|
-| `attention_experts` | x [B, T, D], cache -> y: attention whose queries and results have experts | SwitchHead |
+| `attention_experts` | x [B, T, D], cache -> y: attention with experts for queries and results | SwitchHead |
 | `autoregressive` | parameters -> samples [num, N], by sweeps over all elements | Song et al. 2021 |
 | `conformal` | scores [M], those before -> which to reject [M] | step speculation |
 | `controller` | functions, values and futures, meshes -> futures | Pathways |

@@ -68,7 +68,7 @@ _LATER = {
     "SaveError": "jaxpar.io.checkpoint",
     "write_arrays": "jaxpar.io.export",
 }
-"""Names whose modules import Orbax, which takes half a second and which plots and metrics do not need."""
+"""Names from modules that import Orbax, which takes half a second, and not for plots and metrics."""
 
 
 def __getattr__(name: str) -> object:

@@ -201,7 +201,7 @@ def _residuals(problem: Problem, ends: Problem, last: Meeting) -> Array:
     sizes = step_largest(fractions(gap, residual_bound(ends, first)))
     blind = sorted(problem.structure.blind)
     is_blind_same = _is_same([first[number] for number in blind], [there[number] for number in blind])
-    # The same states are not looked at: rounding of another program could tell them apart.
+    # The same states are not looked at: another program could round them differently.
     return jnp.where(last.is_same, 0, jnp.where(is_blind_same, sizes, jnp.inf))
 
 

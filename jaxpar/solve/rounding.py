@@ -18,7 +18,7 @@ SAMPLES = 63
 """Steps that the typical size of an entry is taken from."""
 
 GROUP = 7
-"""Steps next to each other whose median is taken first: a median of medians costs an eighth."""
+"""Consecutive samples of one inner median: a median of medians costs an eighth."""
 
 RESIDUAL_SHARE = 0.25
 """Share of the allowed error that a residual may be, of methods that do not solve with the true Jacobian."""

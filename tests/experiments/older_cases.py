@@ -65,7 +65,7 @@ class Case:
     """A run.
 
     Attributes:
-      name: Of its folder.
+      name: Name of its folder.
       command: Its experiment.
       flags: But for those of its length.
       begin: Flags that end it after a few steps.
