@@ -28,7 +28,9 @@ def wanted(args):
     rows = grid.cover() if args.cover else grid.whole()
     if args.lengths:
         lengths = [int(length) for length in args.lengths.split(",")]
-        rows = [row._replace(length=length) for row in rows if row.length == 0 for length in lengths]
+        rows = [
+            row._replace(length=length) for row in rows if row.length == 0 for length in lengths
+        ]
     for name in ("method", "recurrence", "dtype"):
         chosen = getattr(args, f"{name}s")
         if chosen:
@@ -46,14 +48,24 @@ def kind_of(verdict):
 
 def main():
     """Judges the rows and prints what is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cover", action="store_true", help="each pair of two axes once, not all rows")
-    parser.add_argument("--methods", help=f"separated by commas, of {','.join(grid.METHODS)}; by default all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cover", action="store_true", help="each pair of two axes once, not all rows"
+    )
+    parser.add_argument(
+        "--methods", help=f"separated by commas, of {','.join(grid.METHODS)}; by default all"
+    )
     parser.add_argument("--recurrences", help="names, separated by commas")
     parser.add_argument("--dtypes", help=f"of {','.join(grid.DTYPES)}")
-    parser.add_argument("--lengths", help="any lengths, in place of those of the grid; not with --cover")
+    parser.add_argument(
+        "--lengths", help="any lengths, in place of those of the grid; not with --cover"
+    )
     parser.add_argument("--part", default="1/1", help="2/4 is the second of four parts of the rows")
-    parser.add_argument("--budget-s", type=float, default=1e9, help="no row starts after these seconds")
+    parser.add_argument(
+        "--budget-s", type=float, default=1e9, help="no row starts after these seconds"
+    )
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results" / "certificates.json")
     args = parser.parse_args()
     counts = collections.defaultdict(collections.Counter)

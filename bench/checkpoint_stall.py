@@ -40,7 +40,9 @@ def model_config(num_params: float, seq_len: int, vocab_size: int):
     )  # fmt: skip
 
 
-def measure_ours(mode: str, params: float, seq_len: int, batch: int, vocab: int, seconds: float, folder: str) -> dict:
+def measure_ours(
+    mode: str, params: float, seq_len: int, batch: int, vocab: int, seconds: float, folder: str
+) -> dict:
     """Times jaxpar's optimizer step with and without a save under way."""
     import jax
     import jax.numpy as jnp
@@ -50,7 +52,9 @@ def measure_ours(mode: str, params: float, seq_len: int, batch: int, vocab: int,
     from jaxpar.loop import compile_step
     from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, use_mesh
 
-    trainer = Trainer(model_config(params, seq_len, vocab), OptimizerConfig(learning_rate=1e-4), num_steps=10_000)
+    trainer = Trainer(
+        model_config(params, seq_len, vocab), OptimizerConfig(learning_rate=1e-4), num_steps=10_000
+    )
     key, device = jax.random.key(0), jax.devices()[0]
     with use_mesh(make_mesh(MeshSpec(data=1), [device])):
         shardings = named_shardings(jax.eval_shape(trainer.init, key), trainer.axes())
@@ -96,7 +100,9 @@ def measure_torch(size: int, step_s: float, seconds: float, folder: str) -> dict
 
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
     count = max(1, size // 2**28)  # tensors of about 256 MB
     state = {f"w{i}": torch.randn(size // count // 4, device=device) for i in range(count)}
     matrix = torch.randn(4096 if cuda else 256, 4096 if cuda else 256, device=device) / 64
@@ -155,7 +161,11 @@ def timed(advance, save, is_saving, seconds: float) -> dict:
     alone = [clock() for _ in range(15)]
     step_s = statistics.median(alone)
     saves, during = [], []
-    while not saves or time.perf_counter() - began + 1.2 * saves[-1]["save_s"] < seconds and len(saves) < 3:
+    while (
+        not saves
+        or time.perf_counter() - began + 1.2 * saves[-1]["save_s"] < seconds
+        and len(saves) < 3
+    ):
         begin = time.perf_counter()
         stall, steps = save(), []
         while is_saving():
@@ -167,7 +177,12 @@ def timed(advance, save, is_saving, seconds: float) -> dict:
         during += steps
         for _ in range(3):
             advance()
-    return {"step_s": step_s, "during_s": statistics.median(during), "slowest_s": max(during), "saves": saves}
+    return {
+        "step_s": step_s,
+        "during_s": statistics.median(during),
+        "slowest_s": max(during),
+        "saves": saves,
+    }
 
 
 def disk_rate(folder: str, size: int) -> float:
@@ -197,19 +212,30 @@ def child(request: dict) -> dict:
 
 def main() -> None:
     """Parses flags, measures each side and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--params", type=float, default=1.2e9)
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--vocab", type=int, default=32768)
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to measure")
-    parser.add_argument("--seconds", type=float, default=30, help="a measurement makes no further save after this long")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=30,
+        help="a measurement makes no further save after this long",
+    )
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         request = json.loads(args.child)
-        print(json.dumps({"ours": measure_ours, "torch": measure_torch}[request.pop("which")](**request)))
+        print(
+            json.dumps(
+                {"ours": measure_ours, "torch": measure_torch}[request.pop("which")](**request)
+            )
+        )
         return
     size, free = int(12 * args.params), shutil.disk_usage(args.folder).free
     if free < 2.2 * size:  # the old checkpoint is deleted once the new one is whole
@@ -229,10 +255,15 @@ def main() -> None:
 
 def report(rows: list[dict], plain: float) -> None:
     """Prints the table, and writes JSON."""
-    print("| side | GB | step ms | stall ms | stall / step | steps in a save | lost ms | save s | GB/s | peak GiB |")
+    print(
+        "| side | GB | step ms | stall ms | stall / step | steps in a save | lost ms | save s | GB/s | peak GiB |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|")
     for row in rows:
-        medians = (statistics.median(save[name] for save in row["saves"]) for name in ("stall_s", "save_s", "lost_s"))
+        medians = (
+            statistics.median(save[name] for save in row["saves"])
+            for name in ("stall_s", "save_s", "lost_s")
+        )
         stall, save_s, lost = medians
         print(
             f"| {row['side']} | {row['bytes'] / 1e9:.2f} | {1e3 * row['step_s']:.1f} | {1e3 * stall:.1f} | "
@@ -240,11 +271,17 @@ def report(rows: list[dict], plain: float) -> None:
             f"{row['bytes'] / save_s / 1e9:.2f} | {row['peak_bytes'] / 2**30:.1f} |"
         )
     versions = ", ".join(dict.fromkeys(row["version"] for row in rows))
-    print(f"\n{rows[0]['device']}, {versions}, {rows[0]['params']:,} parameters, plain write {plain / 1e9:.2f} GB/s")
-    print("Medians over the saves. Lost: the stall, and what the steps until the save is whole take more than alone.")
+    print(
+        f"\n{rows[0]['device']}, {versions}, {rows[0]['params']:,} parameters, plain write {plain / 1e9:.2f} GB/s"
+    )
+    print(
+        "Medians over the saves. Lost: the stall, and what the steps until the save is whole take more than alone."
+    )
     folder = HERE / "results"
     folder.mkdir(exist_ok=True)
-    (folder / "checkpoint_stall.json").write_text(json.dumps({"plain_bytes_per_s": plain, "rows": rows}, indent=1))
+    (folder / "checkpoint_stall.json").write_text(
+        json.dumps({"plain_bytes_per_s": plain, "rows": rows}, indent=1)
+    )
 
 
 if __name__ == "__main__":

@@ -57,7 +57,9 @@ def ppo(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Callable[[], 
     """Whole runs on CartPole, and on the game of MinAtar, as `bench/rl.py` makes them."""
     usual = dict(anneal=0, prng="env", purejaxrl=args.purejaxrl, num_steps=[128])
     cartpole = dict(env="CartPole-v1", rate=2.5e-4, activation="tanh", num_envs=4, minibatches=4)
-    breakout = dict(env="Breakout-MinAtar", rate=5e-3, activation="relu", num_envs=64, minibatches=8)
+    breakout = dict(
+        env="Breakout-MinAtar", rate=5e-3, activation="relu", num_envs=64, minibatches=8
+    )
     for case in (cartpole, breakout):
         flags = argparse.Namespace(**usual, **case)
         sides = {"jaxpar": rl.ours} | ({"PureJaxRL": rl.theirs} if args.purejaxrl else {})
@@ -79,7 +81,9 @@ def planners(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Callable
         at = pomdp.make_setting(config)
 
         def play(keys):
-            one = lambda key: simulate(key, at.env, at.params, at.planner, at.updater, config.max_steps)  # noqa: E731
+            def one(key):
+                return simulate(key, at.env, at.params, at.planner, at.updater, config.max_steps)
+
             return jax.vmap(one)(keys)
 
         return play, (jax.random.split(jax.random.key(0), config.at_once),)
@@ -90,10 +94,19 @@ def planners(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Callable
 
 def neat(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Callable[[], Program]]]]:
     """Generations of exclusive or, as `bench/neat.py` makes them."""
-    sizes = dict(population=1000, nodes=50, conns=100, species=20, generations=50, peer_generations=10, seed=0)
+    sizes = dict(
+        population=1000,
+        nodes=50,
+        conns=100,
+        species=20,
+        generations=50,
+        peer_generations=10,
+        seed=0,
+    )
     flags = argparse.Namespace(**sizes, tensorneat=args.tensorneat)
     sides: dict[str, Callable[[], Program]] = {
-        f"jaxpar, {mode}": lambda mode=mode: neat_bench.our_run(flags, mode) for mode in ("fast", "canonical")
+        f"jaxpar, {mode}": lambda mode=mode: neat_bench.our_run(flags, mode)
+        for mode in ("fast", "canonical")
     }
 
     def peer() -> Program:
@@ -130,7 +143,9 @@ def equations(jaxpr: Any) -> int:
     return len(jaxpr.eqns) + sum(equations(item) for item in inner if hasattr(item, "eqns"))
 
 
-def measure(cases: Iterator[tuple[str, dict[str, Callable[[], Program]]]], rounds: int, table: Table) -> None:
+def measure(
+    cases: Iterator[tuple[str, dict[str, Callable[[], Program]]]], rounds: int, table: Table
+) -> None:
     """Builds the programs of each case by turns, and adds a row a side."""
     for name, makers in cases:
         programs = {side: make() for side, make in makers.items()}
@@ -140,48 +155,80 @@ def measure(cases: Iterator[tuple[str, dict[str, Callable[[], Program]]]], round
                 row = built(*program)
                 found[side] += [row] if turn or not rounds else []
                 say(f"{name}, {side}: {row['sum_s']:.1f} s")
-        rows = {side: {key: statistics.median(row[key] for row in of) for key in of[0]} for side, of in found.items()}
+        rows = {
+            side: {key: statistics.median(row[key] for row in of) for key in of[0]}
+            for side, of in found.items()
+        }
         for side, row in rows.items():
             is_ours, peer = side.startswith("jaxpar"), list(rows)[-1]
-            ratios = {"ratio": row["sum_s"] / rows[peer]["sum_s"], "of_kernels": row["kernels"] / rows[peer]["kernels"]}
+            ratios = {
+                "ratio": row["sum_s"] / rows[peer]["sum_s"],
+                "of_kernels": row["kernels"] / rows[peer]["kernels"],
+            }
             table.add(
-                {"case": name, "side": side} | row | (ratios if is_ours and not peer.startswith("jaxpar") else {})
+                {"case": name, "side": side}
+                | row
+                | (ratios if is_ours and not peer.startswith("jaxpar") else {})
             )
 
 
 def commands(table: Table) -> None:
     """Runs commands in processes of their own, without a cache, and adds the processors' seconds of each."""
     for flags in COMMANDS:
-        command = [sys.executable, "-m", *f"experiments.{flags}".split(), "cache=false", "gif=false"]
+        command = [
+            sys.executable,
+            "-m",
+            *f"experiments.{flags}".split(),
+            "cache=false",
+            "gif=false",
+        ]
         with tempfile.TemporaryDirectory() as folder:
             began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
             env = os.environ | {"PYTHONPATH": str(ROOT)}
             done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
         busy = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        row = {"case": f"`{flags}`", "side": "jaxpar", "sum_s": busy, "wall_s": time.perf_counter() - began}
+        row = {
+            "case": f"`{flags}`",
+            "side": "jaxpar",
+            "sum_s": busy,
+            "wall_s": time.perf_counter() - began,
+        }
         table.add(row | ({"failed": done.stderr[-200:]} if done.returncode else {}))
 
 
 def main() -> None:
     """Measures the cases that the flags ask for."""
     cases = {"ppo": ppo, "planners": planners, "neat": neat, "commands": None}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", help=f"separated by commas, of {','.join(cases)}; by default all")
-    parser.add_argument("--rounds", type=int, default=3, help="after one that warms up; 0 takes that one")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cases", help=f"separated by commas, of {','.join(cases)}; by default all"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="after one that warms up; 0 takes that one"
+    )
     parser.add_argument("--purejaxrl", type=pathlib.Path, help="its folder `purejaxrl`")
     parser.add_argument("--tensorneat", default="", help="a checkout of TensorNEAT")
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results" / "compile_times.json")
     args = parser.parse_args()
     jax.config.update("jax_enable_compilation_cache", False)
-    seconds = {name: lambda row, key=f"{name}_s": f"{row[key]:.2f}" for name in ("trace", "lower", "compile", "sum")}
+    seconds = {
+        name: lambda row, key=f"{name}_s": f"{row[key]:.2f}"
+        for name in ("trace", "lower", "compile", "sum")
+    }
     table = Table({
         "case": lambda row: row["case"], "side": lambda row: row["side"],
         "equations": lambda row: f"{row['equations']:,.0f}", "instructions": lambda row: f"{row['instructions']:,.0f}",
         "kernels": lambda row: f"{row['kernels']:,.0f}", **seconds,
         "ratio": lambda row: f"{row['ratio']:.2f}", "of kernels": lambda row: f"{row['of_kernels']:.2f}",
     }, args.out)  # fmt: skip
-    where = {"device": jax.devices()[0].device_kind, "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+    where = {
+        "device": jax.devices()[0].device_kind,
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+    }
     table.head(f"processor seconds; {json.dumps(where | {'jax': jax.__version__})}")
     for name in chosen(args.cases, cases):
         commands(table) if name == "commands" else measure(cases[name](args), args.rounds, table)

@@ -45,19 +45,45 @@ BOTH = ("fwd", "fwd+bwd")
 MHA = dict(length=65536, heads=32, groups=32, width=128, dtype="bfloat16")
 GQA = MHA | dict(length=262144, groups=8)
 SMALL = dict(length=64, heads=4, groups=4, width=8, dtype="float32")
-MOVES = [f"jaxpar {move} zigzag" for move in ("ring", "two_way", "token_ring", "gather", "swap", "swap_ring")]
+MOVES = [
+    f"jaxpar {move} zigzag"
+    for move in ("ring", "two_way", "token_ring", "gather", "swap", "swap_ring")
+]
 ORDERS = [f"jaxpar ring {order}" for order in ("contiguous", "striped", "unpromised")]
-ROTATING = [f"torch {how} {kernel}" for how in ("allgather", "alltoall") for kernel in ("cudnn", "flash")]
+ROTATING = [
+    f"torch {how} {kernel}" for how in ("allgather", "alltoall") for kernel in ("cudnn", "flash")
+]
 ALONE = ["torch one cudnn", "torch one flash"]
 PARTS = ["jax one", *(f"jaxpar parts {count}" for count in (1, 2, 4))]
 SHARES = ["jax one", "jaxpar shares even", "jaxpar shares uneven", "jaxpar one", "jaxpar forest 64"]
-CUTS = ["64 4 3 528", "64 4 3 264", "64 4 3 1056", "64 4 2 528", "64 4 4 528", "128 4 2 264", "128 8 3 264"]
+CUTS = [
+    "64 4 3 528",
+    "64 4 3 264",
+    "64 4 3 1056",
+    "64 4 2 528",
+    "64 4 4 528",
+    "128 4 2 264",
+    "128 8 3 264",
+]
 FORESTS = ["64", "64 5", "64 5 66", "64 3 66", "64 6 132"]
-SWEEP = [f"jaxpar {name}" for name in [*(f"cut {x}" for x in CUTS), *(f"forest {x}" for x in FORESTS), "pairs 64"]]
-LAYERS = dict(num_layers=16, embed_dim=2048, num_heads=16, num_kv_heads=16, mlp_dim=8192, vocab_size=32768)
+SWEEP = [
+    f"jaxpar {name}"
+    for name in [*(f"cut {x}" for x in CUTS), *(f"forest {x}" for x in FORESTS), "pairs 64"]
+]
+LAYERS = dict(
+    num_layers=16, embed_dim=2048, num_heads=16, num_kv_heads=16, mlp_dim=8192, vocab_size=32768
+)
 FEW = dict(num_layers=1, embed_dim=32, num_heads=2, num_kv_heads=2, mlp_dim=64, vocab_size=64)
-EIGHT = dict(num_layers=32, embed_dim=4096, num_heads=32, num_kv_heads=8, mlp_dim=14336, vocab_size=256)
-REMATS = ["own none dense", "own none kernel", "own full kernel", "jaxpar blockwise kernel", "jaxpar blockwise loop"]
+EIGHT = dict(
+    num_layers=32, embed_dim=4096, num_heads=32, num_kv_heads=8, mlp_dim=14336, vocab_size=256
+)
+REMATS = [
+    "own none dense",
+    "own none kernel",
+    "own full kernel",
+    "jaxpar blockwise kernel",
+    "jaxpar blockwise loop",
+]
 REMATS += ["jaxpar ring kernel", "jaxpar ring_split kernel"]
 
 CASES = {
@@ -109,9 +135,16 @@ def sides_of(args: argparse.Namespace) -> dict:
     """Returns how each framework's process is started."""
     peers, env = HERE / "peers", ENV | (NOWHERE if args.tiny else {})
     ours, path = [str(HERE / "context_rows.py")], {"PYTHONPATH": str(HERE.parent)}
-    sides: dict[str, tuple] = {"jaxpar": (ours, env | path), "training": (ours, env | path | ALL_MEMORY)}
+    sides: dict[str, tuple] = {
+        "jaxpar": (ours, env | path),
+        "training": (ours, env | path | ALL_MEMORY),
+    }
     if not args.no_peer:
-        sides["ranks"] = ([str(peers / "torch_context.py"), str(args.devices)], env, args.peer_python)
+        sides["ranks"] = (
+            [str(peers / "torch_context.py"), str(args.devices)],
+            env,
+            args.peer_python,
+        )
         sides["torch"] = ([str(peers / "torch_decode.py")], env, args.peer_python)
     return sides
 
@@ -119,7 +152,9 @@ def sides_of(args: argparse.Namespace) -> dict:
 def devices_of(row: str, devices: int) -> int:
     """Returns how many devices a row has, by its name."""
     alone = ("one", "parts", "forest", "cut", "pairs", "own none", "own full", "blockwise")
-    return 1 if any(word in row for word in alone) or row in CASES["C3"]["sides"]["torch"] else devices
+    return (
+        1 if any(word in row for word in alone) or row in CASES["C3"]["sides"]["torch"] else devices
+    )
 
 
 def rows_of(name: str, args: argparse.Namespace, sides: dict) -> list[dict]:
@@ -131,7 +166,13 @@ def rows_of(name: str, args: argparse.Namespace, sides: dict) -> list[dict]:
         common["model"] = common["model"] | {"num_layers": args.layers}
     return [
         common
-        | {"case": name, "side": side, "row": row, "direction": direction, "devices": devices_of(row, args.devices)}
+        | {
+            "case": name,
+            "side": side,
+            "row": row,
+            "direction": direction,
+            "devices": devices_of(row, args.devices),
+        }
         | {"mesh": args.devices, "name": f"{name} {row} {direction}"}
         for direction in passes_of(name, args)
         for side, names in case["sides"].items()
@@ -164,21 +205,32 @@ def judged(rows: list[dict], rates: dict) -> list[dict]:
     timed = [row for row in rows if "ms" in row]
 
     def best(chosen: list[dict]) -> dict:
-        return {name: min((row[name] for row in chosen), default=math.nan) for name in ("ms", "least_ms")}
+        return {
+            name: min((row[name] for row in chosen), default=math.nan)
+            for name in ("ms", "least_ms")
+        }
 
     for row in rows:
-        foreign = [x for x in timed if not x["row"].startswith("jaxpar") and x["devices"] == row["devices"]]
+        foreign = [
+            x for x in timed if not x["row"].startswith("jaxpar") and x["devices"] == row["devices"]
+        ]
         row["peer"], row["alone"] = best(foreign), best([x for x in timed if x["devices"] == 1])
         flops, size = work_of(row)
         if "ms" in row and (flops or size > harness.CACHE):
-            row["limit_ms"] = 1e3 * max(flops / rates["flops"], size / rates["bytes"]) / row["devices"]
+            row["limit_ms"] = (
+                1e3 * max(flops / rates["flops"], size / rates["bytes"]) / row["devices"]
+            )
     return rows
 
 
 def ratio(row: dict, name: str) -> str:
     """Returns how many times as fast as another row a row is, by medians and by least times."""
     other = row[name]
-    return f"{other['ms'] / row['ms']:.2f}x ({other['least_ms'] / row['least_ms']:.2f})" if other["ms"] > 0 else ""
+    return (
+        f"{other['ms'] / row['ms']:.2f}x ({other['least_ms'] / row['least_ms']:.2f})"
+        if other["ms"] > 0
+        else ""
+    )
 
 
 COLUMNS = {
@@ -203,22 +255,42 @@ def started(bench: harness.Bench, sides: list[str], args: argparse.Namespace) ->
     """Starts these sides, tells what machine this is; returns the rates of its fastest product and copy."""
     with concurrent.futures.ThreadPoolExecutor() as pool:  # frameworks take seconds to be loaded
         list(pool.map(lambda side: bench.ask(side, {"do": "drop"}), sides))
-    request = {"do": "rates", "size": 256 if args.tiny else 8192, "bytes": 2**20 if args.tiny else 2**31}
-    request |= {"spend_s": args.spend_s, "mesh": args.devices, "dtype": "float32" if args.tiny else "bfloat16"}
+    request = {
+        "do": "rates",
+        "size": 256 if args.tiny else 8192,
+        "bytes": 2**20 if args.tiny else 2**31,
+    }
+    request |= {
+        "spend_s": args.spend_s,
+        "mesh": args.devices,
+        "dtype": "float32" if args.tiny else "bfloat16",
+    }
     said = {side: bench.ask(side, request) for side in sides if side != "torch"}
     for side, answer in said.items():
-        words = "{device} x " + str(args.devices) + ", {version}, product {flops:.3g} FLOP/s, copy {bytes:.3g} B/s"
+        words = (
+            "{device} x "
+            + str(args.devices)
+            + ", {version}, product {flops:.3g} FLOP/s, copy {bytes:.3g} B/s"
+        )
         print(f"{side}: " + (answer.get("failed") or words.format(**answer)), flush=True)
-    return {name: max((x[name] for x in said.values() if name in x), default=math.nan) for name in ("flops", "bytes")}
+    return {
+        name: max((x[name] for x in said.values() if name in x), default=math.nan)
+        for name in ("flops", "bytes")
+    }
 
 
-def search(bench: harness.Bench, table: harness.Table, name: str, asked: list[dict], rates: dict) -> None:
+def search(
+    bench: harness.Bench, table: harness.Table, name: str, asked: list[dict], rates: dict
+) -> None:
     """Measures rows that take all memory, one after the other, and prints each when it is there."""
     from context_training import trained
 
     for side in [side for side in bench.workers if side != "training"]:
         bench.close(side)
-    rows = [dict(row, longest=0, ms=math.nan, least_ms=math.nan, peak_bytes=0, compile_s=0.0) for row in asked]
+    rows = [
+        dict(row, longest=0, ms=math.nan, least_ms=math.nan, peak_bytes=0, compile_s=0.0)
+        for row in asked
+    ]
     table.columns = filled(COLUMNS, judged(rows, rates))
     table.head(f"{name}: {CASES[name]['about']}")
     rows = []
@@ -231,7 +303,9 @@ def measure(args: argparse.Namespace) -> None:
     """Measures every row of the chosen cases and prints them."""
     sides = sides_of(args)
     bench, table = harness.Bench(sides, args.budget_s, args.row_s), harness.Table({}, args.out)
-    names = harness.chosen(args.cases, [name for name in CASES if not args.tiny or "tiny" in CASES[name]])
+    names = harness.chosen(
+        args.cases, [name for name in CASES if not args.tiny or "tiny" in CASES[name]]
+    )
     wanted = {side for name in names for side in CASES[name]["sides"]}
     if len(wanted) > 1:
         wanted.discard("training")  # begins when nobody else holds memory
@@ -258,9 +332,15 @@ def main() -> None:
     parser.set_defaults(row_s=600)
     parser.add_argument("--devices", type=int, default=0, help="N; by default all, of --tiny two")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--passes", help="only these, as fwd,fwd+bwd,1 row,16 rows; by default all of a case")
-    parser.add_argument("--layers", type=int, help="layers of C5, for fewer seconds of compiling; by default 32")
-    parser.add_argument("--peer-python", default=sys.executable, help="the interpreter that has torch")
+    parser.add_argument(
+        "--passes", help="only these, as fwd,fwd+bwd,1 row,16 rows; by default all of a case"
+    )
+    parser.add_argument(
+        "--layers", type=int, help="layers of C5, for fewer seconds of compiling; by default 32"
+    )
+    parser.add_argument(
+        "--peer-python", default=sys.executable, help="the interpreter that has torch"
+    )
     args = parser.parse_args()
     if args.tiny:
         args.rounds, args.spend_s = min(args.rounds, 2), 0.01

@@ -34,7 +34,9 @@ def said(move: str, shape: dict, groups: int, shares: int) -> dict[str, float]:
     sizes = Sizes(1, shape["length"] // shares, shape["heads"], groups, shape["width"], size)
     none = sizes._replace(heads=0, groups=0)  # places alone
     passes = [(table.bytes(sizes, back), table.bytes(none, back)) for back in (False, True)]
-    return {link: sum(whole[link] - places[link] for whole, places in passes) for link in passes[0][0]}
+    return {
+        link: sum(whole[link] - places[link] for whole, places in passes) for link in passes[0][0]
+    }
 
 
 def counted(move: str, shape: dict, groups: int, devices: list) -> dict:
@@ -46,7 +48,9 @@ def counted(move: str, shape: dict, groups: int, devices: list) -> dict:
     from jaxpar.nn.attention.context import context_attention
 
     sizes = shape["heads"], groups, groups, shape["heads"]
-    arrays = [jax.ShapeDtypeStruct((1, shape["length"], n, shape["width"]), shape["dtype"]) for n in sizes]
+    arrays = [
+        jax.ShapeDtypeStruct((1, shape["length"], n, shape["width"]), shape["dtype"]) for n in sizes
+    ]
     arrays.append(jax.ShapeDtypeStruct((1, shape["length"]), "int32"))
     axes = [("batch", "seq_layer", None, None)] * 4 + [("batch", "seq_layer")]
 
@@ -75,9 +79,15 @@ def counted(move: str, shape: dict, groups: int, devices: list) -> dict:
 
 def main() -> None:
     """Parses flags, counts and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--topology", help="chips that are not here, as v5e:2x4; by default eight CPU devices")
-    parser.add_argument("--groups", default="32,8", help="numbers of key heads, of 32 heads (of --tiny 16)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--topology", help="chips that are not here, as v5e:2x4; by default eight CPU devices"
+    )
+    parser.add_argument(
+        "--groups", default="32,8", help="numbers of key heads, of 32 heads (of --tiny 16)"
+    )
     parser.add_argument("--moves", help="by default all")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
@@ -92,12 +102,29 @@ def main() -> None:
     chips = devices(parse_topology(args.topology)) if args.topology else jax.devices("cpu")
     shape = (TINY if args.tiny else FULL) | ({"dtype": "bfloat16"} if args.topology else {})
     print(f"{len(chips)} x {chips[0].device_kind}, jax {jax.__version__}, {shape}; MiB a device\n")
-    names = ("move", "key heads", "up", "down", "all", "said", "compiled", "products", "kernel", "temporary GiB")
+    names = (
+        "move",
+        "key heads",
+        "up",
+        "down",
+        "all",
+        "said",
+        "compiled",
+        "products",
+        "kernel",
+        "temporary GiB",
+    )
     print(f"| {' | '.join(names)} |\n{'|---' * len(names)}|", flush=True)
     for groups in map(int, args.groups.split(",")):
         for move in args.moves.split(",") if args.moves else MOVES:
-            links, found = said(move, shape, groups, len(chips)), counted(move, shape, groups, chips)
-            sizes = [f"{size / 2**20:,.2f}" for size in (*links.values(), sum(links.values()), found["compiled"])]
+            links, found = (
+                said(move, shape, groups, len(chips)),
+                counted(move, shape, groups, chips),
+            )
+            sizes = [
+                f"{size / 2**20:,.2f}"
+                for size in (*links.values(), sum(links.values()), found["compiled"])
+            ]
             rest = f"{found['products']:.3f}", found["kernel"], f"{found['temporary'] / 2**30:.3f}"
             print(f"| {' | '.join((move, str(groups), *sizes, *rest))} |", flush=True)
 

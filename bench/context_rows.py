@@ -27,7 +27,10 @@ def drawn(request: dict) -> list:
     heads = request["heads"], request["groups"], request["groups"], request["heads"]
     shapes = [(1, request["length"], each, request["width"]) for each in heads]
     keys = jax.random.split(jax.random.key(0), 4)
-    return [jax.random.normal(key, shape, request["dtype"]) for key, shape in zip(keys, shapes, strict=True)]
+    return [
+        jax.random.normal(key, shape, request["dtype"])
+        for key, shape in zip(keys, shapes, strict=True)
+    ]
 
 
 def both_ways(attend: Callable, request: dict) -> Callable:
@@ -93,7 +96,10 @@ def parts(request: dict) -> Program:
         for i in range(count):
             for j in range(i):
                 states[i] = merge(states[i], attend_pair(qs[i], ks[j], vs[j], False))
-        outs, sums = [state.mean.astype(q.dtype) for state in states], [state.log_sum for state in states]
+        outs, sums = (
+            [state.mean.astype(q.dtype) for state in states],
+            [state.log_sum for state in states],
+        )
         if request["direction"] == "fwd":
             return (jnp.concatenate(outs, 1),)
         grads: list[list] = [[0.0] * count for _ in range(3)]
@@ -104,7 +110,9 @@ def parts(request: dict) -> Program:
                     kind[at] = kind[at] + new
         return tuple(jnp.concatenate(x, 1).astype(q.dtype) for x in (outs, *grads))
 
-    return Program(run, tuple(drawn(request)), {"note": f"pairs of parts: {count * (count + 1) // 2}"})
+    return Program(
+        run, tuple(drawn(request)), {"note": f"pairs of parts: {count * (count + 1) // 2}"}
+    )
 
 
 def attend(request: dict) -> Program:
@@ -132,15 +140,23 @@ def attend(request: dict) -> Program:
         room = slots * 9 // 10  # a share has as much room as the largest needs
         lengths = [room, *[(slots - room) // (shares - 1)] * (shares - 1)]
         ends = [sum(lengths[: i + 1]) for i in range(shares)]
-        pieces = [[x[:, end - size : end] for end, size in zip(ends, lengths, strict=True)] for x in arrays[1:]]
-        pad = [[jnp.pad(p, ((0, 0), (0, room - p.shape[1]), (0, 0), (0, 0))) for p in each] for each in pieces]
+        pieces = [
+            [x[:, end - size : end] for end, size in zip(ends, lengths, strict=True)]
+            for x in arrays[1:]
+        ]
+        pad = [
+            [jnp.pad(p, ((0, 0), (0, room - p.shape[1]), (0, 0), (0, 0))) for p in each]
+            for each in pieces
+        ]
         arrays[1:] = [jnp.concatenate(each, 1) for each in pad]
         note = {"note": f"{max(lengths) / sum(lengths):.0%} on the first"}
     args = [*arrays, jnp.asarray([lengths], jnp.int32).repeat(batch, 0)]
     if "cut" in request["row"] or "pairs" in request["row"]:
         return Program(lambda *x: (in_parts(request["row"].split()[1:], *x),), tuple(args), note)
     split = ("batch", "seq_layer", None, None)
-    args = jax.device_put(args, named_shardings(args, [("batch", None, None, None), split, split, ("batch", None)]))
+    args = jax.device_put(
+        args, named_shardings(args, [("batch", None, None, None), split, split, ("batch", None)])
+    )
     return Program(lambda *x: (attend_split_cache(*x),), tuple(args), note)
 
 
@@ -152,7 +168,9 @@ def in_parts(form: list[str], q, keys, values, lengths):
 
     kind, *numbers = form[0], *map(int, form[1:])
     if kind == "cut":
-        return finish(merge_parts(attend_shares(q, keys, values, lengths, ShareCut(*numbers)))).astype(q.dtype)
+        return finish(
+            merge_parts(attend_shares(q, keys, values, lengths, ShareCut(*numbers)))
+        ).astype(q.dtype)
     import jax
 
     # Parts are rows, and the queries that share a key head tokens of one head, so that a part is read once.
@@ -162,7 +180,8 @@ def in_parts(form: list[str], q, keys, values, lengths):
     rows = rows.reshape(batch * parts, -1, groups, width)
     keys, values = (x.reshape(batch * parts, -1, groups, width) for x in (keys, values))
     state = jax.tree.map(
-        lambda x: x.reshape(batch, parts, *x.shape[1:]).swapaxes(0, 1), attend_pair(rows, keys, values, False)
+        lambda x: x.reshape(batch, parts, *x.shape[1:]).swapaxes(0, 1),
+        attend_pair(rows, keys, values, False),
     )
     out = finish(merge_parts(state)).astype(q.dtype)  # [B, heads of a group, G, K]
     return out.swapaxes(1, 2).reshape(batch, 1, heads, width)
@@ -176,8 +195,14 @@ def sent(text: str, mesh, members: int = 0) -> float:
     from jaxpar.aot import hlo
 
     others = 1 - 1 / (members or mesh.size)
-    share = {"collective-permute": 1.0, "all-reduce": 2 * others}  # an all-reduce scatters, then gathers
-    return sum(each.trips * each.bytes * share.get(each.kind, others) for each in hlo.collectives(text, mesh))
+    share = {
+        "collective-permute": 1.0,
+        "all-reduce": 2 * others,
+    }  # an all-reduce scatters, then gathers
+    return sum(
+        each.trips * each.bytes * share.get(each.kind, others)
+        for each in hlo.collectives(text, mesh)
+    )
 
 
 class Call:
@@ -190,13 +215,19 @@ class Call:
         from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 
         self.request, self.expected = request, expected
-        self.mesh = make_mesh(MeshSpec(context=request["devices"]), jax.devices()[: request["devices"]])
+        self.mesh = make_mesh(
+            MeshSpec(context=request["devices"]), jax.devices()[: request["devices"]]
+        )
         with decode_rows.LOCK, use_mesh(self.mesh):
             program = PROGRAMS[request["kind"]](request)
             self.args, self.join, begin = program.args, program.join, time.perf_counter()
             lowered = jax.jit(program.function).lower(*self.args)
         self.program = lowered.compile()
-        self.made = program.said | {"compile_s": time.perf_counter() - begin} | decode_rows.memory_of(self.program)
+        self.made = (
+            program.said
+            | {"compile_s": time.perf_counter() - begin}
+            | decode_rows.memory_of(self.program)
+        )
 
     def warm(self) -> dict:
         """Calls it and compares; returns what is known of the row."""
@@ -246,9 +277,15 @@ class Step:
         from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, use_mesh
         from jaxpar.nn.leaf import Leaf
 
-        rows, slots, residual = int(request["direction"].split()[0]), request["slots"], request["row"].split()[1]
+        rows, slots, residual = (
+            int(request["direction"].split()[0]),
+            request["slots"],
+            request["row"].split()[1],
+        )
         stack = LMConfig(**request["model"], dtype=request["dtype"], residual=residual).stack()
-        self.mesh = make_mesh(MeshSpec(tensor=request["devices"]), jax.devices()[: request["devices"]])
+        self.mesh = make_mesh(
+            MeshSpec(tensor=request["devices"]), jax.devices()[: request["devices"]]
+        )
         self.spend_s, key = request["spend_s"], jax.random.key(0)
 
         def run(params, cache, x):
@@ -261,8 +298,12 @@ class Step:
 
         with decode_rows.LOCK, use_mesh(self.mesh):
             init = functools.partial(stack.init, dtype=request["dtype"])
-            axes = jax.tree.map(lambda leaf: leaf.axes, stack.leaves(), is_leaf=lambda x: isinstance(x, Leaf))
-            params = jax.jit(init, out_shardings=named_shardings(jax.eval_shape(init, key), axes))(key)
+            axes = jax.tree.map(
+                lambda leaf: leaf.axes, stack.leaves(), is_leaf=lambda x: isinstance(x, Leaf)
+            )
+            params = jax.jit(init, out_shardings=named_shardings(jax.eval_shape(init, key), axes))(
+                key
+            )
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
             params = jax.jit(stack.unstacked, donate_argnums=0)(params)
             cache = jax.jit(stack.init_cache, static_argnums=(0, 1))(rows, slots)
@@ -271,7 +312,10 @@ class Step:
             self.args, begin = (params, cache, x), time.perf_counter()
             lowered = jax.jit(run).lower(*self.args)
         self.program = lowered.compile()
-        self.made = {"compile_s": time.perf_counter() - begin, "bytes": size} | decode_rows.memory_of(self.program)
+        self.made = {
+            "compile_s": time.perf_counter() - begin,
+            "bytes": size,
+        } | decode_rows.memory_of(self.program)
 
     def warm(self) -> dict:
         """Calls it; returns what is known of the row."""

@@ -39,7 +39,10 @@ def guesses(sizes: dict[int, float], room: float, most: int, power: int) -> Iter
         fits = [length for length, size in sizes.items() if size <= room]
         if not fits or max(fits) >= most or sizes[max(fits)] >= ENOUGH * room:
             return
-        low, high = max(fits), min((length for length, size in sizes.items() if size > room), default=most + 1)
+        low, high = (
+            max(fits),
+            min((length for length, size in sizes.items() if size > room), default=most + 1),
+        )
         guess = min(rounded(low * (GOAL * room / max(sizes[low], 1)) ** (1 / power)), most)
         guess = guess if guess < high else rounded((low + high) / 2)
         if guess <= low:
@@ -64,13 +67,17 @@ class Train:
         _, kind, impl = request["row"].split()
         self.request, shape = request, request["model"] | {"dtype": request["dtype"]}
         ring = kind.startswith("ring")
-        how = dict(remat="full", context="ring", context_order="zigzag") if ring else dict(remat=kind)
+        how = (
+            dict(remat="full", context="ring", context_order="zigzag") if ring else dict(remat=kind)
+        )
         self.rules = rules_from({"embed": "context"} if kind == "ring_split" else {})
         count = request["devices"]
         self.mesh = make_mesh(MeshSpec(context=count), jax.devices()[:count])
         self.config = LMConfig(**shape, **how, attention=IMPLS[impl], tied=True, loss_chunk=8192)
         self.trainer = Trainer(self.config, num_steps=10_000)
-        memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", request.get("memory", math.inf))
+        memory = (jax.devices()[0].memory_stats() or {}).get(
+            "bytes_limit", request.get("memory", math.inf)
+        )
         self.memory, self.programs = memory, {}
 
     def warm(self) -> dict:
@@ -79,7 +86,9 @@ class Train:
 
     def answer(self, request: dict) -> dict:
         """Answers `do`: "plan" (bytes of a program), "time" or "begin" it, each of so many tokens."""
-        return {"plan": self.plan, "time": self.time, "begin": self.begin}[request["do"]](request["length"])
+        return {"plan": self.plan, "time": self.time, "begin": self.begin}[request["do"]](
+            request["length"]
+        )
 
     def flops(self, length: int) -> float:
         """Returns the operations of a step on so many tokens."""
@@ -98,12 +107,16 @@ class Train:
             with use_mesh(self.mesh, self.rules):
                 state = jax.eval_shape(self.trainer.init, key)
                 layout = named_shardings(state, self.trainer.axes())
-                state = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, layout)
+                state = jax.tree.map(
+                    lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, layout
+                )
                 program = jax.jit(self.trainer.step, donate_argnums=1, out_shardings=(layout, None))
                 lowered = program.lower(key, state, self.batch(length))
             # Only what is timed is tuned: trials of products of so many tokens would take longer than the compiler.
             tuned = length == self.request["at"] or jax.default_backend() != "gpu"
-            self.programs[length] = lowered.compile(None if tuned else {"xla_gpu_autotune_level": 0})
+            self.programs[length] = lowered.compile(
+                None if tuned else {"xla_gpu_autotune_level": 0}
+            )
         return self.programs[length]
 
     def batch(self, length: int) -> dict:
@@ -114,10 +127,18 @@ class Train:
         from jaxpar.mesh import place_rows, use_mesh
         from jaxpar.nn.attention.context import in_order
 
-        rows = np.random.default_rng(0).integers(0, self.config.vocab_size, (1, length + 1), np.int32)
-        batch = in_order({"tokens": rows[:, :-1], "targets": rows[:, 1:]}, self.config.order(length), self.mesh.size)
+        rows = np.random.default_rng(0).integers(
+            0, self.config.vocab_size, (1, length + 1), np.int32
+        )
+        batch = in_order(
+            {"tokens": rows[:, :-1], "targets": rows[:, 1:]},
+            self.config.order(length),
+            self.mesh.size,
+        )
         with use_mesh(self.mesh, self.rules):
-            return place_rows(lambda part: jax.tree.map(lambda x: x[part], batch), 1, ("batch", "seq_layer"))
+            return place_rows(
+                lambda part: jax.tree.map(lambda x: x[part], batch), 1, ("batch", "seq_layer")
+            )
 
     def plan(self, length: int) -> dict:
         """Returns the bytes of arguments, and of temporary arrays and results that take no argument's place.
@@ -134,7 +155,11 @@ class Train:
                 raise
             return {"fixed": 0, "bytes": math.inf, "compile_s": time.perf_counter() - begin}
         new = stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.temp_size_in_bytes
-        return {"fixed": stats.argument_size_in_bytes, "bytes": new, "compile_s": time.perf_counter() - begin}
+        return {
+            "fixed": stats.argument_size_in_bytes,
+            "bytes": new,
+            "compile_s": time.perf_counter() - begin,
+        }
 
     def step(self, length: int) -> Callable[[], object]:
         """Returns a function that begins a step on so many tokens and returns its loss."""
@@ -185,8 +210,12 @@ class Train:
             begin = time.perf_counter()
             try:
                 loss = float(self.step(length)())
-                ended.put({"ran_s": time.perf_counter() - begin} if loss < math.inf else ValueError(NOT_FINITE))
-            except Exception as error:  # noqa: BLE001 - the one who waits raises it
+                ended.put(
+                    {"ran_s": time.perf_counter() - begin}
+                    if loss < math.inf
+                    else ValueError(NOT_FINITE)
+                )
+            except Exception as error:
                 ended.put(error)
 
         threading.Thread(target=whole, daemon=True).start()
@@ -215,7 +244,11 @@ def trained(bench: harness.Bench, row: dict, say: Callable[[str], None] = harnes
 
     def ask(do: str, **more) -> dict:
         left = end - time.monotonic()
-        answer = {"failed": "its time is spent"} if left < 1 else bench.ask(row["side"], row | {"do": do, **more}, left)
+        answer = (
+            {"failed": "its time is spent"}
+            if left < 1
+            else bench.ask(row["side"], row | {"do": do, **more}, left)
+        )
         if "failed" in answer:
             raise _EndedError(answer["failed"])
         return answer
@@ -226,7 +259,9 @@ def trained(bench: harness.Bench, row: dict, say: Callable[[str], None] = harnes
         sizes[length], found["compile_s"] = said["bytes"], found["compile_s"] + said["compile_s"]
         room = MOST_OF_MEMORY * memory - said["fixed"] if said["fixed"] else room
         total = (said["fixed"] + said["bytes"]) / 2**30
-        say(f"  {row['row']}: T {length:,} needs {total:.4g} GiB, compiled in {said['compile_s']:.1f} s")
+        say(
+            f"  {row['row']}: T {length:,} needs {total:.4g} GiB, compiled in {said['compile_s']:.1f} s"
+        )
         if said["bytes"] <= room:
             found["longest"] = max(length, found.get("longest", 0))
         if length == row["at"] and said["bytes"] <= room:
@@ -244,7 +279,9 @@ def trained(bench: harness.Bench, row: dict, say: Callable[[str], None] = harnes
         while found.get("longest"):
             length, said = found["longest"], ask("begin", length=found["longest"])
             if "no_room" not in said:
-                notes.append(f"ran in {said['ran_s']:.1f} s" if "ran_s" in said else "begun, not awaited")
+                notes.append(
+                    f"ran in {said['ran_s']:.1f} s" if "ran_s" in said else "begun, not awaited"
+                )
                 break
             notes.append(f"{length:,} planned, had no room")
             del found["longest"]
@@ -254,5 +291,7 @@ def trained(bench: harness.Bench, row: dict, say: Callable[[str], None] = harnes
     except _EndedError as error:
         found = {"failed": str(error)} if not sizes else found
         found["note"] = f"not begun, the search had not ended: {error}"
-    bench.close(row["side"])  # it wants all memory there is, of which pools of frameworks give nothing back
+    bench.close(
+        row["side"]
+    )  # it wants all memory there is, of which pools of frameworks give nothing back
     return row | found

@@ -88,7 +88,11 @@ def measure(args: argparse.Namespace) -> None:
                     if side == "peer" and args.no_peer:
                         continue
                     asked = request | {"row": row, "do": "read" if case == "read" else "tokenise"}
-                    found = {"row": row, "case": case, "bytes": made.get("bytes", size)} | bench.ask(side, asked)
+                    found = {
+                        "row": row,
+                        "case": case,
+                        "bytes": made.get("bytes", size),
+                    } | bench.ask(side, asked)
                     bench.close()
                     if "cpu_s" in found:
                         rate = found["tokens"] / found["cpu_s"]
@@ -105,9 +109,15 @@ def main() -> None:
     """Parses flags and measures."""
     parser = harness.arguments(__doc__, CASES, "data.json", 3000)
     parser.set_defaults(row_s=900, spend_s=3.0)
-    parser.add_argument("--peer-python", default=sys.executable, help="the interpreter that has datasets and grain")
-    parser.add_argument("--sizes-mb", default="16,100,400,1600", help="of files; tokenise and read take the first")
-    parser.add_argument("--folder", help="where files are made; by default where temporary files are")
+    parser.add_argument(
+        "--peer-python", default=sys.executable, help="the interpreter that has datasets and grain"
+    )
+    parser.add_argument(
+        "--sizes-mb", default="16,100,400,1600", help="of files; tokenise and read take the first"
+    )
+    parser.add_argument(
+        "--folder", help="where files are made; by default where temporary files are"
+    )
     args = parser.parse_args()
     args.sizes = [int(1e6 * float(size)) for size in args.sizes_mb.split(",")]
     if args.tiny:

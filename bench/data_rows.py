@@ -24,7 +24,11 @@ def timed(work: Callable[[], dict]) -> dict:
         start = seconds_of()
         found = work()
         end = seconds_of()
-    return found | {"s": end[0] - start[0], "cpu_s": end[1] - start[1], "host_bytes": watch.most - watch.before}
+    return found | {
+        "s": end[0] - start[0],
+        "cpu_s": end[1] - start[1],
+        "host_bytes": watch.most - watch.before,
+    }
 
 
 def read_batches(batch: Callable[[int], np.ndarray], spend_s: float, again_at: int) -> dict:
@@ -62,7 +66,9 @@ def make(request: dict) -> dict:
     with open(request["path"], "w") as file:
         number = 0
         while file.tell() < request["bytes"]:
-            file.writelines(f'{{"id": {number + i}, "text": "{text}"}}\n' for i, text in enumerate(documents))
+            file.writelines(
+                f'{{"id": {number + i}, "text": "{text}"}}\n' for i, text in enumerate(documents)
+            )
             number += len(documents)
     if not (folder / "tokenizer.json").exists():
         train_bpe(iter(documents[:2000]), 8192).save(folder / "tokenizer.json")
@@ -90,17 +96,28 @@ def answer(request: dict) -> dict:
         return open_corpus(config, folder / "cache", tokenizer)
 
     if request["do"] == "tokenise":
-        return timed(lambda: {"tokens": sum(len(part) for part in (opened().train, opened().validation))})
+        return timed(
+            lambda: {"tokens": sum(len(part) for part in (opened().train, opened().validation))}
+        )
     start = time.perf_counter()
     corpus = opened()
     again_s = time.perf_counter() - start
     windows = Windows(corpus.train, length, rows, 0, pack="packed" in request["row"])
-    if request["row"] == "windows alone":  # what a loop over the same memory map takes, without an order
+    if (
+        request["row"] == "windows alone"
+    ):  # what a loop over the same memory map takes, without an order
         data, rng = corpus.train.data, np.random.default_rng(0)
         starts = rng.integers(0, len(data) - length - 1, (1024, rows))
-        batch = lambda step: np.stack([data[i : i + length + 1] for i in starts[step % 1024]]).astype(np.int32)  # noqa: E731
+
+        def batch(step):
+            return np.stack([data[i : i + length + 1] for i in starts[step % 1024]]).astype(
+                np.int32
+            )
+
         return read_batches(batch, request["spend_s"], request["at"])
-    return {"again_s": again_s} | read_batches(lambda step: windows(step)["tokens"], request["spend_s"], request["at"])
+    return {"again_s": again_s} | read_batches(
+        lambda step: windows(step)["tokens"], request["spend_s"], request["at"]
+    )
 
 
 if __name__ == "__main__":

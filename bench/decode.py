@@ -65,7 +65,9 @@ def times_of(rounds: list[dict]) -> dict:
     """
     said = {"rounds": rounds}
     for name, chosen in (("ms", statistics.median), ("least_ms", min)):
-        whole, first = (chosen([each.get(part, 0.0) for each in rounds]) for part in ("ms", "first_ms"))
+        whole, first = (
+            chosen([each.get(part, 0.0) for each in rounds]) for part in ("ms", "first_ms")
+        )
         said[name] = (whole - first) / rounds[0].get("steps", 1)
     return said
 
@@ -75,15 +77,26 @@ def in_turns(bench: harness.Bench, rows: list[dict], rounds: int, jobs: int = 1)
 
     With several jobs the sides make theirs at the same time, and ours compiles so many programs at once.
     """
-    sides = {side: [row for row in rows if row["side"] == side] for side in dict.fromkeys(row["side"] for row in rows)}
+    sides = {
+        side: [row for row in rows if row["side"] == side]
+        for side in dict.fromkeys(row["side"] for row in rows)
+    }
 
     def make(side: str) -> dict:
         if jobs > 1 and side in ("jaxpar", "older"):
-            bench.ask(side, {"do": "prepare", "rows": sides[side], "jobs": jobs}, bench.row_s * len(sides[side]))
-        return {row["name"]: told(row, bench.ask(side, row | {"do": "make"})) for row in sides[side]}
+            bench.ask(
+                side,
+                {"do": "prepare", "rows": sides[side], "jobs": jobs},
+                bench.row_s * len(sides[side]),
+            )
+        return {
+            row["name"]: told(row, bench.ask(side, row | {"do": "make"})) for row in sides[side]
+        }
 
     def told(row: dict, answer: dict) -> dict:  # a table is printed when the last row is there
-        harness.say(f"  {row['name']}: {answer.get('failed') or 'made'}, {answer.get('took_s', 0):.0f} s")
+        harness.say(
+            f"  {row['name']}: {answer.get('failed') or 'made'}, {answer.get('took_s', 0):.0f} s"
+        )
         return answer
 
     # Ours writes what a peer loads.
@@ -112,32 +125,49 @@ def in_turns(bench: harness.Bench, rows: list[dict], rounds: int, jobs: int = 1)
 
 def rows_of(name: str, case: dict, args: argparse.Namespace, sides: dict) -> list[dict]:
     """Returns what is asked of the sides for a case, ours first: it writes what a peer loads."""
-    words, others = args.only.split(",") if args.only else [""], args.skip.split(",") if args.skip else []
-    common = {key: value for key, value in case.items() if key != "sides"} | {"spend_s": args.spend_s}
+    words, others = (
+        args.only.split(",") if args.only else [""],
+        args.skip.split(",") if args.skip else [],
+    )
+    common = {key: value for key, value in case.items() if key != "sides"} | {
+        "spend_s": args.spend_s
+    }
     draws = random.Random(0)
 
     def shape(rows: int) -> dict:
         if not case.get("exported"):
             return common | {"rows": rows}
         places, size = range(case["prompt"]), case["model"]["vocab_size"]
-        return common | {"rows": rows, "prompts": [[draws.randrange(size) for _ in places] for _ in range(rows)]}
+        return common | {
+            "rows": rows,
+            "prompts": [[draws.randrange(size) for _ in places] for _ in range(rows)],
+        }
 
     return [
         batch | {"side": side, "row": row, "name": f"{name} {row} {batch['rows']}"}
-        for batch in map(shape, case["rows"] if isinstance(case.get("rows"), list) else [case.get("rows", 1)])
+        for batch in map(
+            shape, case["rows"] if isinstance(case.get("rows"), list) else [case.get("rows", 1)]
+        )
         for side, names in case["sides"].items()
         for row in names
-        if side in sides and any(word in row for word in words) and not any(word in row for word in others)
+        if side in sides
+        and any(word in row for word in words)
+        and not any(word in row for word in others)
     ]
 
 
 def judged(rows: list[dict], rate: float) -> list[dict]:
     """Adds to rows of one batch size the limit, the best peer and whether the tokens are the same."""
     peers = [row for row in rows if row["side"] != "jaxpar" and "ms" in row]
-    best = {f"best_peer_{name}": min((row[name] for row in peers), default=math.inf) for name in ("ms", "least_ms")}
+    best = {
+        f"best_peer_{name}": min((row[name] for row in peers), default=math.inf)
+        for name in ("ms", "least_ms")
+    }
     parameters = next((row["parameters"] for row in rows if "parameters" in row), 0)
     size = least_bytes(rows[0], parameters)
-    whose = next((row["tokens"] for row in rows if row["side"] == "jaxpar" and "tokens" in row), None)
+    whose = next(
+        (row["tokens"] for row in rows if row["side"] == "jaxpar" and "tokens" in row), None
+    )
     plain: dict = {}
     for row in rows:
         row |= best | ({"limit_ms": 1e3 * size / rate} if size > harness.CACHE else {})
@@ -163,7 +193,9 @@ TIMES = {
     "ms (least)": lambda r: f"{r['ms']:.3f} ({r['least_ms']:.3f})",
 }
 STEPS = TIMES | {
-    "tokens/s": lambda r: f"{r['rows'] * r.get('readers', 1) / r['ms'] * 1e3:,.0f}" if r["kind"] == "steps" else "",
+    "tokens/s": lambda r: (
+        f"{r['rows'] * r.get('readers', 1) / r['ms'] * 1e3:,.0f}" if r["kind"] == "steps" else ""
+    ),
     "limit ms": lambda r: f"{r['limit_ms']:.3f}",
     "of limit": lambda r: f"{100 * r['limit_ms'] / r['ms']:.0f} %",
     "of best peer": best_ratio,
@@ -174,7 +206,9 @@ STEPS = TIMES | {
 }
 DRAFTS = TIMES | {
     "tokens a pass": lambda r: f"{r['tokens_a_pass']:.2f}",
-    "of plain": lambda r: f"{r['plain_ms'] / r['ms']:.2f}x ({r['plain_least_ms'] / r['least_ms']:.2f})",
+    "of plain": lambda r: (
+        f"{r['plain_ms'] / r['ms']:.2f}x ({r['plain_least_ms'] / r['least_ms']:.2f})"
+    ),
     "T": lambda r: f"{r['temperature']:g}",
     "texts that differ": lambda r: f"{r['differing']} of {r['texts']}, {r['near_ties']} near ties",
     "same texts": lambda r: f"{100 * r['same']:.0f} %",
@@ -200,12 +234,17 @@ def filled(columns: dict, rows: list[dict]) -> dict:
 
 def pair_of(bench: harness.Bench, args: argparse.Namespace) -> dict:
     """Returns the folders of target and draft and the prompts, training what is not there."""
-    request = PAIRS[args.size] | {"do": "pair", "folder": str(args.out.parent.resolve() / f"pair-{args.size}")}
+    request = PAIRS[args.size] | {
+        "do": "pair",
+        "folder": str(args.out.parent.resolve() / f"pair-{args.size}"),
+    }
     for name in ("target", "draft"):
         if given := getattr(args, name):
             request[f"{name}_folder"] = str(pathlib.Path(given).resolve())
     if args.train_s:
-        request["train_s"] = dict(zip(("target", "draft"), map(float, args.train_s.split(",")), strict=True))
+        request["train_s"] = dict(
+            zip(("target", "draft"), map(float, args.train_s.split(",")), strict=True)
+        )
     request["grow"] = args.grow
     pair = bench.ask("jaxpar", request, 3 * sum(request["train_s"].values()) + args.row_s)
     if "failed" in pair:
@@ -221,7 +260,10 @@ def started(bench: harness.Bench, sides: dict, args: argparse.Namespace) -> floa
     request = {"do": "copy", "bytes": size, "spend_s": args.spend_s}
     said = {side: bench.ask(side, request) for side in sides if side != "transformers"}
     for side, answer in said.items():
-        print(f"{side}: " + (answer.get("failed") or "{device}, {version}, copy {rate:.3g} B/s".format(**answer)))
+        print(
+            f"{side}: "
+            + (answer.get("failed") or "{device}, {version}, copy {rate:.3g} B/s".format(**answer))
+        )
         if "from" in answer and answer["from"] != sides[side][1]["PYTHONPATH"].split(os.pathsep)[0]:
             raise SystemExit(f"{side} would be measured from {answer['from']}")
     return max((answer["rate"] for answer in said.values() if "rate" in answer), default=math.nan)
@@ -238,15 +280,25 @@ def measure(args: argparse.Namespace) -> None:
         case, columns = known[name], DRAFTS if name.startswith("S") else STEPS
         if columns is DRAFTS:
             pair = pair or pair_of(bench, args)
-            folders, prompts = pair["folders"], pair["prompts"][: min(case["count"], args.prompts or case["count"])]
+            folders, prompts = (
+                pair["folders"],
+                pair["prompts"][: min(case["count"], args.prompts or case["count"])],
+            )
             case = case | {"folders": folders, "prompts": prompts}
-            case |= {"folder": folders["target"], "assistant": folders["draft"]}  # as the peer calls them
+            case |= {
+                "folder": folders["target"],
+                "assistant": folders["draft"],
+            }  # as the peer calls them
         with tempfile.TemporaryDirectory() as folder:
             case = case | ({"folder": f"{folder}/hf"} if case.get("exported") else {})
             rounds = min(args.rounds, case.get("rounds", args.rounds))
             rows = in_turns(bench, rows_of(name, case, args, sides), rounds, args.jobs)
         sizes = dict.fromkeys(row["rows"] for row in rows)
-        rows = [row for size in sizes for row in judged([row for row in rows if row["rows"] == size], rate)]
+        rows = [
+            row
+            for size in sizes
+            for row in judged([row for row in rows if row["rows"] == size], rate)
+        ]
         table.columns = filled(columns, rows)
         table.head(f"{name}: {case['about']}")
         for row in rows:
@@ -262,13 +314,25 @@ def main() -> None:
     parser.set_defaults(row_s=300)
     parser.add_argument("--size", choices=("full", "cpu", "tiny"), default="full")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--skip", help="no rows whose name contains one of these words, separated by commas")
+    parser.add_argument(
+        "--skip", help="no rows whose name contains one of these words, separated by commas"
+    )
     parser.add_argument("--older", help="a checkout of another commit, for D4")
-    parser.add_argument("--peer-python", default=sys.executable, help="the interpreter that has torch and transformers")
+    parser.add_argument(
+        "--peer-python",
+        default=sys.executable,
+        help="the interpreter that has torch and transformers",
+    )
     parser.add_argument("--target", help="a folder in Hugging Face's form: a model of bytes")
     parser.add_argument("--draft", help="likewise, a smaller one")
-    parser.add_argument("--grow", type=int, help="MLP units that the target is given, all new ones idle: more to read")
-    parser.add_argument("--prompts", type=int, help="prompts that are continued at most, where drafts are measured")
+    parser.add_argument(
+        "--grow",
+        type=int,
+        help="MLP units that the target is given, all new ones idle: more to read",
+    )
+    parser.add_argument(
+        "--prompts", type=int, help="prompts that are continued at most, where drafts are measured"
+    )
     parser.add_argument("--train-s", help="seconds of training of the two, as 900,80")
     args = parser.parse_args()
     if args.tiny:

@@ -19,14 +19,25 @@ SMALL = dict(
 )  # fmt: skip
 TINY = SMALL | dict(num_layers=2, embed_dim=32, mlp_dim=64)
 TINY_GPT2 = dict(
-    kind="gpt2", vocab_size=256, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=4, mlp_dim=128, dtype="float32"
+    kind="gpt2",
+    vocab_size=256,
+    num_layers=2,
+    embed_dim=32,
+    num_heads=4,
+    num_kv_heads=4,
+    mlp_dim=128,
+    dtype="float32",
 )
 
 OURS, OLDER = {"jaxpar": ["jaxpar"]}, {"older": ["older jaxpar"]}
-TORCH = {"torch": ["torch compiled groups", "torch compiled sdpa", "torch compiled groups autotuned"]}
+TORCH = {
+    "torch": ["torch compiled groups", "torch compiled sdpa", "torch compiled groups autotuned"]
+}
 TORCH_CPU = {"torch": ["torch compiled groups"]}
 STATIC = {"transformers": ["transformers static"]}
-GENERATE = {"transformers": ["transformers dynamic", "transformers static", "transformers compiled"]}
+GENERATE = {
+    "transformers": ["transformers dynamic", "transformers static", "transformers compiled"]
+}
 READERS = {
     "jaxpar": ["jaxpar shared", "jaxpar rows"],
     "torch": ["torch compiled groups", "torch compiled sdpa"],
@@ -39,7 +50,9 @@ ATTEND = {
 PROMPT = {"jaxpar": ["jaxpar prefill"], "torch": ["torch attention and products"]}
 
 
-def steps(model: dict, rows: int | list, prompt: int, new: int, sides: dict, about: str, **more) -> dict:
+def steps(
+    model: dict, rows: int | list, prompt: int, new: int, sides: dict, about: str, **more
+) -> dict:
     """A case that draws tokens."""
     shape = dict(kind="steps", model=model, rows=rows, prompt=prompt, new=new, sides=sides)
     text = f"{about}, {model['num_layers']} layers of {model['embed_dim']}, {prompt} tokens and {new} new, "
@@ -58,10 +71,19 @@ def prompts(model: dict, length: int) -> dict:
     return dict(kind="prompt", model=model, rows=1, prompt=length, sides=PROMPT, about=about)
 
 
-def drafts(names: list[str], rows: int | list, new: int, about: str, temperature=0.0, **more) -> dict:
+def drafts(
+    names: list[str], rows: int | list, new: int, about: str, temperature=0.0, **more
+) -> dict:
     """A case of the pair."""
     sides = {"jaxpar": [f"jaxpar {name}" for name in names]}
-    case = dict(kind="drafts", rows=rows, new=new, temperature=temperature, sides=sides, about=f"{about}, {new} new")
+    case = dict(
+        kind="drafts",
+        rows=rows,
+        new=new,
+        temperature=temperature,
+        sides=sides,
+        about=f"{about}, {new} new",
+    )
     return case | more
 
 
@@ -74,7 +96,9 @@ ASSISTED = {
 }
 
 
-def speculation(new: int, rows: list[int], many: int, few: int, kinds: list[str], more: list[str]) -> dict:
+def speculation(
+    new: int, rows: list[int], many: int, few: int, kinds: list[str], more: list[str]
+) -> dict:
     """Returns the S cases of one size: batches `rows`, how many prompts where all or few are continued, and drafts."""
     clock = "wall clock, prompts included"
     return {
@@ -179,7 +203,13 @@ def least_bytes(case: dict, parameters: int) -> float:
         return 0
     model, readers = case["model"], case.get("readers", 1)
     width = WIDTHS[model["dtype"]]
-    token = 2 * model["num_layers"] * model["num_kv_heads"] * (model["embed_dim"] // model["num_heads"]) * width
+    token = (
+        2
+        * model["num_layers"]
+        * model["num_kv_heads"]
+        * (model["embed_dim"] // model["num_heads"])
+        * width
+    )
     return parameters * width + case["rows"] * (case["prompt"] + readers * case["new"] / 2) * token
 
 

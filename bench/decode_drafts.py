@@ -28,7 +28,12 @@ def draft_of(name: str, folder: str) -> tuple:
     if kind == "model":
         config, params = model_of(folder)
         return ModelDraft(Decoder(config), *map(int, length)), params
-    known = {"plain": NoDraft, "copy": CopyDraft, "jacobi": JacobiDraft, "lookahead": LookaheadDraft}
+    known = {
+        "plain": NoDraft,
+        "copy": CopyDraft,
+        "jacobi": JacobiDraft,
+        "lookahead": LookaheadDraft,
+    }
     return known[kind](*map(int, length)), None
 
 
@@ -45,7 +50,9 @@ class Drafted:
 
         self.rows, self.new = request["rows"], request["new"]
         config, params = model_of(request["folders"]["target"])
-        draft, draft_params = draft_of(request["row"].removeprefix("jaxpar "), request["folders"]["draft"])
+        draft, draft_params = draft_of(
+            request["row"].removeprefix("jaxpar "), request["folders"]["draft"]
+        )
         sampling = Sampling(self.new, temperature=request["temperature"])
         self.prompts = jnp.asarray(request["prompts"], jnp.int32)
         self.seeds = jnp.arange(len(self.prompts))
@@ -57,7 +64,11 @@ class Drafted:
             )  # fmt: skip
 
         begin, self.params = time.perf_counter(), (params, draft_params)
-        self.program = jax.jit(run).lower(*self.params, self.prompts[: self.rows], self.seeds[: self.rows]).compile()
+        self.program = (
+            jax.jit(run)
+            .lower(*self.params, self.prompts[: self.rows], self.seeds[: self.rows])
+            .compile()
+        )
         self.made, self.request = {"compile_s": time.perf_counter() - begin}, request
 
     def warm(self) -> dict:
@@ -65,7 +76,9 @@ class Drafted:
         import numpy as np
 
         out = self.all()
-        tokens, passes = (np.concatenate([getattr(part, name) for part in out]) for name in ("tokens", "passes"))
+        tokens, passes = (
+            np.concatenate([getattr(part, name) for part in out]) for name in ("tokens", "passes")
+        )
         made = self.made | {"tokens_a_pass": len(tokens) * (self.new - 1) / int(passes.sum())}
         if self.request.get("checked"):
             made |= compared(self.request, plain_tokens(self.request), tokens)
@@ -92,9 +105,16 @@ def plain_tokens(request: dict):
     """Returns the tokens of plain decoding, one row at a time; kept for the rows of a case."""
     import numpy as np
 
-    key = request["folders"]["target"], request["temperature"], request["new"], len(request["prompts"])
+    key = (
+        request["folders"]["target"],
+        request["temperature"],
+        request["new"],
+        len(request["prompts"]),
+    )
     if key not in _plain:
-        row = Drafted(request | {"row": "jaxpar plain", "rows": 1, "checked": False, "shown": False})
+        row = Drafted(
+            request | {"row": "jaxpar plain", "rows": 1, "checked": False, "shown": False}
+        )
         _plain[key] = np.concatenate([part.tokens for part in row.all()])
     return _plain[key]
 
@@ -112,14 +132,19 @@ def compared(request: dict, plain, tokens) -> dict:
     from jaxpar.lm import apply
 
     rows, places = np.nonzero(plain != tokens)
-    first = {row: place for row, place in zip(rows[::-1].tolist(), places[::-1].tolist(), strict=True)}
+    first = {
+        row: place for row, place in zip(rows[::-1].tolist(), places[::-1].tolist(), strict=True)
+    }
     config, params = model_of(request["folders"]["target"])
     near = 0
     for row, place in first.items():
         scores = apply(params, jnp.asarray(plain[row : row + 1, :place]), config)[0, -1]
         if request["temperature"]:
             where = (jnp.full((1,), value, jnp.int32) for value in (row, place, 0))
-            scores = scores / request["temperature"] + gumbel(jax.random.key(3), *where, config.vocab_size)[0]
+            scores = (
+                scores / request["temperature"]
+                + gumbel(jax.random.key(3), *where, config.vocab_size)[0]
+            )
         a, b = np.sort(np.asarray(scores, np.float32))[:-3:-1]
         near += bool(a - b < NEAR * np.spacing(np.maximum(abs(a), abs(b))))
     made = len(plain) * request["new"]
@@ -144,7 +169,9 @@ class Coupling:
         request, begin = self.request, time.perf_counter()
         start = len(request["prompts"][0])
         tokens = jnp.asarray(plain_tokens(request))
-        (target, params), (draft, small) = (model_of(request["folders"][name]) for name in ("target", "draft"))
+        (target, params), (draft, small) = (
+            model_of(request["folders"][name]) for name in ("target", "draft")
+        )
 
         @jax.jit
         def measured(tokens, seed):
@@ -154,7 +181,11 @@ class Coupling:
             )
             places = jnp.arange(start, tokens.shape[0], dtype=jnp.int32)
             noise = gumbel(
-                jax.random.key(3), jnp.full_like(places, seed), places, jnp.zeros_like(places), target.vocab_size
+                jax.random.key(3),
+                jnp.full_like(places, seed),
+                places,
+                jnp.zeros_like(places),
+                target.vocab_size,
             )
             same = (p + noise).argmax(-1) == (q + noise).argmax(-1)
             far = 0.5 * jnp.abs(jax.nn.softmax(p) - jax.nn.softmax(q)).sum(-1)

@@ -54,7 +54,9 @@ class Dictated(Decoder):
 
     def extend(self, params, tokens, cache, *, positions, **options):
         """Reads more tokens."""
-        logits, cache = super().extend(params["model"], tokens, cache, positions=positions, **options)
+        logits, cache = super().extend(
+            params["model"], tokens, cache, positions=positions, **options
+        )
         return self._said(params, logits, positions), cache
 
 
@@ -71,7 +73,11 @@ def least_passes(source: np.ndarray, text: np.ndarray, length: int) -> int:
     passes, done = 0, 1
     while done < len(text):
         same = 0
-        while same < length and done + same < len(text) - 1 and text[done + same] == source[done + same]:
+        while (
+            same < length
+            and done + same < len(text) - 1
+            and text[done + same] == source[done + same]
+        ):
             same += 1
         passes, done = passes + 1, done + same + 1
     return passes
@@ -90,7 +96,9 @@ def measure(args: argparse.Namespace) -> list[dict]:
     drafts = {"plain": NoDraft()}
     lengths, matches = (LENGTHS[:1], MATCHES[-1:]) if args.tiny else (LENGTHS, MATCHES)
     drafts |= {
-        f"copy {n}, match {m}, gaps {gaps}": CopyDraft(n, m, "prompt", gaps) for n in lengths for m, gaps in matches
+        f"copy {n}, match {m}, gaps {gaps}": CopyDraft(n, m, "prompt", gaps)
+        for n in lengths
+        for m, gaps in matches
     }
     programs = {}
     for name, draft in drafts.items():
@@ -108,17 +116,29 @@ def measure(args: argparse.Namespace) -> list[dict]:
         for row in range(rows):
             at = slice(row, row + 1)
             one = given | {"text": given["text"][at]}
-            yield row, jax.block_until_ready(programs[name](jax.random.key(0), one, jnp.asarray(sources[at])))
+            yield (
+                row,
+                jax.block_until_ready(
+                    programs[name](jax.random.key(0), one, jnp.asarray(sources[at]))
+                ),
+            )
 
     out = {}
     for name, draft in drafts.items():
         passes = []
         for row, got in each(name):
-            assert (np.asarray(got.tokens)[0, -size:] == texts[row]).all(), "the text is not what was dictated"
+            assert (np.asarray(got.tokens)[0, -size:] == texts[row]).all(), (
+                "the text is not what was dictated"
+            )
             passes.append(int(got.passes.sum()))
         length = getattr(draft, "length", 0)
         least = [least_passes(*pair, length) for pair in zip(sources, texts, strict=True)]
-        out[name] = {"row": name, "passes": sum(passes) / rows, "least": sum(least) / rows, "ms": []}
+        out[name] = {
+            "row": name,
+            "passes": sum(passes) / rows,
+            "least": sum(least) / rows,
+            "ms": [],
+        }
     for _ in range(2 if args.tiny else args.rounds):
         for name in drafts:
             begin = time.perf_counter()
@@ -130,18 +150,28 @@ def measure(args: argparse.Namespace) -> list[dict]:
 
 def main() -> None:
     """Parses flags, measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results" / "decode_edits.json")
     args = parser.parse_args()
     rows = measure(args)
     plain = rows[0]
-    print("| row | passes | least | of plain's passes | ms a text | of plain's time |\n|---|---|---|---|---|---|")
+    print(
+        "| row | passes | least | of plain's passes | ms a text | of plain's time |\n|---|---|---|---|---|---|"
+    )
     for row in rows:
         row["ms"] = statistics.median(row["ms"])
         fewer, faster = plain["passes"] / row["passes"], plain["ms"] / row["ms"]
-        said = [row["row"], f"{row['passes']:.1f}", f"{row['least']:.1f}", f"{fewer:.2f}x", f"{row['ms']:.1f}"]
+        said = [
+            row["row"],
+            f"{row['passes']:.1f}",
+            f"{row['least']:.1f}",
+            f"{fewer:.2f}x",
+            f"{row['ms']:.1f}",
+        ]
         print(f"| {' | '.join(said)} | {faster:.2f}x |")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(rows))

@@ -9,7 +9,11 @@ import time
 def texts() -> tuple[bytes, list[bytes]]:
     """Returns the source files of the standard library but its tests, joined, and every 20th apart: held out."""
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
-    paths = sorted(path for path in root.rglob("*.py") if not {"site-packages", "test", "tests"} & set(path.parts))
+    paths = sorted(
+        path
+        for path in root.rglob("*.py")
+        if not {"site-packages", "test", "tests"} & set(path.parts)
+    )
     files = [path.read_bytes() for path in paths]
     return b"\n".join(text for i, text in enumerate(files) if i % 20), files[::20]
 
@@ -18,7 +22,10 @@ def prompts_of(count: int, length: int) -> list[list[int]]:
     """Returns prompts from the held-out files, spread over their length."""
     files = [text for text in texts()[1] if len(text) > 4 * length]
     starts = [(files[i % len(files)], (0.1 + 0.8 * ((i * 0.618) % 1))) for i in range(count)]
-    return [list(text[(at := int(share * (len(text) - length))) : at + length]) for text, share in starts]
+    return [
+        list(text[(at := int(share * (len(text) - length))) : at + length])
+        for text, share in starts
+    ]
 
 
 def train(config, data: bytes, seconds: float, length: int, rows: int, steps: int = 0) -> tuple:
@@ -46,12 +53,18 @@ def train_on(config, batch, seconds: float = 0.0, steps: int = 0) -> tuple:
     from jaxpar.lm import OptimizerConfig, Trainer
 
     def made(steps: int):
-        trainer = Trainer(config, OptimizerConfig(name="muon", learning_rate=1e-2, warmup_steps=10), steps)
+        trainer = Trainer(
+            config, OptimizerConfig(name="muon", learning_rate=1e-2, warmup_steps=10), steps
+        )
         state = jax.jit(trainer.init)(jax.random.key(0))
-        return state, jax.jit(trainer.step, donate_argnums=1).lower(jax.random.key(1), state, batch()).compile()
+        return state, jax.jit(trainer.step, donate_argnums=1).lower(
+            jax.random.key(1), state, batch()
+        ).compile()
 
     if not steps:
-        state, step = made(1000)  # how long a step takes is found first, since the schedule needs their number
+        state, step = made(
+            1000
+        )  # how long a step takes is found first, since the schedule needs their number
         times = []
         for _ in range(6):
             begin = time.perf_counter()
@@ -102,13 +115,19 @@ def make(request: dict) -> dict:
 
     said, folders = {}, {}
     for name in ("target", "draft"):
-        folder = pathlib.Path(request.get(f"{name}_folder") or pathlib.Path(request["folder"]) / name)
+        folder = pathlib.Path(
+            request.get(f"{name}_folder") or pathlib.Path(request["folder"]) / name
+        )
         folders[name] = str(folder)
         notes = folder.with_suffix(".json")
         if not folder.exists():
             shape = LMConfig(vocab_size=256, dtype="float32", **request[name])
             params, said[name] = train(
-                shape, texts()[0], request["train_s"][name], request["length"], request["train_rows"]
+                shape,
+                texts()[0],
+                request["train_s"][name],
+                request["length"],
+                request["train_rows"],
             )
             to_hf(params, shape, folder)
             notes.write_text(json.dumps(said[name]))

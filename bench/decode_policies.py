@@ -83,7 +83,9 @@ def written(rng: np.random.Generator, order: np.ndarray) -> np.ndarray:
     rows = np.arange(len(order))[:, None]
     keys = rng.permuted(np.tile(np.arange(KEYS), (len(order), 1)), axis=1)[rows, order]
     values = rng.integers(VALUES, size=(len(order), KEYS))[rows, order]
-    return np.stack([keys, KEYS + VALUES * keys + values], 2).reshape(len(order), -1).astype(np.int32)
+    return (
+        np.stack([keys, KEYS + VALUES * keys + values], 2).reshape(len(order), -1).astype(np.int32)
+    )
 
 
 def drawn_order(rng: np.random.Generator, rows: int, records: int) -> np.ndarray:
@@ -97,14 +99,18 @@ def drawn_order(rng: np.random.Generator, rows: int, records: int) -> np.ndarray
     return order
 
 
-def asked_order(rng: np.random.Generator, rows: int, pairs: int, asked: int, times: int, new: int, again: bool):
+def asked_order(
+    rng: np.random.Generator, rows: int, pairs: int, asked: int, times: int, new: int, again: bool
+):
     """Returns the keys of a text: pairs, questions, new pairs, and the questions again, or for pairs never asked."""
     each = rng.permuted(np.tile(np.arange(pairs), (rows, 1)), axis=1)
     hot = each[:, :asked]
     last = hot if again else each[:, asked : 2 * asked]
     fresh = np.tile(np.arange(pairs, pairs + new), (rows, 1))
     first = np.tile(np.arange(pairs), (rows, 1))
-    return np.concatenate([first, *[rng.permuted(hot, axis=1) for _ in range(times)], fresh, last], 1)
+    return np.concatenate(
+        [first, *[rng.permuted(hot, axis=1) for _ in range(times)], fresh, last], 1
+    )
 
 
 def records_batch(rng: np.random.Generator, rows: int, records: int) -> dict:
@@ -121,7 +127,9 @@ def expected(params, tokens, config: LMConfig, prompt: int, policy, block: int):
     """Returns the likeliest token of each place after the prompt, [B, S - prompt], each read token after token."""
     model, rows, room = Decoder(config), len(tokens), tokens.shape[1] - prompt
     lengths, held = jnp.full((rows,), prompt, jnp.int32), model.held(params)
-    logits, reading = begin(model, params, tokens[:, :prompt], lengths, room=room, block=block, policy=policy)
+    logits, reading = begin(
+        model, params, tokens[:, :prompt], lengths, room=room, block=block, policy=policy
+    )
     path, one = jnp.zeros((rows, 1), jnp.int32), jnp.ones((rows,), jnp.int32)
 
     def step(carry, token):
@@ -139,7 +147,9 @@ def heavy(case: dict, say) -> dict:
     records, block = pairs + asked * (times + 1) + new, 8
     config = LMConfig(vocab_size=KEYS * (1 + VALUES), dtype="float32", **case["model"])
     rng = np.random.default_rng(0)
-    params, said = decode_pair.train_on(config, lambda: records_batch(rng, case["rows"], records), steps=case["steps"])
+    params, said = decode_pair.train_on(
+        config, lambda: records_batch(rng, case["rows"], records), steps=case["steps"]
+    )
     say("model", said)
     budget = (records - asked) // 2  # of two tokens each a quarter
     window = budget // 4
@@ -167,7 +177,10 @@ def heavy(case: dict, say) -> dict:
 # ---------------------------------------------------------------- what a budget buys
 
 NUMBERS, CHOSEN, COLON, EQUALS = 8, 4, 10, 11
-GIVEN, NEW = NUMBERS + 4, 3 * CHOSEN  # tokens of a problem `tt:nnnnnnnn=`, and of an answer: four times `ntt`
+GIVEN, NEW = (
+    NUMBERS + 4,
+    3 * CHOSEN,
+)  # tokens of a problem `tt:nnnnnnnn=`, and of an answer: four times `ntt`
 BLOCK, BLOCKS, BUDGETS = 4, (2, 3, 4, None), (1, 2, 4)
 
 
@@ -190,7 +203,11 @@ def verified(given: np.ndarray, answers: np.ndarray) -> np.ndarray:
     there = (given[:, 3 : 3 + NUMBERS, None] == symbols).sum(1)
     taken = (chosen[..., None] == symbols).sum(1)
     digits = (parts < 10).all((1, 2)) & (taken <= there).all(1)
-    return digits & (totals == chosen.cumsum(1)).all(1) & (totals[:, -1] == 10 * given[:, 0] + given[:, 1])
+    return (
+        digits
+        & (totals == chosen.cumsum(1)).all(1)
+        & (totals[:, -1] == 10 * given[:, 0] + given[:, 1])
+    )
 
 
 def sums_batch(rng: np.random.Generator, rows: int) -> dict:
@@ -201,23 +218,36 @@ def sums_batch(rng: np.random.Generator, rows: int) -> dict:
     return {"tokens": text[:, :-1], "targets": text[:, 1:], "weights": weights.astype(np.float32)}
 
 
-def solved(params, config: LMConfig, given: np.ndarray, samples: int, blocks: int | None, rows: int) -> np.ndarray:
+def solved(
+    params, config: LMConfig, given: np.ndarray, samples: int, blocks: int | None, rows: int
+) -> np.ndarray:
     """Returns which of so many drawn answers to each problem are right, bool [n, samples]."""
     policy = None if blocks is None else BlockTopK(blocks)
     draw = jax.jit(generate, static_argnums=(3, 4), static_argnames=("policy", "block"))
     prompts, seeds = np.repeat(given, samples, 0), np.tile(np.arange(samples), len(given))
     found = []
     for start in range(0, len(prompts), rows):
-        part = np.arange(start, start + rows) % len(prompts)  # whole batches, so that one program serves
+        part = np.arange(start, start + rows) % len(
+            prompts
+        )  # whole batches, so that one program serves
         seed = seeds[part] + 1000 * (part // samples)  # of its own for each problem
         out = draw(
-            jax.random.key(1), params, prompts[part], config, Sampling(NEW), seeds=seed, policy=policy, block=BLOCK
+            jax.random.key(1),
+            params,
+            prompts[part],
+            config,
+            Sampling(NEW),
+            seeds=seed,
+            policy=policy,
+            block=BLOCK,
         )
         found.append(verified(prompts[part], np.asarray(out.tokens)[:, GIVEN:]))
     return np.concatenate(found)[: len(prompts)].reshape(len(given), samples)
 
 
-def price(config: LMConfig, blocks: int | None, samples: int, shared: bool, flops_per_byte: float) -> float:
+def price(
+    config: LMConfig, blocks: int | None, samples: int, shared: bool, flops_per_byte: float
+) -> float:
     """Returns the eFLOPs of so many answers to a problem."""
     budget = None if blocks is None else blocks * BLOCK
     cost = decoding_cost(
@@ -239,7 +269,9 @@ def coverage(right: np.ndarray, samples: int, counts: np.ndarray) -> np.ndarray:
     The chance of each problem is taken to be of a beta law, the likeliest one on a grid: right answers of a problem
     are then beta-binomial, and all of n answers wrong has the probability B(a, b + n) / B(a, b).
     """
-    mean, size = np.meshgrid(1 / (1 + np.exp(-np.linspace(-8, 8, 401))), np.geomspace(0.05, 500, 120))
+    mean, size = np.meshgrid(
+        1 / (1 + np.exp(-np.linspace(-8, 8, 401))), np.geomspace(0.05, 500, 120)
+    )
     a, b = (mean * size)[..., None], ((1 - mean) * size)[..., None]
     values, times = np.unique(right, return_counts=True)
     likely = ((betaln(a + values, b + samples - values) - betaln(a, b)) * times).sum(-1)
@@ -257,7 +289,9 @@ def cost(case: dict, say, flops_per_byte: float) -> dict:
     unit = price(configs[-1], None, 1, False, flops_per_byte)
     for config, steps in zip(configs, case["steps"], strict=True):
         rng = np.random.default_rng(0)
-        params, said = decode_pair.train_on(config, lambda rng=rng: sums_batch(rng, case["rows"]), steps=steps)
+        params, said = decode_pair.train_on(
+            config, lambda rng=rng: sums_batch(rng, case["rows"]), steps=steps
+        )
         say(f"{num_params(config)} parameters", said)
         for blocks in BLOCKS:
             prices = {kind: functools.partial(price, config, blocks, shared=kind == "shared",
@@ -272,12 +306,16 @@ def cost(case: dict, say, flops_per_byte: float) -> dict:
             for key, count in counts.items():
                 guess = float(coverage(few.sum(1), case["few"], np.array(count)))
                 got = float(right[:, :count].any(1).mean())
-                table.setdefault(key, []).append(one | {"samples": count, "predicted": guess, "measured": got})
+                table.setdefault(key, []).append(
+                    one | {"samples": count, "predicted": guess, "measured": got}
+                )
     for (kind, each), rows in table.items():
         chosen = max(rows, key=lambda row: row["predicted"])
         place = 1 + sum(row["measured"] > chosen["measured"] for row in rows)
         best = max(rows, key=lambda row: row["measured"])
-        made.append(dict(prompt=kind, budget=each, place=place, chosen=chosen, best=best, rows=rows))
+        made.append(
+            dict(prompt=kind, budget=each, place=place, chosen=chosen, best=best, rows=rows)
+        )
         say(f"{kind} prompts, budget {each}", {"place": place, "chosen": chosen, "best": best})
     return {"unit_eflops": unit, "budgets": made}
 
@@ -285,7 +323,9 @@ def cost(case: dict, say, flops_per_byte: float) -> dict:
 # ---------------------------------------------------------------- a batch's drafts
 
 
-def guessed(params, config: LMConfig, texts: np.ndarray, start: int, most: int, rows: int = 512) -> tuple:
+def guessed(
+    params, config: LMConfig, texts: np.ndarray, start: int, most: int, rows: int = 512
+) -> tuple:
     """Returns whether the draft's guesses are the text's, and its confidence in each, [B, S - start, most].
 
     Guesses at place i follow the first `start` + i tokens; what lies beyond the text's end is wrong.
@@ -298,12 +338,23 @@ def guessed(params, config: LMConfig, texts: np.ndarray, start: int, most: int, 
         part = np.arange(first, first + rows) % (count * places)
         lengths = start + part % places
         out = draw(
-            jax.random.key(0), params, texts[part // places], config, Sampling(most, 0.0), prompt_lengths=lengths
+            jax.random.key(0),
+            params,
+            texts[part // places],
+            config,
+            Sampling(most, 0.0),
+            prompt_lengths=lengths,
         )
-        tokens.append(np.take_along_axis(np.asarray(out.tokens), lengths[:, None] + np.arange(most), 1))
+        tokens.append(
+            np.take_along_axis(np.asarray(out.tokens), lengths[:, None] + np.arange(most), 1)
+        )
         sure.append(np.exp(np.asarray(out.log_probs)))
-    tokens, sure = (np.concatenate(x)[: count * places].reshape(count, places, most) for x in (tokens, sure))
-    want = np.lib.stride_tricks.sliding_window_view(np.pad(texts, ((0, 0), (0, most)), constant_values=-1), most, 1)
+    tokens, sure = (
+        np.concatenate(x)[: count * places].reshape(count, places, most) for x in (tokens, sure)
+    )
+    want = np.lib.stride_tricks.sliding_window_view(
+        np.pad(texts, ((0, 0), (0, most)), constant_values=-1), most, 1
+    )
     return tokens == want[:, start:length], sure
 
 
@@ -334,9 +385,17 @@ def share(case: dict, say) -> dict:
         say(f"{num_params(config)} parameters", made[-1][1])
     prompts = np.array(decode_pair.prompts_of(16 * case["groups"], case["prompt"]), np.int32)
     draw = jax.jit(generate, static_argnums=(3, 4))
-    texts = np.asarray(draw(jax.random.key(0), made[0][0], prompts, configs[0], Sampling(case["new"], 0.0)).tokens)
+    texts = np.asarray(
+        draw(jax.random.key(0), made[0][0], prompts, configs[0], Sampling(case["new"], 0.0)).tokens
+    )
     right, sure = guessed(made[1][0], configs[1], texts, case["prompt"], case["most"])
-    say("draft", {"first guess right": float(right[:, :, 0].mean()), "confidence": float(sure[:, :, 0].mean())})
+    say(
+        "draft",
+        {
+            "first guess right": float(right[:, :, 0].mean()),
+            "confidence": float(sure[:, :, 0].mean()),
+        },
+    )
     for each in case["each"]:
         ways = {
             "even": lambda sure, each=each: np.full(len(sure), each),
@@ -344,30 +403,47 @@ def share(case: dict, say) -> dict:
         }
         parts = {}
         for way, counts_of in ways.items():
-            groups = zip(np.split(right, case["groups"]), np.split(sure, case["groups"]), strict=True)
+            groups = zip(
+                np.split(right, case["groups"]), np.split(sure, case["groups"]), strict=True
+            )
             parts[way] = np.array([passes(*group, counts_of) for group in groups])
         rates = {way: part[:, 0] / part[:, 1] for way, part in parts.items()}
         sums = {way: part.sum(0) for way, part in parts.items()}
         rate = {way: total[0] / total[1] for way, total in sums.items()}
         tokens = {way: float(total[0] / total[2] / 16 + 1) for way, total in sums.items()}
-        with np.errstate(divide="ignore", invalid="ignore"):  # an untrained draft may have none accepted
+        with np.errstate(
+            divide="ignore", invalid="ignore"
+        ):  # an untrained draft may have none accepted
             gain, of_groups = rate["shared"] / rate["even"], rates["shared"] / rates["even"]
-        table[each] = dict(accepted=rate, tokens_a_pass=tokens, gain=gain, groups=[of_groups.min(), of_groups.max()])
+        table[each] = dict(
+            accepted=rate,
+            tokens_a_pass=tokens,
+            gain=gain,
+            groups=[of_groups.min(), of_groups.max()],
+        )
         say(f"{each} a row", table[each])
     return {"train": [said for _, said in made], "each": table}
 
 
 def main() -> None:
     """Measures the cases that are asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", default="heavy,share,cost")
     parser.add_argument("--size", choices=tuple(SIZES), default="cpu")
     parser.add_argument("--tiny", action="store_true", help="only that it runs")
-    parser.add_argument("--flops-per-byte", type=float, default=562.5, help="price of a byte; by default Kinetics'")
+    parser.add_argument(
+        "--flops-per-byte", type=float, default=562.5, help="price of a byte; by default Kinetics'"
+    )
     parser.add_argument("--out", type=pathlib.Path)
     args = parser.parse_args()
     size = "tiny" if args.tiny else args.size
-    kinds = {"heavy": heavy, "share": share, "cost": functools.partial(cost, flops_per_byte=args.flops_per_byte)}
+    kinds = {
+        "heavy": heavy,
+        "share": share,
+        "cost": functools.partial(cost, flops_per_byte=args.flops_per_byte),
+    }
     table: dict = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "size": size}
     for name in args.cases.split(","):
         began = time.perf_counter()

@@ -39,7 +39,9 @@ def memory_of(*programs) -> dict:
     sizes = []
     for program in programs:
         stats = program.memory_analysis()
-        sizes.append(stats.argument_size_in_bytes + stats.temp_size_in_bytes + stats.output_size_in_bytes)
+        sizes.append(
+            stats.argument_size_in_bytes + stats.temp_size_in_bytes + stats.output_size_in_bytes
+        )
     return {"peak_bytes": max(sizes)}
 
 
@@ -70,7 +72,9 @@ class Steps:
             to_hf(params, config, request["folder"])
         readers, shared = request.get("readers", 1), "shared" in request["row"]
         rows = request["rows"] * (1 if shared else readers)
-        prompt = jax.random.randint(jax.random.key(1), (rows, request["prompt"]), 0, config.vocab_size, jnp.int32)
+        prompt = jax.random.randint(
+            jax.random.key(1), (rows, request["prompt"]), 0, config.vocab_size, jnp.int32
+        )
         if readers > 1:
             prompt = jnp.broadcast_to(prompt[:1], prompt.shape)
         if "prompts" in request:
@@ -83,7 +87,10 @@ class Steps:
                 generate, config=config, sampling=Sampling(new, temperature=0.0), **options
             ))  # fmt: skip
             self.programs.append(program.lower(*self.args).compile())
-        self.made = {"compile_s": time.perf_counter() - begin, "parameters": count(params)} | memory_of(*self.programs)
+        self.made = {
+            "compile_s": time.perf_counter() - begin,
+            "parameters": count(params),
+        } | memory_of(*self.programs)
         self.is_read = "folder" in request
 
     def warm(self) -> dict:
@@ -96,7 +103,9 @@ class Steps:
 
     def round(self) -> dict:
         """Times both once."""
-        first, whole = (seconds(functools.partial(program, *self.args)) for program in self.programs)
+        first, whole = (
+            seconds(functools.partial(program, *self.args)) for program in self.programs
+        )
         return {"first_ms": 1e3 * first, "ms": 1e3 * whole, "steps": self.new - 1}
 
 
@@ -136,7 +145,9 @@ class Attend:
             return jax.random.normal(key, (batch, *shape), request["dtype"])
 
         past = [draw(key, groups, forest.num_blocks, block, size) for key in keys[:2]]
-        q, k, v = (draw(key, 1, n, size) for key, n in zip(keys[2:], (heads, groups, groups), strict=True))
+        q, k, v = (
+            draw(key, 1, n, size) for key, n in zip(keys[2:], (heads, groups, groups), strict=True)
+        )
         context = Context(positions=jnp.full((batch, 1), slots, jnp.int32), rules=DECODING)
 
         def attend(past, forest, view, q, k, v, positions):
@@ -175,10 +186,17 @@ class Prompt:
 
         config, rows, length = config_of(request["model"]), request["rows"], request["prompt"]
         params = parameters(config)
-        prompt = jax.random.randint(jax.random.key(1), (rows, length), 0, config.vocab_size, jnp.int32)
+        prompt = jax.random.randint(
+            jax.random.key(1), (rows, length), 0, config.vocab_size, jnp.int32
+        )
         self.args, begin = (params, prompt, jnp.full((rows,), length)), time.perf_counter()
-        self.program = jax.jit(prefill, static_argnums=(3, 4)).lower(*self.args, config, length).compile()
-        self.made = {"compile_s": time.perf_counter() - begin, "parameters": count(params)} | memory_of(self.program)
+        self.program = (
+            jax.jit(prefill, static_argnums=(3, 4)).lower(*self.args, config, length).compile()
+        )
+        self.made = {
+            "compile_s": time.perf_counter() - begin,
+            "parameters": count(params),
+        } | memory_of(self.program)
 
     def warm(self) -> dict:
         """Runs it once; returns what is known of the row."""
@@ -218,11 +236,15 @@ class Rows:
             return copy_rate(request)
         if request["do"] == "prepare":  # what fails will fail its row
             with concurrent.futures.ThreadPoolExecutor(request["jobs"]) as pool:
-                self.ready = {row["name"]: pool.submit(KINDS[row["kind"]], row) for row in request["rows"]}
+                self.ready = {
+                    row["name"]: pool.submit(KINDS[row["kind"]], row) for row in request["rows"]
+                }
             return {}
         if request["do"] == "make":
             ready = self.ready.pop(request["name"], None)
-            row = self.held[request["name"]] = ready.result() if ready else KINDS[request["kind"]](request)
+            row = self.held[request["name"]] = (
+                ready.result() if ready else KINDS[request["kind"]](request)
+            )
             return row.warm()
         if request["do"] == "drop":
             self.held.clear()

@@ -54,9 +54,16 @@ def lstm(T, batch, n):
 
 def para_gru(T, batch, n):
     """ParaGRU with given gates: units that do not see each other."""
-    weights = {name: jnp.asarray(value, jnp.float32) for name, value in problems.weights("para_gru", n).items()}
+    weights = {
+        name: jnp.asarray(value, jnp.float32)
+        for name, value in problems.weights("para_gru", n).items()
+    }
     gates = tuple(map(jnp.asarray, problems.inputs("para_gru", T, batch, n)))
-    return problems.step_of("para_gru", weights, jnp.float32), problems.initial("para_gru", (batch, n)), gates
+    return (
+        problems.step_of("para_gru", weights, jnp.float32),
+        problems.initial("para_gru", (batch, n)),
+        gates,
+    )
 
 
 def adam(T, n):
@@ -66,7 +73,9 @@ def adam(T, n):
 
     def step(carry, row):
         params, state = carry
-        loss, gradient = jax.value_and_grad(lambda params: jnp.square(row @ (params - truth)))(params)
+        loss, gradient = jax.value_and_grad(lambda params: jnp.square(row @ (params - truth)))(
+            params
+        )
         updates, state = optimizer.update(gradient, state)
         return (optax.apply_updates(params, updates), state), loss
 
@@ -131,7 +140,9 @@ def hmc(T, n):
 
 def kalman(T, batch, n=4, seen=2):
     """Kalman's filter: mean and covariance."""
-    turn = jnp.asarray(np.linalg.qr(np.random.default_rng(2).normal(size=(n, n)))[0] * 0.98, jnp.float32)
+    turn = jnp.asarray(
+        np.linalg.qr(np.random.default_rng(2).normal(size=(n, n)))[0] * 0.98, jnp.float32
+    )
     sees = normal(seen, n, seed=3)
 
     def step(carry, y):
@@ -268,11 +279,16 @@ def rows_of(name, args):
     by_loop = passes(jax.lax.scan, step, start, xs, is_reverse)
     for which in with_default:
         sides = {"scan": by_loop[which], "default": with_default[which]}
-        made = {side: compiled(function, (start, xs), args.compilations) for side, function in sides.items()}
+        made = {
+            side: compiled(function, (start, xs), args.compilations)
+            for side, function in sides.items()
+        }
         programs = {side: program for side, (program, _) in made.items()}
         results = [jax.tree.leaves(program(start, xs)) for program in programs.values()]
         floats = [
-            pair for pair in zip(results[1], results[0], strict=True) if jnp.issubdtype(pair[1].dtype, jnp.floating)
+            pair
+            for pair in zip(results[1], results[0], strict=True)
+            if jnp.issubdtype(pair[1].dtype, jnp.floating)
         ]
         seconds = in_turns(programs, (start, xs), args.rounds, args.spend_s)
         yield {
@@ -289,13 +305,24 @@ def rows_of(name, args):
 
 def main():
     """Measures every loop and prints it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", help="separated by commas; by default all")
     parser.add_argument("--long", action="store_true", help="the loops for an accelerator")
-    parser.add_argument("--tiny", action="store_true", help="a few steps: checks that the script runs")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a few steps: checks that the script runs"
+    )
     parser.add_argument("--rounds", type=int, default=100, help="calls of each side, in turns")
-    parser.add_argument("--spend-s", type=float, default=5, help="no round starts after these seconds; five at least")
-    parser.add_argument("--compilations", type=int, default=3, help="of each side, of which the least counts")
+    parser.add_argument(
+        "--spend-s",
+        type=float,
+        default=5,
+        help="no round starts after these seconds; five at least",
+    )
+    parser.add_argument(
+        "--compilations", type=int, default=3, help="of each side, of which the least counts"
+    )
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results" / "defaults.json")
     args = parser.parse_args()
     args.known = TINY if args.tiny else LONG if args.long else SHORT

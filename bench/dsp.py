@@ -53,19 +53,25 @@ def forms(case: dict, move: str):
 
         def mix(self, q, k, v, cache, context):
             visible, places = self.visible, context.positions
-            return context_attention(q, k, v, places, visible=visible, move=move, order="contiguous"), cache
+            return context_attention(
+                q, k, v, places, visible=visible, move=move, order="contiguous"
+            ), cache
 
     sizes = case["heads"], case["heads"], case["width"] // case["heads"]
     kind = Attention if move == ANEW else Fixed
     mixer = kind(*sizes, visible=Visible(causal=False))
-    stack = Stack(1, case["width"], mixer, Mlp(case["mlp"], "gelu"), dtype=case["dtype"], scan_layers=False)
+    stack = Stack(
+        1, case["width"], mixer, Mlp(case["mlp"], "gelu"), dtype=case["dtype"], scan_layers=False
+    )
     model = SpaceTimeStack(stack, Attention(*sizes))
     rules = Rules(("space", None, None), ("space", None, None), True)
 
     def fixed(params, x):
         layers = jax.tree.map(lambda w: w[0], {name: params[name] for name in model.stacks()})
         x = constrain(x, None, None, "space", None)[0].astype(stack.dtype)
-        x, _, _ = stack.layer(layers["space"], 0, x, stack.context(x))  # rows are frames, split by "seq"
+        x, _, _ = stack.layer(
+            layers["space"], 0, x, stack.context(x)
+        )  # rows are frames, split by "seq"
         time, x = model.stacks()["time"], x.swapaxes(0, 1)
         x, _, _ = time.layer(layers["time"], 0, x, time.context(x)._replace(rules=rules))
         return stack.norm.apply(params["final_norm"], x.swapaxes(0, 1)[None])
@@ -85,7 +91,9 @@ def drawn(case: dict, model, move: str):
 
     def make():
         params = model.init(key)
-        return params, *(jax.random.normal(jax.random.fold_in(key, n), shape, case["dtype"]) for n in (1, 2))
+        return params, *(
+            jax.random.normal(jax.random.fold_in(key, n), shape, case["dtype"]) for n in (1, 2)
+        )
 
     shapes = jax.eval_shape(make)
     axes = (jax.tree.map(lambda x: (None,) * x.ndim, shapes[0]), split, split)
@@ -99,7 +107,9 @@ def sent(text: str, mesh, tokens: int) -> float:
     num, total = mesh.size, 0.0
     for each in hlo.collectives(text, mesh):
         if each.kind not in ("all-reduce", "reduce-scatter") or math.prod(each.shapes[0]) >= tokens:
-            total += each.trips * each.bytes * (1 if each.kind == "collective-permute" else 1 - 1 / num)
+            total += (
+                each.trips * each.bytes * (1 if each.kind == "collective-permute" else 1 - 1 / num)
+            )
     return total
 
 
@@ -147,7 +157,9 @@ class Rows:
         if request["row"] == "prepare":  # what fails will fail its row
             simulate_devices(request["rows"][0]["devices"])
             with concurrent.futures.ThreadPoolExecutor(request["jobs"]) as pool:
-                self.ready = {json.dumps(row): pool.submit(self.made, row) for row in request["rows"]}
+                self.ready = {
+                    json.dumps(row): pool.submit(self.made, row) for row in request["rows"]
+                }
             return {}
         simulate_devices(request["devices"])  # of the CPU only
         import jax
@@ -207,7 +219,9 @@ def measure(args: argparse.Namespace) -> None:
     table = harness.Table(COLUMNS, args.out)
     for name in harness.chosen(args.cases, CASES):
         case = {**(TINY if args.tiny else CASES[name]), "devices": args.devices}
-        table.head(f"{name}: T {case['frames']}, S {case['places']}, D {case['width']}, {case['heads']} heads")
+        table.head(
+            f"{name}: T {case['frames']}, S {case['places']}, D {case['width']}, {case['heads']} heads"
+        )
         anew, asked = {}, harness.plan([("jax", row) for row in ROWS], case, ["jax"], args)
         for _, request, answer in bench.answers(asked, args.jobs):
             if request["row"] == ANEW:

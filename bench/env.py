@@ -80,7 +80,10 @@ def bare_side(env, params, num_envs, num_steps):
             *carry, reward, terminated, truncated, _ = step(
                 jax.random.split(step_key, num_envs), carry[1], action, params
             )
-            return tuple(carry), (checksum(seen, reward, terminated, truncated).sum(), (terminated | truncated).sum())
+            return tuple(carry), (
+                checksum(seen, reward, terminated, truncated).sum(),
+                (terminated | truncated).sum(),
+            )
 
         carry, (total, ended) = jax.lax.scan(body, carry, jax.random.split(key, num_steps))
         return carry, total.sum(), ended.sum()
@@ -94,13 +97,17 @@ def bare_side(env, params, num_envs, num_steps):
 def our_side(env, params, num_envs, num_steps, side, warm):
     """Returns our loop and its environments after `warm` steps, so that episodes end as often as they will."""
     prng, _, how = side.partition("-")
-    reset = {"same": SameStep(), "loop": Chunked(max(1, num_envs // 32)), "pool": Pool(256)}.get(how)
+    reset = {"same": SameStep(), "loop": Chunked(max(1, num_envs // 32)), "pool": Pool(256)}.get(
+        how
+    )
     unroll = int(how.removeprefix("unroll")) if how.startswith("unroll") else None
     if side == "none":
         prng, reset = "batch", NoReset()
 
     def keep(row):
-        return checksum(row.obs, row.reward, row.terminated, row.truncated).sum()[None], row.ended.sum()[None]
+        return checksum(row.obs, row.reward, row.terminated, row.truncated).sum()[
+            None
+        ], row.ended.sum()[None]
 
     def go(key, env_state):
         env_state, (total, ended) = rollout(
@@ -112,7 +119,9 @@ def our_side(env, params, num_envs, num_steps, side, warm):
     env_state = init(jax.random.key(1), env, params, num_envs, prng=prng)
     if warm:
         options = {"prng": prng, "keep": lambda row: row.ended}
-        env_state, _ = rollout(jax.random.key(1), env_state, env, params, random_policy(env), params, warm, **options)
+        env_state, _ = rollout(
+            jax.random.key(1), env_state, env, params, random_policy(env), params, warm, **options
+        )
     return go, env_state
 
 
@@ -134,7 +143,9 @@ def numpy_side(name, num_envs, num_steps):
     return go, None
 
 
-def programs(name: str, num_envs: int, num_steps: int, sides: list[str], warm: int) -> dict[str, dict]:
+def programs(
+    name: str, num_envs: int, num_steps: int, sides: list[str], warm: int
+) -> dict[str, dict]:
     """Returns what runs of each side that exists here, its first carry and the seconds of compilation."""
     env, params, theirs = made(name)
     found = {}
@@ -185,14 +196,22 @@ def measured(sides: dict[str, dict], rounds: int, num_envs: int, num_steps: int)
 
 def main() -> None:
     """Measures every environment at every number of environments."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--envs", default="CartPole-v1,Pendulum-v1,MountainCar-v0,Breakout-MinAtar,Asterix-MinAtar")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--envs", default="CartPole-v1,Pendulum-v1,MountainCar-v0,Breakout-MinAtar,Asterix-MinAtar"
+    )
     parser.add_argument("--num-envs", default="64,1024,4096,16384")
     parser.add_argument("--steps", type=int, default=64, help="steps of a program")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--sides", default="bare,env,batch,numpy", help=f"of {','.join(SIDES)}")
-    parser.add_argument("--warm", type=int, default=0, help="steps that our sides make before, for long episodes")
-    parser.add_argument("--budget-s", type=float, default=1200, help="no case starts after these seconds")
+    parser.add_argument(
+        "--warm", type=int, default=0, help="steps that our sides make before, for long episodes"
+    )
+    parser.add_argument(
+        "--budget-s", type=float, default=1200, help="no case starts after these seconds"
+    )
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results" / "env.json")
     args = parser.parse_args()
     columns = {
@@ -200,16 +219,25 @@ def main() -> None:
         "environments": lambda row: str(row["environments"]),
         "side": lambda row: row["side"],
         "M steps/s": lambda row: f"{row['msps']:.4g}",
-        "ratio (quartiles)": lambda row: f"{row['ratio']:.2f}x ({row['low']:.2f}-{row['high']:.2f})",
+        "ratio (quartiles)": lambda row: (
+            f"{row['ratio']:.2f}x ({row['low']:.2f}-{row['high']:.2f})"
+        ),
         "done %": lambda row: f"{100 * row['done']:.2f}",
         "compile s": lambda row: f"{row['compile_s']:.1f}",
     }
     table, began = Table(columns, args.out), time.monotonic()
     load = os.getloadavg()[0]
-    table.head(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.rounds} rounds, load {load:.1f} before")
+    table.head(
+        f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.rounds} rounds, load {load:.1f} before"
+    )
     for name in args.envs.split(","):
         for num_envs in map(int, args.num_envs.split(",")):
-            case = {"env": name, "environments": num_envs, "steps": args.steps, "device": jax.devices()[0].device_kind}
+            case = {
+                "env": name,
+                "environments": num_envs,
+                "steps": args.steps,
+                "device": jax.devices()[0].device_kind,
+            }
             if time.monotonic() - began > args.budget_s:
                 table.add(case | {"side": "", "failed": "skipped: the budget is spent"})
                 continue
@@ -217,7 +245,12 @@ def main() -> None:
                 sides = programs(name, num_envs, args.steps, args.sides.split(","), args.warm)
                 rows = measured(sides, args.rounds, num_envs, args.steps)
             except Exception as error:  # a case may fail, and is a row then
-                rows = [{"side": "", "failed": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}]
+                rows = [
+                    {
+                        "side": "",
+                        "failed": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
+                    }
+                ]
             for row in rows:
                 table.add(case | row)
     print(json.dumps({"out": str(args.out), "rows": len(table.rows)}))

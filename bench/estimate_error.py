@@ -49,7 +49,10 @@ def measure(flags: list[str]) -> dict:
 
     config, devices, chip = experiment.find_devices(experiment.compose(*flags))
     job = experiment.make_job(config, devices)
-    estimated, alone = aot.estimate(job, effort=config.effort, chip=chip), aot.estimate(job, effort="none", chip=chip)
+    estimated, alone = (
+        aot.estimate(job, effort=config.effort, chip=chip),
+        aot.estimate(job, effort="none", chip=chip),
+    )
     compiled = aot.compile_job(job, config.effort).program
     if compiled is None:
         raise SystemExit("the case does not fit this machine")
@@ -90,23 +93,45 @@ def error(said: float | None, seen: float) -> str:
 
 def main() -> None:
     """Runs the cases and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", help="flags of experiments.estimate, in one argument")
-    parser.add_argument("--devices", type=int, default=1, choices=list(CASES), help="whose cases to run")
-    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results" / "estimate_error.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--case", action="append", help="flags of experiments.estimate, in one argument"
+    )
+    parser.add_argument(
+        "--devices", type=int, default=1, choices=list(CASES), help="whose cases to run"
+    )
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=HERE / "results" / "estimate_error.json"
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         print(json.dumps(measure(args.one.split())))
         return
     rows = []
-    columns = ("case", "peak GiB", "estimated", "analytic", "step ms", "predicted", "analytic", "tokens/s")
+    columns = (
+        "case",
+        "peak GiB",
+        "estimated",
+        "analytic",
+        "step ms",
+        "predicted",
+        "analytic",
+        "tokens/s",
+    )
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for case in args.case or CASES[args.devices]:
-        done = subprocess.run([sys.executable, __file__, "--one", case], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, __file__, "--one", case], capture_output=True, text=True
+        )
         lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
         if done.returncode or not lines:
-            print(f"| {case} | {(done.stderr.strip().splitlines() or ['no result'])[-1]} |", flush=True)
+            print(
+                f"| {case} | {(done.stderr.strip().splitlines() or ['no result'])[-1]} |",
+                flush=True,
+            )
             continue
         row = json.loads(lines[-1]) | {"case": case}
         rows.append(row)

@@ -34,7 +34,11 @@ CASES = {
 def flops(request: dict) -> float:
     """Returns what a product, or the three of a layer, cannot do without; a gradient costs twice as much again."""
     one = 2 * request["tokens"] * request["k"] * request["depth"] * request["width"]
-    return one * (3 if request["kind"] == "layer" else 1) * (3 if request["direction"] == "fwd+bwd" else 1)
+    return (
+        one
+        * (3 if request["kind"] == "layer" else 1)
+        * (3 if request["direction"] == "fwd+bwd" else 1)
+    )
 
 
 def choices(request: dict) -> tuple[np.ndarray, np.ndarray]:

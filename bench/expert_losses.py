@@ -38,8 +38,9 @@ def validation_loss(config: lm.Config, corpus) -> tuple[float, float]:
 
 
 SMALL = (
-    "preset=tiny model.num_layers=2 model.embed_dim=32 model.num_heads=2 model.num_kv_heads=2 data.seq_len=64".split()
-)
+    "preset=tiny model.num_layers=2 model.embed_dim=32 "
+    "model.num_heads=2 model.num_kv_heads=2 data.seq_len=64"
+).split()
 """Two layers; eight experts of half the width, two of them a token."""
 MODELS = {
     "dense": [*SMALL, "model.mlp_dim=64"],
@@ -52,7 +53,10 @@ def by_failures(options: argparse.Namespace, flags: list[str]) -> None:
     """Prints the mixture's losses by the share of its experts that fail in training, and draws them."""
     rows = {}
     model = (PRESETS if options.presets else MODELS)["experts"]
-    with use_mesh(make_mesh(MeshSpec(), jax.devices()[:1])), tempfile.TemporaryDirectory() as folder:
+    with (
+        use_mesh(make_mesh(MeshSpec(), jax.devices()[:1])),
+        tempfile.TemporaryDirectory() as folder,
+    ):
         print("| failures | validation loss of each seed, all experts answering |\n|---|---|")
         for rate in options.failures:
             config = lm.compose(*model, *flags, f"model.expert_failures={rate}")
@@ -86,7 +90,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--presets", action="store_true", help="presets tiny and moe_tiny instead")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--failures", type=lambda s: [float(x) for x in s.split(",")], help="of the mixture alone")
+    parser.add_argument(
+        "--failures", type=lambda s: [float(x) for x in s.split(",")], help="of the mixture alone"
+    )
     parser.add_argument("--plot", type=pathlib.Path, help="of the losses by the share that fails")
     options = parser.parse_args()
     flags = [f"train.steps={options.steps}", "train.eval_batches=40"]
@@ -96,13 +102,20 @@ def main() -> None:
     configs = {name: lm.compose(*model, *flags) for name, model in models.items()}
     for name, config in configs.items():
         cost = flops_per_token(config.model, config.data.seq_len) / 1e6
-        print(f"{name:9} {num_params(config.model):9,} parameters, {cost:.3f} MFLOP a token and step")
+        print(
+            f"{name:9} {num_params(config.model):9,} parameters, {cost:.3f} MFLOP a token and step"
+        )
     rows = []
-    with use_mesh(make_mesh(MeshSpec(), jax.devices()[:1])), tempfile.TemporaryDirectory() as folder:
+    with (
+        use_mesh(make_mesh(MeshSpec(), jax.devices()[:1])),
+        tempfile.TemporaryDirectory() as folder,
+    ):
         corpus = open_corpus(configs["dense"].data, pathlib.Path(folder))
         print("\n| seed | dense | experts | difference | seconds |\n|---|---|---|---|---|")
         for seed in options.seeds:
-            found = [validation_loss(dataclasses.replace(c, seed=seed), corpus) for c in configs.values()]
+            found = [
+                validation_loss(dataclasses.replace(c, seed=seed), corpus) for c in configs.values()
+            ]
             (dense, first), (experts, second) = found
             rows.append((dense, experts))
             print(

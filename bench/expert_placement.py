@@ -33,7 +33,9 @@ def chosen(folder: pathlib.Path, windows: int):
 
     @jax.jit
     def choose(params, tokens):
-        return chosen_experts(model.stack(), params, embed_for_training(params, tokens, None, model))
+        return chosen_experts(
+            model.stack(), params, embed_for_training(params, tokens, None, model)
+        )
 
     return np.asarray(choose(params, batch["tokens"])), model.num_experts
 
@@ -45,14 +47,20 @@ def main() -> None:
     from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
     from jaxpar.nn.experts.sharded import count_crossings, count_transitions, place_experts
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=pathlib.Path, required=True, help="folder of a run of experiments.lm")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--run", type=pathlib.Path, required=True, help="folder of a run of experiments.lm"
+    )
     parser.add_argument("--windows", type=int, default=64)
     options = parser.parse_args()
     with use_mesh(make_mesh(MeshSpec())):
         expert, num_experts = chosen(options.run, options.windows)
     half = options.windows // 2
-    counts, held = (count_transitions(part, num_experts) for part in (expert[:, :half], expert[:, half:]))
+    counts, held = (
+        count_transitions(part, num_experts) for part in (expert[:, :half], expert[:, half:])
+    )
     loads = np.array([np.bincount(layer.reshape(-1), minlength=num_experts) for layer in expert])
     print(f"{len(expert)} layers of {num_experts} experts, {expert[0].size:,} choices a layer, largest load over the "
           f"mean {(loads.max(1) / loads.mean(1)).max():.2f}")  # fmt: skip
@@ -62,7 +70,9 @@ def main() -> None:
         rng = np.random.default_rng(0)
         drawn = [np.array([rng.permutation(row) for row in order]) for _ in range(100)]
         random = np.mean([count_crossings(held, placement) for placement in drawn])
-        plain, placed = (count_crossings(held, each) for each in (order, place_experts(counts, shares)))
+        plain, placed = (
+            count_crossings(held, each) for each in (order, place_experts(counts, shares))
+        )
         told = [part / held.sum() for part in (plain, random, placed)]
         print(f"{shares:7} {told[0]:9.3f} {told[1]:7.3f} {told[2]:7.3f} {1 - placed / plain:20.1%}")
 

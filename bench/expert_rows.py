@@ -55,25 +55,41 @@ def product(request: dict) -> tuple[Callable, tuple, dict]:
     tokens, k, depth, width = (request[name] for name in ("tokens", "k", "depth", "width"))
     keys, dtype, row = jax.random.split(jax.random.key(0), 3), request["dtype"], request["row"]
     # Summed up, a token's k rows are an output; read, a token is k rows.
-    inputs, outputs = tokens if "read" in row else tokens * k, tokens if "write" in row else tokens * k
-    x, g = jax.random.normal(keys[0], (inputs, depth), dtype), jax.random.normal(keys[2], (outputs, width), dtype)
+    inputs, outputs = (
+        tokens if "read" in row else tokens * k,
+        tokens if "write" in row else tokens * k,
+    )
+    x, g = (
+        jax.random.normal(keys[0], (inputs, depth), dtype),
+        jax.random.normal(keys[2], (outputs, width), dtype),
+    )
     w = jax.random.normal(keys[1], (request["experts"], depth, width), dtype) * depth**-0.5
     said: dict = {}
     if row == "jax dense":
         return jnp.matmul, (g, x, w[0]), said
     if row == "jax ragged_dot":
-        return (lambda x, w: jax.lax.ragged_dot(x, w, sizes, preferred_element_type=x.dtype)), (g, x, w), said
+        return (
+            (lambda x, w: jax.lax.ragged_dot(x, w, sizes, preferred_element_type=x.dtype)),
+            (g, x, w),
+            said,
+        )
     if row == "jax mosaic":
         return product_by_mosaic(sizes), (g, x, w), said
     if row == "jax tokamax":
         import tokamax
 
         return (lambda x, w: tokamax.ragged_dot(x, w, group_sizes=sizes)), (g, x, w), said
-    said["note"] = "kernel" if grouped.has_index_kernel(dtype, depth, width) else "tiles: there is no kernel here"
+    said["note"] = (
+        "kernel"
+        if grouped.has_index_kernel(dtype, depth, width)
+        else "tiles: there is no kernel here"
+    )
     if "tile " in row:
         tile = by_index.Cut(*(int(size) for size in row.split()[-1].split("x")))
         by_index.cut_for = lambda *_: tile
-    how = {"jaxpar read": dict(read=order), "jaxpar write": dict(write=order, summed=k)}.get(row, {})
+    how = {"jaxpar read": dict(read=order), "jaxpar write": dict(write=order, summed=k)}.get(
+        row, {}
+    )
     return (lambda x, w: grouped_matmul(x, w, sizes, **how)), (g, x, w), said
 
 
@@ -139,18 +155,26 @@ def layer(request: dict) -> tuple[Callable, tuple, dict]:
     keys = jax.random.split(jax.random.key(0), 6)
     params = {
         name: jax.random.normal(key, leaf.shape, dtype) * 0.02
-        for key, (name, leaf) in zip(keys[2:], mixture.leaves(depth, 0.02, 0.02).items(), strict=True)
+        for key, (name, leaf) in zip(
+            keys[2:], mixture.leaves(depth, 0.02, 0.02).items(), strict=True
+        )
     }
     x, g = (jax.random.normal(key, (tokens, depth), dtype) for key in keys[:2])
     if request["row"] == "jax ragged_dot":
         return plain_layer(request), (g, params, x), {}
     has_index_kernel = grouped.has_index_kernel(dtype, depth, width)
-    transport.has_index_kernel = (lambda *_: False) if "copies" in request["row"] else grouped.has_index_kernel
+    transport.has_index_kernel = (
+        (lambda *_: False) if "copies" in request["row"] else grouped.has_index_kernel
+    )
 
     def run(params, x):
         return mixture.apply(params, x[None], Context(jnp.zeros((1, tokens), jnp.int32)))[0][0]
 
-    return run, (g, params, x), {"note": "kernel" if has_index_kernel else "tiles: there is no kernel here"}
+    return (
+        run,
+        (g, params, x),
+        {"note": "kernel" if has_index_kernel else "tiles: there is no kernel here"},
+    )
 
 
 class Call:
@@ -168,7 +192,9 @@ class Call:
         begin, self.spend_s = time.perf_counter(), request["spend_s"]
         self.program = jax.jit(both_ways(function, request)).lower(*self.args).compile()
         by_index.cut_for = cut_for
-        self.made = said | {"compile_s": time.perf_counter() - begin} | decode_rows.memory_of(self.program)
+        self.made = (
+            said | {"compile_s": time.perf_counter() - begin} | decode_rows.memory_of(self.program)
+        )
         out = self.program(*self.args)
         if not all(bool(jnp.isfinite(each).all()) for each in jax.tree.leaves(out)):
             raise ValueError("the results are not finite")
@@ -191,7 +217,11 @@ def rates(request: dict) -> dict:
     size = request["size"]
     x = jax.random.normal(jax.random.key(0), (size, size), request["dtype"])
     ms = harness.time_jax(jax.jit(jnp.matmul), [(x, x)], request["spend_s"])["ms"]
-    return {"device": jax.devices()[0].device_kind, "version": f"jax {jax.__version__}", "flops": 2e3 * size**3 / ms}
+    return {
+        "device": jax.devices()[0].device_kind,
+        "version": f"jax {jax.__version__}",
+        "flops": 2e3 * size**3 / ms,
+    }
 
 
 class Rows:

@@ -28,7 +28,9 @@ import time
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 if "--tiny" in sys.argv:
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+    )
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import harness  # noqa: E402
@@ -61,7 +63,9 @@ class Row:
         self.mesh = make_mesh(MeshSpec(expert=len(devices)), devices)
         with use_mesh(self.mesh):
             keys = jax.random.split(jax.random.key(0), 6)
-            leaves = {n: leaf for n, leaf in layer.leaves(depth, 1.0, 1.0).items() if n != "w_router"}
+            leaves = {
+                n: leaf for n, leaf in layer.leaves(depth, 1.0, 1.0).items() if n != "w_router"
+            }
             weights = {
                 n: jax.random.normal(key, leaf.shape, dtype) * leaf.shape[1] ** -0.5
                 for key, (n, leaf) in zip(keys, leaves.items(), strict=False)
@@ -74,7 +78,10 @@ class Row:
 
             def step(x, weight, weights, g, expert):
                 out, pull = jax.vjp(
-                    lambda *args: transport(layer, args[0], expert, *args[1:], context), x, weight, weights
+                    lambda *args: transport(layer, args[0], expert, *args[1:], context),
+                    x,
+                    weight,
+                    weights,
                 )
                 return out, *pull(g)
 
@@ -91,8 +98,12 @@ class Row:
         counts = np.bincount(expert.reshape(-1), minlength=shape["experts"])
         load = counts.reshape(len(devices), -1).sum(1)
         if name == "spill":
-            limits = {key: value for key, value in dataclasses.asdict(spill).items() if key != "room"}
-            load = np.asarray(jax.jit(functools.partial(least_loaded, shares=len(devices), **limits))(counts)).sum(0)
+            limits = {
+                key: value for key, value in dataclasses.asdict(spill).items() if key != "room"
+            }
+            load = np.asarray(
+                jax.jit(functools.partial(least_loaded, shares=len(devices), **limits))(counts)
+            ).sum(0)
         self.load = f"{load.max() / load.mean():.2f}"
 
     def round(self, spend_s: float) -> None:
@@ -109,7 +120,13 @@ class Peer:
     def __init__(self, bench: harness.Bench, shape: dict, name: str, skew: float):
         """Has it made, which compares it with a loop over experts."""
         self.bench, self.name, self.skew, self.ms = bench, name, skew, []
-        request = shape | {"do": "make", "row": name, "name": f"{name} {skew}", "skew": skew, "spend_s": 0.3}
+        request = shape | {
+            "do": "make",
+            "row": name,
+            "name": f"{name} {skew}",
+            "skew": skew,
+            "spend_s": 0.3,
+        }
         self.compile_s = self.asked(request)["compile_s"]
 
     def asked(self, request: dict) -> dict:
@@ -134,20 +151,28 @@ def measure(name: str, args: argparse.Namespace, end: float) -> None:
     bench = harness.Bench({"torch": (command, {}, args.peer_python)}, end - time.monotonic(), 90)
     wanted = [(ONE, 0.0), *((t, s) for s in (0.0, args.skew) for t in args.transports.split(","))]
     if not args.no_peer:
-        wanted += [(t, s) for t, only in TORCH.items() for s in (0.0, args.skew) if only in (None, s)]
+        wanted += [
+            (t, s) for t, only in TORCH.items() for s in (0.0, args.skew) if only in (None, s)
+        ]
 
     def made(asked: tuple[str, float]):
         label, skew = asked
         try:
             if time.monotonic() > end:
                 raise TimeoutError("skipped: the budget is spent")
-            return Peer(bench, shape, label, skew) if label in TORCH else Row(shape, label, skew, spill, 8)
+            return (
+                Peer(bench, shape, label, skew)
+                if label in TORCH
+                else Row(shape, label, skew, spill, 8)
+            )
         except Exception as error:  # any row may fail, and is a row then
             return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         ours = pool.map(made, [each for each in wanted if each[0] not in TORCH])
-        every = [*map(made, [each for each in wanted if each[0] in TORCH])]  # one after the other, while JAX compiles
+        every = [
+            *map(made, [each for each in wanted if each[0] in TORCH])
+        ]  # one after the other, while JAX compiles
         every = [*ours, *every]
     for asked, row in zip(wanted, every, strict=True):
         if isinstance(row, str):
@@ -160,11 +185,17 @@ def measure(name: str, args: argparse.Namespace, end: float) -> None:
     bench.close()
     times = {(row.name, row.skew): statistics.median(row.ms) for row in rows}
     print(f"\n### {name}, {count} x {jax.devices()[0].device_kind}, jax {jax.__version__}\n")
-    print(f"| transport | skew | ms (least) | of {count} x | of even | load | sent | compile s |\n{'|---' * 8}|")
+    print(
+        f"| transport | skew | ms (least) | of {count} x | of even | load | sent | compile s |\n{'|---' * 8}|"
+    )
     for row in rows:
         ms = times[row.name, row.skew]
         alone = "torch one" if row.name in TORCH else ONE
-        gain = f"{times[alone, 0.0] / (count * ms):.2f}" if (alone, 0.0) in times and row.name != alone else ""
+        gain = (
+            f"{times[alone, 0.0] / (count * ms):.2f}"
+            if (alone, 0.0) in times and row.name != alone
+            else ""
+        )
         even = f"{ms / times[row.name, 0.0]:.2f}" if (row.name, 0.0) in times else ""
         cells = [row.name, row.skew, f"{ms:.3f} ({min(row.ms):.3f})", gain, even, row.load]
         sent = f"{row.sent / 2**20:.1f} MiB" if row.sent >= 0 else ""
@@ -175,17 +206,25 @@ def measure(name: str, args: argparse.Namespace, end: float) -> None:
 
 def main() -> None:
     """Parses flags and measures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", default=",".join(SHAPES))
     parser.add_argument("--transports", default="all_to_all,spill,gather,ragged")
     parser.add_argument("--skew", type=float, default=0.9)
-    parser.add_argument("--slots", type=int, default=4, help="of spill: the hot experts are k of one device")
+    parser.add_argument(
+        "--slots", type=int, default=4, help="of spill: the hot experts are k of one device"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--spend-s", type=float, default=0.3)
-    parser.add_argument("--budget-s", type=float, default=480, help="no program is compiled after these seconds")
+    parser.add_argument(
+        "--budget-s", type=float, default=480, help="no program is compiled after these seconds"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="programs compiled side by side")
     parser.add_argument("--no-peer", action="store_true", help="without torch")
-    parser.add_argument("--peer-python", default=sys.executable, help="the interpreter that has torch")
+    parser.add_argument(
+        "--peer-python", default=sys.executable, help="the interpreter that has torch"
+    )
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on two simulated devices")
     args = parser.parse_args()
     if not set(args.cases.split(",")) <= set(SHAPES):

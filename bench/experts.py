@@ -39,7 +39,9 @@ NOWHERE = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS"
 def sides_of(args: argparse.Namespace) -> dict:
     """Returns how each framework's process is started."""
     env = ENV | (NOWHERE if args.tiny else {})
-    sides: dict[str, tuple] = {"jaxpar": ([str(HERE / "expert_rows.py")], env | {"PYTHONPATH": str(HERE.parent)})}
+    sides: dict[str, tuple] = {
+        "jaxpar": ([str(HERE / "expert_rows.py")], env | {"PYTHONPATH": str(HERE.parent)})
+    }
     if not args.no_peer:
         path = {"PYTHONPATH": str(args.scattermoe.resolve())} if args.scattermoe else {}
         sides["torch"] = ([str(HERE / "peers" / "torch_experts.py")], env | path, args.peer_python)
@@ -51,9 +53,14 @@ def rows_of(name: str, args: argparse.Namespace, sides: dict) -> list[dict]:
     case, words = CASES[name], args.only.split(",") if args.only else [""]
     common = {"case": name, "kind": case["kind"], "spend_s": args.spend_s, "skew": args.skew}
     common |= case["tiny" if args.tiny else "full"]
-    tiles = [f"jaxpar tile {tile}" for tile in args.tiles.split(",") if tile and case["kind"] == "product"]
+    tiles = [
+        f"jaxpar tile {tile}"
+        for tile in args.tiles.split(",")
+        if tile and case["kind"] == "product"
+    ]
     return [
-        common | {"side": side, "row": row, "direction": direction, "name": f"{name} {row} {direction}"}
+        common
+        | {"side": side, "row": row, "direction": direction, "name": f"{name} {row} {direction}"}
         for direction in args.passes.split(",")
         for side, names in case["sides"].items()
         for row in [*names, *(tiles if side == "jaxpar" else [])]
@@ -69,7 +76,9 @@ def judged(rows: list[dict], rate: float) -> list[dict]:
     for row in rows:
         row["flops"] = flops(row)
         row["limit_ms"] = min((each["ms"] for each in dense), default=1e3 * row["flops"] / rate)
-        row["peer"] = {key: min((each[key] for each in peers), default=math.nan) for key in ("ms", "least_ms")}
+        row["peer"] = {
+            key: min((each[key] for each in peers), default=math.nan) for key in ("ms", "least_ms")
+        }
     return rows
 
 
@@ -77,7 +86,11 @@ def of_peer(row: dict) -> str:
     """Returns how many times as fast as the best peer a row of ours is, by medians and by least times."""
     peer = row["peer"]
     is_ours = row["row"].startswith("jaxpar") and peer["ms"] > 0
-    return f"{peer['ms'] / row['ms']:.2f}x ({peer['least_ms'] / row['least_ms']:.2f})" if is_ours else ""
+    return (
+        f"{peer['ms'] / row['ms']:.2f}x ({peer['least_ms'] / row['least_ms']:.2f})"
+        if is_ours
+        else ""
+    )
 
 
 COLUMNS = {
@@ -96,7 +109,11 @@ COLUMNS = {
 
 def started(bench: harness.Bench, sides: dict, args: argparse.Namespace) -> float:
     """Tells what machine this is; returns the rate of its fastest dense product."""
-    request = {"do": "rates", "size": 256 if args.tiny else 8192, "dtype": "float32" if args.tiny else "bfloat16"}
+    request = {
+        "do": "rates",
+        "size": 256 if args.tiny else 8192,
+        "dtype": "float32" if args.tiny else "bfloat16",
+    }
     said = {side: bench.ask(side, request | {"spend_s": args.spend_s}) for side in sides}
     for side, answer in said.items():
         words = answer.get("failed") or "{device}, {version}, {flops:.3g} FLOP/s".format(**answer)
@@ -128,13 +145,24 @@ def main() -> None:
     parser.set_defaults(row_s=240, spend_s=0.3)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--passes", default="fwd,fwd+bwd", help="one of the two, or both")
-    parser.add_argument("--skew", type=float, default=0.0, help="the share of tokens that choose the first k experts")
-    parser.add_argument("--tiles", default="", help="of `.product`: ROWSxCOLUMNSxTERMSxWARPSxSTAGES, by commas")
+    parser.add_argument(
+        "--skew",
+        type=float,
+        default=0.0,
+        help="the share of tokens that choose the first k experts",
+    )
+    parser.add_argument(
+        "--tiles", default="", help="of `.product`: ROWSxCOLUMNSxTERMSxWARPSxSTAGES, by commas"
+    )
     parser.add_argument("--scattermoe", type=pathlib.Path, help="a folder that holds the package")
-    parser.add_argument("--peer-python", default=sys.executable, help="the interpreter that has torch")
+    parser.add_argument(
+        "--peer-python", default=sys.executable, help="the interpreter that has torch"
+    )
     args = parser.parse_args()
     if not set(args.passes.split(",")) <= {"fwd", "fwd+bwd"}:
-        parser.error(f"--passes {args.passes} is unknown; legal are fwd, fwd+bwd and both by a comma.")
+        parser.error(
+            f"--passes {args.passes} is unknown; legal are fwd, fwd+bwd and both by a comma."
+        )
     if args.tiny:
         args.rounds, args.spend_s = min(args.rounds, 2), 0.01
     measure(args)

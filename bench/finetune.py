@@ -43,7 +43,9 @@ LLAMA_1B = dict(
     vocab_size=128256, max_seq_len=8192, num_layers=16, embed_dim=2048, num_heads=32, num_kv_heads=8, mlp_dim=8192,
     rope_theta=500000.0, tied=True, dtype="bfloat16",
 )  # fmt: skip
-TINY = LLAMA_1B | dict(vocab_size=256, num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=2, mlp_dim=128)
+TINY = LLAMA_1B | dict(
+    vocab_size=256, num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=2, mlp_dim=128
+)
 HOW = dict(low_logits=True, loss_chunk=8192, scan_layers=False)
 """How ours computes."""
 NAMES = dict(remat="names", loss_chunk=2048)
@@ -61,8 +63,12 @@ OURS = {
 PEERS = ("transformers full float32", "transformers full bfloat16")
 LOADS = ("disk", "jaxpar load bfloat16", "jaxpar load float32")
 CASES = {"4x2048": (4, 2048), "1x2048": (1, 2048), "load": ()}
-LOAD_8B = dict(vocab_size=128256, embed_dim=4096, num_heads=32, num_kv_heads=8, mlp_dim=14336, max_seq_len=8192)
-LOAD_TINY = dict(vocab_size=4096, embed_dim=256, num_heads=4, num_kv_heads=2, mlp_dim=512, max_seq_len=64)
+LOAD_8B = dict(
+    vocab_size=128256, embed_dim=4096, num_heads=32, num_kv_heads=8, mlp_dim=14336, max_seq_len=8192
+)
+LOAD_TINY = dict(
+    vocab_size=4096, embed_dim=256, num_heads=4, num_kv_heads=2, mlp_dim=512, max_seq_len=64
+)
 
 
 def steps_of(name: str, args: argparse.Namespace) -> list[dict]:
@@ -71,7 +77,11 @@ def steps_of(name: str, args: argparse.Namespace) -> list[dict]:
     given = {key: literal(value) for key, value in (each.split("=", 1) for each in args.override)}
     common = {"rows": rows, "length": length, "spend_s": args.spend_s, "jobs": args.jobs}
     shape = TINY if args.tiny else LLAMA_1B
-    found = [common | {"do": "step", "row": row, "side": "torch", "model": shape} for row in PEERS if not args.no_peer]
+    found = [
+        common | {"do": "step", "row": row, "side": "torch", "model": shape}
+        for row in PEERS
+        if not args.no_peer
+    ]
     for row, adapter in OURS.items():
         adapter = adapter | {"kind": "lora", "rank": 16, "alpha": 32.0} if adapter else {}
         model = shape | HOW | (NAMES if "names" in row else {}) | given
@@ -83,7 +93,13 @@ def steps_of(name: str, args: argparse.Namespace) -> list[dict]:
 def loads_of(args: argparse.Namespace, folder: pathlib.Path) -> list[dict]:
     """Returns the rows of loading."""
     shape = LOAD_TINY if args.tiny else LOAD_8B
-    common = {"do": "load", "side": "jaxpar", "model": shape, "bytes": 1e9 * args.load_gb, "folder": str(folder)}
+    common = {
+        "do": "load",
+        "side": "jaxpar",
+        "model": shape,
+        "bytes": 1e9 * args.load_gb,
+        "folder": str(folder),
+    }
     return [common | {"row": row} for row in LOADS]
 
 
@@ -134,14 +150,19 @@ def judge(row: dict, seen: list[dict]) -> dict:
     if row["side"] == "jaxpar" and peers:
         row["of_peer"] = min(peers) / row["ms"]
     if (full := timed.get("jaxpar full")) and "lora" in row["row"]:
-        row |= {"of_full": full["ms"] / row["ms"], "bytes_of_full": row["step_bytes"] / full["step_bytes"]}
+        row |= {
+            "of_full": full["ms"] / row["ms"],
+            "bytes_of_full": row["step_bytes"] / full["step_bytes"],
+        }
     return row
 
 
 def wanted(rows: list[dict], only: str | None) -> list[dict]:
     """Returns the rows whose name has one of the words; the disk's rate is always asked for."""
     words = only.split(",") if only else [""]
-    return [row for row in rows if row["row"] == "disk" or any(word in row["row"] for word in words)]
+    return [
+        row for row in rows if row["row"] == "disk" or any(word in row["row"] for word in words)
+    ]
 
 
 def train(name: str, bench: harness.Bench, table: harness.Table, args: argparse.Namespace) -> None:
@@ -153,7 +174,12 @@ def train(name: str, bench: harness.Bench, table: harness.Table, args: argparse.
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
             ours = [row for row in rows if row["side"] == "jaxpar"]
             bench.sides |= {f"job {at}": bench.sides["jaxpar"] for at in range(len(ours))}
-            list(pool.map(lambda at: bench.ask(f"job {at}", ours[at] | {"do": "compile"}), range(len(ours))))
+            list(
+                pool.map(
+                    lambda at: bench.ask(f"job {at}", ours[at] | {"do": "compile"}),
+                    range(len(ours)),
+                )
+            )
         bench.close()
     for row in rows:
         seen.append(judge(row | bench.ask(row["side"], row), seen))
@@ -209,11 +235,21 @@ def main() -> None:
     """Parses flags and measures."""
     parser = harness.arguments(__doc__, CASES, "finetune.json", 900)
     parser.set_defaults(row_s=150, spend_s=3.0)
-    parser.add_argument("--override", action="append", default=[], help="a field of our model, as name=value")
-    parser.add_argument("--load-gb", type=float, default=16.0, help="size of the folder that is loaded")
-    parser.add_argument("--folder", help="where that folder is made; by default where temporary files are")
-    parser.add_argument("--cache", help="a folder of compiled programs to keep; by default a temporary one")
-    parser.add_argument("--peer-python", default=sys.executable, help="the interpreter that has transformers")
+    parser.add_argument(
+        "--override", action="append", default=[], help="a field of our model, as name=value"
+    )
+    parser.add_argument(
+        "--load-gb", type=float, default=16.0, help="size of the folder that is loaded"
+    )
+    parser.add_argument(
+        "--folder", help="where that folder is made; by default where temporary files are"
+    )
+    parser.add_argument(
+        "--cache", help="a folder of compiled programs to keep; by default a temporary one"
+    )
+    parser.add_argument(
+        "--peer-python", default=sys.executable, help="the interpreter that has transformers"
+    )
     args = parser.parse_args()
     if args.tiny:
         args.spend_s, args.load_gb = 0.05, min(args.load_gb, 0.02)

@@ -45,16 +45,26 @@ class Step:
         optimizer = OptimizerConfig(learning_rate=1e-5)
         self.trainer = Trainer(model, optimizer, num_steps=10_000)
         if self.adapter:
-            self.trainer = AdapterTrainer(model, AdapterConfig(**self.adapter), optimizer, num_steps=10_000)
+            self.trainer = AdapterTrainer(
+                model, AdapterConfig(**self.adapter), optimizer, num_steps=10_000
+            )
         self.spend_s, self.size = request["spend_s"], (request["rows"], request["length"])
         rng = np.random.default_rng(1)
         tokens = rng.integers(0, model.vocab_size, (self.size[0], self.size[1] + 1), np.int32)
         batches = {"plain": {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}}
         if "packed" in request["row"]:
             batches["packed"] = batches["plain"] | documents(*self.size)
-        self.batches = {name: jax.tree.map(jax.numpy.asarray, batch) for name, batch in batches.items()}
-        self.shapes, begin = jax.eval_shape(self.trainer.init, jax.random.key(0)), time.perf_counter()
-        self.programs = {name: compile_step(self.trainer, self.shapes, batch) for name, batch in self.batches.items()}
+        self.batches = {
+            name: jax.tree.map(jax.numpy.asarray, batch) for name, batch in batches.items()
+        }
+        self.shapes, begin = (
+            jax.eval_shape(self.trainer.init, jax.random.key(0)),
+            time.perf_counter(),
+        )
+        self.programs = {
+            name: compile_step(self.trainer, self.shapes, batch)
+            for name, batch in self.batches.items()
+        }
         self.compile_s = time.perf_counter() - begin
 
     def times(self) -> dict:
@@ -67,7 +77,9 @@ class Step:
             nonlocal state, count
             begin, info = time.perf_counter(), {}
             for _ in range(calls):
-                state, info = self.programs[name](key, jax.numpy.int32(count), state, self.batches[name])
+                state, info = self.programs[name](
+                    key, jax.numpy.int32(count), state, self.batches[name]
+                )
                 count += 1
             if not bool(jax.numpy.isfinite(info["loss"]).all()):  # waits, too
                 raise ValueError("the loss is not finite")
@@ -80,7 +92,11 @@ class Step:
             for name in self.programs:
                 taken[name].append(1e3 * seconds(name, calls))
         names = list(taken)
-        row = {"ms": statistics.median(taken[names[-1]]), "least_ms": min(taken[names[-1]]), "rounds": taken}
+        row = {
+            "ms": statistics.median(taken[names[-1]]),
+            "least_ms": min(taken[names[-1]]),
+            "rounds": taken,
+        }
         if len(names) > 1:
             row["of_unpacked"] = statistics.median(taken["plain"]) / row["ms"]
         return row | self.memory(names[-1])
@@ -116,9 +132,18 @@ def tensors_of(model: dict, layers: int) -> dict[str, tuple[int, ...]]:
         "self_attn.k_proj": (kv, width), "self_attn.v_proj": (kv, width), "self_attn.o_proj": (width, width),
         "mlp.gate_proj": (mlp, width), "mlp.up_proj": (mlp, width), "mlp.down_proj": (width, mlp),
     }  # fmt: skip
-    ends = {"model.embed_tokens": (model["vocab_size"], width), "lm_head": (model["vocab_size"], width)}
-    every = {f"model.layers.{layer}.{name}": shape for layer in range(layers) for name, shape in one.items()}
-    return {f"{name}.weight": shape for name, shape in (ends | every | {"model.norm": (width,)}).items()}
+    ends = {
+        "model.embed_tokens": (model["vocab_size"], width),
+        "lm_head": (model["vocab_size"], width),
+    }
+    every = {
+        f"model.layers.{layer}.{name}": shape
+        for layer in range(layers)
+        for name, shape in one.items()
+    }
+    return {
+        f"{name}.weight": shape for name, shape in (ends | every | {"model.norm": (width,)}).items()
+    }
 
 
 def write(request: dict) -> dict:
@@ -135,15 +160,28 @@ def write(request: dict) -> dict:
     (folder / "config.json").write_text(json.dumps(config))
     files: list[dict] = [{}]
     for name, shape in tensors_of(model, layers).items():
-        if files[-1] and sum(2 * math.prod(each) for each in files[-1].values()) + 2 * math.prod(shape) > SHARD:
+        if (
+            files[-1]
+            and sum(2 * math.prod(each) for each in files[-1].values()) + 2 * math.prod(shape)
+            > SHARD
+        ):
             files.append({})
         files[-1][name] = shape
-    names = [f"model-{number + 1:05}-of-{len(files):05}.safetensors" for number in range(len(files))]
+    names = [
+        f"model-{number + 1:05}-of-{len(files):05}.safetensors" for number in range(len(files))
+    ]
     where = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": where})
+    )
     begin = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda number: write_file(folder / names[number], files[number], number), range(len(files))))
+        list(
+            pool.map(
+                lambda number: write_file(folder / names[number], files[number], number),
+                range(len(files)),
+            )
+        )
     return {"write_s": time.perf_counter() - begin}
 
 
@@ -228,7 +266,9 @@ def load(request: dict) -> dict:
     from jaxpar.lm import from_hf
 
     model = request["model"]
-    jax.block_until_ready(jax.numpy.zeros(8) + 1)  # the device is awake, and its driver's memory taken
+    jax.block_until_ready(
+        jax.numpy.zeros(8) + 1
+    )  # the device is awake, and its driver's memory taken
     with Watch() as watch:
         begin = time.perf_counter()
         params = from_hf(folder, param_dtype=request["row"].split()[-1])[1]
@@ -237,7 +277,11 @@ def load(request: dict) -> dict:
     largest = max(2 * math.prod(shape) for shape in tensors_of(model, 1).values())
     on_host = jax.default_backend() == "cpu"
     note = {"note": "the parameters are in the host's memory too"} if on_host else {}
-    return said | note | {"s": seconds, "host_bytes": watch.most - watch.before, "largest_bytes": largest}
+    return (
+        said
+        | note
+        | {"s": seconds, "host_bytes": watch.most - watch.before, "largest_bytes": largest}
+    )
 
 
 def answer(request: dict) -> dict:
@@ -250,7 +294,11 @@ def answer(request: dict) -> dict:
     if request["do"] == "compile":
         return {}
     said = {"compile_s": step.compile_s} if request["jobs"] == 1 else {}
-    return said | step.times() | {"device": jax.devices()[0].device_kind, "version": f"jax {jax.__version__}"}
+    return (
+        said
+        | step.times()
+        | {"device": jax.devices()[0].device_kind, "version": f"jax {jax.__version__}"}
+    )
 
 
 if __name__ == "__main__":

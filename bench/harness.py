@@ -59,7 +59,11 @@ class Worker:
             line = self.lines.get(timeout=timeout_s)
         except (queue.Empty, BrokenPipeError) as error:
             self.close()
-            return {"failed": f"no answer in {timeout_s:.0f} s" if isinstance(error, queue.Empty) else self._last()}
+            return {
+                "failed": f"no answer in {timeout_s:.0f} s"
+                if isinstance(error, queue.Empty)
+                else self._last()
+            }
         return json.loads(line) if line else {"failed": self._last()}
 
     def _last(self) -> str:
@@ -96,7 +100,10 @@ def serve(answer: Callable[[dict], dict]) -> None:
         except Exception as error:  # any row may fail, and is a row then
             traceback.print_exc()
             where = traceback.extract_tb(error.__traceback__)[-1]
-            said = " ".join(str(error).split())[:300] or f"in {where.name} of {pathlib.Path(where.filename).name}"
+            said = (
+                " ".join(str(error).split())[:300]
+                or f"in {where.name} of {pathlib.Path(where.filename).name}"
+            )
             reply = {"failed": f"{type(error).__name__}: {said}"}
         print(json.dumps(reply), file=channel, flush=True)
 
@@ -146,7 +153,10 @@ class Table:
 
     def head(self, title: str) -> None:
         """Starts a table of its own under a title."""
-        print(f"\n### {title}\n\n| {' | '.join(self.columns)} |\n{'|---' * len(self.columns)}|", flush=True)
+        print(
+            f"\n### {title}\n\n| {' | '.join(self.columns)} |\n{'|---' * len(self.columns)}|",
+            flush=True,
+        )
 
     def add(self, row: dict) -> None:
         """Prints a row; one that failed shows why."""
@@ -172,7 +182,9 @@ def ratio_to_peer(row: dict) -> str:
 class Bench:
     """Asks the workers of several sides under one budget."""
 
-    def __init__(self, sides: dict[str, tuple[list[str], dict[str, str]]], budget_s: float, row_s: float):
+    def __init__(
+        self, sides: dict[str, tuple[list[str], dict[str, str]]], budget_s: float, row_s: float
+    ):
         """Takes each side's command and environment, the seconds for everything and those for one row."""
         self.sides, self.row_s, self.workers = sides, row_s, {}
         self.end = time.monotonic() + budget_s
@@ -181,9 +193,16 @@ class Bench:
         """Yields (side, request, answer) of a case; with several jobs, what JAX compiles is compiled at once."""
         if jobs > 1:
             rows = {side: [request for other, request in plan if other == side] for side, _ in plan}
-            with concurrent.futures.ThreadPoolExecutor() as pool:  # all sides at once: nothing is timed yet
+            with (
+                concurrent.futures.ThreadPoolExecutor() as pool
+            ):  # all sides at once: nothing is timed yet
                 for side in rows:
-                    pool.submit(self.ask, side, {"row": "prepare", "rows": rows[side], "jobs": jobs}, 3 * self.row_s)
+                    pool.submit(
+                        self.ask,
+                        side,
+                        {"row": "prepare", "rows": rows[side], "jobs": jobs},
+                        3 * self.row_s,
+                    )
         for side, request in plan:
             yield side, request, self.ask(side, request)
 
@@ -221,23 +240,44 @@ def alone() -> Iterator[None]:
 
 def arguments(doc: str, cases: Iterable[str], out: str, budget_s: float) -> argparse.ArgumentParser:
     """Returns a parser with the flags that these benchmarks have in common."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", help=f"separated by commas, of {','.join(cases)}; by default all")
-    parser.add_argument("--budget-s", type=float, default=budget_s, help="no row starts after these seconds")
-    parser.add_argument("--row-s", type=float, default=90, help="a row without an answer by then has failed")
-    parser.add_argument("--spend-s", type=float, default=0.8, help="seconds of measuring for a row, compiling apart")
-    parser.add_argument(
-        "--jobs", type=int, default=1, help="programs compiled side by side; more spoil the compile time"
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, for any machine: checks that the script runs")
-    parser.add_argument("--only", help="only rows whose name contains one of these words, separated by commas")
+    parser.add_argument(
+        "--cases", help=f"separated by commas, of {','.join(cases)}; by default all"
+    )
+    parser.add_argument(
+        "--budget-s", type=float, default=budget_s, help="no row starts after these seconds"
+    )
+    parser.add_argument(
+        "--row-s", type=float, default=90, help="a row without an answer by then has failed"
+    )
+    parser.add_argument(
+        "--spend-s", type=float, default=0.8, help="seconds of measuring for a row, compiling apart"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        help="programs compiled side by side; more spoil the compile time",
+    )
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="tiny shapes, for any machine: checks that the script runs",
+    )
+    parser.add_argument(
+        "--only", help="only rows whose name contains one of these words, separated by commas"
+    )
     parser.add_argument("--no-peer", action="store_true", help="only jaxpar and lax")
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results" / out)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser
 
 
-def plan(rows: list[tuple[str, str]], request: dict, sides: Iterable[str], args: argparse.Namespace) -> list:
+def plan(
+    rows: list[tuple[str, str]], request: dict, sides: Iterable[str], args: argparse.Namespace
+) -> list:
     """Returns (side, request) of every wanted row of a case, forward and forward + backward."""
     words = args.only.split(",") if args.only else [""]
     return [
@@ -252,7 +292,9 @@ def chosen(names: str | None, known: Iterable[str]) -> list[str]:
     """Returns the cases that a flag names, in its order; "C2" stands for all that begin with "C2."."""
     known, found = list(known), []
     for name in names.split(",") if names else known:
-        fits = [name] if name in known else [other for other in known if other.startswith(f"{name}.")]
+        fits = (
+            [name] if name in known else [other for other in known if other.startswith(f"{name}.")]
+        )
         if not fits:
             raise SystemExit(f"--cases knows no {name}; legal are {', '.join(known)}")
         found += [other for other in fits if other not in found]

@@ -28,9 +28,23 @@ PEAK = 989.4e12  # dense bf16 FLOP/s of an H100 or H200 SXM
 
 CASES = {
     "1b": dict(
-        vocab_size=32768, seq_len=2048, embed_dim=2048, num_layers=16, num_heads=16, num_kv_heads=8, mlp_dim=8192
+        vocab_size=32768,
+        seq_len=2048,
+        embed_dim=2048,
+        num_layers=16,
+        num_heads=16,
+        num_kv_heads=8,
+        mlp_dim=8192,
     ),
-    "tiny": dict(vocab_size=512, seq_len=64, embed_dim=64, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=128),
+    "tiny": dict(
+        vocab_size=512,
+        seq_len=64,
+        embed_dim=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        mlp_dim=128,
+    ),
 }
 
 
@@ -38,7 +52,16 @@ def model_config(shape: dict):
     """Returns our model of the peer's shape."""
     from jaxpar.lm import LMConfig
 
-    names = ("vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "mlp_dim", "rope_theta", "remat")
+    names = (
+        "vocab_size",
+        "embed_dim",
+        "num_layers",
+        "num_heads",
+        "num_kv_heads",
+        "mlp_dim",
+        "rope_theta",
+        "remat",
+    )
     return LMConfig(
         **{name: shape[name] for name in names},
         max_seq_len=shape["seq_len"], tied=True, scan_layers=False, low_logits=True, loss_chunk=32768,
@@ -47,7 +70,14 @@ def model_config(shape: dict):
 
 def measure_ours(shape: dict) -> dict:
     """Times jaxpar's optimizer step on a layout: clipping, finiteness check and metrics included."""
-    from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, rules_from, simulate_devices, use_mesh
+    from jaxpar.mesh import (
+        MeshSpec,
+        make_mesh,
+        named_shardings,
+        rules_from,
+        simulate_devices,
+        use_mesh,
+    )
 
     simulate_devices(shape["devices"])  # of the CPU only
     import jax
@@ -63,11 +93,16 @@ def measure_ours(shape: dict) -> dict:
     sizes, _, name = shape["layout"].partition("/")
     mesh = make_mesh(MeshSpec(*map(int, sizes.split(","))), devices)
     with use_mesh(mesh, rules_from(layout=name or "zero3")):
-        state = jax.jit(trainer.init, out_shardings=named_shardings(jax.eval_shape(trainer.init, key), trainer.axes()))(
-            key
-        )
+        state = jax.jit(
+            trainer.init,
+            out_shardings=named_shardings(jax.eval_shape(trainer.init, key), trainer.axes()),
+        )(key)
         data = jax.random.randint(
-            key, (4, 2, shape["rows"] * len(devices), shape["seq_len"]), 0, shape["vocab_size"], jnp.int32
+            key,
+            (4, 2, shape["rows"] * len(devices), shape["seq_len"]),
+            0,
+            shape["vocab_size"],
+            jnp.int32,
         )
         rows = {"tokens": ("batch", None), "targets": ("batch", None)}
         batches = [{"tokens": pair[0], "targets": pair[1]} for pair in data]
@@ -97,7 +132,9 @@ def measure_ours(shape: dict) -> dict:
     return {
         "tokens_per_s": data[0, 0].size / seconds,
         "compile_s": compile_s,
-        "peak_bytes": max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in devices),
+        "peak_bytes": max(
+            (device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in devices
+        ),
         "loss": float(info["loss"][-1]),
         "parameters": num_params(trainer.model),
         "flops_per_token": flops_per_token(trainer.model, shape["seq_len"]),
@@ -111,10 +148,17 @@ def child(arguments: list[str], caches: str) -> dict:
     """Runs one measurement in a process of its own and returns its JSON, or why it failed."""
     # NVLink multicast stays off unless asked for: it can take the GPUs of a shared host down.
     env = {"NCCL_NVLS_ENABLE": "0"} | os.environ
-    env |= {"JAX_COMPILATION_CACHE_DIR": f"{caches}/jax", "TORCHINDUCTOR_CACHE_DIR": f"{caches}/torch"}
+    env |= {
+        "JAX_COMPILATION_CACHE_DIR": f"{caches}/jax",
+        "TORCHINDUCTOR_CACHE_DIR": f"{caches}/torch",
+    }
     out = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=env)
     lines = [line for line in out.stdout.splitlines() if line.startswith("{")]
-    return json.loads(lines[-1]) if not out.returncode and lines else {"error": out.stderr[-3000:] or "no result"}
+    return (
+        json.loads(lines[-1])
+        if not out.returncode and lines
+        else {"error": out.stderr[-3000:] or "no result"}
+    )
 
 
 def count_of(layout: str) -> int:
@@ -125,21 +169,29 @@ def count_of(layout: str) -> int:
 def count_devices() -> int:
     """Asks a process of its own, so that this one holds no GPU."""
     command = [sys.executable, "-c", "import jax; print(jax.device_count())"]
-    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+    return int(
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]
+    )
 
 
 def main() -> None:
     """Parses flags, measures both sides in turns and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--case", choices=list(CASES), default="1b")
     parser.add_argument("--devices", type=int, default=0, help="by default all")
     parser.add_argument(
-        "--layout", action="append", help="data,fsdp,tensor[/name]; by default fsdp (both ways) and tensor over all"
+        "--layout",
+        action="append",
+        help="data,fsdp,tensor[/name]; by default fsdp (both ways) and tensor over all",
     )
     parser.add_argument("--rows", type=int, default=8, help="sequences a device")
     parser.add_argument("--remat", default="none", help="ours")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=330, help="no measurement starts that would end later")
+    parser.add_argument(
+        "--seconds", type=float, default=330, help="no measurement starts that would end later"
+    )
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--no-peer", action="store_true")
@@ -162,9 +214,16 @@ def measure(args: argparse.Namespace, devices: int) -> list[dict]:
     for count in sorted({count_of(layout) for layout in layouts} | {1}):
         # The peer of each number of devices stands beside the layouts of that number.
         if not args.no_peer:
-            plan += [("torch", count, name) for name in (("zero3",) if count == 1 else ("zero3", "zero2"))]
-        plan += [("jaxpar", count, layout) for layout in ("1,1,1", *layouts) if count_of(layout) == count]
-    shape = CASES[args.case] | {name: getattr(args, name) for name in ("rows", "steps", "warmup", "remat")}
+            plan += [
+                ("torch", count, name)
+                for name in (("zero3",) if count == 1 else ("zero3", "zero2"))
+            ]
+        plan += [
+            ("jaxpar", count, layout) for layout in ("1,1,1", *layouts) if count_of(layout) == count
+        ]
+    shape = CASES[args.case] | {
+        name: getattr(args, name) for name in ("rows", "steps", "warmup", "remat")
+    }
     shape |= {"rope_theta": 500000.0}
     start, rows, took = time.monotonic(), [], {}
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -172,15 +231,35 @@ def measure(args: argparse.Namespace, devices: int) -> list[dict]:
         for number in range(args.rounds):
             for side, count, layout in plan:
                 began = time.monotonic()
-                if began - start + took.get((side, layout, count), max(took.values(), default=0)) > args.seconds:
+                if (
+                    began - start + took.get((side, layout, count), max(took.values(), default=0))
+                    > args.seconds
+                ):
                     continue
-                request = json.dumps(shape | {"devices": count, "layout": layout, "gather_again": layout == "zero3"})
+                request = json.dumps(
+                    shape | {"devices": count, "layout": layout, "gather_again": layout == "zero3"}
+                )
                 arguments = [str(HERE / "peers" / "torch_fsdp.py"), request]
-                result = child(arguments if side == "torch" else [__file__, "--ours", request], caches)
+                result = child(
+                    arguments if side == "torch" else [__file__, "--ours", request], caches
+                )
                 took[side, layout, count] = time.monotonic() - began
-                rows.append(dict(side=side, devices=count, layout=layout, round=number, shape=shape, result=result))
+                rows.append(
+                    dict(
+                        side=side,
+                        devices=count,
+                        layout=layout,
+                        round=number,
+                        shape=shape,
+                        result=result,
+                    )
+                )
                 args.out.write_text(json.dumps(rows, indent=1))
-                speed = f"{result['tokens_per_s']:,.0f} tokens/s" if "error" not in result else result["error"]
+                speed = (
+                    f"{result['tokens_per_s']:,.0f} tokens/s"
+                    if "error" not in result
+                    else result["error"]
+                )
                 print(f"# {side} {layout} on {count}: {speed}", file=sys.stderr, flush=True)
     return rows
 
@@ -192,15 +271,32 @@ def report(rows: list[dict]) -> None:
         if "error" not in row["result"]:
             name = f"FSDP2 {row['layout']}" if row["side"] == "torch" else row["layout"]
             groups.setdefault((row["devices"], row["side"], name), []).append(row["result"])
-    median = {key: statistics.median(r["tokens_per_s"] for r in results) for key, results in groups.items()}
-    flops = next((r["flops_per_token"] for results in groups.values() for r in results if "flops_per_token" in r), 0)
-    print("| devices | side | layout | tokens/s (min..max) | of torch's best | scaling | MFU | peak GiB | compile s |")
+    median = {
+        key: statistics.median(r["tokens_per_s"] for r in results)
+        for key, results in groups.items()
+    }
+    flops = next(
+        (
+            r["flops_per_token"]
+            for results in groups.values()
+            for r in results
+            if "flops_per_token" in r
+        ),
+        0,
+    )
+    print(
+        "| devices | side | layout | tokens/s (min..max) | of torch's best | scaling | MFU | peak GiB | compile s |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     for (count, side, name), results in sorted(groups.items()):
         speeds, speed = [r["tokens_per_s"] for r in results], median[count, side, name]
-        peer = max((speed for key, speed in median.items() if key[:2] == (count, "torch")), default=None)
+        peer = max(
+            (speed for key, speed in median.items() if key[:2] == (count, "torch")), default=None
+        )
         alone = median.get((1, side, "FSDP2 zero3" if side == "torch" else "1,1,1"))
-        ratio, scaling = (f"{speed / other:.3f}" if other else "" for other in (peer, alone and alone * count))
+        ratio, scaling = (
+            f"{speed / other:.3f}" if other else "" for other in (peer, alone and alone * count)
+        )
         span = f"{speed:,.0f} ({min(speeds):,.0f}..{max(speeds):,.0f})"
         print(
             f"| {count} | {side} | {name} | {span} | {ratio} | {scaling} | "
@@ -208,9 +304,13 @@ def report(rows: list[dict]) -> None:
             f"{results[0]['compile_s']:.0f} |"
         )
     versions = sorted({r["version"] for results in groups.values() for r in results})
-    sizes = sorted({f"{r['parameters']:,} parameters" for results in groups.values() for r in results})
+    sizes = sorted(
+        {f"{r['parameters']:,} parameters" for results in groups.values() for r in results}
+    )
     devices = sorted({r["device"] for results in groups.values() for r in results})
-    print(f"\n{', '.join([*devices, *versions, *sizes])}; {max((len(r) for r in groups.values()), default=0)} rounds")
+    print(
+        f"\n{', '.join([*devices, *versions, *sizes])}; {max((len(r) for r in groups.values()), default=0)} rounds"
+    )
 
 
 if __name__ == "__main__":

@@ -34,14 +34,26 @@ from jaxpar.loop import run
 def world_of(agents: int, robots: int, size: int) -> World:
     """The default world of that many."""
     births = max(1, agents // 16)
-    return World(Lstm(), agents, num_start=agents, num_robots=robots, size=size, max_births=births, newcomers=births)
+    return World(
+        Lstm(),
+        agents,
+        num_start=agents,
+        num_robots=robots,
+        size=size,
+        max_births=births,
+        newcomers=births,
+    )
 
 
 def speed(world: World, steps: int, rounds: int) -> dict[str, float]:
     """Steps a second, and seconds of compilation."""
     state = jax.jit(world.init)(jax.random.key(0), None)
     begin = time.perf_counter()
-    program = jax.jit(lambda key, state: run(world, key, state, None, steps)).lower(jax.random.key(1), state).compile()
+    program = (
+        jax.jit(lambda key, state: run(world, key, state, None, steps))
+        .lower(jax.random.key(1), state)
+        .compile()
+    )
     compile_s, seconds = time.perf_counter() - begin, []
     for number in range(rounds + 1):
         begin = time.perf_counter()
@@ -49,7 +61,11 @@ def speed(world: World, steps: int, rounds: int) -> dict[str, float]:
         seconds.append(time.perf_counter() - begin)
     assert not info["imbalance"].any()
     rate = steps / statistics.median(seconds[1:])
-    return {"steps_per_s": round(rate, 1), "compile_s": round(compile_s, 1), "alive": int(info["alive"][-1])}
+    return {
+        "steps_per_s": round(rate, 1),
+        "compile_s": round(compile_s, 1),
+        "alive": int(info["alive"][-1]),
+    }
 
 
 def temporary(world: World) -> int:
@@ -95,7 +111,9 @@ def peer(folder: pathlib.Path, steps: int, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     """Prints a line of JSON a row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--agents", default="128,1024")
     parser.add_argument("--robots", type=int, default=256)
     parser.add_argument("--size", type=int, default=256)
@@ -108,13 +126,19 @@ def main() -> None:
     if args.memory:
         for agents in map(int, args.memory.split(",")):
             world = world_of(agents, args.robots, args.size)
-            thin = dataclasses.replace(world, brain=Lstm(8, 8, 2))  # the brain's own memory hides the world's
+            thin = dataclasses.replace(
+                world, brain=Lstm(8, 8, 2)
+            )  # the brain's own memory hides the world's
             print(json.dumps(head | {"agents": agents, "temp_bytes": temporary(thin)}), flush=True)
         return
     for agents in map(int, args.agents.split(",")):
         row = {"agents": agents, "robots": args.robots, "size": args.size}
         print(
-            json.dumps(head | row | speed(world_of(agents, args.robots, args.size), args.steps, args.rounds)),
+            json.dumps(
+                head
+                | row
+                | speed(world_of(agents, args.robots, args.size), args.steps, args.rounds)
+            ),
             flush=True,
         )
     if args.jaxlife:

@@ -39,10 +39,18 @@ from experts import ENV, NOWHERE, of_peer  # noqa: E402
 def sides_of(args: argparse.Namespace) -> dict:
     """Returns how each framework's process is started."""
     env = ENV | (NOWHERE if args.tiny else {})
-    sides: dict[str, tuple] = {"jaxpar": ([str(HERE / "linear_rows.py")], env | {"PYTHONPATH": str(HERE.parent)})}
+    sides: dict[str, tuple] = {
+        "jaxpar": ([str(HERE / "linear_rows.py")], env | {"PYTHONPATH": str(HERE.parent)})
+    }
     if not args.no_peer:
-        path = {"PYTHONPATH": str(args.mlstm_kernels.resolve())} if args.mlstm_kernels else {}  # or it is installed
-        sides["torch"] = ([str(HERE / "peers" / "torch_linear_attention.py")], env | path, args.peer_python)
+        path = (
+            {"PYTHONPATH": str(args.mlstm_kernels.resolve())} if args.mlstm_kernels else {}
+        )  # or it is installed
+        sides["torch"] = (
+            [str(HERE / "peers" / "torch_linear_attention.py")],
+            env | path,
+            args.peer_python,
+        )
     return sides
 
 
@@ -68,7 +76,9 @@ def judged(rows: list[dict], rate: float) -> list[dict]:
     peers = [row for row in rows if "ms" in row and row["side"] == "torch"]
     for row in rows:
         row["limit_ms"] = 1e3 * linear_cases.num_bytes(row) / rate
-        row["peer"] = {key: min((each[key] for each in peers), default=math.nan) for key in ("ms", "least_ms")}
+        row["peer"] = {
+            key: min((each[key] for each in peers), default=math.nan) for key in ("ms", "least_ms")
+        }
         if row["side"] == "jaxpar":
             row["row"] = f"jaxpar {row['row']}"
     return rows
@@ -95,14 +105,20 @@ def measure(args: argparse.Namespace) -> None:
     request = {"do": "rates", "size": 2**16 if args.tiny else 2**28, "spend_s": args.spend_s}
     said = {side: bench.ask(side, request) for side in sides}
     for side, answer in said.items():
-        print(f"{side}: {answer.get('failed') or '{device}, {version}'.format(**answer)}", flush=True)
+        print(
+            f"{side}: {answer.get('failed') or '{device}, {version}'.format(**answer)}", flush=True
+        )
     rate = said["jaxpar"].get("bytes", math.nan)
     print(f"copy: {rate:.3g} bytes/s", flush=True)
     for name in harness.chosen(args.cases, linear_cases.CASES):
-        for direction in linear_cases.directions_of(name):  # apart, so that fewer arrays are held at a time
+        for direction in linear_cases.directions_of(
+            name
+        ):  # apart, so that fewer arrays are held at a time
             if args.passes and direction not in args.passes.split(","):
                 continue
-            rows = judged(in_turns(bench, rows_of(name, direction, args, sides), args.rounds, args.jobs), rate)
+            rows = judged(
+                in_turns(bench, rows_of(name, direction, args, sides), args.rounds, args.jobs), rate
+            )
             table.columns = filled(COLUMNS, rows)
             table.head(f"{name}, {direction}")
             for row in rows:
@@ -115,11 +131,23 @@ def main() -> None:
     parser = harness.arguments(__doc__, linear_cases.CASES, "linear_attention.json", 1700)
     parser.set_defaults(row_s=240, spend_s=0.3)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--passes", help="only these, of fwd,fwd+bwd,step; by default all of a case")
-    parser.add_argument("--check", type=int, default=512, help="tokens over which a peer's errors are computed")
-    parser.add_argument("--tiles", default="", help="KERNEL=COLUMNSxCOLUMNSxWARPSxSTAGES of keys and values, by commas")
-    parser.add_argument("--mlstm-kernels", type=pathlib.Path, help="a folder that holds the package")
-    parser.add_argument("--peer-python", default=sys.executable, help="the interpreter that has torch")
+    parser.add_argument(
+        "--passes", help="only these, of fwd,fwd+bwd,step; by default all of a case"
+    )
+    parser.add_argument(
+        "--check", type=int, default=512, help="tokens over which a peer's errors are computed"
+    )
+    parser.add_argument(
+        "--tiles",
+        default="",
+        help="KERNEL=COLUMNSxCOLUMNSxWARPSxSTAGES of keys and values, by commas",
+    )
+    parser.add_argument(
+        "--mlstm-kernels", type=pathlib.Path, help="a folder that holds the package"
+    )
+    parser.add_argument(
+        "--peer-python", default=sys.executable, help="the interpreter that has torch"
+    )
     args = parser.parse_args()
     if args.tiny:
         args.rounds, args.spend_s = min(args.rounds, 2), 0.01

@@ -20,15 +20,20 @@ SIDES = {
     "heads": {"jaxpar": ["kernel", "chunked"], "torch": ["fla simple_gla", "fla retention"]},
     "none": {"jaxpar": ["kernel", "chunked", "cudnn attention"], "torch": []},
     "delta": {"jaxpar": ["chunked", "chunked, loop"], "torch": ["fla gated_delta_rule"]},
-    "exponential": {"jaxpar": ["kernel", "chunked"], "torch": ["mlstm_kernels limit", "mlstm_kernels xl"]},
+    "exponential": {
+        "jaxpar": ["kernel", "chunked"],
+        "torch": ["mlstm_kernels limit", "mlstm_kernels xl"],
+    },
     "sigmoid": {"jaxpar": ["kernel", "chunked"], "torch": ["mlstm_kernels siging"]},
 }
 CASES = {
     f"{shape}.{decay}": dict(shape=shape, decay=decay)
     for shape in SHAPES
-    for decay in {"G": list(SIDES)[:-1], "M": ["exponential", "sigmoid"], "D": ["rows", "heads", "exponential"]}[
-        shape[0]
-    ]
+    for decay in {
+        "G": list(SIDES)[:-1],
+        "M": ["exponential", "sigmoid"],
+        "D": ["rows", "heads", "exponential"],
+    }[shape[0]]
 }
 STEP = {"jaxpar": ["sequential"], "torch": ["fla step"]}
 """Rows of D1 and D2: one token and a state, in float32, that is read and written."""
@@ -56,12 +61,18 @@ def arrays(request: dict) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     normal = lambda *shape: rng.standard_normal(shape, np.float32)  # noqa: E731
     tokens = batch, length, heads
-    made = {"q": normal(*tokens, depth) * depth**-0.5, "k": normal(*tokens, depth), "v": normal(*tokens, width)}
+    made = {
+        "q": normal(*tokens, depth) * depth**-0.5,
+        "k": normal(*tokens, depth),
+        "v": normal(*tokens, width),
+    }
     made["g"] = normal(*tokens, width)
     if request["decay"] == "rows":  # GLA's: logarithms of sigmoids, by 16
         made["log_decay"] = -np.log1p(np.exp(-normal(*tokens, depth))) / 16
     elif "retention" in request["row"]:
-        made["log_decay"] = np.broadcast_to(np.log1p(-(2.0 ** (-5 - np.arange(heads)))), tokens).astype(np.float32)
+        made["log_decay"] = np.broadcast_to(
+            np.log1p(-(2.0 ** (-5 - np.arange(heads)))), tokens
+        ).astype(np.float32)
     elif request["decay"] in ("heads", "delta"):
         made["log_decay"] = -np.log1p(np.exp(-normal(*tokens))) / 16
     elif request["decay"] in ("exponential", "sigmoid"):
@@ -80,7 +91,9 @@ def num_bytes(request: dict) -> float:
     batch, length, heads, depth, width = request["sizes"]
     if request["direction"] == "step":
         return 8.0 * batch * heads * depth * width
-    decays = {"rows": 4 * depth, "heads": 4, "none": 0, "exponential": 8, "sigmoid": 8, "delta": 8}[request["decay"]]
+    decays = {"rows": 4 * depth, "heads": 4, "none": 0, "exponential": 8, "sigmoid": 8, "delta": 8}[
+        request["decay"]
+    ]
     once = batch * length * heads * (2 * (2 * depth + 2 * width) + decays)
     return once * (3 if request["direction"] == "fwd+bwd" else 1)
 

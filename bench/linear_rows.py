@@ -32,14 +32,16 @@ def function_of(request: dict) -> Callable:
         if request["sizes"][3] != request["sizes"][4]:
             raise ValueError("attention here has values as wide as keys")
         how = None if jax.default_backend() == "cpu" else "cudnn"
-        return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, scale=1.0, is_causal=True, implementation=how)
+        return lambda q, k, v: jax.nn.dot_product_attention(
+            q, k, v, scale=1.0, is_causal=True, implementation=how
+        )
     if request["decay"] == "delta":
         return delta_of(request["row"].endswith("loop"), impl.strip(","))
     if request["decay"] == "exponential":
         # From log gates: keys are scaled as queries are, for both frameworks.
-        return lambda q, k, v, forget, gate: exponential_attention(q, k, v, forget, gate, impl=impl)[0].astype(
-            jnp.bfloat16 if q.dtype == jnp.bfloat16 else q.dtype
-        )
+        return lambda q, k, v, forget, gate: exponential_attention(
+            q, k, v, forget, gate, impl=impl
+        )[0].astype(jnp.bfloat16 if q.dtype == jnp.bfloat16 else q.dtype)
     if request["decay"] == "sigmoid":
         return lambda q, k, v, *gates: with_sigmoid(q, k, v, *gates, impl=impl)
     return lambda q, k, v, *decay: linear_attention(q, k, v, *decay, impl=impl)[0]
@@ -51,7 +53,9 @@ def with_sigmoid(q, k, v, forget, gate, impl: str):
 
     from jaxpar.nn.mixers.linear_attention import linear_attention
 
-    return linear_attention(q, (k * jax.nn.sigmoid(gate)[..., None]).astype(k.dtype), v, forget, impl=impl)[0]
+    return linear_attention(
+        q, (k * jax.nn.sigmoid(gate)[..., None]).astype(k.dtype), v, forget, impl=impl
+    )[0]
 
 
 def delta_of(loop: bool, impl: str) -> Callable:
@@ -63,7 +67,9 @@ def delta_of(loop: bool, impl: str) -> Callable:
 
     from jaxpar.scan import affine_scan
 
-    module = importlib.import_module("jaxpar.nn.mixers.delta_rule")  # whose name is a function's in its package
+    module = importlib.import_module(
+        "jaxpar.nn.mixers.delta_rule"
+    )  # whose name is a function's in its package
 
     def in_turn(a, b, state, *, kind, axis, axis_name):
         del kind, axis_name
@@ -90,7 +96,9 @@ def step_of(request: dict, impl: str) -> Callable:
     if request["decay"] == "exponential":
 
         def step(q, k, v, forget, gate, state):
-            return exponential_attention(q, k, v, forget, gate, state=(state, state[:, :, 0, 0]), impl=impl)
+            return exponential_attention(
+                q, k, v, forget, gate, state=(state, state[:, :, 0, 0]), impl=impl
+            )
 
         return step
     return lambda q, k, v, decay, state: linear_attention(q, k, v, decay, state=state, impl=impl)
@@ -141,9 +149,16 @@ class Call:
         import jax.numpy as jnp
 
         made = linear_cases.arrays(request)
-        narrow = {name: jnp.asarray(x, request["dtype"]) for name, x in made.items() if name not in linear_cases.WIDE}
+        narrow = {
+            name: jnp.asarray(x, request["dtype"])
+            for name, x in made.items()
+            if name not in linear_cases.WIDE
+        }
         names = ["q", "k", "v", *(name for name in linear_cases.WIDE if name in made)]
-        self.args = (narrow["g"], *(narrow[name] if name in narrow else jnp.asarray(made[name]) for name in names))
+        self.args = (
+            narrow["g"],
+            *(narrow[name] if name in narrow else jnp.asarray(made[name]) for name in names),
+        )
         begin, self.spend_s = time.perf_counter(), request["spend_s"]
         with TRACING:
             lowered = jax.jit(both_ways(function_of(request), request)).lower(*self.args)
@@ -155,7 +170,10 @@ class Call:
         if "attention" not in request["row"] and request["direction"] != "step":
             want = truth(request, self.args)
             parts = [
-                float(jnp.linalg.norm(mine[:1, :, :2].astype(jnp.float32) - right) / jnp.linalg.norm(right))
+                float(
+                    jnp.linalg.norm(mine[:1, :, :2].astype(jnp.float32) - right)
+                    / jnp.linalg.norm(right)
+                )
                 for mine, right in zip(out, want, strict=True)
             ]
             self.made |= linear_cases.told(parts, names)
@@ -173,7 +191,11 @@ def rates(request: dict) -> dict:
     x = jnp.zeros((request["size"],), jnp.float32)
     copy = jax.jit(lambda x: x + 1).lower(x).compile()
     ms = harness.time_jax(copy, [(x,)], request["spend_s"])["ms"]
-    return {"device": jax.devices()[0].device_kind, "version": f"jax {jax.__version__}", "bytes": 8e3 * x.size / ms}
+    return {
+        "device": jax.devices()[0].device_kind,
+        "version": f"jax {jax.__version__}",
+        "bytes": 8e3 * x.size / ms,
+    }
 
 
 class Rows:

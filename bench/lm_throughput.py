@@ -24,9 +24,15 @@ sys.path.insert(0, str(HERE.parent))
 PEAK = 989.4e12  # dense bf16 FLOP/s of an H100 or H200 SXM
 
 CASES = {
-    "gpt2": dict(vocab_size=50304, seq_len=1024, embed_dim=768, num_layers=12, num_heads=12, batch_size=32),
-    "0.9b": dict(vocab_size=50304, seq_len=2048, embed_dim=2048, num_layers=16, num_heads=16, batch_size=8),
-    "gpt2-b64": dict(vocab_size=50304, seq_len=1024, embed_dim=768, num_layers=12, num_heads=12, batch_size=64),
+    "gpt2": dict(
+        vocab_size=50304, seq_len=1024, embed_dim=768, num_layers=12, num_heads=12, batch_size=32
+    ),
+    "0.9b": dict(
+        vocab_size=50304, seq_len=2048, embed_dim=2048, num_layers=16, num_heads=16, batch_size=8
+    ),
+    "gpt2-b64": dict(
+        vocab_size=50304, seq_len=1024, embed_dim=768, num_layers=12, num_heads=12, batch_size=64
+    ),
     "tiny": dict(vocab_size=512, seq_len=64, embed_dim=64, num_layers=2, num_heads=2, batch_size=4),
 }
 
@@ -53,7 +59,9 @@ def measure_ours(shape: dict, overrides: dict, profile: bool) -> dict:
     from jaxpar.loop import compile_step
     from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, use_mesh
 
-    trainer = Trainer(model_config(shape, overrides), OptimizerConfig(learning_rate=1e-4), num_steps=10_000)
+    trainer = Trainer(
+        model_config(shape, overrides), OptimizerConfig(learning_rate=1e-4), num_steps=10_000
+    )
     key, device = jax.random.key(0), jax.devices()[0]
     with use_mesh(make_mesh(MeshSpec(data=1), [device])):
         shardings = named_shardings(jax.eval_shape(trainer.init, key), trainer.axes())
@@ -145,27 +153,40 @@ def child(arguments: list[str]) -> dict:
 
 def main() -> None:
     """Parses flags, measures both sides in turns and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--case", action="append", choices=list(CASES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--warmup", type=int, default=20)
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--profile", action="store_true", help="list our longest kernels")
-    parser.add_argument("--override", action="append", default=[], help="a field of LMConfig, as name=value")
+    parser.add_argument(
+        "--override", action="append", default=[], help="a field of LMConfig, as name=value"
+    )
     parser.add_argument("--ours", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.ours:
         request = json.loads(args.ours)
         print(json.dumps(measure_ours(**request)))
         return
-    overrides = {k: json.loads(v) if v[0] in "0123456789tf" else v for k, v in (o.split("=") for o in args.override)}
+    overrides = {
+        k: json.loads(v) if v[0] in "0123456789tf" else v
+        for k, v in (o.split("=") for o in args.override)
+    }
     rows = []
     for case in args.case or ["gpt2", "0.9b"]:
         shape = CASES[case] | {"steps": args.steps, "warmup": args.warmup}
         for _ in range(args.rounds):
             if not args.no_peer:
-                rows.append((case, "torch", child([str(HERE / "peers" / "torch_gpt.py"), json.dumps(shape)])))
+                rows.append(
+                    (
+                        case,
+                        "torch",
+                        child([str(HERE / "peers" / "torch_gpt.py"), json.dumps(shape)]),
+                    )
+                )
             request = {"shape": shape, "overrides": overrides, "profile": args.profile}
             rows.append((case, "jaxpar", child([__file__, "--ours", json.dumps(request)])))
     report(rows)
@@ -177,11 +198,16 @@ def report(rows: list) -> None:
     flops = {case: result for case, side, result in rows if side == "jaxpar"}
     for case, side, result in rows:
         groups[case, side].append(result)
-    print("| case | side | tokens/s (min..max) | MFU | MFU causal | of measured matmul | peak GiB | compile s |")
+    print(
+        "| case | side | tokens/s (min..max) | MFU | MFU causal | of measured matmul | peak GiB | compile s |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for (case, side), results in groups.items():
         speeds = [r["tokens_per_s"] for r in results]
-        speed, rate = statistics.median(speeds), statistics.median(r["matmul_flops_per_s"] for r in results)
+        speed, rate = (
+            statistics.median(speeds),
+            statistics.median(r["matmul_flops_per_s"] for r in results),
+        )
         full, causal = flops[case]["flops"] * speed, flops[case]["flops_causal"] * speed
         print(
             f"| {case} | {side} | {speed:,.0f} ({min(speeds):,.0f}..{max(speeds):,.0f}) | {full / PEAK:.3f} | "
@@ -189,7 +215,9 @@ def report(rows: list) -> None:
             f"{results[-1]['compile_s']:.0f} |"
         )
     last = rows[-1][2]
-    print(f"\n{last['device']}, {last['version']}, matmul {last['matmul_flops_per_s'] / 1e12:.0f} TFLOP/s")
+    print(
+        f"\n{last['device']}, {last['version']}, matmul {last['matmul_flops_per_s'] / 1e12:.0f} TFLOP/s"
+    )
     for ms, calls, name in last.get("kernels", []):
         print(f"{ms:9.3f} ms {calls:5d}  {name}")
     folder = HERE / "results"

@@ -59,40 +59,69 @@ def problems(dtype: str, length: int = LENGTH, seed: int = 0) -> dict[str, Probl
         return jnp.stack([h[0] + 1, 0.3 * h[1] + 0.6 * jnp.tanh(h[1] + jnp.sin(0.1 * h[0]) + x)])
 
     def cancelling(h, x):
-        return jnp.stack([h[0] + step, 0.5 * h[1] + jnp.tanh(h[0] - x[0]) + 0.5 * jnp.tanh(h[1] + x[1])])
+        return jnp.stack(
+            [h[0] + step, 0.5 * h[1] + jnp.tanh(h[0] - x[0]) + 0.5 * jnp.tanh(h[1] + x[1])]
+        )
 
     def network(h, x):
         return 0.5 * h + 0.5 * jnp.tanh(times(w, h) + x)
 
     two = np.zeros(2)
     return {
-        "order one: network": Problem(lambda h, x: jnp.tanh(times(w, h) + x), np.zeros(8), normal(8)),
+        "order one: network": Problem(
+            lambda h, x: jnp.tanh(times(w, h) + x), np.zeros(8), normal(8)
+        ),
         "order one: gated": Problem(gated, np.zeros(6), normal(6)),
-        "order one: slow": Problem(lambda h, x: fading * h + 0.01 * jnp.tanh(h + x), np.zeros(4), normal(4)),
+        "order one: slow": Problem(
+            lambda h, x: fading * h + 0.01 * jnp.tanh(h + x), np.zeros(4), normal(4)
+        ),
         "large entry": Problem(beside(lambda h, x: h + step), two, normal()),
-        "large leaf": Problem(lambda h, x: (h[0] + step, bistable(h[1], x)), (np.zeros(()), np.zeros(())), normal()),
+        "large leaf": Problem(
+            lambda h, x: (h[0] + step, bistable(h[1], x)), (np.zeros(()), np.zeros(())), normal()
+        ),
         "large entry that cancels": Problem(
             cancelling, two, np.stack([step * np.arange(length) + normal(), normal()], 1)
         ),
-        **{f"large start {size:g}": Problem(settling, np.full(3, size), normal(3)) for size in starts},
+        **{
+            f"large start {size:g}": Problem(settling, np.full(3, size), normal(3))
+            for size in starts
+        },
         "large start, network": Problem(network, np.full(8, large / 10), normal(8)),
         "large start, gated": Problem(gated, np.full(6, large / 100), normal(6)),
-        "large start of an entry": Problem(beside(lambda h, x: 0.9 * h), np.array([large, 0]), normal()),
-        "large entry that fades": Problem(beside(lambda h, x: fading * h), np.array([large, 0]), normal()),
-        "large row, elementwise": Problem(lambda h, x: bistable(h, x) + x, np.zeros((8, 4)), normal(8, 4) * rows),
+        "large start of an entry": Problem(
+            beside(lambda h, x: 0.9 * h), np.array([large, 0]), normal()
+        ),
+        "large entry that fades": Problem(
+            beside(lambda h, x: fading * h), np.array([large, 0]), normal()
+        ),
+        "large row, elementwise": Problem(
+            lambda h, x: bistable(h, x) + x, np.zeros((8, 4)), normal(8, 4) * rows
+        ),
         "large row, saturated": Problem(bistable, np.zeros((8, 4)), normal(8, 4) * rows),
         "large row, dense": Problem(
-            lambda h, x: 0.5 * h + 0.3 * jnp.tanh(times(w, h)) + x, np.zeros((8, 8)), normal(8, 8) * rows
+            lambda h, x: 0.5 * h + 0.3 * jnp.tanh(times(w, h)) + x,
+            np.zeros((8, 8)),
+            normal(8, 8) * rows,
         ),
         "counter": Problem(counted, two, normal()),
         "counter from far": Problem(counted, np.array([large, 0]), normal()),
         "growing mode": Problem(beside(lambda h, x: growth * h + x), two, normal()),
         "growing mode, turned": Problem(
-            lambda h, x: times(turn @ np.diag([growth, 0.5]) @ turn.T, h) + 0.1 * x + 0.1 * jnp.tanh(h), two, normal(2)
+            lambda h, x: (
+                times(turn @ np.diag([growth, 0.5]) @ turn.T, h) + 0.1 * x + 0.1 * jnp.tanh(h)
+            ),
+            two,
+            normal(2),
         ),
-        "small states": Problem(lambda h, x: 0.5 * h + 1e-4 * jnp.tanh(h * 1e4 + x), np.zeros(3), normal(3)),
-        "large states": Problem(lambda h, x: 0.5 * h + 1e4 * jnp.tanh(h / 1e4 + x), np.zeros(3), normal(3)),
-        "oscillator": Problem(lambda h, x: times(slow_turn, h) + 0 * x, np.array([1.0, 0]), normal(2)),
+        "small states": Problem(
+            lambda h, x: 0.5 * h + 1e-4 * jnp.tanh(h * 1e4 + x), np.zeros(3), normal(3)
+        ),
+        "large states": Problem(
+            lambda h, x: 0.5 * h + 1e4 * jnp.tanh(h / 1e4 + x), np.zeros(3), normal(3)
+        ),
+        "oscillator": Problem(
+            lambda h, x: times(slow_turn, h) + 0 * x, np.array([1.0, 0]), normal(2)
+        ),
         "random walk": Problem(lambda h, x: h + x, np.zeros(4), normal(4)),
     }
 
@@ -134,8 +163,13 @@ class Judge:
         """Runs the loops."""
         self.dtype, self.problem = dtype, problem
         self.start, self.xs = cast((problem.start, problem.xs), dtype)
-        loops = [self._loop(self.start, self.xs, unroll) for unroll in (1, 8)] + [self._step_by_step()]
-        loops += [self._in_float64(functools.partial(self._by_chance, seed), self.start, self.xs) for seed in (0, 1)]
+        loops = [self._loop(self.start, self.xs, unroll) for unroll in (1, 8)] + [
+            self._step_by_step()
+        ]
+        loops += [
+            self._in_float64(functools.partial(self._by_chance, seed), self.start, self.xs)
+            for seed in (0, 1)
+        ]
         self.exact = self._in_float64(self._loop, self.start, self.xs)
         self.plain = functools.reduce(functools.partial(jax.tree.map, _farthest, self.exact), loops)
         pairs = itertools.permutations(loops, 2)
@@ -146,17 +180,27 @@ class Judge:
         if self.is_determined:
             return self._excess(states, self.plain, self.exact)
         before = jax.tree.map(
-            lambda a, b: np.concatenate([np.asarray(a)[None], np.asarray(b)[:-1]]), self.start, states
+            lambda a, b: np.concatenate([np.asarray(a)[None], np.asarray(b)[:-1]]),
+            self.start,
+            states,
         )
         exact = self._in_float64(self._step, before, self.xs)
-        steps = [jax.device_get(step(before, self.xs)) for step in (self._step, jax.vmap(self.problem.step))]
-        steps += [self._in_float64(functools.partial(self._step_by_chance, seed), before, self.xs) for seed in (0, 1)]
+        steps = [
+            jax.device_get(step(before, self.xs))
+            for step in (self._step, jax.vmap(self.problem.step))
+        ]
+        steps += [
+            self._in_float64(functools.partial(self._step_by_chance, seed), before, self.xs)
+            for seed in (0, 1)
+        ]
         plain = functools.reduce(functools.partial(jax.tree.map, _farthest, exact), steps)
         return self._excess(states, plain, exact)
 
     def _loop(self, start, xs, unroll: int = 1):
         return jax.device_get(
-            jax.jit(functools.partial(jax.lax.scan, scan_step(self.problem), unroll=unroll))(start, xs)[1]
+            jax.jit(functools.partial(jax.lax.scan, scan_step(self.problem), unroll=unroll))(
+                start, xs
+            )[1]
         )
 
     def _by_chance(self, seed: int, start, xs):
@@ -164,7 +208,10 @@ class Judge:
 
         def one(h, row):
             x, key = row
-            h = jax.tree.map(lambda a: a.astype(self.dtype).astype(a.dtype), self._shaken(key, self.problem.step(h, x)))
+            h = jax.tree.map(
+                lambda a: a.astype(self.dtype).astype(a.dtype),
+                self._shaken(key, self.problem.step(h, x)),
+            )
             return h, h
 
         keys = jax.random.split(jax.random.key(seed), LENGTH)
@@ -181,7 +228,9 @@ class Judge:
             for key, leaf in zip(jax.random.split(key, len(leaves)), leaves, strict=True)
         ]
         eps = float(jnp.finfo(self.dtype).eps)
-        return treedef.unflatten([leaf * (1 + eps * share) for leaf, share in zip(leaves, shares, strict=True)])
+        return treedef.unflatten(
+            [leaf * (1 + eps * share) for leaf, share in zip(leaves, shares, strict=True)]
+        )
 
     def _step_by_step(self):
         """The loop operation by operation, each of which rounds."""
@@ -204,8 +253,13 @@ class Judge:
         for ours, loop, true in zip(*map(jax.tree.leaves, (states, plain, exact)), strict=True):
             ours, loop, true = (np.asarray(leaf).astype(np.float64) for leaf in (ours, loop, true))
             with np.errstate(invalid="ignore"):
-                ratio = np.abs(ours - true) / (10 * (np.abs(loop - true) + rtol * np.abs(true) + rtol / 10))
-            worst = max(worst, float(np.where(np.isnan(ratio), np.inf, ratio)[np.isfinite(loop)].max(initial=0)))
+                ratio = np.abs(ours - true) / (
+                    10 * (np.abs(loop - true) + rtol * np.abs(true) + rtol / 10)
+                )
+            worst = max(
+                worst,
+                float(np.where(np.isnan(ratio), np.inf, ratio)[np.isfinite(loop)].max(initial=0)),
+            )
         return worst
 
 

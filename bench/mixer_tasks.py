@@ -87,7 +87,9 @@ def learn(config: rnn.Config) -> dict:
     state, begin, told = jax.jit(trainer.init)(key), time.perf_counter(), []
     for first in range(0, config.train.steps, CHUNK):
         drawn = [task.train(step) for step in range(first, min(first + CHUNK, config.train.steps))]
-        state = steps(state, {name: np.stack([batch[name] for batch in drawn]) for name in drawn[0]}, first)
+        state = steps(
+            state, {name: np.stack([batch[name] for batch in drawn]) for name in drawn[0]}, first
+        )
     evaluate = rnn.make_evaluate(trainer, task)
     told = {name.partition("/")[2]: float(value) for name, value in evaluate(state).items()}
     return told | {"params": count_params(config, task), "seconds": time.perf_counter() - begin}
@@ -95,16 +97,26 @@ def learn(config: rnn.Config) -> dict:
 
 def main() -> None:
     """Parses flags, learns all rows and prints a table: a line a mixer, a column a task."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tasks", default=",".join(TASKS), help=f"of {', '.join(TASKS)}")
-    parser.add_argument("--cells", default=",".join(CELLS.split()), help="what model.cell= takes, with commas")
-    parser.add_argument("--size", type=int, default=32, help="units of the GRU that all are as large as")
+    parser.add_argument(
+        "--cells", default=",".join(CELLS.split()), help="what model.cell= takes, with commas"
+    )
+    parser.add_argument(
+        "--size", type=int, default=32, help="units of the GRU that all are as large as"
+    )
     parser.add_argument("--steps", type=int, default=1000, help="of 64 rows each")
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--rate", type=float, default=5e-3, help="of learning")
     parser.add_argument("--tiny", action="store_true", help="two mixers, a few steps")
     args = parser.parse_args()
-    tasks, cells, seeds = args.tasks.split(","), args.cells.split(","), [int(x) for x in args.seeds.split(",")]
+    tasks, cells, seeds = (
+        args.tasks.split(","),
+        args.cells.split(","),
+        [int(x) for x in args.seeds.split(",")],
+    )
     if not set(tasks) <= set(TASKS):
         parser.error(f"--tasks knows {', '.join(TASKS)}")
     if args.tiny:
@@ -121,18 +133,33 @@ def main() -> None:
                     found = learn(config_of(task, cell, size, args.steps, seed, args.rate))
                     rows.append({"task": task, "cell": cell, "size": size, "seed": seed, **found})
                     print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-                    out.write_text(json.dumps({"steps": args.steps, "rate": args.rate, "rows": rows}, indent=1) + "\n")
+                    out.write_text(
+                        json.dumps({"steps": args.steps, "rate": args.rate, "rows": rows}, indent=1)
+                        + "\n"
+                    )
     except UsageError as error:
         parser.error(str(error))
-    print(f"| mixer | {' | '.join(f'{task} (parameters)' for task in tasks)} |\n{'|---' * (len(tasks) + 1)}|")
+    print(
+        f"| mixer | {' | '.join(f'{task} (parameters)' for task in tasks)} |\n{'|---' * (len(tasks) + 1)}|"
+    )
     for cell in cells:
-        mine = {task: [row for row in rows if (row["task"], row["cell"]) == (task, cell)] for task in tasks}
+        mine = {
+            task: [row for row in rows if (row["task"], row["cell"]) == (task, cell)]
+            for task in tasks
+        }
         right = {task: [row["accuracy"] for row in each] for task, each in mine.items()}
-        spread = {task: f" +- {statistics.stdev(x):.3f}" if len(x) > 1 else "" for task, x in right.items()}
-        cells_of = [f"{statistics.mean(right[t]):.3f}{spread[t]} ({mine[t][0]['params']:,})" for t in tasks]
+        spread = {
+            task: f" +- {statistics.stdev(x):.3f}" if len(x) > 1 else ""
+            for task, x in right.items()
+        }
+        cells_of = [
+            f"{statistics.mean(right[t]):.3f}{spread[t]} ({mine[t][0]['params']:,})" for t in tasks
+        ]
         print(f"| {cell} | {' | '.join(cells_of)} |")
     print(f"| guessing | {' | '.join(f'{TASKS[task][1]:.3f}' for task in tasks)} |")
-    print(f"\n{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.steps} steps, load {load:.1f} when it began")
+    print(
+        f"\n{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.steps} steps, load {load:.1f} when it began"
+    )
 
 
 if __name__ == "__main__":

@@ -37,9 +37,21 @@ ALL = (
     "block_recurrent tcnca"
 )
 SIZES = {
-    "cpu": dict(num_layers=2, embed_dim=64, num_heads=4, mlp_dim=192, length=256, rows=4, dtype="float32"),
-    "gpu": dict(num_layers=12, embed_dim=768, num_heads=6, mlp_dim=2048, length=4096, rows=8, dtype="bfloat16"),
-    "tiny": dict(num_layers=1, embed_dim=16, num_heads=2, mlp_dim=16, length=16, rows=2, dtype="float32"),
+    "cpu": dict(
+        num_layers=2, embed_dim=64, num_heads=4, mlp_dim=192, length=256, rows=4, dtype="float32"
+    ),
+    "gpu": dict(
+        num_layers=12,
+        embed_dim=768,
+        num_heads=6,
+        mlp_dim=2048,
+        length=4096,
+        rows=8,
+        dtype="bfloat16",
+    ),
+    "tiny": dict(
+        num_layers=1, embed_dim=16, num_heads=2, mlp_dim=16, length=16, rows=2, dtype="float32"
+    ),
 }
 
 
@@ -63,7 +75,9 @@ def prepared(mixer: str, size: dict) -> dict:
     params = config.stack().unstacked(jax.tree.map(jnp.copy, held["state"].params))
     whole = empty_cache(config, 1, size["length"])
     # Attention's slots are all read, whatever they hold, and a further token takes the place of the first.
-    held["cache"] = jax.tree.map(jnp.copy, whole.replace(seen=jnp.full_like(whole.seen, size["length"])))
+    held["cache"] = jax.tree.map(
+        jnp.copy, whole.replace(seen=jnp.full_like(whole.seen, size["length"]))
+    )
     one = tokens[:1, :1]
     decode = jax.jit(functools.partial(extend, config=config), donate_argnums=2)
 
@@ -113,7 +127,9 @@ def measure(args: argparse.Namespace, size: dict) -> dict:
         for mixer, each in ready.items():
             for name in ("train", "decode"):
                 rows[mixer][name].append(milliseconds(each[name], args.spend_s))
-        for mixer, found in (peers(args.peer_python, size, args.spend_s) if args.peer_python else {}).items():
+        for mixer, found in (
+            peers(args.peer_python, size, args.spend_s) if args.peer_python else {}
+        ).items():
             row = rows.setdefault(mixer, found["known"] | {"train": [], "decode": []})
             for name in ("train", "decode"):
                 row[name].append(found[name])
@@ -123,7 +139,9 @@ def measure(args: argparse.Namespace, size: dict) -> dict:
 def report(rows: dict, size: dict, load: tuple[float, ...]) -> None:
     """Prints the table and writes the file."""
     tokens = size["length"] * size["rows"]
-    print("| mixer | parameters | a training step, ms (least) | tokens/s | a decode step, ms (least) | cache, KiB |")
+    print(
+        "| mixer | parameters | a training step, ms (least) | tokens/s | a decode step, ms (least) | cache, KiB |"
+    )
     print("|---|---|---|---|---|---|")
     for mixer, row in rows.items():
         train, decode = (statistics.median(row[name]) for name in ("train", "decode"))
@@ -140,10 +158,16 @@ def report(rows: dict, size: dict, load: tuple[float, ...]) -> None:
 
 def main() -> None:
     """Parses flags, measures and reports."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--tiny", action="store_true", help="the smallest model, one round")
-    parser.add_argument("--mixers", default=",".join(ALL.split()), help="of model.mixer=, or matmul_free, with commas")
+    parser.add_argument(
+        "--mixers",
+        default=",".join(ALL.split()),
+        help="of model.mixer=, or matmul_free, with commas",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--spend-s", type=float, default=0.5, help="for each timing")
     parser.add_argument("--peer-python", default="", help="an interpreter that has torch")

@@ -48,7 +48,9 @@ class Side(NamedTuple):
     told: Callable[[], dict[str, Any]]
 
 
-def compiled(program: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], float, float, float]:
+def compiled(
+    program: Callable[..., Any], *args: Any
+) -> tuple[Callable[..., Any], float, float, float]:
     """The program, the seconds that tracing and compiling took, and those of all processors together."""
     began, busy = time.perf_counter(), time.process_time()
     lowered = jax.jit(program).lower(*args)
@@ -62,20 +64,29 @@ def our_run(args: argparse.Namespace, mode: str) -> tuple[Callable[..., Any], tu
     config = NeatConfig(3, 1, args.population, args.nodes, args.conns, args.species, mode)
     neat, data, count = Neat(config, Table(tolerance=0.0)), xor(), args.generations
     first = jax.jit(neat.init)(jax.random.key(args.seed), None)
-    return lambda key, state: run_until(neat, key, state, data, count)[0], (jax.random.key(args.seed + 1), first)
+    return lambda key, state: run_until(neat, key, state, data, count)[0], (
+        jax.random.key(args.seed + 1),
+        first,
+    )
 
 
 def ours(args: argparse.Namespace, mode: str, devices: int) -> Side:
     """`jaxpar.neat`, many generations a program, the population split over so many devices; 0 is no mesh."""
     count = args.generations
-    mesh = use_mesh(make_mesh(MeshSpec(data=devices), jax.devices()[:devices])) if devices else contextlib.nullcontext()
+    mesh = (
+        use_mesh(make_mesh(MeshSpec(data=devices), jax.devices()[:devices]))
+        if devices
+        else contextlib.nullcontext()
+    )
     with mesh:
         whole, (key, first) = our_run(args, mode)
         now = [first]
         program, *seconds = compiled(whole, key, first)
 
     def advance() -> int:
-        now[0] = jax.block_until_ready(program(jax.random.fold_in(key, int(now[0].generation)), now[0]))
+        now[0] = jax.block_until_ready(
+            program(jax.random.fold_in(key, int(now[0].generation)), now[0])
+        )
         return count
 
     def told() -> dict[str, Any]:
@@ -97,14 +108,20 @@ def tensorneat_run(args: argparse.Namespace) -> tuple[Callable[..., Any], Any, A
 
     class Xor(FuncFit):
         inputs, targets = property(lambda self: rows), property(lambda self: targets)
-        input_shape, output_shape = property(lambda self: rows.shape), property(lambda self: targets.shape)
+        input_shape, output_shape = (
+            property(lambda self: rows.shape),
+            property(lambda self: targets.shape),
+        )
 
     form = genome.DefaultGenome(num_inputs=3, num_outputs=1, max_nodes=args.nodes, max_conns=args.conns,
                                 output_transform=common.ACT.sigmoid)  # fmt: skip
     search = algorithm.NEAT(pop_size=args.population, species_size=args.species, genome=form)
     pipeline = Pipeline(search, Xor(), seed=args.seed)
     count = args.peer_generations
-    whole = lambda state: jax.lax.fori_loop(0, count, lambda _, state: pipeline.step(state)[0], state)  # noqa: E731
+
+    def whole(state):
+        return jax.lax.fori_loop(0, count, lambda _, state: pipeline.step(state)[0], state)
+
     return whole, pipeline.setup(), search
 
 
@@ -132,7 +149,8 @@ def neat_python(args: argparse.Namespace) -> Side:
     import neat
 
     rows = [
-        (tuple(map(float, x)), float(y[0])) for x, y in zip(*(xor()[k] for k in ("inputs", "targets")), strict=True)
+        (tuple(map(float, x)), float(y[0]))
+        for x, y in zip(*(xor()[k] for k in ("inputs", "targets")), strict=True)
     ]
 
     def judge(genomes, config):
@@ -142,8 +160,15 @@ def neat_python(args: argparse.Namespace) -> Side:
 
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "config")
-        pathlib.Path(path).write_text((HERE / "peers" / "neat_python_xor.ini").read_text().format(**vars(args)))
-        parts = neat.DefaultGenome, neat.DefaultReproduction, neat.DefaultSpeciesSet, neat.DefaultStagnation
+        pathlib.Path(path).write_text(
+            (HERE / "peers" / "neat_python_xor.ini").read_text().format(**vars(args))
+        )
+        parts = (
+            neat.DefaultGenome,
+            neat.DefaultReproduction,
+            neat.DefaultSpeciesSet,
+            neat.DefaultStagnation,
+        )
         population = neat.Population(neat.Config(*parts, path))
 
     def advance() -> int:
@@ -152,29 +177,48 @@ def neat_python(args: argparse.Namespace) -> Side:
 
     def told() -> dict[str, Any]:
         sizes = np.array([one.size() for one in population.population.values()], float).mean(0)
-        return {"species": len(population.species.species), "nodes": sizes[0] + 3, "conns": sizes[1]}
+        return {
+            "species": len(population.species.species),
+            "nodes": sizes[0] + 3,
+            "conns": sizes[1],
+        }
 
     return Side(0.0, 0.0, 0.0, advance, told)
 
 
 def main() -> None:
     """Measures what the flags ask for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     sizes = dict(
-        population=1000, nodes=50, conns=100, species=20, generations=50, peer_generations=10, rounds=5, seed=0
+        population=1000,
+        nodes=50,
+        conns=100,
+        species=20,
+        generations=50,
+        peer_generations=10,
+        rounds=5,
+        seed=0,
     )
     for name, value in sizes.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--tensorneat", default="", help="a checkout of TensorNEAT")
-    parser.add_argument("--sides", default="", help=f"of {','.join(SIDES)}; by default all that are there")
+    parser.add_argument(
+        "--sides", default="", help=f"of {','.join(SIDES)}; by default all that are there"
+    )
     numbers = lambda text: [int(x) for x in text.split(",")]  # noqa: E731
-    parser.add_argument("--devices", type=numbers, default=[0], help="of ours, such as 1,4; by default no mesh")
+    parser.add_argument(
+        "--devices", type=numbers, default=[0], help="of ours, such as 1,4; by default no mesh"
+    )
     args = parser.parse_args()
     there = [*SIDES[:2], *(["neat-python"] if importlib.util.find_spec("neat") else []),
              *(["tensorneat"] if args.tensorneat else [])]  # fmt: skip
     chosen = args.sides.split(",") if args.sides else there
     if unknown := set(chosen) - set(there):
-        raise SystemExit(f"--sides: {', '.join(sorted(unknown))} is not there; there are {', '.join(there)}.")
+        raise SystemExit(
+            f"--sides: {', '.join(sorted(unknown))} is not there; there are {', '.join(there)}."
+        )
     jax.config.update("jax_enable_compilation_cache", False)
     warnings.simplefilter("ignore")
     makers = {"neat-python": neat_python, "tensorneat": tensorneat}
@@ -194,13 +238,29 @@ def main() -> None:
                 speeds[name].append(count / (time.perf_counter() - began))
                 busy[name].append(1e3 * (time.process_time() - cpu) / count)
     device = jax.devices()[0].device_kind
-    print(json.dumps({"device": device, "cores": os.cpu_count(), "load": os.getloadavg()[0], "jax": jax.__version__}))
+    print(
+        json.dumps(
+            {
+                "device": device,
+                "cores": os.cpu_count(),
+                "load": os.getloadavg()[0],
+                "jax": jax.__version__,
+            }
+        )
+    )
     for name, side in sides.items():
         speed = statistics.median(speeds[name])
         row = {"side": name, "generations_per_s": speed, "slowest": min(speeds[name]), "fastest": max(speeds[name]),
                "cpu_ms_a_generation": statistics.median(busy[name]), "trace_s": side.trace_s,
                "compile_s": side.compile_s, "build_cpu_s": side.build_cpu_s}  # fmt: skip
-        print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in (row | side.told()).items()}))
+        print(
+            json.dumps(
+                {
+                    k: round(v, 4) if isinstance(v, float) else v
+                    for k, v in (row | side.told()).items()
+                }
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -45,12 +45,17 @@ def made(name: str):
 def ours(args, env, params, ends):
     """Our generations: a call that makes one and gives its mean return, after compiling."""
     config = NeatConfig(*ends, args.population, args.nodes, args.conns, args.species, args.mode)
-    neat = Neat(config, Episodes(env, float("inf"), args.episodes, args.num_envs, args.steps, constant=False))
+    neat = Neat(
+        config,
+        Episodes(env, float("inf"), args.episodes, args.num_envs, args.steps, constant=False),
+    )
     state = jax.jit(neat.init)(jax.random.key(args.seed), None)
     program = jax.jit(neat.step).lower(jax.random.key(0), state, params).compile()
 
     def generation(number, state):
-        state, info = program(jax.random.fold_in(jax.random.key(args.seed + 1), number), state, params)
+        state, info = program(
+            jax.random.fold_in(jax.random.key(args.seed + 1), number), state, params
+        )
         return state, info["fitness_mean"]
 
     return generation, state
@@ -80,7 +85,9 @@ def tensorneat(args, env, params, ends):
     form = genome.DefaultGenome(num_inputs=ends[0], num_outputs=ends[1], max_nodes=args.nodes, max_conns=args.conns,
                                 output_transform=common.ACT.sigmoid)  # fmt: skip
     search = algorithm.NEAT(pop_size=args.population, species_size=args.species, genome=form)
-    pipeline = Pipeline(search, Problem(max_step=args.steps, repeat_times=args.episodes), seed=args.seed)
+    pipeline = Pipeline(
+        search, Problem(max_step=args.steps, repeat_times=args.episodes), seed=args.seed
+    )
     state = pipeline.setup()
     program = jax.jit(pipeline.step).lower(state).compile()
 
@@ -93,9 +100,19 @@ def tensorneat(args, env, params, ends):
 
 def main() -> None:
     """Measures what the flags ask for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     sizes = dict(
-        population=1000, episodes=5, steps=500, generations=15, nodes=50, conns=100, species=20, num_envs=0, seed=0
+        population=1000,
+        episodes=5,
+        steps=500,
+        generations=15,
+        nodes=50,
+        conns=100,
+        species=20,
+        num_envs=0,
+        seed=0,
     )
     for name, value in sizes.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
@@ -105,8 +122,18 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     env, params, ends = made(args.env)
-    print(json.dumps({"device": jax.devices()[0].device_kind, "load": os.getloadavg()[0], "jax": jax.__version__}))
-    for name, make in ({args.mode: ours} | ({"tensorneat": tensorneat} if args.tensorneat else {})).items():
+    print(
+        json.dumps(
+            {
+                "device": jax.devices()[0].device_kind,
+                "load": os.getloadavg()[0],
+                "jax": jax.__version__,
+            }
+        )
+    )
+    for name, make in (
+        {args.mode: ours} | ({"tensorneat": tensorneat} if args.tensorneat else {})
+    ).items():
         began = time.perf_counter()
         generation, state = make(args, env, params, ends)
         built, means, seconds = time.perf_counter() - began, [], []
@@ -119,7 +146,10 @@ def main() -> None:
         row = {"side": name, "env": args.env, "population": args.population, "build_s": built,
                "useful_steps_per_s": useful.sum() / sum(seconds[1:]), "last_per_s": useful[-1] / seconds[-1],
                "ms_a_generation": 1e3 * np.median(seconds[1:]), "mean_return": means[-1]}  # fmt: skip
-        print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+        print(
+            json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

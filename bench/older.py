@@ -56,7 +56,9 @@ def loops(tiny: bool) -> dict:
     def evolve(key):
         state = neat.init(key, xor())
         keys = jax.random.split(key, generations)
-        return jax.lax.scan(lambda state, key: (neat.step(key, state, xor())[0], None), state, keys)[0]
+        return jax.lax.scan(
+            lambda state, key: (neat.step(key, state, xor())[0], None), state, keys
+        )[0]
 
     evolve = jax.jit(evolve)
 
@@ -82,7 +84,16 @@ def language_models(tiny: bool) -> dict:
     import jax
     import jax.numpy as jnp
 
-    from jaxpar.lm import OptimizerConfig, Sampling, Trainer, generate, gpt2, init, llama, num_params
+    from jaxpar.lm import (
+        OptimizerConfig,
+        Sampling,
+        Trainer,
+        generate,
+        gpt2,
+        init,
+        llama,
+        num_params,
+    )
 
     small = dict(num_layers=4, embed_dim=256, vocab_size=512, dtype="float32")
     heads = dict(num_heads=8, num_kv_heads=4, head_dim=32, mlp_dim=768)
@@ -95,7 +106,9 @@ def language_models(tiny: bool) -> dict:
 
     trainer = Trainer(trained, OptimizerConfig(), 100)
     state = jax.jit(trainer.init)(jax.random.key(0))
-    tokens = jax.random.randint(jax.random.key(1), (rows, length + 1), 0, trained.vocab_size, jnp.int32)
+    tokens = jax.random.randint(
+        jax.random.key(1), (rows, length + 1), 0, trained.vocab_size, jnp.int32
+    )
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     step = jax.jit(trainer.step, donate_argnums=1)
     held = [state]
@@ -135,7 +148,11 @@ def serve(what: str, tiny: bool) -> None:
             jax.block_until_ready(run())
             seconds[name] = time.perf_counter() - begin
         device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}"
-        answer = {"seconds": seconds, "device": device, "from": str(pathlib.Path(jaxpar.__file__).parents[1])}
+        answer = {
+            "seconds": seconds,
+            "device": device,
+            "from": str(pathlib.Path(jaxpar.__file__).parents[1]),
+        }
         answer["per"] = {name: (count, size) for name, (_, count, size) in made.items()}
         print(json.dumps(answer), flush=True)
 
@@ -154,12 +171,16 @@ def times(answers: list[dict]) -> dict[str, float]:
 
 def main() -> None:
     """Parses flags, measures, prints, and writes bench/results/older_WHAT.json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("older", help="a checkout of another commit")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--what", choices=("lm", "loops"), default="lm")
-    parser.add_argument("--bandwidth", type=float, default=4.8e12, help="of the card, bytes a second")
+    parser.add_argument(
+        "--bandwidth", type=float, default=4.8e12, help="of the card, bytes a second"
+    )
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
@@ -168,7 +189,9 @@ def main() -> None:
     flags = ["--what", args.what, *["--tiny"] * args.tiny]
     paths = {"old": str(pathlib.Path(args.older).resolve()), "new": str(HERE.parent)}
     memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    workers = {side: Worker([__file__, path, "--serve", *flags], memory) for side, path in paths.items()}
+    workers = {
+        side: Worker([__file__, path, "--serve", *flags], memory) for side, path in paths.items()
+    }
     answers: dict[str, list[dict]] = {"old": [], "new": []}
     for number in range(args.rounds):
         for side in ("old", "new") if number % 2 else ("new", "old"):
@@ -182,9 +205,13 @@ def main() -> None:
     print(answers["new"][0]["device"])
     for name, new in medians["new"].items():
         size = answers["new"][0]["per"][name][1]
-        limit = f", weights once {size / args.bandwidth * 1e3:.2f} ms" if size and not args.tiny else ""
+        limit = (
+            f", weights once {size / args.bandwidth * 1e3:.2f} ms" if size and not args.tiny else ""
+        )
         old = medians["old"][name]
-        print(f"{name:20} old {old * 1e3:9.2f} ms, new {new * 1e3:9.2f} ms, ratio {old / new:.3f}{limit}")
+        print(
+            f"{name:20} old {old * 1e3:9.2f} ms, new {new * 1e3:9.2f} ms, ratio {old / new:.3f}{limit}"
+        )
     folder = HERE / "results"
     folder.mkdir(exist_ok=True)
     (folder / f"older_{args.what}.json").write_text(

@@ -85,7 +85,9 @@ def tell_axes(axes: dict[str, dict[str, list[str]]]) -> None:
         others = {path: said for path, said in known.items() if said[side] != said["by hand"]}
         print(f"\n{side}: {len(known) - len(others)} of {len(known)} parameters lie as by hand")
         for path, said in others.items():
-            shown = {name: ", ".join(axis or "-" for axis in said[name]) for name in (side, "by hand")}
+            shown = {
+                name: ", ".join(axis or "-" for axis in said[name]) for name in (side, "by hand")
+            }
             print(f"  {path}: {shown[side]}; by hand {shown['by hand']}")
 
 
@@ -114,7 +116,9 @@ def measure(args: argparse.Namespace) -> None:
                     table.add({"row": "all", "failed": answer["failed"]})
                     continue
                 for side in sides:
-                    table.add(judged(side, answer["rows"], args.steps) | {"case": name, "size": size})
+                    table.add(
+                        judged(side, answer["rows"], args.steps) | {"case": name, "size": size}
+                    )
                 tell_axes(answer["axes"])
     finally:
         bench.close()
@@ -127,7 +131,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="turns of each side that are counted")
     parser.add_argument("--steps", type=int, default=20, help="steps of a turn")
     parser.add_argument("--redco", default="", help="a folder that holds Redco and tqdm")
-    parser.add_argument("--sizes", help=f"separated by commas, of {','.join(SIZES)}; by default all")
+    parser.add_argument(
+        "--sizes", help=f"separated by commas, of {','.join(SIZES)}; by default all"
+    )
     args = parser.parse_args()
     args.redco = str(pathlib.Path(args.redco).resolve()) if args.redco else ""
     if args.tiny:

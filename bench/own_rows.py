@@ -26,14 +26,25 @@ BATCH, RATE = 64, 3e-3
 
 def axes_by_hand(layers: int) -> dict[str, tuple]:
     """Returns how one writes the axes of a transformer down, by its parameters' paths; the rest is whole."""
-    split = {"Embed_0/embedding": ("tensor", "fsdp"), f"Dense_{2 * layers}/kernel": ("fsdp", "tensor")}
+    split = {
+        "Embed_0/embedding": ("tensor", "fsdp"),
+        f"Dense_{2 * layers}/kernel": ("fsdp", "tensor"),
+    }
     for layer in range(layers):
-        attention, up, down = f"MultiHeadDotProductAttention_{layer}", f"Dense_{2 * layer}", f"Dense_{2 * layer + 1}"
+        attention, up, down = (
+            f"MultiHeadDotProductAttention_{layer}",
+            f"Dense_{2 * layer}",
+            f"Dense_{2 * layer + 1}",
+        )
         for name in ("query", "key", "value"):
             split[f"{attention}/{name}/kernel"] = ("fsdp", "tensor", None)
             split[f"{attention}/{name}/bias"] = ("tensor", None)
         split[f"{attention}/out/kernel"] = ("tensor", None, "fsdp")
-        split |= {f"{up}/kernel": ("fsdp", "tensor"), f"{up}/bias": ("tensor",), f"{down}/kernel": ("tensor", "fsdp")}
+        split |= {
+            f"{up}/kernel": ("fsdp", "tensor"),
+            f"{up}/bias": ("tensor",),
+            f"{down}/kernel": ("tensor", "fsdp"),
+        }
     return split
 
 
@@ -91,7 +102,9 @@ def ours(request: dict, turns: Turns, made: dict) -> None:
         return collate(rows)
 
     begin = task.model.init_variables
-    model = dataclasses.replace(task.model, collate=counted, init_variables=lambda key: begin(jax.random.key(0)))
+    model = dataclasses.replace(
+        task.model, collate=counted, init_variables=lambda key: begin(jax.random.key(0))
+    )
     turns.begin(side)
     result = train_own(
         model, task.examples, Fit(request["total"]), batch_size=BATCH, mesh=MeshSpec(**request["mesh"]),
@@ -108,7 +121,9 @@ def by_hand(request: dict, turns: Turns, made: dict) -> None:
     sizes = {"data": 1, "fsdp": 1, "tensor": 1} | request["mesh"]
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(tuple(sizes.values())), tuple(sizes))
     params = model.init_variables(jax.random.key(0))["params"]
-    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), hand_specs(params, request["layers"]))
+    places = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), hand_specs(params, request["layers"])
+    )
     params = jax.device_put(params, places)
     opt_state = jax.jit(rule.init)(params)
     rows = NamedSharding(mesh, P(("data", "fsdp")))
@@ -116,12 +131,18 @@ def by_hand(request: dict, turns: Turns, made: dict) -> None:
     def step(params, opt_state, batch):
         value, grads = jax.value_and_grad(lambda p: model.loss({"params": p}, batch, None))(params)
         updates, opt_state = rule.update(grads, opt_state, params)
-        return jax.lax.with_sharding_constraint(optax.apply_updates(params, updates), places), opt_state, value
+        return (
+            jax.lax.with_sharding_constraint(optax.apply_updates(params, updates), places),
+            opt_state,
+            value,
+        )
 
     program, late = jax.jit(step, donate_argnums=(0, 1)), None
     for number in range(request["total"]):
         turns.step(side)
-        batch = jax.device_put(model.collate([task.examples[i] for i in chosen(number, len(task.examples))]), rows)
+        batch = jax.device_put(
+            model.collate([task.examples[i] for i in chosen(number, len(task.examples))]), rows
+        )
         params, opt_state, value = program(params, opt_state, batch)
         if late is not None:
             float(late)
@@ -158,7 +179,9 @@ def redco(request: dict, turns: Turns, made: dict) -> None:
         trainer.train(examples[: count * BATCH], per_device_batch_size=BATCH // shares)
         left -= count
     params = trainer._state.params
-    made[side] = params if request["mesh"].get("tensor", 1) > 1 else jax.tree.map(lambda x: x[0], params)
+    made[side] = (
+        params if request["mesh"].get("tensor", 1) > 1 else jax.tree.map(lambda x: x[0], params)
+    )
 
 
 def chosen(step: int, count: int) -> list[int]:
@@ -178,7 +201,9 @@ def order_of(epoch: int, count: int) -> np.ndarray:
 def hand_specs(params, layers: int):
     """Returns a spec a parameter, by `axes_by_hand`."""
     split = axes_by_hand(layers)
-    return jax.tree_util.tree_map_with_path(lambda path, _: P(*split.get(path_of(path), ())), params)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: P(*split.get(path_of(path), ())), params
+    )
 
 
 def axes_of(request: dict) -> dict:
@@ -190,7 +215,9 @@ def axes_of(request: dict) -> dict:
     said = {row.path.removeprefix("params/"): {"jaxpar.own": list(row.split)} for row in laid.rows}
     is_spec = lambda x: isinstance(x, P)  # noqa: E731
     split = {axis for axis, size in request["mesh"].items() if size > 1}
-    for path, spec in jax.tree_util.tree_leaves_with_path(hand_specs(params, request["layers"]), is_leaf=is_spec):
+    for path, spec in jax.tree_util.tree_leaves_with_path(
+        hand_specs(params, request["layers"]), is_leaf=is_spec
+    ):
         rank = len(said[path_of(path)]["jaxpar.own"])
         said[path_of(path)]["by hand"] = [
             axis if axis in split else "" for axis in [*spec, *[None] * (rank - len(spec))]
@@ -202,7 +229,9 @@ def axes_of(request: dict) -> dict:
         for path, spec in jax.tree_util.tree_leaves_with_path(dict(found), is_leaf=is_spec):
             name = path_of(path)
             rank = len(said[name]["by hand"])
-            said[name]["redco"] = ["tensor" if axis == "mp" else "" for axis in [*spec, *[None] * (rank - len(spec))]]
+            said[name]["redco"] = [
+                "tensor" if axis == "mp" else "" for axis in [*spec, *[None] * (rank - len(spec))]
+            ]
     return {"axes": said}
 
 

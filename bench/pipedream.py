@@ -29,13 +29,23 @@ from jaxpar.lm.stages import stages
 from jaxpar.mesh import MeshSpec, make_mesh, simulate_devices, use_mesh
 from jaxpar.pipeline.asynchronous import PipeDream
 
-ROWS, LENGTH, MICROBATCHES, FLUSH = 8, 64, 250, 8  # rows and tokens of a microbatch, how many a call, how many a flush
+ROWS, LENGTH, MICROBATCHES, FLUSH = (
+    8,
+    64,
+    250,
+    8,
+)  # rows and tokens of a microbatch, how many a call, how many a flush
 
 
 def microbatches(tokens, number: int, seed: int) -> dict:
     """Returns the microbatches of a call, [m, rows, tokens]."""
-    batch = Windows(tokens, LENGTH, ROWS * MICROBATCHES, seed)(number, slice(0, ROWS * MICROBATCHES))
-    return {name: jnp.asarray(batch[name]).reshape(MICROBATCHES, ROWS, LENGTH) for name in ("tokens", "targets")}
+    batch = Windows(tokens, LENGTH, ROWS * MICROBATCHES, seed)(
+        number, slice(0, ROWS * MICROBATCHES)
+    )
+    return {
+        name: jnp.asarray(batch[name]).reshape(MICROBATCHES, ROWS, LENGTH)
+        for name in ("tokens", "targets")
+    }
 
 
 def trained(model, params, data: list, rule, num_stages: int):
@@ -44,7 +54,9 @@ def trained(model, params, data: list, rule, num_stages: int):
     with use_mesh(make_mesh(MeshSpec(stage=num_stages), jax.devices()[:num_stages])):
         state, run = train.init(model, params), jax.jit(lambda *args: train(model, *args))
         for batch in data:
-            params, state, _ = jax.block_until_ready(run(params, state, batch))  # simulated devices share few threads
+            params, state, _ = jax.block_until_ready(
+                run(params, state, batch)
+            )  # simulated devices share few threads
     return params
 
 
@@ -67,15 +79,25 @@ def main() -> None:
     options = parser.parse_args()
     simulate_devices(options.stages)
     config = LMConfig(
-        256, num_layers=options.stages, embed_dim=64, num_heads=4, mlp_dim=128, dtype="float32", tied=False
+        256,
+        num_layers=options.stages,
+        embed_dim=64,
+        num_heads=4,
+        mlp_dim=128,
+        dtype="float32",
+        tied=False,
     )
     model, params = stages(config), init(jax.random.key(0), config)
     with tempfile.TemporaryDirectory() as folder:
         corpus = open_corpus(DataConfig(), pathlib.Path(folder))
         data = [microbatches(corpus.train, number, 0) for number in range(options.calls)]
-        unseen = jax.tree.map(lambda x: x.reshape(-1, LENGTH), microbatches(corpus.validation, 0, 1))
+        unseen = jax.tree.map(
+            lambda x: x.reshape(-1, LENGTH), microbatches(corpus.validation, 0, 1)
+        )
     loss = jax.jit(lambda params: model.whole(params, unseen, None, model.total(unseen), 1.0)[0])
-    print(f"| rate of Adam | {options.stages} stages | one stage | {FLUSH} microbatches an update | seconds |")
+    print(
+        f"| rate of Adam | {options.stages} stages | one stage | {FLUSH} microbatches an update | seconds |"
+    )
     print("|---|---|---|---|---|")
     for rate in options.rates:
         start, rule = time.perf_counter(), optax.adam(rate)

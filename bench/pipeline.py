@@ -33,18 +33,28 @@ import harness  # noqa: E402
 from layouts import count_devices  # noqa: E402
 
 # NVLink multicast stays off: it can take the GPUs of a shared host down.
-SAFE = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+SAFE = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
 NOWHERE = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 WHAT = ("torch", "fsdp", "run", "offload", "tables", "vocabulary", "compile", "aot")
 ON_DEVICES = WHAT[:4]
 
-MODEL = dict(num_layers=16, embed_dim=2048, num_heads=32, num_kv_heads=8, mlp_dim=8192, vocab_size=32768)
+MODEL = dict(
+    num_layers=16, embed_dim=2048, num_heads=32, num_kv_heads=8, mlp_dim=8192, vocab_size=32768
+)
 TINY = dict(num_layers=4, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=64, vocab_size=64)
 FULL = dict(model=MODEL, length=2048, dtype="bfloat16")
 SMALL = dict(model=TINY, length=16, dtype="float32")
 OURS = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "blockwise")
 THEIRS = ("gpipe", "1f1b", "interleaved", "zb_v", "blockwise")
-OFFLOADED = ("gpipe", "interleaved", "zb_v")  # two stages keep two microbatches by 1f1b, and one slot more is under way
+OFFLOADED = (
+    "gpipe",
+    "interleaved",
+    "zb_v",
+)  # two stages keep two microbatches by 1f1b, and one slot more is under way
 
 
 def sides_of(args: argparse.Namespace) -> dict:
@@ -58,32 +68,63 @@ def sides_of(args: argparse.Namespace) -> dict:
     counts = {"PYTHONPATH": str(HERE.parent), "JAX_PLATFORMS": "cpu"}
     return {
         "jaxpar": ([str(HERE / "pipeline_rows.py")], ours),
-        "torch": ([str(HERE / "peers" / "torch_pipeline.py"), str(args.devices)], env, args.peer_python),
-        "tables": ([str(HERE / "peers" / "torch_pipeline.py"), "1"], SAFE | NOWHERE, args.peer_python),
+        "torch": (
+            [str(HERE / "peers" / "torch_pipeline.py"), str(args.devices)],
+            env,
+            args.peer_python,
+        ),
+        "tables": (
+            [str(HERE / "peers" / "torch_pipeline.py"), "1"],
+            SAFE | NOWHERE,
+            args.peer_python,
+        ),
         "counts": ([str(HERE / "pipeline_counts.py")], counts),
     }
 
 
 def rows_of(what: str, args: argparse.Namespace) -> list[dict]:
     """Returns the rows of a part that devices run, in the order in which they run."""
-    common = (SMALL if args.tiny else FULL) | {"what": what, "devices": args.devices, "mesh": args.devices}
-    common |= {"rows": args.rows, "remat": args.remat, "attention": args.attention, "spend_s": args.spend_s}
+    common = (SMALL if args.tiny else FULL) | {
+        "what": what,
+        "devices": args.devices,
+        "mesh": args.devices,
+    }
+    common |= {
+        "rows": args.rows,
+        "remat": args.remat,
+        "attention": args.attention,
+        "spend_s": args.spend_s,
+    }
     common |= {"chunks": args.chunks, "timings": args.timings, "schedule": ""}
     rows = []
     for m in map(int, args.microbatches.split(",")):
         each = common | {"microbatches": m}
         if what == "torch":
-            rows += [each | {"side": "torch", "row": f"torch {name}", "schedule": name} for name in THEIRS]
+            rows += [
+                each | {"side": "torch", "row": f"torch {name}", "schedule": name}
+                for name in THEIRS
+            ]
         if what == "run":
-            rows += [each | {"side": "jaxpar", "row": name, "schedule": name, "kind": "run"} for name in OURS]
+            rows += [
+                each | {"side": "jaxpar", "row": name, "schedule": name, "kind": "run"}
+                for name in OURS
+            ]
         if what == "fsdp":
             kinds = {"fsdp, in turn": "turn", "fsdp, all at once": "whole"}
-            rows += [each | {"side": "jaxpar", "row": name, "kind": kind} for name, kind in kinds.items()]
-            rows.append(each | {"side": "jaxpar", "row": "one device, in turn", "kind": "turn", "devices": 1})
+            rows += [
+                each | {"side": "jaxpar", "row": name, "kind": kind} for name, kind in kinds.items()
+            ]
+            rows.append(
+                each
+                | {"side": "jaxpar", "row": "one device, in turn", "kind": "turn", "devices": 1}
+            )
         if what == "offload":
             for name in OFFLOADED:
                 one = each | {"side": "jaxpar", "schedule": name}
-                rows += [one | {"row": name, "kind": "run"}, one | {"row": f"{name} with offload", "kind": "offload"}]
+                rows += [
+                    one | {"row": name, "kind": "run"},
+                    one | {"row": f"{name} with offload", "kind": "offload"},
+                ]
     words = args.only.split(",") if args.only else [""]
     return [row for row in rows if any(word in row["row"] for word in words)]
 
@@ -97,14 +138,20 @@ def judged(row: dict, before: list[dict]) -> dict:
     def times(chosen) -> list[float]:
         return [x["ms"] for x in chosen]
 
-    theirs, ours = [[x for x in known if (x["side"] == "torch") == torch] for torch in (True, False)]
+    theirs, ours = [
+        [x for x in known if (x["side"] == "torch") == torch] for torch in (True, False)
+    ]
     found = {
         "of_torch": times(x for x in theirs if x["schedule"] == row["schedule"]),
         "of_best": times(theirs),
         "of_1f1b": times(x for x in ours if x["row"] == "1f1b" and x["kind"] == "run"),
         "of_fsdp": times(x for x in ours if x["row"].startswith("fsdp")),
     }
-    row |= {name: min(all_of) / row["ms"] for name, all_of in found.items() if all_of and row["side"] == "jaxpar"}
+    row |= {
+        name: min(all_of) / row["ms"]
+        for name, all_of in found.items()
+        if all_of and row["side"] == "jaxpar"
+    }
     if "lockstep_ms" in row:
         row["of_lockstep"] = row["ms"] / row["lockstep_ms"]
     if row.get("kind") == "offload":
@@ -125,7 +172,9 @@ def peak_of(row: dict) -> float:
 
 def costs_of(row: dict) -> str:
     """Returns the measured times of tasks, in ms."""
-    names = ("F", "B", "W", "BW", "head", "leave") + (("offload", "fetch") if row["costs"]["offload"] else ())
+    names = ("F", "B", "W", "BW", "head", "leave") + (
+        ("offload", "fetch") if row["costs"]["offload"] else ()
+    )
     return " ".join(f"{name} {row['costs'][name]:.2f}" for name in names)
 
 
@@ -152,10 +201,14 @@ COLUMNS = {
 }
 
 
-def measure(what: str, bench: harness.Bench, table: harness.Table, args: argparse.Namespace) -> None:
+def measure(
+    what: str, bench: harness.Bench, table: harness.Table, args: argparse.Namespace
+) -> None:
     """Runs a part that devices run, a row a process of ours."""
     table.columns = COLUMNS
-    table.head(f"{what}: {args.devices} devices, {args.rows} rows of a microbatch, remat={args.remat}")
+    table.head(
+        f"{what}: {args.devices} devices, {args.rows} rows of a microbatch, remat={args.remat}"
+    )
     version = ""
     for row in rows_of(what, args):
         answer = bench.ask(row["side"], row)
@@ -163,7 +216,9 @@ def measure(what: str, bench: harness.Bench, table: harness.Table, args: argpars
             version = answer["version"]
             print(f"<!-- {answer['device']}, {version} -->", flush=True)
         if row["side"] == "jaxpar" or "failed" in answer:
-            bench.close(row["side"])  # the next row's peak is its own, and no broken group of processes stays
+            bench.close(
+                row["side"]
+            )  # the next row's peak is its own, and no broken group of processes stays
         table.add(judged(row | answer, table.rows))
     bench.close()
 
@@ -193,23 +248,43 @@ def count(what: str, bench: harness.Bench, table: harness.Table, args: argparse.
 
 def main() -> None:
     """Parses flags and measures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--what", default=",".join(WHAT), help=f"separated by commas, of {','.join(WHAT)}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--what", default=",".join(WHAT), help=f"separated by commas, of {','.join(WHAT)}"
+    )
     parser.add_argument("--seconds", type=float, default=math.inf, help="no row starts after these")
-    parser.add_argument("--row-s", type=float, default=240, help="a row without an answer by then has failed")
+    parser.add_argument(
+        "--row-s", type=float, default=240, help="a row without an answer by then has failed"
+    )
     parser.add_argument("--spend-s", type=float, default=4, help="seconds of timing for a step")
     parser.add_argument("--timings", type=int, default=8, help="steps of torch that are timed")
     parser.add_argument("--devices", type=int, default=0, help="stages; by default 2")
     parser.add_argument("--microbatches", default="8,4")
     parser.add_argument("--rows", type=int, default=2, help="sequences of a microbatch")
-    parser.add_argument("--chunks", type=int, default=2, help="of each device, where a schedule leaves it open")
+    parser.add_argument(
+        "--chunks", type=int, default=2, help="of each device, where a schedule leaves it open"
+    )
     parser.add_argument("--remat", default="none", help="ours")
-    parser.add_argument("--attention", default="auto", help="ours: auto (cuDNN on GPUs), cudnn or xla")
-    parser.add_argument("--only", help="only rows whose name contains one of these words, separated by commas")
+    parser.add_argument(
+        "--attention", default="auto", help="ours: auto (cuDNN on GPUs), cudnn or xla"
+    )
+    parser.add_argument(
+        "--only", help="only rows whose name contains one of these words, separated by commas"
+    )
     parser.add_argument("--xla", default="", help="XLA_FLAGS of our processes")
-    parser.add_argument("--cache", default="", help="folder of compiled programs, so that rows share what they time")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, for any machine: checks that the script runs")
-    parser.add_argument("--peer-python", default=sys.executable, help="the interpreter that has torch")
+    parser.add_argument(
+        "--cache", default="", help="folder of compiled programs, so that rows share what they time"
+    )
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="tiny shapes, for any machine: checks that the script runs",
+    )
+    parser.add_argument(
+        "--peer-python", default=sys.executable, help="the interpreter that has torch"
+    )
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results" / "pipeline.json")
     args = parser.parse_args()
     names = harness.chosen(args.what, WHAT)

@@ -44,7 +44,9 @@ def config_of(request: dict, **changes):
 
     names = ("dtype", "attention", "remat")
     options = request["model"] | {name: request[name] for name in names} | changes
-    return LMConfig(**options, rope_theta=500000.0, low_logits=True, loss_chunk=32768, scan_layers=False)
+    return LMConfig(
+        **options, rope_theta=500000.0, low_logits=True, loss_chunk=32768, scan_layers=False
+    )
 
 
 def batch_of(request: dict, rows: int) -> dict:
@@ -52,7 +54,9 @@ def batch_of(request: dict, rows: int) -> dict:
     import jax
 
     shape = 2, rows, request["length"]
-    tokens, targets = jax.random.randint(jax.random.key(1), shape, 0, request["model"]["vocab_size"])
+    tokens, targets = jax.random.randint(
+        jax.random.key(1), shape, 0, request["model"]["vocab_size"]
+    )
     return {"tokens": tokens, "targets": targets}
 
 
@@ -68,7 +72,11 @@ def timed(call: Callable, spend_s: float) -> dict:
         del out
         most = max(TIMINGS[0], min(most, int(spend_s / max(taken[-1], 1e-6))))
     taken = taken[2:]
-    return {"ms": 1e3 * statistics.median(taken), "least_ms": 1e3 * min(taken), "timings": len(taken)}
+    return {
+        "ms": 1e3 * statistics.median(taken),
+        "least_ms": 1e3 * min(taken),
+        "timings": len(taken),
+    }
 
 
 class Chunk:
@@ -99,7 +107,9 @@ class Chunk:
 
     def layer(self, params, x):
         """A layer with the model's remat."""
-        return self.pieces.remat(lambda params, x: self.pieces.layer(params, 0, x, self.data, None)[0])(params, x)
+        return self.pieces.remat(
+            lambda params, x: self.pieces.layer(params, 0, x, self.data, None)[0]
+        )(params, x)
 
     def enter(self, ends):
         """The embedding."""
@@ -123,7 +133,10 @@ class Chunk:
 
     def late(self, weights, factors, sums):
         """W: sums with the gradients of the weights."""
-        return plus(sums, [self.split.backward_weights(*pair) for pair in zip(weights, factors, strict=True)])
+        return plus(
+            sums,
+            [self.split.backward_weights(*pair) for pair in zip(weights, factors, strict=True)],
+        )
 
     def both(self, weights, kept, g, sums):
         """BW, a layer after the other, so that the factors of none outlive it."""
@@ -137,7 +150,9 @@ class Chunk:
         """Norm, head and loss, the gradient of their input, and sums with theirs."""
         import jax
 
-        lose = jax.value_and_grad(lambda ends, x: self.pieces.last(ends, x, self.data, self.total)[0], (0, 1))
+        lose = jax.value_and_grad(
+            lambda ends, x: self.pieces.last(ends, x, self.data, self.total)[0], (0, 1)
+        )
         loss, (more, g) = lose(ends, x)
         return loss, g, plus(sums, more)
 
@@ -164,7 +179,9 @@ def measured_costs(request: dict, depth: int) -> tuple[ChunkCosts, dict]:
     weights, ends = chunk.weights, chunk.ends
 
     def zeros(tree):
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), tree)
+        return jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), tree
+        )
 
     def adding(task: Callable, args: tuple, sums, sums_of: Callable) -> float:
         """Times a task that is given sums last, and replaces them."""
@@ -177,7 +194,9 @@ def measured_costs(request: dict, depth: int) -> tuple[ChunkCosts, dict]:
 
         return timed(call, spend)["ms"]
 
-    enter, forward, backward = (jax.jit(task) for task in (chunk.enter, chunk.forward, chunk.backward))
+    enter, forward, backward = (
+        jax.jit(task) for task in (chunk.enter, chunk.forward, chunk.backward)
+    )
     y, kept = forward(weights, chunk.x)
     _, factors = backward(kept, y)
     known = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((weights, ends, chunk.data))}
@@ -204,7 +223,9 @@ def host_times(size: int, spend_s: float) -> dict:
     from jax.sharding import SingleDeviceSharding
 
     device = jax.devices()[0]
-    here, there = (SingleDeviceSharding(device, memory_kind=kind) for kind in ("device", "pinned_host"))
+    here, there = (
+        SingleDeviceSharding(device, memory_kind=kind) for kind in ("device", "pinned_host")
+    )
     x = jax.device_put(jnp.ones(max(size, 4) // 4, jnp.float32), here)
     out = jax.block_until_ready(jax.device_put(x, there))
     return {

@@ -13,7 +13,13 @@ import harness
 RATE = 400e12  # FLOP/s a device, at which times of the large head are stated; ratios do not depend on it
 SHAPE = dict(embed_dim=2048, num_heads=32, num_kv_heads=8, mlp_dim=8192)
 LLAMA_8B = dict(
-    vocab_size=128256, num_layers=32, embed_dim=4096, num_heads=32, num_kv_heads=8, mlp_dim=14336, rope_theta=500000.0
+    vocab_size=128256,
+    num_layers=32,
+    embed_dim=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    mlp_dim=14336,
+    rope_theta=500000.0,
 )
 
 
@@ -86,15 +92,25 @@ def tables(request: dict) -> list[dict]:
             out.append(row | {"failed": wrong[0]})
             continue
         events, locked = simulate_schedule(schedule), simulate_schedule(schedule, lockstep=True)
-        row |= {"bubble": events.idle_fraction, "makespan": events.makespan, "span": max(events.span)}
-        row |= {"peak": max(events.held), "chunks": len(schedule.chunks_of(0)), "ticks": locked.ticks}
+        row |= {
+            "bubble": events.idle_fraction,
+            "makespan": events.makespan,
+            "span": max(events.span),
+        }
+        row |= {
+            "peak": max(events.held),
+            "chunks": len(schedule.chunks_of(0)),
+            "ticks": locked.ticks,
+        }
         row |= {"gathers": max(simulate_schedule(with_gathers(schedule)).gathers), "searched": None}
         if schedule.copies == 1:  # of which a search makes schedules
             best = search_schedule(schedule.placement, m, cap=row["peak"])
             row["searched"] = simulate_schedule(best).makespan
         peer = ours.get(name.removeprefix("torch "))
         if name.startswith("torch ") and peer:
-            row["note"] = "the same rows as ours" if peer.rows == schedule.rows else "other rows than ours"
+            row["note"] = (
+                "the same rows as ours" if peer.rows == schedule.rows else "other rows than ours"
+            )
         out.append(row)
     return out
 
@@ -107,7 +123,9 @@ TABLES = {
     "makespan": number("makespan", ".0f"),
     "longest span": number("span", ".0f"),
     "most kept": number("peak"),
-    "makespan searched for as much": lambda r: "" if r["searched"] is None else f"{r['searched']:.0f}",
+    "makespan searched for as much": lambda r: (
+        "" if r["searched"] is None else f"{r['searched']:.0f}"
+    ),
     "gathers of a chunk": number("gathers"),
     "ticks": number("ticks"),
     "note": lambda r: r.get("note", ""),
@@ -124,7 +142,12 @@ def vocabulary(request: dict) -> list[dict]:
     from jaxpar.pipeline import named_schedule, simulate_schedule, with_vocabulary
 
     p, m, size = request["devices"], request["microbatches"], request["vocab_size"]
-    width, layers, tokens, length = SHAPE["embed_dim"], request["num_layers"], request["tokens"], request["length"]
+    width, layers, tokens, length = (
+        SHAPE["embed_dim"],
+        request["num_layers"],
+        request["tokens"],
+        request["length"],
+    )
     head_dim, groups = width // SHAPE["num_heads"], SHAPE["num_kv_heads"]
     weights = 2 * width * width + 2 * width * groups * head_dim + 3 * width * SHAPE["mlp_dim"]
     products = 2 * weights * tokens  # of one layer
@@ -134,16 +157,34 @@ def vocabulary(request: dict) -> list[dict]:
     for name in request["schedules"]:
         schedule = named_schedule(name, p, m)
         each = layers / schedule.depth
-        times = [1e3 * each * flops / RATE for flops in (products + pairs, products + 2.5 * pairs, products)]
-        costs = {"F": times[0], "B": times[1], "W": times[2], "BW": times[1] + times[2], "last": schedule.depth - 1}
+        times = [
+            1e3 * each * flops / RATE
+            for flops in (products + pairs, products + 2.5 * pairs, products)
+        ]
+        costs = {
+            "F": times[0],
+            "B": times[1],
+            "W": times[2],
+            "BW": times[1] + times[2],
+            "last": schedule.depth - 1,
+        }
         whole = ChunkCosts(**costs, head=1e3 * 3 * head / RATE)
         share = ChunkCosts(**costs, S=1e3 * 2 * head / p / RATE, T=1e3 * head / p / RATE)
         split = with_vocabulary(schedule, share)
-        row = {"row": name, "F_ms": times[0], "head_ms": whole.head, "bytes_whole": 4 * size * width}
+        row = {
+            "row": name,
+            "F_ms": times[0],
+            "head_ms": whole.head,
+            "bytes_whole": 4 * size * width,
+        }
         for form, lockstep in (("events", False), ("lockstep", True)):
             before = simulate_schedule(schedule, whole, lockstep=lockstep).makespan
             after = simulate_schedule(split, share, lockstep=lockstep).makespan
-            row |= {f"{form}_whole": before, f"{form}_split": after, f"{form}_ratio": after / before}
+            row |= {
+                f"{form}_whole": before,
+                f"{form}_split": after,
+                f"{form}_ratio": after / before,
+            }
         out.append(row | head_bytes(size, p))
     return out
 
@@ -201,7 +242,9 @@ def program_of(config, schedule, mesh, rules, rows: int, length: int):
     from jaxpar.pipeline import Pipelined
 
     def run(params, batch):
-        (loss, _), gradient = Pipelined(schedule)(stages(config), params, batch, None, schedule.microbatches)
+        (loss, _), gradient = Pipelined(schedule)(
+            stages(config), params, batch, None, schedule.microbatches
+        )
         return loss, gradient
 
     shape = jax.eval_shape(lambda key: init(key, config), jax.random.key(0))
@@ -211,7 +254,9 @@ def program_of(config, schedule, mesh, rules, rows: int, length: int):
         batch = {"tokens": ids, "targets": ids}
         args = shape, batch
         layouts = layout, named_shardings(batch, dict.fromkeys(batch, ("batch", None)))
-    args = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), args, layouts)
+    args = jax.tree.map(
+        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), args, layouts
+    )
     return jax.jit(run, out_shardings=(None, layout)), args
 
 
@@ -226,8 +271,13 @@ def compile_times(request: dict) -> list[dict]:
     from jaxpar.mesh import MeshSpec, make_mesh, rules_from, use_mesh
     from jaxpar.pipeline import named_schedule
 
-    sizes = dict(vocab_size=256, num_layers=16, embed_dim=64, num_heads=4, mlp_dim=128, dtype="float32")
-    mesh, rules = make_mesh(MeshSpec(stage=request["devices"]), jax.devices()), rules_from(layout="stages")
+    sizes = dict(
+        vocab_size=256, num_layers=16, embed_dim=64, num_heads=4, mlp_dim=128, dtype="float32"
+    )
+    mesh, rules = (
+        make_mesh(MeshSpec(stage=request["devices"]), jax.devices()),
+        rules_from(layout="stages"),
+    )
     made: dict[int, list] = {m: [] for m in request["several"]}
     for _ in range(request["times"]):
         for m in made:  # in turns, since other work may share the machine
@@ -245,7 +295,12 @@ def compile_times(request: dict) -> list[dict]:
     for m, each in made.items():
         trace, compiled, instructions = (statistics.median(one) for one in zip(*each, strict=True))
         first = first or compiled
-        row = {"row": request["schedule"], "microbatches": m, "lower_s": trace, "compile_s": compiled}
+        row = {
+            "row": request["schedule"],
+            "microbatches": m,
+            "lower_s": trace,
+            "compile_s": compiled,
+        }
         rows.append(row | {"instructions": instructions, "ratio": compiled / first})
     return rows
 
@@ -287,7 +342,11 @@ def ahead(request: dict) -> list[dict]:
         lowered = program.lower(*args)
     middle = time.perf_counter()
     stats = lowered.compile().memory_analysis()
-    row = {"row": request["schedule"], "lower_s": middle - begin, "compile_s": time.perf_counter() - middle}
+    row = {
+        "row": request["schedule"],
+        "lower_s": middle - begin,
+        "compile_s": time.perf_counter() - middle,
+    }
     row |= {"chips": topology.num_devices, "parameters": num_params(config)}
     row |= {"arguments": stats.argument_size_in_bytes, "results": stats.output_size_in_bytes}
     row["slots"] = sum(x.size * x.dtype.itemsize for part in kept.values() for x in part) // split
@@ -315,7 +374,9 @@ AOT = {
 
 def aot_requests(tiny: bool) -> list[dict]:
     """Slices of 64 and of 1,024 chips."""
-    small = dict(vocab_size=1024, num_layers=16, embed_dim=1024, num_heads=8, num_kv_heads=8, mlp_dim=1024)
+    small = dict(
+        vocab_size=1024, num_layers=16, embed_dim=1024, num_heads=8, num_kv_heads=8, mlp_dim=1024
+    )
     model = small if tiny else LLAMA_8B
     length = 256 if tiny else 4096
     common = {"model": model, "length": length, "remat": "full", "microbatches": 32}
@@ -331,7 +392,9 @@ def large_head(tiny: bool) -> list[dict]:
     """Requests of `vocabulary`."""
     del tiny
     names = ["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"]
-    common = dict(devices=4, vocab_size=2**18, num_layers=16, length=2048, tokens=4096, schedules=names)
+    common = dict(
+        devices=4, vocab_size=2**18, num_layers=16, length=2048, tokens=4096, schedules=names
+    )
     return [common | {"microbatches": m} for m in (8, 16)]
 
 
@@ -358,7 +421,13 @@ PARTS = {
         COMPILE,
         fresh=True,
     ),
-    "aot": Part("aot: a language model for slices of TPU v5p, by libtpu", aot_requests, ahead, AOT, fresh=True),
+    "aot": Part(
+        "aot: a language model for slices of TPU v5p, by libtpu",
+        aot_requests,
+        ahead,
+        AOT,
+        fresh=True,
+    ),
 }
 
 

@@ -33,7 +33,9 @@ class Step:
 
         config, kind = config_of(request), request["kind"]
         self.devices = jax.devices()[: request["devices"]]
-        spec = MeshSpec(**({"stage": len(self.devices)} if schedule else {"fsdp": len(self.devices)}))
+        spec = MeshSpec(
+            **({"stage": len(self.devices)} if schedule else {"fsdp": len(self.devices)})
+        )
         rules = rules_from(layout="stages") if schedule else rules_from()
         make = Pipelined(schedule) if schedule else InTurn()
         parts = 1 if kind == "whole" else request["microbatches"]
@@ -48,10 +50,17 @@ class Step:
             layout = named_shardings(shape, axes(config))
             params = jax.jit(start, out_shardings=layout)(jax.random.key(0))
             batch = batch_of(request, request["rows"] * request["microbatches"])
-            self.args = params, jax.device_put(batch, named_shardings(batch, dict.fromkeys(batch, ("batch", None))))
+            self.args = (
+                params,
+                jax.device_put(
+                    batch, named_shardings(batch, dict.fromkeys(batch, ("batch", None)))
+                ),
+            )
             begin = time.perf_counter()
             self.program = jax.jit(run, out_shardings=(None, layout)).lower(*self.args).compile()
-            self.said = {"compile_s": time.perf_counter() - begin} | decode_rows.memory_of(self.program)
+            self.said = {"compile_s": time.perf_counter() - begin} | decode_rows.memory_of(
+                self.program
+            )
             loss, gradient = self.program(*self.args)
             self.said |= judged(loss, gradient) | {"planned_bytes": self.said.pop("peak_bytes")}
 
@@ -71,7 +80,9 @@ def judged(loss, gradient) -> dict:
     @jax.jit
     def of(gradient):
         leaves = jax.tree.leaves(gradient)
-        bits = [jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32).sum() for x in leaves]
+        bits = [
+            jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32).sum() for x in leaves
+        ]
         return jnp.sqrt(sum(jnp.square(x.astype(jnp.float32)).sum() for x in leaves)), sum(bits)
 
     norm, bits = of(gradient)
@@ -91,7 +102,9 @@ def answer(request: dict) -> dict:
 
     said = {"device": jax.devices()[0].device_kind, "version": f"jax {jax.__version__}"}
     schedule = schedule_of(request)
-    if request["kind"] == "offload":  # as `experiments.lm offload=true` has it; what it costs is told by the row
+    if (
+        request["kind"] == "offload"
+    ):  # as `experiments.lm offload=true` has it; what it costs is told by the row
         schedule = with_offload(schedule, lockstep=True)
         said |= {"sides": len(schedule.sides)}
         if not schedule.sides:
@@ -103,10 +116,19 @@ def answer(request: dict) -> dict:
         try:
             costs, more = measured_costs(request, schedule.depth)
             timing = simulate_schedule(schedule, costs, lockstep=True)
-            said |= more | {"costs": dataclasses.asdict(costs), "lockstep_ms": timing.makespan, "ticks": timing.ticks}
-            said |= {"events_ms": simulate_schedule(schedule, costs).makespan, "held": max(timing.held)}
+            said |= more | {
+                "costs": dataclasses.asdict(costs),
+                "lockstep_ms": timing.makespan,
+                "ticks": timing.ticks,
+            }
+            said |= {
+                "events_ms": simulate_schedule(schedule, costs).makespan,
+                "held": max(timing.held),
+            }
         except Exception as error:  # the step's own time is worth a row without
-            said["note"] = f"costs failed, {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            said["note"] = (
+                f"costs failed, {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            )
     return said
 
 

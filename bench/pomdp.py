@@ -49,12 +49,20 @@ class Ours:
     """A planner of ours with its own number of batches, or by the clock."""
 
     def __init__(self, env: Any, params: Any, planner: Any, belief: Any, budget_s: float):
-        self.env, self.params, self.planner, self.belief, self.budget_s = env, params, planner, belief, budget_s
+        self.env, self.params, self.planner, self.belief, self.budget_s = (
+            env,
+            params,
+            planner,
+            belief,
+            budget_s,
+        )
         start = belief.init(jax.random.key(0), env, params)
         began = time.perf_counter()
         self.start, self.program = start, None
         if budget_s:
-            planner.plan_until(jax.random.key(0), env, params, start, 1.5, itertools.count().__next__)  # a batch
+            planner.plan_until(
+                jax.random.key(0), env, params, start, 1.5, itertools.count().__next__
+            )  # a batch
         else:
             made = jax.jit(lambda key, belief: planner.plan(key, env, params, belief))
             self.program = made.lower(jax.random.key(0), start).compile()
@@ -64,7 +72,9 @@ class Ours:
         if self.program:
             return jax.block_until_ready(self.program(key, belief))
         until = time.monotonic() + self.budget_s
-        return jax.block_until_ready(self.planner.plan_until(key, self.env, self.params, belief, until))
+        return jax.block_until_ready(
+            self.planner.plan_until(key, self.env, self.params, belief, until)
+        )
 
     def plan(self, seed: int) -> tuple[int, int | None]:
         """One plan from the start belief."""
@@ -75,7 +85,9 @@ class Ours:
     def episode(self, start: Any, seed: int, num_steps: int) -> float:
         """The discounted return of one episode from `start`."""
         plan = lambda key, belief: (*self._planned(key, belief), None, 0.0)  # noqa: E731
-        episode = moves(jax.random.key(seed), self.env, self.params, self.belief, num_steps, plan, start=start)
+        episode = moves(
+            jax.random.key(seed), self.env, self.params, self.belief, num_steps, plan, start=start
+        )
         return sum(move.reward * float(self.params.discount) ** t for t, move in enumerate(episode))
 
 
@@ -103,13 +115,17 @@ def sides_of(case: str, args: argparse.Namespace, layout: int = 0) -> dict[str, 
             "Vopp": Vopp(count, eta=facts["eta"], depth_power=facts["alpha"], **shape),
         }
     else:
-        belief = RockBelief() if case == "mars" else ParticleBelief(args.particles, 0.5, Flips(0.001))
+        belief = (
+            RockBelief() if case == "mars" else ParticleBelief(args.particles, 0.5, Flips(0.001))
+        )
         if args.vopp:
             from peers.planners import OfficialVopp
 
             options = facts | {"num_simulations": count, "particles": args.particles}
             simulations = 0 if args.budget else args.simulations
-            peers["official VOPP"] = lambda: OfficialVopp(args.vopp, env, options, simulations, args.budget)
+            peers["official VOPP"] = lambda: OfficialVopp(
+                args.vopp, env, options, simulations, args.budget
+            )
         planners = {"Vopp": Vopp(count, eta=facts["eta"], depth_power=facts["alpha"], **shape)}
     ours = {
         f"jaxpar {name}": lambda planner=planner: Ours(env, params, planner, belief, args.budget)
@@ -128,12 +144,19 @@ def measured(sides: dict[str, Any], rounds: int) -> list[dict]:
             if i:
                 seconds[name].append(time.perf_counter() - began)
                 counts[name].append(made)
-    rates = {name: [made[0] / s for made, s in zip(counts[name], seconds[name], strict=True)] for name in sides}
+    rates = {
+        name: [made[0] / s for made, s in zip(counts[name], seconds[name], strict=True)]
+        for name in sides
+    }
     first, rows = next(iter(sides)), []
     for name, side in sides.items():
         ratios = [mine / theirs for mine, theirs in zip(rates[name], rates[first], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4) if rounds > 1 else ratios * 3
-        steps = [made[1] / s for made, s in zip(counts[name], seconds[name], strict=True) if made[1] is not None]
+        steps = [
+            made[1] / s
+            for made, s in zip(counts[name], seconds[name], strict=True)
+            if made[1] is not None
+        ]
         rows.append({
             "side": name, "simulations": statistics.median(made[0] for made in counts[name]),
             "plan_s": statistics.median(seconds[name]), "sims_per_s": statistics.median(rates[name]), "ratio": middle,
@@ -150,7 +173,9 @@ def returns(case: str, args: argparse.Namespace) -> list[dict]:
     for i in range(args.episodes):
         if case != "rocksample" or not sides:
             sides = {name: make() for name, make in sides_of(case, args, layout=i).items()}
-        env, params = envs.make(CASES[case]["env"], **({} if case == "rocksample" else {"layout": i}))
+        env, params = envs.make(
+            CASES[case]["env"], **({} if case == "rocksample" else {"layout": i})
+        )
         start = env.init(jax.random.key(1000 + i), params)
         for name, side in sides.items():
             first = np.asarray(start.good).tolist() if name == "pomdp-py" else start
@@ -158,7 +183,10 @@ def returns(case: str, args: argparse.Namespace) -> list[dict]:
     rows, peer = [], next(iter(found.values()))
     for name, values in found.items():
         gains = np.asarray(values) - np.asarray(peer)
-        errors = [x.std(ddof=1) / len(x) ** 0.5 if len(x) > 1 else 0.0 for x in (np.asarray(values), gains)]
+        errors = [
+            x.std(ddof=1) / len(x) ** 0.5 if len(x) > 1 else 0.0
+            for x in (np.asarray(values), gains)
+        ]
         rows.append({
             "side": name, "return": float(np.mean(values)), "error": float(errors[0]), "gain": float(gains.mean()),
             "gain_error": float(errors[1]), "returns": values,
@@ -168,15 +196,25 @@ def returns(case: str, args: argparse.Namespace) -> list[dict]:
 
 def main() -> None:
     """Measures every case."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", default="rocksample", help=f"of {','.join(CASES)}")
     parser.add_argument("--peers", type=pathlib.Path, help="folder that pomdp-py is installed in")
     parser.add_argument("--vopp", type=pathlib.Path, help="checkout of the published VOPP")
     parser.add_argument("--simulations", type=int, default=4096, help="of a plan")
-    parser.add_argument("--num-simulations", type=int, default=256, help="in parallel, of both VOPPs")
-    parser.add_argument("--pomcp-simulations", type=int, default=64, help="in parallel, of our Pomcp")
-    parser.add_argument("--budget", type=float, default=0.0, help="seconds of a plan instead of simulations")
-    parser.add_argument("--iterations", type=int, default=4096, help="most batches of a plan by the clock")
+    parser.add_argument(
+        "--num-simulations", type=int, default=256, help="in parallel, of both VOPPs"
+    )
+    parser.add_argument(
+        "--pomcp-simulations", type=int, default=64, help="in parallel, of our Pomcp"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=0.0, help="seconds of a plan instead of simulations"
+    )
+    parser.add_argument(
+        "--iterations", type=int, default=4096, help="most batches of a plan by the clock"
+    )
     parser.add_argument("--max-nodes", type=int, default=1 << 17)
     parser.add_argument("--particles", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=10)
@@ -189,22 +227,33 @@ def main() -> None:
         "simulations": lambda row: f"{row['simulations']:,.0f}",
         "plan s": lambda row: f"{row['plan_s']:.4g}",
         "simulations/s": lambda row: f"{row['sims_per_s']:.4g}",
-        "ratio (quartiles)": lambda row: f"{row['ratio']:.1f}x ({row['low']:.1f}-{row['high']:.1f})",
+        "ratio (quartiles)": lambda row: (
+            f"{row['ratio']:.1f}x ({row['low']:.1f}-{row['high']:.1f})"
+        ),
         "tree steps/s": lambda row: f"{row['steps_per_s']:.3g}",
         "return": lambda row: f"{row['return']:.2f} ± {row['error']:.2f}",
         "more than the first": lambda row: f"{row['gain']:+.2f} ± {row['gain_error']:.2f}",
         "compile s": lambda row: f"{row['compile_s']:.1f}",
     }
     table, device = Table(columns, args.out), jax.devices()[0].device_kind
-    table.head(f"{device}, jax {jax.__version__}, {args.rounds} rounds, load {os.getloadavg()[0]:.1f} before")
+    table.head(
+        f"{device}, jax {jax.__version__}, {args.rounds} rounds, load {os.getloadavg()[0]:.1f} before"
+    )
     for case in args.cases.split(","):
         if case not in CASES:
             raise SystemExit(f"--cases knows no {case}; legal are {', '.join(CASES)}")
         try:
-            rows = measured({name: make() for name, make in sides_of(case, args).items()}, args.rounds)
+            rows = measured(
+                {name: make() for name, make in sides_of(case, args).items()}, args.rounds
+            )
             rows += returns(case, args) if args.episodes else []
         except Exception as error:  # a case may fail, and is a row then
-            rows = [{"side": "", "failed": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}]
+            rows = [
+                {
+                    "side": "",
+                    "failed": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
+                }
+            ]
         for row in rows:
             table.add({"case": case, "device": device} | row)
     print(json.dumps({"out": str(args.out), "rows": len(table.rows)}))

@@ -32,7 +32,11 @@ def measure(config, rows: int, length: int, new: int, rounds: int) -> dict:
     prompt = jax.random.randint(jax.random.key(1), (rows, length), 0, config.vocab_size, jnp.int32)
     lengths = jnp.full((rows,), length)
     start = time.perf_counter()
-    program = jax.jit(prefill, static_argnums=(3, 4)).lower(params, prompt, lengths, config, length + new).compile()
+    program = (
+        jax.jit(prefill, static_argnums=(3, 4))
+        .lower(params, prompt, lengths, config, length + new)
+        .compile()
+    )
     compile_s = time.perf_counter() - start
     stats, text = program.memory_analysis(), (program.as_text() or "").lower()
 
@@ -50,7 +54,9 @@ def measure(config, rows: int, length: int, new: int, rounds: int) -> dict:
     if not bool(jnp.isfinite(logits).all()):
         raise SystemExit("the logits are not finite")
     go_on = jax.jit(generate, static_argnums=(3, 4))
-    whole = seconds(lambda: go_on(jax.random.key(2), params, prompt, config, Sampling(new, temperature=0.0)))
+    whole = seconds(
+        lambda: go_on(jax.random.key(2), params, prompt, config, Sampling(new, temperature=0.0))
+    )
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
     return {
         "device": device.device_kind,
@@ -58,7 +64,9 @@ def measure(config, rows: int, length: int, new: int, rounds: int) -> dict:
         "parameters": num_params(config),
         "rows": rows,
         "length": length,
-        "kernel": "flash" if any(word in text for word in ("fmha", "sdpa", "splash")) else "dense, in blocks",
+        "kernel": "flash"
+        if any(word in text for word in ("fmha", "sdpa", "splash"))
+        else "dense, in blocks",
         "compile_s": compile_s,
         "prefill_s": read,
         "prompt_tokens_per_s": rows * length / read,
@@ -72,7 +80,9 @@ def measure(config, rows: int, length: int, new: int, rounds: int) -> dict:
 
 def main() -> None:
     """Parses flags, measures, prints, and writes bench/results/prefill.json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--length", type=int, default=32768)
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--new", type=int, default=65, help="tokens to draw after the prompt")
@@ -86,10 +96,14 @@ def main() -> None:
 
     config = llama(attention=args.attention, dtype=args.dtype)
     if args.tiny:
-        config = llama(num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=2, mlp_dim=128, vocab_size=512)
+        config = llama(
+            num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=2, mlp_dim=128, vocab_size=512
+        )
         args.length, args.new, args.rounds = 600, 5, 1
     row = measure(config, args.rows, args.length, args.new, args.rounds)
-    print(f"{row['device']}, {row['version']}: {row['parameters']:,} parameters, {args.rows} x {args.length:,} tokens")
+    print(
+        f"{row['device']}, {row['version']}: {row['parameters']:,} parameters, {args.rows} x {args.length:,} tokens"
+    )
     print(f"attention  {row['kernel']}; compiled in {row['compile_s']:.1f} s")
     print(f"prompt     {row['prefill_s']:.3f} s, {row['prompt_tokens_per_s']:,.0f} tokens/s")
     print(f"after it   {row['new_tokens_per_s']:,.0f} tokens/s")

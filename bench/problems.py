@@ -64,7 +64,11 @@ def tanh(w, h, x):
 
 STEPS = {"para_gru": para_gru, "para_lstm": para_lstm, "gru": gru, "lstm": lstm, "tanh": tanh}
 NAMES = {"para_gru": "zrn", "para_lstm": ("f", "z", "o", "pf", "po")}  # diagonal weights
-GATES = {"gru": 3, "lstm": 4, "tanh": 1}  # of cells that multiply by matrices: w["w"] [n, gates n] and w["u"] alike
+GATES = {
+    "gru": 3,
+    "lstm": 4,
+    "tanh": 1,
+}  # of cells that multiply by matrices: w["w"] [n, gates n] and w["u"] alike
 
 
 def weights(cell: str, n: int, scale: str = TRAINED, seed: int = 0) -> dict[str, np.ndarray]:
@@ -79,7 +83,9 @@ def weights(cell: str, n: int, scale: str = TRAINED, seed: int = 0) -> dict[str,
         if scale == "uniform":
             return rng.uniform(-0.9, 0.9, shape)
         std = {"init": 1 / math.sqrt(fan), "normal": 1.0, "normal2": 2.0}.get(scale)
-        return rng.normal(size=shape) * (float(scale.removeprefix("gain ")) / math.sqrt(fan) if std is None else std)
+        return rng.normal(size=shape) * (
+            float(scale.removeprefix("gain ")) / math.sqrt(fan) if std is None else std
+        )
 
     if cell in NAMES:
         return {name: draw(n, 5 * n / 4) for name in NAMES[cell]}
@@ -90,7 +96,10 @@ def weights(cell: str, n: int, scale: str = TRAINED, seed: int = 0) -> dict[str,
 def inputs(cell: str, length: int, batch: int, n: int, seed: int = 1):
     """Draws N(0, 1) in float32: pre-activations [T, B, n] of each gate for diagonal cells, inputs [T, B, n] else."""
     rng = np.random.default_rng(seed)
-    drawn = [rng.standard_normal((length, batch, n), np.float32) for _ in range(3 if cell in NAMES else 1)]
+    drawn = [
+        rng.standard_normal((length, batch, n), np.float32)
+        for _ in range(3 if cell in NAMES else 1)
+    ]
     return tuple(drawn) if cell in NAMES else drawn[0]
 
 
@@ -124,7 +133,9 @@ def sequential(cell: str, w, xs, unroll: int = 1):
     """Returns ys [T, B, n] by `lax.scan`."""
     leaf = jax.tree.leaves(xs)[0]
     start = initial(cell, leaf.shape[1:], leaf.dtype)
-    return lax.scan(step_of(cell, w, leaf.dtype), start, input_projections(cell, w, xs), unroll=unroll)[1]
+    return lax.scan(
+        step_of(cell, w, leaf.dtype), start, input_projections(cell, w, xs), unroll=unroll
+    )[1]
 
 
 @functools.cache
@@ -146,14 +157,20 @@ def reference(cell: str, w, xs, g, on_accelerator: bool = False):
     """
     device = jax.devices()[0] if on_accelerator else jax.devices("cpu")[0]
     with jax.enable_x64(True), jax.default_device(device):
-        w, xs, g = jax.tree.map(lambda x: jax.device_put(np.asarray(x, np.float64), device), (w, xs, g))
+        w, xs, g = jax.tree.map(
+            lambda x: jax.device_put(np.asarray(x, np.float64), device), (w, xs, g)
+        )
         return jax.tree.map(np.asarray, _solved(cell)(w, xs, g))
 
 
 def part(cell: str, w, xs, g):
     """Returns a few channels of a diagonal cell, or the first sequence of another: what can be solved on its own."""
     if cell in NAMES:
-        return {name: value[:4] for name, value in w.items()}, tuple(x[..., :4] for x in xs), g[..., :4]
+        return (
+            {name: value[:4] for name, value in w.items()},
+            tuple(x[..., :4] for x in xs),
+            g[..., :4],
+        )
     return w, xs[:, :1], g[:, :1]
 
 
@@ -172,7 +189,9 @@ def affine_reference(a, b, g):
 
         def solve(a, b):
             def step(h, ab):
-                h = (ab[0] * h if a.ndim == b.ndim else jnp.einsum("...ij,...j->...i", ab[0], h)) + ab[1]
+                h = (
+                    ab[0] * h if a.ndim == b.ndim else jnp.einsum("...ij,...j->...i", ab[0], h)
+                ) + ab[1]
                 return h, h
 
             return lax.scan(step, jnp.zeros_like(b[0]), (a, b))[1]

@@ -43,12 +43,16 @@ def shortest_tours(places: np.ndarray) -> np.ndarray:
         best = np.full((2**n, n), np.inf, np.float32)
         best[1 << np.arange(n), np.arange(n)] = way[0, 1:]
         sets = np.arange(2**n)
-        count = np.array([bin(x).count("1") for x in range(2**n)], np.int8) if n <= 10 else _bits(sets)
+        count = (
+            np.array([bin(x).count("1") for x in range(2**n)], np.int8) if n <= 10 else _bits(sets)
+        )
         for size in range(2, n + 1):
             these = sets[count == size]
             for last in range(n):
                 here = these[(these >> last) & 1 == 1]
-                best[here, last] = (best[here ^ (1 << last)] + way[1:, 1 + last].astype(np.float32)).min(1)
+                best[here, last] = (
+                    best[here ^ (1 << last)] + way[1:, 1 + last].astype(np.float32)
+                ).min(1)
         found.append((best[-1] + way[1:, 0]).min() if n > 1 else 2 * way[0, 1])
     return np.array(found)
 
@@ -59,7 +63,9 @@ def shortest_routes(places: np.ndarray, demands: np.ndarray, capacities: np.ndar
     The shortest route of every subset by Held and Karp, then the best split of subsets into routes: O(3^N) each.
     """
     found = []
-    for place, demand, capacity in zip(np.asarray(places, np.float64), demands, capacities, strict=True):
+    for place, demand, capacity in zip(
+        np.asarray(places, np.float64), demands, capacities, strict=True
+    ):
         way = np.sqrt(((place[:, None] - place[None]) ** 2).sum(-1))
         n = len(place) - 1
         best, sets = np.full((2**n, n), np.inf), np.arange(2**n)
@@ -89,7 +95,9 @@ def _bits(sets: np.ndarray) -> np.ndarray:
 
 def fullest_sacks(weights: np.ndarray, values: np.ndarray, capacities: np.ndarray) -> np.ndarray:
     """Greatest values `[L]` that sacks carry of items `[L, N]`: branch and bound by Dantzig's bound."""
-    return np.array([_fullest(w, v, c) for w, v, c in zip(weights, values, capacities, strict=True)])
+    return np.array(
+        [_fullest(w, v, c) for w, v, c in zip(weights, values, capacities, strict=True)]
+    )
 
 
 def _fullest(weight: np.ndarray, value: np.ndarray, capacity: float) -> float:
@@ -116,12 +124,17 @@ def _fullest(weight: np.ndarray, value: np.ndarray, capacity: float) -> float:
 def tour_ratio(returns: np.ndarray, state: Any, chance: np.ndarray) -> dict:
     """Mean length by mean shortest length, of the first levels; less is better."""
     best = shortest_tours(np.asarray(state.place))
-    return {"value": float(-returns[..., : len(best)].mean() / best.mean()), "optimum": float(best.mean())}
+    return {
+        "value": float(-returns[..., : len(best)].mean() / best.mean()),
+        "optimum": float(best.mean()),
+    }
 
 
 def route_ratio(returns: np.ndarray, state: Any, chance: np.ndarray) -> dict:
     """Mean length by mean shortest length; less is better."""
-    best = shortest_routes(np.asarray(state.place), np.asarray(state.demand), np.asarray(state.capacity))
+    best = shortest_routes(
+        np.asarray(state.place), np.asarray(state.demand), np.asarray(state.capacity)
+    )
     return {"value": float(-returns[..., : len(best)].mean() / best.mean()), "optimum": float(best.mean()),
             "random": float(-chance[: len(best)].mean() / best.mean())}  # fmt: skip
 
@@ -129,8 +142,13 @@ def route_ratio(returns: np.ndarray, state: Any, chance: np.ndarray) -> dict:
 def sack_ratio(returns: np.ndarray, state: Any, chance: np.ndarray) -> dict:
     """Mean value by mean greatest value."""
     level = state.level
-    best = fullest_sacks(np.asarray(level.weight), np.asarray(level.value), np.asarray(level.capacity))
-    return {"value": float(returns[..., : len(best)].mean() / best.mean()), "optimum": float(best.mean())}
+    best = fullest_sacks(
+        np.asarray(level.weight), np.asarray(level.value), np.asarray(level.capacity)
+    )
+    return {
+        "value": float(returns[..., : len(best)].mean() / best.mean()),
+        "optimum": float(best.mean()),
+    }
 
 
 def solved(returns: np.ndarray, state: Any, chance: np.ndarray) -> dict:
@@ -222,10 +240,18 @@ def learn(learner, params, seeds: int, seconds: float, key) -> tuple[Any, dict]:
         def one(carry):
             place, state, _ = carry
             state, info = many.step(jax.random.fold_in(key, state.updates[0]), state, params)
-            return place + 1, state, {name: info[name] for name in ("return_mean", "entropy", "grad_norm", "skipped")}
+            return (
+                place + 1,
+                state,
+                {name: info[name] for name in ("return_mean", "entropy", "grad_norm", "skipped")},
+            )
 
-        start = {name: jnp.float32(0) for name in ("return_mean", "entropy", "grad_norm", "skipped")}
-        return jax.lax.while_loop(lambda carry: carry[0] < count, one, (jnp.int32(0), state, start))[1:]
+        start = {
+            name: jnp.float32(0) for name in ("return_mean", "entropy", "grad_norm", "skipped")
+        }
+        return jax.lax.while_loop(
+            lambda carry: carry[0] < count, one, (jnp.int32(0), state, start)
+        )[1:]
 
     began = time.monotonic()
     state = jax.jit(many.init)(jax.random.fold_in(key, 2**32 - 1), params)
@@ -241,7 +267,9 @@ def learn(learner, params, seeds: int, seconds: float, key) -> tuple[Any, dict]:
             chunk = max(1, min(int(max(seconds / 40, 1) / each), total - made))
             if total == made:
                 break
-            state = state.replace(rates=state.rates.replace(anneal=jnp.full(seeds, total, jnp.float32)))
+            state = state.replace(
+                rates=state.rates.replace(anneal=jnp.full(seeds, total, jnp.float32))
+            )
         state, info = go(state, key, jnp.int32(chunk))
         info = {name: float(x) for name, x in info.items()}  # waits
         if made == 0:
@@ -249,7 +277,11 @@ def learn(learner, params, seeds: int, seconds: float, key) -> tuple[Any, dict]:
         made += chunk
         curve.append(round(info["return_mean"], 4))
         if len(curve) % 10 == 4:
-            print(f"{time.monotonic() - began:.0f} s: update {made}, return {curve[-1]}", file=sys.stderr, flush=True)
+            print(
+                f"{time.monotonic() - began:.0f} s: update {made}, return {curve[-1]}",
+                file=sys.stderr,
+                flush=True,
+            )
         if not np.isfinite(info["grad_norm"]) or info["skipped"]:
             raise FloatingPointError(f"the gradient is not finite after update {made}")
     took = time.monotonic() - began
@@ -259,12 +291,18 @@ def learn(learner, params, seeds: int, seconds: float, key) -> tuple[Any, dict]:
     return state.weights, told
 
 
-def judge(case: Case, learner, params, config, weights, key, episodes: int, tries: int, levels: int) -> dict:
+def judge(
+    case: Case, learner, params, config, weights, key, episodes: int, tries: int, levels: int
+) -> dict:
     """Plays levels by likeliest actions, by drawn ones `tries` times, and at random."""
     from experiments._world import make_world
 
-    env = make_world(case.test, {**config.env_fields}, config.params)[0] if case.test else learner.env
-    agents = [dataclasses.replace(learner.agent(greedy=greedy), env=env) for greedy in (True, False)]
+    env = (
+        make_world(case.test, {**config.env_fields}, config.params)[0] if case.test else learner.env
+    )
+    agents = [
+        dataclasses.replace(learner.agent(greedy=greedy), env=env) for greedy in (True, False)
+    ]
     state = jax.jit(lambda key: init(key, env, params, episodes, agents[0].first_carry()))(key)
 
     def played(policy):
@@ -274,7 +312,9 @@ def judge(case: Case, learner, params, config, weights, key, episodes: int, trie
 
         return play
 
-    greedy = np.asarray(jax.jit(lambda w: jax.lax.map(lambda one: played(agents[0])(key, one, state), w))(weights))
+    greedy = np.asarray(
+        jax.jit(lambda w: jax.lax.map(lambda one: played(agents[0])(key, one, state), w))(weights)
+    )
     best = greedy
     drawn = jax.jit(lambda key, w: jax.lax.map(lambda one: played(agents[1])(key, one, state), w))
     for i in range(tries):
@@ -282,39 +322,66 @@ def judge(case: Case, learner, params, config, weights, key, episodes: int, trie
     bare = state.replace(carry=(), first_carry=())
     chance = np.asarray(jax.jit(played(random_policy(env)))(key, params, bare))
     first = jax.tree.map(lambda x: x[: min(levels, case.levels)], jax.device_get(state.state))
-    found = {name: case.judge(x, first, chance) for name, x in (("greedy", greedy), ("best_of", best))}
+    found = {
+        name: case.judge(x, first, chance) for name, x in (("greedy", greedy), ("best_of", best))
+    }
     each = [case.judge(x[None], first, chance)["value"] for x in (best if case.search else greedy)]
-    return {"value": found["best_of" if case.search else "greedy"]["value"], "each": each, "tries": tries, **found}
+    return {
+        "value": found["best_of" if case.search else "greedy"]["value"],
+        "each": each,
+        "tries": tries,
+        **found,
+    }
 
 
 def main() -> None:
     """Learns and judges every case, a JSON line each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default=",".join(CASES), help=f"of {','.join(CASES)}")
     parser.add_argument("--seconds", type=float, default=420, help="of learning, a puzzle")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--episodes", type=int, default=1024, help="levels that are judged, a seed")
     parser.add_argument("--tries", type=int, default=32, help="drawn episodes of each level")
-    parser.add_argument("--levels", type=int, default=100_000, help="most levels that are compared to an optimum")
+    parser.add_argument(
+        "--levels", type=int, default=100_000, help="most levels that are compared to an optimum"
+    )
     parser.add_argument("--small", action="store_true", help="small puzzles and networks, for CPUs")
-    parser.add_argument("--flags", default="", help="more flags of experiments.rl, such as 'num_envs=64 epochs=1'")
+    parser.add_argument(
+        "--flags", default="", help="more flags of experiments.rl, such as 'num_envs=64 epochs=1'"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=pathlib.Path, help="a file that the lines are also appended to")
+    parser.add_argument(
+        "--out", type=pathlib.Path, help="a file that the lines are also appended to"
+    )
     args = parser.parse_args()
     if unknown := set(args.only.split(",")) - set(CASES):
         parser.error(f"--only {','.join(sorted(unknown))}: legal are {', '.join(CASES)}")
     for name in args.only.split(","):
         case = dataclasses.replace(CASES[name], flags=(*CASES[name].flags, *args.flags.split()))
-        row: dict[str, Any] = {"puzzle": name, "bar": case.bar if case.bar == case.bar else None, "seeds": args.seeds}
+        row: dict[str, Any] = {
+            "puzzle": name,
+            "bar": case.bar if case.bar == case.bar else None,
+            "seeds": args.seeds,
+        }
         try:
             learner, params, config = make(case, args.small)
             key = jax.random.key(args.seed)
-            row |= {"env": config.env, "device": jax.devices()[0].device_kind, "learner": config.algorithm}
+            row |= {
+                "env": config.env,
+                "device": jax.devices()[0].device_kind,
+                "learner": config.algorithm,
+            }
             weights, told = learn(learner, params, args.seeds, args.seconds, key)
             began = time.monotonic()
             found = judge(case, learner, params, config, weights, jax.random.fold_in(key, 2**32 - 2), args.episodes,
                           args.tries, args.levels)  # fmt: skip
-            held = found["value"] <= case.bar if case.judge in LESS_IS_BETTER else found["value"] >= case.bar
+            held = (
+                found["value"] <= case.bar
+                if case.judge in LESS_IS_BETTER
+                else found["value"] >= case.bar
+            )
             row |= {"held": bool(held)} if row["bar"] else {}
             row |= {**found, **told, "judge_s": round(time.monotonic() - began, 1)}
         except Exception as error:  # a puzzle may fail, and is a row then

@@ -68,7 +68,9 @@ def of_tiles(jumanji):
     """15 tiles."""
     from jumanji.environments.logic.sliding_tile_puzzle.generator import RandomWalkGenerator
 
-    return jumanji.environments.SlidingTilePuzzle(RandomWalkGenerator(grid_size=4, num_random_moves=100))
+    return jumanji.environments.SlidingTilePuzzle(
+        RandomWalkGenerator(grid_size=4, num_random_moves=100)
+    )
 
 
 def of_sokoban(jumanji):
@@ -110,7 +112,9 @@ PEERS: dict[str, Callable | None] = {
     "JobShop-6x6": None,  # Jumanji's steps are ticks of a clock, of all machines
     "Countdown-4": None,
 }
-SIZES = dict.fromkeys(("MineSweeper-6x6-Cells", "MineSweeper-6x6-Numbers"), {"size": 10, "num_mines": 10})
+SIZES = dict.fromkeys(
+    ("MineSweeper-6x6-Cells", "MineSweeper-6x6-Numbers"), {"size": 10, "num_mines": 10}
+)
 """Fields that are not those of the name."""
 
 
@@ -151,7 +155,9 @@ def their_side(env, num_envs: int, num_steps: int):
     return go, (state, told.observation)
 
 
-def programs(name: str, num_envs: int, num_steps: int, sides: list[str], jumanji) -> dict[str, dict]:
+def programs(
+    name: str, num_envs: int, num_steps: int, sides: list[str], jumanji
+) -> dict[str, dict]:
     """Returns what runs of each side, its first carry, and the seconds of compiling."""
     import envs
 
@@ -179,11 +185,18 @@ def judged(count: int) -> list[dict]:
     rng = np.random.default_rng(0)
     numbers = rng.integers(1, 14, (count, 4))
     ops = np.array(list("+-*/"))[rng.integers(0, 4, (count, 3))]
-    texts = [f"({a} {p} {b}) {q} ({c} {r} {d})" for (a, b, c, d), (p, q, r) in zip(numbers, ops, strict=True)]
+    texts = [
+        f"({a} {p} {b}) {q} ({c} {r} {d})"
+        for (a, b, c, d), (p, q, r) in zip(numbers, ops, strict=True)
+    ]
     rows = []
     for side, many, judge in (
         ("score_many", count, lambda n: score_many(texts[:n], numbers[:n], np.full(n, 24))),
-        ("score", min(count, 20_000), lambda n: [score(texts[i], tuple(map(int, numbers[i])), 24) for i in range(n)]),
+        (
+            "score",
+            min(count, 20_000),
+            lambda n: [score(texts[i], tuple(map(int, numbers[i])), 24) for i in range(n)],
+        ),
     ):
         times = []
         for _ in range(3):
@@ -196,16 +209,24 @@ def judged(count: int) -> list[dict]:
 
 def main() -> None:
     """Measures every puzzle at every number of environments."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--puzzles", default=",".join([*PEERS, ANSWERS]))
     parser.add_argument("--num-envs", default="1024")
     parser.add_argument("--steps", type=int, default=64, help="steps of a program")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sides", default="same,batch,pool", help=f"of {','.join(OURS)}")
     parser.add_argument("--answers", type=int, default=1_000_000)
-    parser.add_argument("--jumanji", type=pathlib.Path, help="a folder that holds the package, if it is not installed")
+    parser.add_argument(
+        "--jumanji",
+        type=pathlib.Path,
+        help="a folder that holds the package, if it is not installed",
+    )
     parser.add_argument("--no-peer", action="store_true", help="only ours")
-    parser.add_argument("--budget-s", type=float, default=1200, help="no case starts after these seconds")
+    parser.add_argument(
+        "--budget-s", type=float, default=1200, help="no case starts after these seconds"
+    )
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results" / "puzzles.json")
     args = parser.parse_args()
     if args.jumanji:
@@ -221,14 +242,18 @@ def main() -> None:
         "environments": lambda row: f"{row['environments']:,}",
         "side": lambda row: row["side"],
         "M a second": lambda row: f"{row['msps']:.4g}",
-        "ratio (quartiles)": lambda row: f"{row['ratio']:.2f}x ({row['low']:.2f}-{row['high']:.2f})",
+        "ratio (quartiles)": lambda row: (
+            f"{row['ratio']:.2f}x ({row['low']:.2f}-{row['high']:.2f})"
+        ),
         "done %": lambda row: f"{100 * row['done']:.2f}",
         "compile s": lambda row: f"{row['compile_s']:.1f}",
         "note": lambda row: row["note"],
     }
     table, began = Table(columns, args.out), time.monotonic()
     kind, load = jax.devices()[0].device_kind, os.getloadavg()[0]
-    table.head(f"{kind}, jax {jax.__version__}, {args.rounds} rounds, load {load:.1f} before{missing}")
+    table.head(
+        f"{kind}, jax {jax.__version__}, {args.rounds} rounds, load {load:.1f} before{missing}"
+    )
     for name in args.puzzles.split(","):
         for num_envs in [args.answers] if name == ANSWERS else map(int, args.num_envs.split(",")):
             case = {"puzzle": name, "environments": num_envs, "steps": args.steps, "device": kind}
@@ -242,7 +267,12 @@ def main() -> None:
                     sides = programs(name, num_envs, args.steps, args.sides.split(","), jumanji)
                     rows = measured(sides, args.rounds, num_envs, args.steps)
             except Exception as error:  # a case may fail, and is a row then
-                rows = [{"side": "", "failed": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}]
+                rows = [
+                    {
+                        "side": "",
+                        "failed": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
+                    }
+                ]
             for row in rows:
                 table.add(case | row)
     print(json.dumps({"out": str(args.out), "rows": len(table.rows)}))

@@ -28,7 +28,9 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 import harness  # noqa: E402
 
 
-def case(cell: str, batch: int, length: int, n: int, dtype: str = "float32", scale: str = "gain 1") -> dict:
+def case(
+    cell: str, batch: int, length: int, n: int, dtype: str = "float32", scale: str = "gain 1"
+) -> dict:
     """Returns the request of a case."""
     return dict(cell=cell, batch=batch, length=length, n=n, dtype=dtype, scale=scale)
 
@@ -63,12 +65,18 @@ def rows_of(name: str, request: dict) -> list[tuple[str, str]]:
     if name.startswith("B"):
         rows = [("torch", "pararnn fused K=3"), ("torch", "pararnn fused K=4")]
         rows += [("torch", "pararnn eager K=3"), ("torch", "pararnn loop")] if is_main else []
-        ours = ["Newton", "Fused", "ParallelBackward"] + (["Sequential", "Jacobi"] if is_main else [])
+        ours = ["Newton", "Fused", "ParallelBackward"] + (
+            ["Sequential", "Jacobi"] if is_main else []
+        )
     else:
         rows = [("torch", "cuDNN")] + ([("torch", "cuDNN tf32")] if is_main else [])
         rows += [("deer", "DEER")] if is_narrow else []
         rows += [("deer", "DEER highest")] if is_main and is_narrow else []
-        ours = ["Sequential"] + (["Newton", "ParallelBackward"] if is_narrow else []) + ["Quasi", "Jacobi"]
+        ours = (
+            ["Sequential"]
+            + (["Newton", "ParallelBackward"] if is_narrow else [])
+            + ["Quasi", "Jacobi"]
+        )
         ours += ["GaussSeidel"] + (["Elk", "Elk quasi"] if name in ("C2.8", "C3") else [])
     rows += [("jax", f"lax.scan unroll={k}") for k in ((1, 8, 32) if is_main else (8,))]
     ours += ["Auto"] + (["choose"] if name in ("C1.10k", "C2.16", "C3", "C4", "D2") else [])
@@ -82,7 +90,12 @@ def tiny(request: dict) -> dict:
 
 def limit_bytes(request: dict, direction: str) -> float:
     """Returns the least bytes of a pass; see the module's text."""
-    array = request["length"] * request["batch"] * request["n"] * (2 if request["dtype"] == "bfloat16" else 4)
+    array = (
+        request["length"]
+        * request["batch"]
+        * request["n"]
+        * (2 if request["dtype"] == "bfloat16" else 4)
+    )
     gates, states = GATES[request["cell"]], 2 if request["cell"] == "para_lstm" else 1
     dense = request["cell"][:4] != "para" and request["n"] <= 64
     once = array * (gates + states + (request["n"] if dense else 0))
@@ -121,7 +134,9 @@ def solver(request: dict, notes: dict, w, xs):
         return problems.step_of(cell, w, leaf.dtype), start, problems.input_projections(cell, w, xs)
 
     begin = time.perf_counter()
-    method = method_of(row, request["direction"] == "fwd+bwd", problem(w, xs) if row == "jaxpar choose" else ())
+    method = method_of(
+        row, request["direction"] == "fwd+bwd", problem(w, xs) if row == "jaxpar choose" else ()
+    )
     if row == "jaxpar choose":
         notes["choose_s"] = time.perf_counter() - begin
 
@@ -153,7 +168,9 @@ class JaxWorker:
         if key == self.key:
             return
         self.data, self.expected, self.key, self.programs.ready = None, None, None, {}
-        wide = cell in problems.GATES and shape[2] > 64  # there a float64 reference takes an accelerator
+        wide = (
+            cell in problems.GATES and shape[2] > 64
+        )  # there a float64 reference takes an accelerator
         w, xs = problems.weights(cell, shape[2], request["scale"]), problems.inputs(cell, *shape)
         g = problems.inputs("tanh", *shape, seed=2)
         xs, g = jax.tree.map(lambda x: jnp.asarray(x, request["dtype"]), (xs, g))
@@ -175,7 +192,11 @@ class JaxWorker:
         def both(w, xs, g):
             return jax.vjp(lambda w, xs: solve(w, xs)[0], w, xs)[1](g)
 
-        return (both, (w, copies[0], g)) if request["direction"] == "fwd+bwd" else (solve, (w, copies[0]))
+        return (
+            (both, (w, copies[0], g))
+            if request["direction"] == "fwd+bwd"
+            else (solve, (w, copies[0]))
+        )
 
     def __call__(self, request: dict) -> dict:
         """Compiles, checks and times a row."""
@@ -202,7 +223,9 @@ class JaxWorker:
         }
         if not backward:
             said = jax.device_get(out[1])
-            answer |= {name: float(said[name].max()) for name in ("iterations", "residual") if name in said}
+            answer |= {
+                name: float(said[name].max()) for name in ("iterations", "residual") if name in said
+            }
             answer |= {"converged": bool(said["converged"].all())} if "converged" in said else {}
         del out, found, parts
         inputs = [(args[0], xs, *args[2:]) for xs in self.data[1]]
@@ -225,19 +248,30 @@ COLUMNS = {
 
 def said(row: dict) -> str:
     """Returns what a row of ours says about itself."""
-    picked = f"picked {row['picked']}" if row["row"] in ("jaxpar Auto", "jaxpar choose") and "picked" in row else ""
+    picked = (
+        f"picked {row['picked']}"
+        if row["row"] in ("jaxpar Auto", "jaxpar choose") and "picked" in row
+        else ""
+    )
     picked += f" in {row['choose_s']:.1f} s" if "choose_s" in row else ""
-    return " ".join(filter(None, (picked, "" if row.get("converged", True) else "finished sequentially")))
+    return " ".join(
+        filter(None, (picked, "" if row.get("converged", True) else "finished sequentially"))
+    )
 
 
 def dispatch(rows: list[dict]) -> None:
     """Prints, for every case and pass, what `Auto` and `choose` took beside the best of our methods."""
-    print("\n### What Auto picks\n\n| case | pass | by | picked | ms | best | ms | picked / best |\n|" + "---|" * 8)
+    print(
+        "\n### What Auto picks\n\n| case | pass | by | picked | ms | best | ms | picked / best |\n|"
+        + "---|" * 8
+    )
     for case, direction in dict.fromkeys((row["case"], row["direction"]) for row in rows):
         ours = {
             row["row"].removeprefix("jaxpar "): row
             for row in rows
-            if (row["case"], row["direction"]) == (case, direction) and row["row"].startswith("jaxpar") and "ms" in row
+            if (row["case"], row["direction"]) == (case, direction)
+            and row["row"].startswith("jaxpar")
+            and "ms" in row
         }
         pickers = {name: ours.pop(name) for name in ("Auto", "choose") if name in ours}
         for name, picker in pickers.items() if ours else ():
@@ -255,7 +289,8 @@ def plan(name: str, shape: dict, sides, args: argparse.Namespace) -> list:
     return [
         (side, request)
         for side, request in both
-        if (request["direction"], request["row"]) != ("fwd", "jaxpar ParallelBackward")  # is Sequential
+        if (request["direction"], request["row"])
+        != ("fwd", "jaxpar ParallelBackward")  # is Sequential
         and (request["direction"] == "fwd" or request["row"] not in forward_only or name[0] == "D")
     ]
 
@@ -271,20 +306,32 @@ def measure(args: argparse.Namespace) -> None:
     bench, table = harness.Bench(sides, args.budget_s, args.row_s), harness.Table(COLUMNS, args.out)
     rate = bench.ask("jax", {"row": "copy", "tiny": args.tiny, "spend_s": args.spend_s})
     print(
-        rate.get("failed") or "{device}, {version}, copy {rate:.3g} B/s, an empty call {empty_ms:.4f} ms".format(**rate)
+        rate.get("failed")
+        or "{device}, {version}, copy {rate:.3g} B/s, an empty call {empty_ms:.4f} ms".format(
+            **rate
+        )
     )
     for name in names:
         if name in LONG and not args.cases:
             continue
         shape = tiny(CASES[name]) if args.tiny else CASES[name]
-        table.head("{0}: {cell}, B = {batch}, T = {length}, n = {n}, {dtype}, weights {scale}".format(name, **shape))
+        table.head(
+            "{0}: {cell}, B = {batch}, T = {length}, n = {n}, {dtype}, weights {scale}".format(
+                name, **shape
+            )
+        )
         best = {"fwd": math.inf, "fwd+bwd": math.inf}
         for _, request, answer in bench.answers(plan(name, shape, sides, args), args.jobs):
             direction = request["direction"]
             if not request["row"].startswith("jaxpar"):
                 best[direction] = min(best[direction], answer.get("ms", math.inf))
             limit = limit_bytes(shape, direction) / rate.get("rate", math.nan) * 1e3
-            table.add({"case": name} | request | answer | {"best_peer_ms": best[direction], "limit_ms": limit})
+            table.add(
+                {"case": name}
+                | request
+                | answer
+                | {"best_peer_ms": best[direction], "limit_ms": limit}
+            )
     bench.close()
     dispatch(table.rows)
 

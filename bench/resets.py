@@ -67,12 +67,22 @@ def program(name: str, num_envs: int, num_steps: int, policy: Any) -> dict:
     env = EndsByChance(inner)
 
     def keep(row):
-        return checksum(row.obs, row.reward, row.terminated, row.truncated).sum()[None], row.ended.sum()[None]
+        return checksum(row.obs, row.reward, row.terminated, row.truncated).sum()[
+            None
+        ], row.ended.sum()[None]
 
     def go(key, carry):
         env_state, params = carry
         env_state, (total, ended) = rollout(
-            key, env_state, env, params, random_policy(env), params, num_steps, reset=policy, keep=keep
+            key,
+            env_state,
+            env,
+            params,
+            random_policy(env),
+            params,
+            num_steps,
+            reset=policy,
+            keep=keep,
         )
         return (env_state, params), total.sum(), ended.sum()
 
@@ -91,32 +101,55 @@ def at_rate(side: dict, rate: float) -> dict:
 
 def main() -> None:
     """Measures every policy at every rate."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--env", default="Survival-32x32")
     parser.add_argument("--rates", default="0.001,0.003,0.01,0.03,0.1")
     parser.add_argument("--num-envs", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=32, help="steps of a program; a pool is drawn once in each")
+    parser.add_argument(
+        "--steps", type=int, default=32, help="steps of a program; a pool is drawn once in each"
+    )
     parser.add_argument("--pool", type=int, default=32, help="states in the pool")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--budget-s", type=float, default=1200, help="no row starts after these seconds")
+    parser.add_argument(
+        "--budget-s", type=float, default=1200, help="no row starts after these seconds"
+    )
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results" / "resets.json")
     args = parser.parse_args()
     columns = {
         "ends %": lambda row: f"{100 * row['rate']:.2g}",
         "policy": lambda row: row["side"],
         "thousand steps/s": lambda row: f"{1000 * row['msps']:.4g}",
-        "ratio (quartiles)": lambda row: f"{row['ratio']:.1f}x ({row['low']:.1f}-{row['high']:.1f})",
+        "ratio (quartiles)": lambda row: (
+            f"{row['ratio']:.1f}x ({row['low']:.1f}-{row['high']:.1f})"
+        ),
         "seen %": lambda row: f"{100 * row['done']:.2f}",
         "compile s": lambda row: f"{row['compile_s']:.1f}",
     }
     table, began = Table(columns, args.out), time.monotonic()
     device, load = jax.devices()[0].device_kind, os.getloadavg()[0]
     shape = f"{args.num_envs} environments, {args.steps} steps a program"
-    table.head(f"{args.env}, {shape}, {device}, jax {jax.__version__}, {args.rounds} rounds, load {load:.1f} before")
-    policies = {"SameStep()": SameStep(), "Chunked()": Chunked(), f"Pool({args.pool})": Pool(args.pool)}
-    sides = {name: program(args.env, args.num_envs, args.steps, policy) for name, policy in policies.items()}
+    table.head(
+        f"{args.env}, {shape}, {device}, jax {jax.__version__}, {args.rounds} rounds, load {load:.1f} before"
+    )
+    policies = {
+        "SameStep()": SameStep(),
+        "Chunked()": Chunked(),
+        f"Pool({args.pool})": Pool(args.pool),
+    }
+    sides = {
+        name: program(args.env, args.num_envs, args.steps, policy)
+        for name, policy in policies.items()
+    }
     for rate in map(float, args.rates.split(",")):
-        case = {"env": args.env, "environments": args.num_envs, "steps": args.steps, "rate": rate, "device": device}
+        case = {
+            "env": args.env,
+            "environments": args.num_envs,
+            "steps": args.steps,
+            "rate": rate,
+            "device": device,
+        }
         if time.monotonic() - began > args.budget_s:
             table.add(case | {"side": "", "failed": "skipped: the budget is spent"})
             continue
@@ -124,7 +157,11 @@ def main() -> None:
         ending["no ends"] = at_rate(sides["Chunked()"], 0)
         for row in measured(ending, args.rounds, args.num_envs, args.steps):
             table.add(case | row)
-    print(json.dumps({"out": str(args.out), "rows": len(table.rows), "load after": os.getloadavg()[0]}))
+    print(
+        json.dumps(
+            {"out": str(args.out), "rows": len(table.rows), "load after": os.getloadavg()[0]}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -71,7 +71,9 @@ def theirs(args: argparse.Namespace, updates: int) -> Any:
     except ImportError:
         sys.modules["distrax"] = types.SimpleNamespace(Categorical=_Categorical)  # type: ignore[assignment]
     plain = gymnax.make
-    gymnax.make = lambda name: (lambda env, params: (LegacyStepAPIWrapper(env), params))(*plain(name))
+    gymnax.make = lambda name: (lambda env, params: (LegacyStepAPIWrapper(env), params))(
+        *plain(name)
+    )
     sys.path.insert(0, str(args.purejaxrl))
     import ppo
 
@@ -91,7 +93,9 @@ def theirs(args: argparse.Namespace, updates: int) -> Any:
         info = learn(jax.random.key_data(key))["metrics"]
         ended, returns = info["returned_episode"], info["returned_episode_returns"]
         count = ended.sum((1, 2))
-        return jnp.where(count > 0, jnp.where(ended, returns, 0).sum((1, 2)) / jnp.maximum(count, 1), jnp.nan)
+        return jnp.where(
+            count > 0, jnp.where(ended, returns, 0).sum((1, 2)) / jnp.maximum(count, 1), jnp.nan
+        )
 
     return run
 
@@ -116,7 +120,9 @@ def runs(args: argparse.Namespace, table: Table) -> None:
     """Whole runs of both sides, by turns."""
     for agents in args.agents:
         updates = args.updates or -(-args.steps // (args.num_envs * args.num_steps[0]))
-        sides = {"jaxpar": ours(args, updates)} | ({"PureJaxRL": theirs(args, updates)} if args.purejaxrl else {})
+        sides = {"jaxpar": ours(args, updates)} | (
+            {"PureJaxRL": theirs(args, updates)} if args.purejaxrl else {}
+        )
         programs, taken, found = {}, {side: [] for side in sides}, {side: [] for side in sides}
         keys = jax.random.split(jax.random.key(0), (args.seeds, agents))
         for side, run in sides.items():
@@ -132,7 +138,9 @@ def runs(args: argparse.Namespace, table: Table) -> None:
         for side, (_, compile_s) in programs.items():
             returns = np.concatenate(found[side])
             tail = np.nanmean(returns[:, -max(1, updates // 50) :], 1)
-            over = [np.argmax(r >= args.goal) + 1 if (r >= args.goal).any() else np.inf for r in returns]
+            over = [
+                np.argmax(r >= args.goal) + 1 if (r >= args.goal).any() else np.inf for r in returns
+            ]
             seconds = statistics.median(taken[side])
             steps = updates * args.num_envs * args.num_steps[0]
             table.add({
@@ -151,11 +159,21 @@ def memories(args: argparse.Namespace, table: Table) -> None:
         programs = {}
         for name in args.memories or MEMORIES:
             memory, method = MEMORIES[name]
-            network = Network((args.width,), (args.width,), memory=memory, memory_size=args.width, method=method)
-            ppo = Ppo(env, network, num_envs=args.num_envs, num_steps=num_steps, minibatches=args.minibatches)
+            network = Network(
+                (args.width,), (args.width,), memory=memory, memory_size=args.width, method=method
+            )
+            ppo = Ppo(
+                env,
+                network,
+                num_envs=args.num_envs,
+                num_steps=num_steps,
+                minibatches=args.minibatches,
+            )
             state = jax.jit(ppo.init)(jax.random.key(0), None)
             began = time.perf_counter()
-            step = jax.jit(lambda key, state, ppo=ppo: ppo.step(key, state, None)).lower(jax.random.key(0), state)
+            step = jax.jit(lambda key, state, ppo=ppo: ppo.step(key, state, None)).lower(
+                jax.random.key(0), state
+            )
             programs[name] = step.compile(), state, time.perf_counter() - began, []
         for turn in range(args.rounds + 1):
             for step, state, _, taken in programs.values():
@@ -180,7 +198,9 @@ def stepwise_vtrace(log_ratio, reward, value, next_value, done, discount, lambda
         excess = rho * error + jnp.minimum(1.0, ratio) * after
         return excess, (excess, rho * (error + after))
 
-    _, (excess, advantage) = jax.lax.scan(step, jnp.zeros_like(value[0]), (ratio, rho, error, done), reverse=True)
+    _, (excess, advantage) = jax.lax.scan(
+        step, jnp.zeros_like(value[0]), (ratio, rho, error, done), reverse=True
+    )
     return value + excess, advantage
 
 
@@ -192,7 +212,9 @@ def corrections(args: argparse.Namespace, table: Table) -> None:
         rows = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(4)]
         rows = 0.1 * rows[0], *rows[1:], jnp.asarray(rng.random(shape) < 0.005)
         sides, found, taken = {"jaxpar": vtrace, "lax.scan": stepwise_vtrace}, {}, {}
-        programs = {side: jax.jit(lambda *rows, f=f: f(*rows, 0.99, 0.95)) for side, f in sides.items()}
+        programs = {
+            side: jax.jit(lambda *rows, f=f: f(*rows, 0.99, 0.95)) for side, f in sides.items()
+        }
         for side, program in programs.items():
             found[side], taken[side] = jax.block_until_ready(program(*rows)), []
         for _ in range(args.rounds):
@@ -225,7 +247,9 @@ def learners(args: argparse.Namespace, table: Table) -> None:
 
         began = time.perf_counter()
         program = jax.jit(jax.vmap(run)).lower(keys).compile()
-        programs.append((flags, config, learner, params, keys, program, time.perf_counter() - began))
+        programs.append(
+            (flags, config, learner, params, keys, program, time.perf_counter() - began)
+        )
     for flags, config, learner, params, keys, program, compile_s in programs:
         began = time.perf_counter()
         state, curves, converged = jax.block_until_ready(program(keys))
@@ -246,10 +270,14 @@ def mean_and_error(values: list[float]) -> str:
 
 def main() -> None:
     """Measures one case and writes it down."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     numbers = lambda text: [int(x) for x in text.split(",")]  # noqa: E731
     parser.add_argument("--case", choices=("runs", "memory", "learners", "vtrace"), default="runs")
-    parser.add_argument("--flags", action="append", default=[], help="of experiments.rl, a row each")
+    parser.add_argument(
+        "--flags", action="append", default=[], help="of experiments.rl, a row each"
+    )
     parser.add_argument("--purejaxrl", type=pathlib.Path, help="its folder `purejaxrl`")
     parser.add_argument("--env", default="CartPole-v1")
     parser.add_argument("--steps", type=int, default=500_000)
@@ -259,13 +287,17 @@ def main() -> None:
     parser.add_argument("--minibatches", type=int, default=4)
     parser.add_argument("--activation", default="tanh")
     parser.add_argument("--rate", type=float, default=2.5e-4)
-    parser.add_argument("--anneal", type=int, default=0, help="updates over which the rate falls; 0: the run's")
+    parser.add_argument(
+        "--anneal", type=int, default=0, help="updates over which the rate falls; 0: the run's"
+    )
     parser.add_argument("--prng", default="env")
     parser.add_argument("--agents", type=numbers, default=[1])
     parser.add_argument("--seeds", type=int, default=16)
     parser.add_argument("--goal", type=float, default=475.0)
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--memories", type=lambda text: text.split(";"), default=[], help="of the table, by ;")
+    parser.add_argument(
+        "--memories", type=lambda text: text.split(";"), default=[], help="of the table, by ;"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results" / "rl.json")
     args = parser.parse_args()
@@ -304,7 +336,9 @@ def main() -> None:
             "s an update": lambda row: f"{row['seconds']:.3f}", "ratio": lambda row: f"{row['ratio']:.2f}x",
             "compile s": lambda row: f"{row['compile_s']:.1f}",
         }, args.out)  # fmt: skip
-        table.head(f"{jax.devices()[0].device_kind}: updates of PPO, {args.num_envs} environments, width {args.width}")
+        table.head(
+            f"{jax.devices()[0].device_kind}: updates of PPO, {args.num_envs} environments, width {args.width}"
+        )
         memories(args, table)
 
 

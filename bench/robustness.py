@@ -70,12 +70,17 @@ def fixed_three(request: dict, *_):
             if cell in problems.NAMES:
                 new, a = jax.jvp(lambda h: step(h, x), (before,), (jnp.ones_like(before),))
             else:
-                new, a = step(before, x), jax.vmap(jax.jacfwd(lambda h, x: problems.STEPS[cell](w, h, x)))(before, x)
+                new, a = (
+                    step(before, x),
+                    jax.vmap(jax.jacfwd(lambda h, x: problems.STEPS[cell](w, h, x)))(before, x),
+                )
             h = h + lax.associative_scan(combine, (a, new - h))[1]
         return h
 
     def solve(w, xs):
-        ys = jax.vmap(one, in_axes=(None, 1), out_axes=1)(w, problems.input_projections(cell, w, xs))
+        ys = jax.vmap(one, in_axes=(None, 1), out_axes=1)(
+            w, problems.input_projections(cell, w, xs)
+        )
         return ys, {"converged": jnp.bool_(True)}
 
     return solve
@@ -104,13 +109,17 @@ def diagonal_adjoint(request: dict, *_):
     def backward(saved, g):
         w, xs, ys = saved
         before = jnp.concatenate([jnp.zeros_like(ys[:1]), ys[:-1]])
-        step = jax.vmap(jax.vmap(lambda w, h, x: problems.STEPS[cell](w, h, x), (None, 0, 0)), (None, 0, 0))
+        step = jax.vmap(
+            jax.vmap(lambda w, h, x: problems.STEPS[cell](w, h, x), (None, 0, 0)), (None, 0, 0)
+        )
         x = problems.input_projections(cell, w, xs)
         full = jax.vmap(jax.vmap(jax.jacfwd(lambda h, x: problems.STEPS[cell](w, h, x))))(before, x)
         a = jnp.diagonal(full, axis1=-2, axis2=-1)
         a = jnp.concatenate([a[1:], jnp.zeros_like(a[:1])])
         costate = lax.associative_scan(combine, (a, g), reverse=True)[1]
-        return jax.vjp(lambda w, xs: step(w, before, problems.input_projections(cell, w, xs)), w, xs)[1](costate)
+        return jax.vjp(
+            lambda w, xs: step(w, before, problems.input_projections(cell, w, xs)), w, xs
+        )[1](costate)
 
     solve.defvjp(forward, backward)
     return lambda w, xs: (solve(w, xs), {})
@@ -150,7 +159,9 @@ class Judge:
             method = recurrence.method_of(request["row"], False, ())
 
             def solve(start, xs):
-                return parallel_scan(magnitudes.scan_step(problem), start, xs, method=method, with_stats=True)
+                return parallel_scan(
+                    magnitudes.scan_step(problem), start, xs, method=method, with_stats=True
+                )
 
             _, ys, stats = jax.jit(solve)(*magnitudes.cast((problem.start, problem.xs), dtype))
             ys, said = jax.device_get((ys, stats))
@@ -175,17 +186,26 @@ class Judge:
         import problems
 
         cell, shape = request["cell"], (request["length"], request["batch"], request["n"])
-        w = jax.tree.map(lambda x: jnp.asarray(x, "float32"), problems.weights(cell, shape[2], request["scale"]))
-        xs, g = jax.tree.map(jnp.asarray, (problems.inputs(cell, *shape), problems.inputs("tanh", *shape, seed=2)))
+        w = jax.tree.map(
+            lambda x: jnp.asarray(x, "float32"), problems.weights(cell, shape[2], request["scale"])
+        )
+        xs, g = jax.tree.map(
+            jnp.asarray, (problems.inputs(cell, *shape), problems.inputs("tanh", *shape, seed=2))
+        )
         key = {name: value for name, value in request.items() if name != "scale"}
         if key != self.key:
             solve = self.solver(request | {"direction": "fwd+bwd"}, w, xs)
             self.programs, self.key = (jax.jit(solve), jax.jit(graded(solve))), key
         name = (cell, *shape, request["scale"])
         if name not in self.known:
-            loop, expected = jax.jit(problems.sequential, static_argnums=(0, 3)), problems.reference(cell, w, xs, g)
+            loop, expected = (
+                jax.jit(problems.sequential, static_argnums=(0, 3)),
+                problems.reference(cell, w, xs, g),
+            )
             # Two programs of one loop round apart: what either loses to float64, no method can be asked to keep.
-            plain = max(harness.error_of([loop(cell, w, xs, unroll)], expected[:1]) for unroll in (1, 8))
+            plain = max(
+                harness.error_of([loop(cell, w, xs, unroll)], expected[:1]) for unroll in (1, 8)
+            )
             self.known[name] = expected, plain
         expected, plain = self.known[name]
         if request["case"] == "G1":
@@ -221,14 +241,22 @@ def defect(cell: str, w, xs, ys) -> float:
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         w, xs, ys = jax.tree.map(lambda x: np.asarray(x, np.float64), (w, xs, ys))
         before = np.concatenate([np.zeros_like(ys[:1]), ys[:-1]])
-        return harness.error_of([problems.STEPS[cell](w, before, problems.input_projections(cell, w, xs))], [ys])
+        return harness.error_of(
+            [problems.STEPS[cell](w, before, problems.input_projections(cell, w, xs))], [ys]
+        )
 
 
 def verdict(row: dict) -> str:
     """Returns what a row of R1 or R2 amounts to."""
     if row["claimed"]:
         return "right" if row["right"] else "SILENT ERROR"
-    return "finished" if row["right"] else "reported" if not row["row"].startswith("jaxpar") else "WRONG"
+    return (
+        "finished"
+        if row["right"]
+        else "reported"
+        if not row["row"].startswith("jaxpar")
+        else "WRONG"
+    )
 
 
 R1_COLUMNS = {
@@ -258,14 +286,18 @@ G1_COLUMNS = {
     "cell": lambda r: r["cell"],
     "row": lambda r: r["row"],
     "error": lambda r: f"{r['error']:.1e}",
-    "verdict": lambda r: "exact" if r["error"] <= BAR else "MISSED" if r["row"].startswith("jaxpar") else "off",
+    "verdict": lambda r: (
+        "exact" if r["error"] <= BAR else "MISSED" if r["row"].startswith("jaxpar") else "off"
+    ),
     "note": lambda r: "",
 }
 
 
 def measure(args: argparse.Namespace, case: str, bench: harness.Bench) -> list[dict]:
     """Runs one of the two tests and prints its rows."""
-    table = harness.Table(R1_COLUMNS if case == "R1" else G1_COLUMNS, args.out.with_stem(f"{args.out.stem}_{case}"))
+    table = harness.Table(
+        R1_COLUMNS if case == "R1" else G1_COLUMNS, args.out.with_stem(f"{args.out.stem}_{case}")
+    )
     table.head({"R1": "R1: silent errors", "G1": "G1: gradients, float32 against float64"}[case])
     peers = ["fixed K=3" if case == "R1" else "diagonal adjoint"] + (["DEER"] if args.deer else [])
     lengths = [64, 256] if args.tiny else [512, 8192]
@@ -278,7 +310,15 @@ def measure(args: argparse.Namespace, case: str, bench: harness.Bench) -> list[d
                 ):
                     continue
                 for scale in scales:
-                    request = dict(case=case, cell=cell, batch=2, length=length, n=SIZES[cell], row=row, scale=scale)
+                    request = dict(
+                        case=case,
+                        cell=cell,
+                        batch=2,
+                        length=length,
+                        n=SIZES[cell],
+                        row=row,
+                        scale=scale,
+                    )
                     table.add(request | bench.ask("jax", request | {"dtype": "float32"}))
     return table.rows
 
@@ -302,28 +342,44 @@ def measure_mixed(args: argparse.Namespace, bench: harness.Bench) -> list[dict]:
 
 def summary_mixed(rows: list[dict]) -> None:
     """Prints which rows of Newton and Auto ran sequentially, and which took over twice the iterations of float64."""
-    mine = [row for row in rows if row["row"] in ("jaxpar Newton", "jaxpar Auto") and "failed" not in row]
-    mine = [row for row in mine if not (row["claimed"] and row["is_sequential"])]  # Auto's choice, by cost
-    full = {(row["row"], row["problem"]): row["iterations"] for row in mine if row["dtype"] == "float64"}
+    mine = [
+        row
+        for row in rows
+        if row["row"] in ("jaxpar Newton", "jaxpar Auto") and "failed" not in row
+    ]
+    mine = [
+        row for row in mine if not (row["claimed"] and row["is_sequential"])
+    ]  # Auto's choice, by cost
+    full = {
+        (row["row"], row["problem"]): row["iterations"] for row in mine if row["dtype"] == "float64"
+    }
     found = [row for row in mine if row["claimed"]]
-    quick = [row for row in found if row["iterations"] <= 2 * full.get((row["row"], row["problem"]), 0)]
+    quick = [
+        row for row in found if row["iterations"] <= 2 * full.get((row["row"], row["problem"]), 0)
+    ]
     print(
         f"\nNewton and Auto: {len(found)} of {len(mine)} that iterate converged, {len(quick)} of these in at most twice"
     )
     print("the iterations of float64. The rest:")
     for row in mine:
         if row not in quick:
-            print(f"- {row['row']}, {row['problem']}, {row['dtype']}: {verdict(row)}, {row['iterations']} iterations")
+            print(
+                f"- {row['row']}, {row['problem']}, {row['dtype']}: {verdict(row)}, {row['iterations']} iterations"
+            )
 
 
 def summary(rows: list[dict], case: str) -> None:
     """Prints how often each row of R1 or R2 had each verdict."""
     kinds = ("right", "finished", "reported", "SILENT ERROR", "WRONG")
-    print(f"\n### {case}, counted\n\n| row | {' | '.join(kinds)} | failed |\n|{'---|' * (len(kinds) + 2)}")
+    print(
+        f"\n### {case}, counted\n\n| row | {' | '.join(kinds)} | failed |\n|{'---|' * (len(kinds) + 2)}"
+    )
     for name in dict.fromkeys(row["row"] for row in rows):
         mine = [row for row in rows if row["row"] == name]
         found = [verdict(row) for row in mine if "failed" not in row]
-        print(f"| {name} | {' | '.join(str(found.count(kind)) for kind in kinds)} | {len(mine) - len(found)} |")
+        print(
+            f"| {name} | {' | '.join(str(found.count(kind)) for kind in kinds)} | {len(mine) - len(found)} |"
+        )
 
 
 def main() -> None:
@@ -335,7 +391,9 @@ def main() -> None:
         harness.serve(Judge(str(args.deer.resolve()) if args.deer else None))
         return
     command = [__file__, "--worker", "jax"] + (["--deer", str(args.deer)] if args.deer else [])
-    bench = harness.Bench({"jax": (command, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})}, args.budget_s, args.row_s)
+    bench = harness.Bench(
+        {"jax": (command, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})}, args.budget_s, args.row_s
+    )
     bad = []
     for case in harness.chosen(args.cases, ("G1", "R1", "R2")):
         rows = measure_mixed(args, bench) if case == "R2" else measure(args, case, bench)
@@ -345,7 +403,9 @@ def main() -> None:
         if case == "R2":
             summary_mixed(rows)
         for row in ours:
-            is_good = "skipped" in row.get("failed", "") or row.get("right", row.get("error", 1.0) <= BAR)
+            is_good = "skipped" in row.get("failed", "") or row.get(
+                "right", row.get("error", 1.0) <= BAR
+            )
             bad += [] if is_good else [row]
     bench.close()
     for row in bad:

@@ -38,7 +38,12 @@ CASES = {
 }
 SHARDED = {"A5": CASES["A5"], "B4": dict(kind="para_gru", shape=(1, 1048576, 256), dtype="float32")}
 OURS = ("auto", "kernel", "chunked", "associative")
-PASSES = {("diag", "fwd"): 3, ("diag", "fwd+bwd"): 8, ("block", "fwd"): 8, ("block", "fwd+bwd"): 22}  # arrays moved
+PASSES = {
+    ("diag", "fwd"): 3,
+    ("diag", "fwd+bwd"): 8,
+    ("block", "fwd"): 8,
+    ("block", "fwd+bwd"): 22,
+}  # arrays moved
 
 
 def rows_of(name: str, case: dict) -> list[tuple[str, str]]:
@@ -52,7 +57,11 @@ def rows_of(name: str, case: dict) -> list[tuple[str, str]]:
         rows += [("torch", "fla hgrn recurrent")] if length <= 16384 else []
         rows += [("torch", "accelerated-scan warp")] if name in ("A1", "A2", "A3") else []
     rows += [("jax", "lax.associative_scan")]
-    rows += [("jax", f"lax.scan unroll={k}") for k in ((1, 8, 32) if name == "A1" else (32,)) if length <= 16384]
+    rows += [
+        ("jax", f"lax.scan unroll={k}")
+        for k in ((1, 8, 32) if name == "A1" else (32,))
+        if length <= 16384
+    ]
     rows += [("jax", f"jaxpar {impl}") for impl in OURS + (("sequential",) if name == "A1" else ())]
     return rows + ([("jax", "jaxpar lanes")] if case["kind"] == "block" else [])
 
@@ -76,7 +85,9 @@ class Affine:
 
         @jax.jit
         def draw():
-            decay = jnp.exp(-jnp.exp(jax.random.uniform(keys[0], self.shape, minval=math.log(1e-3), maxval=0.0)))
+            decay = jnp.exp(
+                -jnp.exp(jax.random.uniform(keys[0], self.shape, minval=math.log(1e-3), maxval=0.0))
+            )
             b, g = (jax.random.normal(key, full).astype(dtype) for key in keys[1:3])
             if kind == "diag":
                 return decay.astype(dtype), b, g
@@ -110,7 +121,11 @@ def solver(row: str, kind: str):
     from jax import lax
 
     def apply(a, h):
-        return a * h if kind == "diag" else jnp.stack([(a[..., i, :] * h).sum(-1) for i in range(2)], -1)
+        return (
+            a * h
+            if kind == "diag"
+            else jnp.stack([(a[..., i, :] * h).sum(-1) for i in range(2)], -1)
+        )
 
     if row == "lax.associative_scan":
 
@@ -168,7 +183,9 @@ class JaxWorker:
 
         case, row = self.case, request["row"]
         solve, axis = solver(row, case.kind), 0 if row.startswith("lax.scan") else 1
-        args = [x if axis == 1 else jnp.moveaxis(x, 1, 0) for x in (case.a, case.b, case.g)]  # moving copies
+        args = [
+            x if axis == 1 else jnp.moveaxis(x, 1, 0) for x in (case.a, case.b, case.g)
+        ]  # moving copies
         if row == "jaxpar lanes":
             a, b, g = args
             args = [
@@ -186,11 +203,16 @@ class JaxWorker:
         """Times one row on the arrays of the case."""
         import jax.numpy as jnp
 
-        backward, axis = request["direction"] == "fwd+bwd", 0 if request["row"].startswith("lax.scan") else 1
+        backward, axis = (
+            request["direction"] == "fwd+bwd",
+            0 if request["row"].startswith("lax.scan") else 1,
+        )
         compiled, args, compile_s = self.programs(request)
         out = compiled(*args) if backward else (compiled(*args),)
         expected = case.expected[1:] if backward else case.expected[:1]
-        error = harness.error_of([case.lanes(jnp.moveaxis(joined(x), axis, 1)) for x in out], expected)
+        error = harness.error_of(
+            [case.lanes(jnp.moveaxis(joined(x), axis, 1)) for x in out], expected
+        )
         del out
         timed = harness.time_jax(compiled, [tuple(args)], request["spend_s"])
         return timed | {"compile_s": compile_s, "error": error}
@@ -232,7 +254,9 @@ def shard_row(request: dict) -> dict:
     from jax.sharding import NamedSharding, PartitionSpec
     from problems import para_gru, weights
 
-    mesh = make_mesh(MeshSpec(data=1, context=request["devices"]), jax.devices()[: request["devices"]])
+    mesh = make_mesh(
+        MeshSpec(data=1, context=request["devices"]), jax.devices()[: request["devices"]]
+    )
     split, (batch, length, width) = PartitionSpec("context"), request["shape"]
     if request["kind"] == "diag":
         from jaxpar.scan import affine_scan
@@ -251,13 +275,17 @@ def shard_row(request: dict) -> dict:
                 h = para_gru(w, h, x)
                 return h, h
 
-            return parallel_scan(step, jnp.zeros((batch, width)), xs, method=Newton("diag"), axis_name="context")[1]
+            return parallel_scan(
+                step, jnp.zeros((batch, width)), xs, method=Newton("diag"), axis_name="context"
+            )[1]
 
         arrays = 3
 
     @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, split))
     def draw(key):
-        drawn = [jax.random.normal(k, (length, batch, width)) for k in jax.random.split(key, arrays + 1)]
+        drawn = [
+            jax.random.normal(k, (length, batch, width)) for k in jax.random.split(key, arrays + 1)
+        ]
         return [jax.nn.sigmoid(drawn[0] + 3), *drawn[1:]] if request["kind"] == "diag" else drawn
 
     *args, g = draw(jax.random.key(0))
@@ -295,20 +323,34 @@ def measure(args: argparse.Namespace) -> None:
     sides = {"jax": ([__file__, "--worker", "jax"], {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})}
     sides |= {} if args.no_peer else {"torch": (torch, {"JAX_PLATFORMS": "cpu"})}
     bench, table = harness.Bench(sides, args.budget_s, args.row_s), harness.Table(COLUMNS, args.out)
-    rates = {side: bench.ask(side, {"row": "copy", "tiny": args.tiny, "spend_s": args.spend_s}) for side in sides}
+    rates = {
+        side: bench.ask(side, {"row": "copy", "tiny": args.tiny, "spend_s": args.spend_s})
+        for side in sides
+    }
     for side, rate in rates.items():
-        print(f"{side}: " + (rate.get("failed") or "{device}, {version}, copy {rate:.3g} B/s".format(**rate)))
+        print(
+            f"{side}: "
+            + (rate.get("failed") or "{device}, {version}, copy {rate:.3g} B/s".format(**rate))
+        )
     print(f"an empty call of JAX: {rates['jax'].get('empty_ms', math.nan):.4f} ms", flush=True)
     for name in names:
         case = tiny(CASES[name]) if args.tiny else CASES[name]
         table.head(f"{name}: {case['kind']}, (B, T, C) = {case['shape']}, {case['dtype']}")
         size = math.prod(case["shape"]) * (2 if case["dtype"] == "bfloat16" else 4)
         best = {"fwd": math.inf, "fwd+bwd": math.inf}
-        for side, request, answer in bench.answers(harness.plan(rows_of(name, case), case, sides, args), args.jobs):
+        for side, request, answer in bench.answers(
+            harness.plan(rows_of(name, case), case, sides, args), args.jobs
+        ):
             if not request["row"].startswith("jaxpar"):
-                best[request["direction"]] = min(best[request["direction"]], answer.get("ms", math.inf))
+                best[request["direction"]] = min(
+                    best[request["direction"]], answer.get("ms", math.inf)
+                )
             moved = PASSES[case["kind"], request["direction"]] * size
-            figures = {"bytes": moved, "rate": rates[side].get("rate"), "best_peer_ms": best[request["direction"]]}
+            figures = {
+                "bytes": moved,
+                "rate": rates[side].get("rate"),
+                "best_peer_ms": best[request["direction"]],
+            }
             table.add({"case": name} | request | answer | figures)
         if size > 1e9:
             bench.close()  # the pools of two frameworks with such arrays fill a card
@@ -318,12 +360,17 @@ def measure(args: argparse.Namespace) -> None:
 def measure_shards(args: argparse.Namespace) -> None:
     """Measures the chosen cases on 1, 2, 4, ... devices, each in a process of its own."""
     sides = {"jax": ([__file__, "--worker", "shards"], {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})}
-    bench, table = harness.Bench(sides, args.budget_s, args.row_s), harness.Table(SHARD_COLUMNS, args.out)
+    bench, table = (
+        harness.Bench(sides, args.budget_s, args.row_s),
+        harness.Table(SHARD_COLUMNS, args.out),
+    )
     table.head("Sequences split over devices, forward + backward")
     for name in harness.chosen(args.cases, SHARDED):
         case, alone = tiny(SHARDED[name]) if args.tiny else SHARDED[name], math.nan
         for devices in args.devices:
-            answer = bench.ask("jax", case | {"row": "shards", "devices": devices, "spend_s": args.spend_s})
+            answer = bench.ask(
+                "jax", case | {"row": "shards", "devices": devices, "spend_s": args.spend_s}
+            )
             alone = answer.get("ms", math.nan) if devices == 1 else alone
             table.add({"case": name, "devices": devices, "alone_ms": alone} | answer)
             bench.close("jax")
@@ -332,8 +379,12 @@ def measure_shards(args: argparse.Namespace) -> None:
 def main() -> None:
     """Parses flags and measures, or serves as a worker."""
     parser = harness.arguments(__doc__, {**CASES, **SHARDED}, "scan.json", 500)
-    parser.add_argument("--shards", action="store_true", help="split time over the devices of this host")
-    parser.add_argument("--devices", type=lambda text: [int(x) for x in text.split(",")], default=[1, 2, 4])
+    parser.add_argument(
+        "--shards", action="store_true", help="split time over the devices of this host"
+    )
+    parser.add_argument(
+        "--devices", type=lambda text: [int(x) for x in text.split(",")], default=[1, 2, 4]
+    )
     args = parser.parse_args()
     if args.worker:
         harness.serve(shard_row if args.worker == "shards" else JaxWorker())

@@ -20,7 +20,9 @@ def main() -> None:
 
     from jaxpar.nn.experts.sharded import least_loaded
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=1 << 20, help="choices of all devices")
@@ -29,19 +31,28 @@ def main() -> None:
     plan_of = jax.jit(least_loaded, static_argnames=("shares", "min_chunk", "slots"))
     local = options.experts // options.devices
     print(f"{options.experts} experts on {options.devices} devices, {options.tokens:,} choices")
-    print(f"{'skew':>5} {'hot':>4} {'slots':>6} {'plain':>6} {'lent':>6} {'weights':>8} {'a device':>8}")
+    print(
+        f"{'skew':>5} {'hot':>4} {'slots':>6} {'plain':>6} {'lent':>6} {'weights':>8} {'a device':>8}"
+    )
     for skew, hot in ((0.0, 4), (0.3, 4), (0.5, 4), (0.8, 4), (0.95, 4), (0.95, 1), (0.95, local)):
         noise = np.random.default_rng(0).dirichlet(np.full(options.experts, 20.0))
         share = (1 - skew) * noise + skew * (np.arange(options.experts) < hot) / hot
         counts = np.floor(share * options.tokens).astype(np.int32)
         for slots in (1, 2, None):
-            plan = np.asarray(plan_of(counts, shares=options.devices, min_chunk=options.min_chunk, slots=slots))
+            plan = np.asarray(
+                plan_of(counts, shares=options.devices, min_chunk=options.min_chunk, slots=slots)
+            )
             mean = counts.sum() / options.devices
-            plain, most = counts.reshape(options.devices, local).sum(1).max() / mean, plan.sum(0).max() / mean
+            plain, most = (
+                counts.reshape(options.devices, local).sum(1).max() / mean,
+                plan.sum(0).max() / mean,
+            )
             home = np.arange(options.experts)[:, None] // local == np.arange(options.devices)
             lent = ((plan > 0) & ~home).sum(0)
             name = "any" if slots is None else slots
-            print(f"{skew:5} {hot:4} {name:>6} {plain:6.2f} {most:6.2f} {lent.sum():8} {lent.max():8}")
+            print(
+                f"{skew:5} {hot:4} {name:>6} {plain:6.2f} {most:6.2f} {lent.sum():8} {lent.max():8}"
+            )
 
 
 if __name__ == "__main__":

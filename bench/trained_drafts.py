@@ -60,9 +60,16 @@ def of_bytes(folder: pathlib.Path, args: argparse.Namespace) -> tuple:
     """Returns the same of a byte model, trained first where there is none."""
     text = np.frombuffer(decode_pair.texts()[0], np.uint8)
     if not folder.exists():
-        size = dict(num_layers=args.layers, embed_dim=args.embed, num_heads=args.embed // 64, mlp_dim=3 * args.embed)
+        size = dict(
+            num_layers=args.layers,
+            embed_dim=args.embed,
+            num_heads=args.embed // 64,
+            mlp_dim=3 * args.embed,
+        )
         shape = LMConfig(vocab_size=256, dtype="float32", **size)
-        params, said = decode_pair.train(shape, decode_pair.texts()[0], args.train_s, args.seq, args.rows)
+        params, said = decode_pair.train(
+            shape, decode_pair.texts()[0], args.train_s, args.seq, args.rows
+        )
         print("model", said, flush=True)
         to_hf(params, shape, folder)
     config, params = from_hf(folder, dtype="float32")
@@ -71,7 +78,12 @@ def of_bytes(folder: pathlib.Path, args: argparse.Namespace) -> tuple:
         starts = np.random.default_rng(step).integers(len(text) - args.seq, size=args.rows)
         return text[starts[:, None] + np.arange(args.seq)].astype(np.int32)
 
-    return config, params, batch, np.array(decode_pair.prompts_of(2 * args.prompts, args.prompt), np.int32)
+    return (
+        config,
+        params,
+        batch,
+        np.array(decode_pair.prompts_of(2 * args.prompts, args.prompt), np.int32),
+    )
 
 
 class Run:
@@ -88,7 +100,15 @@ class Run:
         """Returns the texts, new tokens a pass, and seconds; of a second call, so that compiling does not count."""
         for _ in range(2):
             begin = time.perf_counter()
-            out = self.decode(KEY, self.params, prompts, self.config, self.sampling, draft=draft, draft_params=params)
+            out = self.decode(
+                KEY,
+                self.params,
+                prompts,
+                self.config,
+                self.sampling,
+                draft=draft,
+                draft_params=params,
+            )
             jax.block_until_ready(out)
         rate = len(prompts) * (self.sampling.max_new_tokens - 1) / float(out.passes.sum())
         return np.asarray(out.tokens), rate, time.perf_counter() - begin
@@ -102,7 +122,13 @@ def distilled(run: Run, draft, args: argparse.Namespace) -> tuple:
     losses = []
     hooks = Hooks(check=lambda step, metrics: losses.append(dict(metrics)))
     begin = time.perf_counter()
-    result = fit(trainer, KEY, lambda step: {"tokens": run.batch(step), "model": run.params}, Fit(args.steps), hooks)
+    result = fit(
+        trainer,
+        KEY,
+        lambda step: {"tokens": run.batch(step), "model": run.params},
+        Fit(args.steps),
+        hooks,
+    )
     names = [f"train/kl_{place + 1}" for place in range(draft.length)]
     last = [float(np.mean([each[name] for each in losses[-20:]])) for name in names]
     return result.state.params, {"kl": last, "train_s": time.perf_counter() - begin}
@@ -120,15 +146,22 @@ def measure(run: Run, name: str, args: argparse.Namespace) -> dict:
     tuned, held = np.split(run.prompts, 2)
     params, said = distilled(run, draft, args)
     kinds = {"trained": params}
-    if name == "prompts":  # the others start as the identity: their control is the model's own next token, again
+    if (
+        name == "prompts"
+    ):  # the others start as the identity: their control is the model's own next token, again
         kinds["control"] = DraftTrainer(run.config, draft).init(jax.random.key(1)).params
     said["parameters"] = sum(leaf.size for leaf in jax.tree.leaves(params))
     texts, _, _ = run.says(tuned)
     plain, _, plain_s = run.says(held)
     for kind, own in kinds.items():
-        rates = accept_rates(run.params, own, jnp.asarray(texts), run.config, draft, args.ranks, start=args.prompt)
+        rates = accept_rates(
+            run.params, own, jnp.asarray(texts), run.config, draft, args.ranks, start=args.prompt
+        )
         said[kind] = {"rates": rates.round(3).tolist()}
-        for shape, candidates in {"chain": chain(args.length), "tree": best_tree(rates, args.nodes)}.items():
+        for shape, candidates in {
+            "chain": chain(args.length),
+            "tree": best_tree(rates, args.nodes),
+        }.items():
             shaped = dataclasses.replace(draft, candidates=candidates)
             tokens, rate, seconds = run.says(held, shaped, own)
             said[kind][shape] = {
@@ -141,20 +174,34 @@ def measure(run: Run, name: str, args: argparse.Namespace) -> dict:
 
 def main() -> None:
     """Measures the drafts that are asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=pathlib.Path, help="a run folder of experiments.lm, or one of a byte model")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "run", type=pathlib.Path, help="a run folder of experiments.lm, or one of a byte model"
+    )
     parser.add_argument("--drafts", default="prompts,hidden,heads")
-    parser.add_argument("--layer", type=int, help="where hidden transfer enters; by default in the middle")
+    parser.add_argument(
+        "--layer", type=int, help="where hidden transfer enters; by default in the middle"
+    )
     parser.add_argument("--length", type=int, default=3, help="places that are guessed")
-    parser.add_argument("--nodes", type=int, default=12, help="candidates of the tree, the root one of them")
-    parser.add_argument("--ranks", type=int, default=6, help="guesses of a place that are considered")
+    parser.add_argument(
+        "--nodes", type=int, default=12, help="candidates of the tree, the root one of them"
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=6, help="guesses of a place that are considered"
+    )
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--anchors", type=int, default=32, help="places of a row behind which a step guesses")
-    parser.add_argument("--layers", type=int, default=4, help="of a byte model that is trained, and so the next")
+    parser.add_argument(
+        "--anchors", type=int, default=32, help="places of a row behind which a step guesses"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=4, help="of a byte model that is trained, and so the next"
+    )
     parser.add_argument("--embed", type=int, default=128)
     parser.add_argument("--train-s", type=float, default=240)
     parser.add_argument("--seq", type=int, default=256, help="tokens of its rows")

@@ -50,10 +50,14 @@ class Solved:
 
     def __init__(self):
         """Writes down the moves and what new tiles make of boards."""
-        self.boards = np.stack(np.meshgrid(*[np.arange(6, dtype=np.int8)] * 4, indexing="ij"), -1).reshape(-1, 2, 2)
+        self.boards = np.stack(
+            np.meshgrid(*[np.arange(6, dtype=np.int8)] * 4, indexing="ij"), -1
+        ).reshape(-1, 2, 2)
         self.legal = np.asarray(jax.vmap(legal_slides)(self.boards))
         slid = [self._slid(action) for action in range(4)]
-        self.following = np.stack([np.clip(after, 0, 5).reshape(-1, 4) @ DIGITS for after, _ in slid], 1)
+        self.following = np.stack(
+            [np.clip(after, 0, 5).reshape(-1, 4) @ DIGITS for after, _ in slid], 1
+        )
         self.merged = np.stack([merged for _, merged in slid], 1).astype(float)
         self.appears = np.zeros((len(self.boards), len(self.boards)))
         for number, board in enumerate(self.boards.reshape(-1, 4)):
@@ -65,7 +69,9 @@ class Solved:
         self.playable = np.flatnonzero(self.legal.any(1))
         self.best = self.score(lambda earned: earned.max(1))
         equally = self.legal / np.maximum(self.legal.sum(1, keepdims=True), 1)
-        self.chance = self.score(lambda earned: np.sum(equally * np.where(self.legal, earned, 0), 1))
+        self.chance = self.score(
+            lambda earned: np.sum(equally * np.where(self.legal, earned, 0), 1)
+        )
 
     def _slid(self, action: int) -> tuple[np.ndarray, np.ndarray]:
         after, merged = slide_left(np.rot90(self.boards, action + 1, (1, 2)))
@@ -76,7 +82,9 @@ class Solved:
         values, before = np.zeros(len(self.boards)), None
         while before is None or np.abs(values - before).max() > 1e-12:
             before = values
-            earned = np.where(self.legal, self.merged + (self.appears @ values)[self.following], -np.inf)
+            earned = np.where(
+                self.legal, self.merged + (self.appears @ values)[self.following], -np.inf
+            )
             values = np.where(self.legal.any(1), choose(earned), 0.0)
         return float(self.start @ values)
 
@@ -85,19 +93,27 @@ class Solved:
         table = np.zeros(len(self.boards), int)
         table[self.playable] = actions
         every = np.arange(len(table))
-        earned = self.score(lambda earned: np.where(self.legal[every, table], earned[every, table], -1.0))
+        earned = self.score(
+            lambda earned: np.where(self.legal[every, table], earned[every, table], -1.0)
+        )
         return earned / self.best
 
     def states(self, count: int = 0) -> State:
         """The states of the playable boards, or `count` of them, again from the first where there are fewer."""
         which = np.resize(self.playable, count or len(self.playable))
-        return State(jnp.asarray(self.boards[which]), jnp.zeros(len(which), jnp.int32), jnp.zeros(len(which), bool))
+        return State(
+            jnp.asarray(self.boards[which]),
+            jnp.zeros(len(which), jnp.int32),
+            jnp.zeros(len(which), bool),
+        )
 
 
 def guides() -> Iterator[tuple[str, Guide]]:
     """Yields what searches are led by."""
     yield "none", lambda obs, legal: (legal / jnp.maximum(jnp.sum(legal), 1), jnp.float32(0))
-    rates = PpoRates(learning_rate=3e-3, anneal=80.0, discount=1.0, reward_scale=0.05, entropy_coef=0.005)
+    rates = PpoRates(
+        learning_rate=3e-3, anneal=80.0, discount=1.0, reward_scale=0.05, entropy_coef=0.005
+    )
     ppo = Ppo(GAME, Network(hidden=(64, 64)), rates, num_envs=128, num_steps=32)
     weights = jax.jit(lambda key: train(ppo, key, PARAMS, 80)[0].weights)(jax.random.key(0))
     learned = guide_of(ppo.agent(), weights)
@@ -125,11 +141,15 @@ def theirs(mctx: Any, guide: Guide, simulations: int, gumbel: bool) -> Decide:
 
     def led(obs, legal):
         prior, value = jax.vmap(guide)(obs, legal)
-        return jnp.where(legal, jnp.log(jnp.maximum(prior, 1e-30)), jnp.finfo(jnp.float32).min), value
+        return jnp.where(
+            legal, jnp.log(jnp.maximum(prior, 1e-30)), jnp.finfo(jnp.float32).min
+        ), value
 
     def recurrent(_, key, action, states):
         keys = jax.random.split(key, len(action))
-        said = jax.vmap(lambda key, state, action: step(key, GAME, state, action, PARAMS))(keys, states, action)
+        said = jax.vmap(lambda key, state, action: step(key, GAME, state, action, PARAMS))(
+            keys, states, action
+        )
         logits, value = led(said.obs, jax.vmap(legal_at)(said.state))
         ends = said.terminated
         out = mctx.RecurrentFnOutput(
@@ -140,7 +160,9 @@ def theirs(mctx: Any, guide: Guide, simulations: int, gumbel: bool) -> Decide:
 
     def decide(key, states):
         legal = jax.vmap(legal_at)(states)
-        logits, value = led(jax.vmap(lambda state: GAME.observe(key, state, None, PARAMS))(states), legal)
+        logits, value = led(
+            jax.vmap(lambda state: GAME.observe(key, state, None, PARAMS))(states), legal
+        )
         root = mctx.RootFnOutput(prior_logits=logits, value=value, embedding=states)
         policy = mctx.gumbel_muzero_policy if gumbel else mctx.muzero_policy
         rule = {"gumbel_scale": 0.0} if gumbel else {"dirichlet_fraction": 0.0, "temperature": 0.0}
@@ -165,7 +187,9 @@ def measured(sides: dict[str, Decide], states: State, rounds: int) -> dict[str, 
             took[name].append(time.perf_counter() - began)
     for name, row in rows.items():
         row["s"], row["program"] = statistics.median(took[name]), programs[name]
-        row["quartiles_s"] = statistics.quantiles(took[name], n=4)[::2] if rounds > 1 else [row["s"]] * 2
+        row["quartiles_s"] = (
+            statistics.quantiles(took[name], n=4)[::2] if rounds > 1 else [row["s"]] * 2
+        )
     return rows
 
 
@@ -175,7 +199,10 @@ COLUMNS: dict[str, Callable[[dict], str]] = {
     "simulations": lambda row: str(row["simulations"]),
     "side": lambda row: row["side"],
     "thousand simulations/s": lambda row: "{:,.0f} ({:,.0f} to {:,.0f})".format(
-        *(1e-3 * row["batch"] * row["simulations"] / s for s in (row["s"], *row["quartiles_s"][::-1]))
+        *(
+            1e-3 * row["batch"] * row["simulations"] / s
+            for s in (row["s"], *row["quartiles_s"][::-1])
+        )
     ),
     "of its `muzero_policy`": lambda row: f"{row['peer_s'] / row['s']:.2f}x",
     "compile s": lambda row: f"{row['compile_s']:.1f}",
@@ -185,14 +212,20 @@ COLUMNS: dict[str, Callable[[dict], str]] = {
 
 def main() -> None:
     """Measures every guide, number of simulations and batch."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mctx", help="a folder with the package mctx")
     parser.add_argument("--simulations", default="16,64")
-    parser.add_argument("--batches", default="64", help="beside all playable boards, on which is judged")
+    parser.add_argument(
+        "--batches", default="64", help="beside all playable boards, on which is judged"
+    )
     parser.add_argument("--guides", default="none,ppo")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/bench/tree_search.json"))
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=pathlib.Path("runs/bench/tree_search.json")
+    )
     args = parser.parse_args()
     mctx: Any = None
     if args.mctx:
@@ -217,11 +250,23 @@ def main() -> None:
                 peer = {"peer_s": rows[PEER]["s"]} if PEER in rows else {}
                 for side, row in rows.items():
                     program = row.pop("program")
-                    row |= {"side": side, "guide": led_by, "simulations": simulations, "batch": len(states.score)}
+                    row |= {
+                        "side": side,
+                        "guide": led_by,
+                        "simulations": simulations,
+                        "batch": len(states.score),
+                    }
                     if size == 0:
-                        tables = [np.asarray(program(jax.random.key(1000 + i), states)) for i in range(args.seeds)]
+                        tables = [
+                            np.asarray(program(jax.random.key(1000 + i), states))
+                            for i in range(args.seeds)
+                        ]
                         scores = [solved.of_actions(actions) for actions in tables]
-                        row |= {"of_best": float(np.mean(scores)), "least": min(scores), "most": max(scores)}
+                        row |= {
+                            "of_best": float(np.mean(scores)),
+                            "least": min(scores),
+                            "most": max(scores),
+                        }
                     table.add(row | peer)
 
 

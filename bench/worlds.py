@@ -52,10 +52,18 @@ def xminigrid_loop(name):
 
     def step(key, timestep, action):
         timestep = env.step(params, timestep, action)
-        return timestep, (timestep.observation, timestep.reward, timestep.discount, timestep.step_type), timestep.last()
+        return (
+            timestep,
+            (timestep.observation, timestep.reward, timestep.discount, timestep.step_type),
+            timestep.last(),
+        )
 
     actions = env.num_actions(params)
-    return lambda key: env.reset(params, key), step, lambda key: jax.random.randint(key, (), 0, actions)
+    return (
+        lambda key: env.reset(params, key),
+        step,
+        lambda key: jax.random.randint(key, (), 0, actions),
+    )
 
 
 def navix_loop(name):
@@ -70,7 +78,11 @@ def navix_loop(name):
 
     def step(key, timestep, action):
         timestep = env.step(timestep, action)
-        return timestep, (timestep.observation, timestep.reward, timestep.step_type), timestep.step_type > 0
+        return (
+            timestep,
+            (timestep.observation, timestep.reward, timestep.step_type),
+            timestep.step_type > 0,
+        )
 
     actions = len(env.action_set)
     return env.reset, step, lambda key: jax.random.randint(key, (), 0, actions)
@@ -88,7 +100,9 @@ def jaxmarl_loop(name):
 
     def sample(key):
         keys = jax.random.split(key, env.num_agents)
-        return {agent: env.action_space(agent).sample(keys[i]) for i, agent in enumerate(env.agents)}
+        return {
+            agent: env.action_space(agent).sample(keys[i]) for i, agent in enumerate(env.agents)
+        }
 
     return lambda key: env.reset(key)[1], step, sample
 
@@ -129,13 +143,19 @@ def programs(ours, suite, theirs, num_envs, num_steps, warm):
 
 def main() -> None:
     """Measures every case at every number of environments."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="part of a name of ours or of a suite")
     parser.add_argument("--num-envs", default="1024")
     parser.add_argument("--steps", type=int, default=32, help="steps of a program")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--warm", type=int, default=0, help="steps that our sides make before, for long episodes")
-    parser.add_argument("--budget-s", type=float, default=1200, help="no case starts after these seconds")
+    parser.add_argument(
+        "--warm", type=int, default=0, help="steps that our sides make before, for long episodes"
+    )
+    parser.add_argument(
+        "--budget-s", type=float, default=1200, help="no case starts after these seconds"
+    )
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results" / "worlds.json")
     args = parser.parse_args()
     columns = {
@@ -144,22 +164,37 @@ def main() -> None:
         "environments": lambda row: str(row["environments"]),
         "side": lambda row: row["side"],
         "M steps/s": lambda row: f"{row['msps']:.4g}",
-        "ratio (quartiles)": lambda row: f"{row['ratio']:.2f}x ({row['low']:.2f}-{row['high']:.2f})",
+        "ratio (quartiles)": lambda row: (
+            f"{row['ratio']:.2f}x ({row['low']:.2f}-{row['high']:.2f})"
+        ),
         "done %": lambda row: f"{100 * row['done']:.2f}",
         "compile s": lambda row: f"{row['compile_s']:.1f}",
     }
     table, began, device = Table(columns, args.out), time.monotonic(), jax.devices()[0].device_kind
-    table.head(f"{device}, jax {jax.__version__}, {args.rounds} rounds, load {os.getloadavg()[0]:.1f} before")
+    table.head(
+        f"{device}, jax {jax.__version__}, {args.rounds} rounds, load {os.getloadavg()[0]:.1f} before"
+    )
     for ours, suite, theirs in CASES:
         for num_envs in map(int, args.num_envs.split(",")):
             if args.only not in ours + suite or time.monotonic() - began > args.budget_s:
                 continue
-            case = {"ours": ours, "theirs": theirs, "environments": num_envs, "steps": args.steps, "device": device}
+            case = {
+                "ours": ours,
+                "theirs": theirs,
+                "environments": num_envs,
+                "steps": args.steps,
+                "device": device,
+            }
             try:
                 sides = programs(ours, suite, theirs, num_envs, args.steps, args.warm)
                 rows = measured(sides, args.rounds, num_envs, args.steps)
             except Exception as error:  # a peer may be missing or fail, and is a row then
-                rows = [{"side": "", "failed": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}]
+                rows = [
+                    {
+                        "side": "",
+                        "failed": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
+                    }
+                ]
             for row in rows:
                 table.add(case | row)
     print(json.dumps({"out": str(args.out), "rows": len(table.rows)}))

@@ -27,7 +27,10 @@ def compiled_step(config: Config) -> jax.stages.Compiled:
     trainer = make_trainer(config)
     state = jax.eval_shape(trainer.init, jax.random.key(0))
     rows = jax.ShapeDtypeStruct((config.data.batch_size, config.data.seq_len), np.int32)
-    given, axes = (state, {"tokens": rows, "targets": rows}), (trainer.axes(), {"tokens": (), "targets": ()})
+    given, axes = (
+        (state, {"tokens": rows, "targets": rows}),
+        (trainer.axes(), {"tokens": (), "targets": ()}),
+    )
     axes[1].update(tokens=("batch", None), targets=("batch", None))
     placed = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
@@ -48,8 +51,12 @@ def main() -> None:
         shapes[collective.kind, where] += [shape for shape in collective.shapes if shape]
     for (kind, where), arrays in sorted(shapes.items()):
         if arrays:
-            print(f"{kind:14} over {where:10} {len(arrays):3} arrays, the largest {max(arrays, key=np.prod)}")
-    print(f"temporary memory {program.memory_analysis().temp_size_in_bytes / 2**20:.1f} MiB a device")
+            print(
+                f"{kind:14} over {where:10} {len(arrays):3} arrays, the largest {max(arrays, key=np.prod)}"
+            )
+    print(
+        f"temporary memory {program.memory_analysis().temp_size_in_bytes / 2**20:.1f} MiB a device"
+    )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no page needs an accelerator, nor to wait for one to be looked for
+os.environ.setdefault(
+    "JAX_PLATFORMS", "cpu"
+)  # no page needs an accelerator, nor to wait for one to be looked for
 
 import jaxpar  # noqa: E402
 
@@ -71,8 +73,12 @@ def _to_rst(app, what, name, obj, options, lines):
         if row != inside:
             out += ["", "::", ""] if row else [""]
         if not row:
-            line = re.sub(r"(``.+?``|`[^`]+`)(?=\w)|(``.+?``|`[^`]+`)", lambda m: m[2] or m[1] + "\\ ", line)
-            line = re.sub(r"^(\s*:\w+ \w+: )(?=[A-Z]\.$)", r"\1\\", line)  # else it is an enumeration
+            line = re.sub(
+                r"(``.+?``|`[^`]+`)(?=\w)|(``.+?``|`[^`]+`)", lambda m: m[2] or m[1] + "\\ ", line
+            )
+            line = re.sub(
+                r"^(\s*:\w+ \w+: )(?=[A-Z]\.$)", r"\1\\", line
+            )  # else it is an enumeration
         out.append("    " + line if row else line)
         inside = row
     lines[:] = out

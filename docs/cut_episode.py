@@ -13,7 +13,9 @@ HERE = pathlib.Path(__file__).resolve().parent
 def main() -> None:
     """Runs the cells that import, and those after the words on cut episodes."""
     cells = (HERE.parent / "notebooks" / "07_learning.py").read_text().split("\n# %%")
-    chapter = next(place for place, cell in enumerate(cells) if "## What a cut episode is worth" in cell)
+    chapter = next(
+        place for place, cell in enumerate(cells) if "## What a cut episode is worth" in cell
+    )
     wanted = [cell for cell in cells[:chapter] if "\nimport " in cell] + [cells[chapter + 1]]
     names: dict = {"__name__": "__main__"}
     for cell in wanted:

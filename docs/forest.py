@@ -41,19 +41,38 @@ def tile(sheet, x, y, word, colour, width=46, edge=None, **style):
 
 def cache(sheet, forest, held, x, y):
     """The blocks of one row: whose they are, and what their slots hold."""
-    text(sheet, x, y + 96, "the cache of one row: 6 blocks of 4 slots", 11, weight="bold", ha="left")
-    names = {-1: "free", 0: "segment 0, the prompt", 1: "segment 1, sample 0", 2: "segment 2, sample 1"}
-    for block, (owner, order) in enumerate(zip(*np.asarray((forest.owner[0], forest.order[0])), strict=True)):
+    text(
+        sheet, x, y + 96, "the cache of one row: 6 blocks of 4 slots", 11, weight="bold", ha="left"
+    )
+    names = {
+        -1: "free",
+        0: "segment 0, the prompt",
+        1: "segment 1, sample 0",
+        2: "segment 2, sample 1",
+    }
+    for block, (owner, order) in enumerate(
+        zip(*np.asarray((forest.owner[0], forest.order[0])), strict=True)
+    ):
         left, low = x + 200 * (block % 3), y + 44 - 66 * (block // 3)
         for place in range(4):
-            tile(sheet, left + 46 * place, low, held.get(4 * block + place, ""), COLOURS[int(owner)])
+            tile(
+                sheet, left + 46 * place, low, held.get(4 * block + place, ""), COLOURS[int(owner)]
+            )
         said = names[int(owner)] + (f", block {order}" if owner == 0 else "")
         text(sheet, left, low - 10, said, 8, QUIET, ha="left")
 
 
 def views(sheet, forest, view, held, x, y):
     """What each reader sees, in the order of its positions."""
-    text(sheet, x, y + 96, "two readers: what each sees, and where it goes on", 11, weight="bold", ha="left")
+    text(
+        sheet,
+        x,
+        y + 96,
+        "two readers: what each sees, and where it goes on",
+        11,
+        weight="bold",
+        ha="left",
+    )
     owner, place = np.asarray(forest.owner[0]), np.asarray(forest.place[0])
     for reader in range(2):
         low = y + 44 - 66 * reader
@@ -64,16 +83,27 @@ def views(sheet, forest, view, held, x, y):
                 tile(sheet, x + 46 * (offset[segment] + at), low, word, COLOURS[segment])
         position, write = int(view.position[0, reader]), int(view.write[0, reader])
         tile(sheet, x + 46 * position, low, NEXT[reader], "white", ls=(0, (3, 2)))
-        said = f"seen {seen.tolist()}   offset {offset.tolist()}   position {position}   write {write}"
+        said = (
+            f"seen {seen.tolist()}   offset {offset.tolist()}   position {position}   write {write}"
+        )
         text(sheet, x, low - 10, said, 8, QUIET, ha="left", family="monospace")
 
 
 def window(sheet, accepted, x, y):
     """One pass over a tree of guesses, and what is kept of it."""
-    text(sheet, x, y + 208, "one pass of reader 0 over a window of 5 tokens", 11, weight="bold", ha="left")
+    text(
+        sheet,
+        x,
+        y + 208,
+        "one pass of reader 0 over a window of 5 tokens",
+        11,
+        weight="bold",
+        ha="left",
+    )
     count, path = int(accepted.count[0]), np.asarray(accepted.path[0]).tolist()
     spots = {
-        node: (x + 24 + 200 * int(TREE.depth[node]), y + (105, 150, 150, 48, 48)[node]) for node in range(TREE.size)
+        node: (x + 24 + 200 * int(TREE.depth[node]), y + (105, 150, 150, 48, 48)[node])
+        for node in range(TREE.size)
     }
     for node, parent in enumerate(TREE.parents):
         left, low = spots[node]
@@ -83,8 +113,12 @@ def window(sheet, accepted, x, y):
             colour = EDGE[GREEN] if kept else "#c5cbd1"
             arrow(sheet, start, (left - 2, low + 12), color=colour, lw=2.2 if kept else 1.2)
         tile(sheet, left, low, GUESSES[node], GREEN if kept else "white", width=60)
-        text(sheet, left + 30, low - 10, f"chosen next: “{CHOSEN[node]}”", 8, INK if kept else QUIET)
-        text(sheet, left + 30, low + 33, f"node {node}" + (", certain" if not node else ""), 8, QUIET)
+        text(
+            sheet, left + 30, low - 10, f"chosen next: “{CHOSEN[node]}”", 8, INK if kept else QUIET
+        )
+        text(
+            sheet, left + 30, low + 33, f"node {node}" + (", certain" if not node else ""), 8, QUIET
+        )
     left, low = spots[4]
     arrow(sheet, (left + 62, low + 12), (left + 118, low + 12), color=EDGE[GREEN], lw=2.2)
     tile(sheet, left + 120, low, CHOSEN[path[count - 1]], ORANGE, width=34)
@@ -103,11 +137,20 @@ def mask(sheet, accepted, x, y):
         for other, sees in enumerate(row):
             fill = EDGE[BLUE] if sees else "white"
             sheet.add_patch(
-                Rectangle((x + 62 + size * other, low), size, size, facecolor=fill, edgecolor="#c5cbd1", lw=0.8)
+                Rectangle(
+                    (x + 62 + size * other, low),
+                    size,
+                    size,
+                    facecolor=fill,
+                    edgecolor="#c5cbd1",
+                    lw=0.8,
+                )
             )
         text(sheet, x + 54, low + 12, GUESSES[node], 8.2, ha="right")
         stored = "written to segment 1" if node in path else "dropped: never in the cache"
-        text(sheet, x + 196, low + 12, stored, 8.2, EDGE[GREEN] if node in path else QUIET, ha="left")
+        text(
+            sheet, x + 196, low + 12, stored, 8.2, EDGE[GREEN] if node in path else QUIET, ha="left"
+        )
     said = (
         "and every one of them sees all that reader 0 sees:",
         "each block is read once for both readers and all nodes",

@@ -73,7 +73,12 @@ def main():
             at_first = float(np.mean([first[:, place] for first, _ in rows]))
             axis.axhline(at_first, color=GRAY, linestyle="--", label="first newcomers")
         axis.set_xscale("log", base=2)
-        axis.set(xticks=TICKS, xticklabels=TICKS, xlabel="operations of a robot in a step", ylim=(0, None))
+        axis.set(
+            xticks=TICKS,
+            xticklabels=TICKS,
+            xlabel="operations of a robot in a step",
+            ylim=(0, None),
+        )
         axis.set_title(name, fontsize=10)
         tidy(axis)
     axes[-1].legend(fontsize=7)

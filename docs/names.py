@@ -37,7 +37,9 @@ SHORT = {"lax.": "jax.lax.", "jnp.": "jax.numpy."}
 def public_names(root: pathlib.Path = ROOT) -> dict[str, str]:
     """The name to import of each name that a package takes from its files, by the name in the file."""
     found: dict[str, str] = {}
-    for path in sorted(root.glob("jaxpar/**/__init__.py"), key=lambda path: (len(path.parts), path)):
+    for path in sorted(
+        root.glob("jaxpar/**/__init__.py"), key=lambda path: (len(path.parts), path)
+    ):
         package = ".".join(path.parent.relative_to(root).parts)
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(package + "."):
@@ -78,7 +80,15 @@ def _meant(objects) -> dict[str, str]:
     """What a name without its module means: the one public object of that name, or the only object at all."""
     public, others = {}, {}
     for full, entry in objects.items():
-        if entry.objtype in ("class", "function", "exception", "data", "method", "attribute", "property"):
+        if entry.objtype in (
+            "class",
+            "function",
+            "exception",
+            "data",
+            "method",
+            "attribute",
+            "property",
+        ):
             parts = full.split(".")
             nested = entry.objtype in ("method", "attribute", "property")
             short = ".".join(parts[-2:] if nested else parts[-1:])
@@ -103,7 +113,9 @@ class Links(SphinxPostTransform):
             self.app.jaxpar_meant = _meant(objects)
         for node in list(self.document.findall(nodes.literal)):
             outer = node.parent
-            while outer is not None and not isinstance(outer, (nodes.reference, nodes.title, nodes.term)):
+            while outer is not None and not isinstance(
+                outer, (nodes.reference, nodes.title, nodes.term)
+            ):
                 outer = outer.parent
             name = re.fullmatch(r"(\w[\w.]*)(\(.*\))?", node.astext())
             if outer is None and name:
@@ -111,14 +123,21 @@ class Links(SphinxPostTransform):
 
     def link(self, node, name, objects):
         """Links one node, if `name` is known."""
-        jax = next((full + name[len(short) :] for short, full in SHORT.items() if name.startswith(short)), name)
-        known = as_imported(name) if as_imported(name) in objects else self.app.jaxpar_meant.get(name)
+        jax = next(
+            (full + name[len(short) :] for short, full in SHORT.items() if name.startswith(short)),
+            name,
+        )
+        known = (
+            as_imported(name) if as_imported(name) in objects else self.app.jaxpar_meant.get(name)
+        )
         if jax in JAX:
             reference = nodes.reference("", "", internal=False, refuri=JAX_PAGE.format(jax))
         elif known:
             entry = objects[known]
             page = self.app.builder.get_relative_uri(self.env.docname, entry.docname)
-            reference = nodes.reference("", "", internal=True, refuri=f"{page}#{entry.node_id}", reftitle=known)
+            reference = nodes.reference(
+                "", "", internal=True, refuri=f"{page}#{entry.node_id}", reftitle=known
+            )
         else:
             return
         node.replace_self(reference)

@@ -27,13 +27,17 @@ def canvas(width, height, bottom=0, paper=PAPER):
 
 def text(sheet, x, y, words, size=10, color=INK, **style):
     """Writes words centred at a point."""
-    sheet.text(x, y, words, fontsize=size, color=color, **({"ha": "center", "va": "center"} | style))
+    sheet.text(
+        x, y, words, fontsize=size, color=color, **({"ha": "center", "va": "center"} | style)
+    )
 
 
 def box(sheet, x, y, width, height, title, lines=(), fill=BLUE):
     """Draws a rounded box with a title and smaller lines; (x, y) is its lower left corner."""
     style = "round,pad=0,rounding_size=9"
-    sheet.add_patch(FancyBboxPatch((x, y), width, height, style, facecolor=fill, edgecolor=EDGE[fill], lw=1.4))
+    sheet.add_patch(
+        FancyBboxPatch((x, y), width, height, style, facecolor=fill, edgecolor=EDGE[fill], lw=1.4)
+    )
     step = 15.5
     top = y + height / 2 + step * len(lines) / 2
     text(sheet, x + width / 2, top, title, 11, weight="bold")
@@ -44,7 +48,11 @@ def box(sheet, x, y, width, height, title, lines=(), fill=BLUE):
 def arrow(sheet, start, stop, label="", bend=0.0, shift=(0, 9), color=INK, **style):
     """Draws an arrow with a label at its middle."""
     style = {"lw": 1.5, "color": color, "arrowstyle": "-|>", "mutation_scale": 12} | style
-    sheet.add_patch(FancyArrowPatch(start, stop, connectionstyle=f"arc3,rad={bend}", shrinkA=2, shrinkB=2, **style))
+    sheet.add_patch(
+        FancyArrowPatch(
+            start, stop, connectionstyle=f"arc3,rad={bend}", shrinkA=2, shrinkB=2, **style
+        )
+    )
     if label:
         middle = ((start[0] + stop[0]) / 2 + shift[0], (start[1] + stop[1]) / 2 + shift[1])
         text(sheet, *middle, label, 8.6, QUIET)
@@ -56,11 +64,25 @@ def cube(sheet, x, y, size, colours):
     d = 0.42 * size
     corners = {
         front: [(x, y), (x + size, y), (x + size, y + size), (x, y + size)],
-        top: [(x, y + size), (x + size, y + size), (x + size + d, y + size + d), (x + d, y + size + d)],
-        side: [(x + size, y), (x + size + d, y + d), (x + size + d, y + size + d), (x + size, y + size)],
+        top: [
+            (x, y + size),
+            (x + size, y + size),
+            (x + size + d, y + size + d),
+            (x + d, y + size + d),
+        ],
+        side: [
+            (x + size, y),
+            (x + size + d, y + d),
+            (x + size + d, y + size + d),
+            (x + size, y + size),
+        ],
     }
     for colour, points in corners.items():
-        sheet.add_patch(Polygon(points, closed=True, facecolor=colour, edgecolor="white", lw=1.2, joinstyle="round"))
+        sheet.add_patch(
+            Polygon(
+                points, closed=True, facecolor=colour, edgecolor="white", lw=1.2, joinstyle="round"
+            )
+        )
 
 
 def mesh(sheet, x, y, size=34):
@@ -70,7 +92,13 @@ def mesh(sheet, x, y, size=34):
     for back in (1, 0):
         for row in (0, 1):
             for column in (0, 1):
-                cube(sheet, x + column * pitch + back * deep, y + row * pitch + back * deep, size, faces[back])
+                cube(
+                    sheet,
+                    x + column * pitch + back * deep,
+                    y + row * pitch + back * deep,
+                    size,
+                    faces[back],
+                )
 
 
 def lines(sheet, x, y, step, words, **style):
@@ -84,8 +112,26 @@ def dataflow():
     figure, sheet = canvas(1060, 410, bottom=36)
     text(sheet, 530, 384, "one program, any layout, equal to its loop", 15, weight="bold")
 
-    box(sheet, 28, 226, 142, 92, "corpus", ["bytes or BPE,", "mapped from disk,", "split by content"], GREEN)
-    box(sheet, 226, 226, 152, 92, "batch(step)", ["pure in (seed, step):", "a keyed bijection", "over windows"], GREEN)
+    box(
+        sheet,
+        28,
+        226,
+        142,
+        92,
+        "corpus",
+        ["bytes or BPE,", "mapped from disk,", "split by content"],
+        GREEN,
+    )
+    box(
+        sheet,
+        226,
+        226,
+        152,
+        92,
+        "batch(step)",
+        ["pure in (seed, step):", "a keyed bijection", "over windows"],
+        GREEN,
+    )
     box(sheet, 444, 122, 330, 230, "", fill="white")
     text(sheet, 609, 331, "Trainer.step on a mesh", 11.5, weight="bold")
     mesh(sheet, 478, 196)
@@ -120,7 +166,16 @@ def dataflow():
         "without a mesh each constraint is the identity; tests",
         "compare loss, every gradient leaf and three steps:",
     ]
-    box(sheet, 28, 60, 350, 98, "the same step on one device", [*promise, "1e-5 in float32, 1e-12 in float64"], ORANGE)
+    box(
+        sheet,
+        28,
+        60,
+        350,
+        98,
+        "the same step on one device",
+        [*promise, "1e-5 in float32, 1e-12 in float64"],
+        ORANGE,
+    )
     arrow(sheet, (443, 160), (379, 126), arrowstyle="<|-|>", color=EDGE[ORANGE])
     text(sheet, 407, 160, "=", 15, weight="bold", color=EDGE[ORANGE])
     return figure
@@ -151,7 +206,13 @@ def layers():
     ]
     for first, last, words, fill in spans:
         left, right = 24 + 147 * first, 24 + 147 * (last - 1) + 130
-        sheet.plot([left, left, right, right], [78, 70, 70, 78], color=EDGE[fill], lw=1.4, solid_capstyle="round")
+        sheet.plot(
+            [left, left, right, right],
+            [78, 70, 70, 78],
+            color=EDGE[fill],
+            lw=1.4,
+            solid_capstyle="round",
+        )
         text(sheet, (left + right) / 2, 54, words, 9.4, EDGE[fill])
     text(
         sheet,
@@ -178,7 +239,9 @@ def tiles(sheet, x, y, fill, shares, size=38):
 def placements():
     """Split, broadcast and partial on four devices, and what converts each into the others."""
     figure, sheet = canvas(1060, 430)
-    text(sheet, 530, 408, "what a device holds, and what it sends to change that", 14, weight="bold")
+    text(
+        sheet, 530, 408, "what a device holds, and what it sends to change that", 14, weight="bold"
+    )
     rows = [(0, 0.75 - 0.25 * i, 1, 0.25) for i in range(4)]
     nodes = [
         (60, 262, "Split(0)", "a block of rows", BLUE, rows, "#5b9bd5"),
@@ -206,7 +269,15 @@ def placements():
     arrow(sheet, (62, 344), (62, 290), bend=1.6, **paid)
     text(sheet, 40, 244, "to Split(1), all-to-all:", 8.6, QUIET, ha="left")
     text(sheet, 40, 228, "(n-1)/n · T/n", 8.6, QUIET, ha="left")
-    text(sheet, 1036, 14, "n devices along the axis, T bytes of the whole array", 8.6, QUIET, ha="right")
+    text(
+        sheet,
+        1036,
+        14,
+        "n devices along the axis, T bytes of the whole array",
+        8.6,
+        QUIET,
+        ha="right",
+    )
     return figure
 
 

@@ -10,16 +10,18 @@ import numpy as np
 
 matplotlib.use("agg")
 
-from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.figure import Figure
 
-import envs  # noqa: E402
-from jaxpar.env import reset, step  # noqa: E402
+import envs
+from jaxpar.env import reset, step
 from jaxpar.experimental.saliency import saliency
 from jaxpar.rl import Network, Pqn, PqnRates, train
 
 OUT = pathlib.Path(__file__).resolve().parent / "_static" / "saliency.png"
 NETWORK = Network((64,), (64,), "relu", layer_norm=True, memory="min_gru", memory_size=64)
-RATES = PqnRates(learning_rate=2e-3, discount=0.95, q_lambda=0.9, epsilon_end=0.02, epsilon_anneal=60.0)
+RATES = PqnRates(
+    learning_rate=2e-3, discount=0.95, q_lambda=0.9, epsilon_end=0.02, epsilon_anneal=60.0
+)
 UPDATES, FRAMES = 150, 6
 
 
@@ -31,9 +33,14 @@ def episode(agent, env, params, weights, key):
         obs, state, memory, alive = carry
         action, memory, _ = agent(key, weights, obs, memory)
         made = step(key, env, state, action, params)
-        return (made.obs, made.state, memory, alive & ~(made.terminated | made.truncated)), (obs, alive)
+        return (made.obs, made.state, memory, alive & ~(made.terminated | made.truncated)), (
+            obs,
+            alive,
+        )
 
-    return jax.lax.scan(one, (obs, state, agent.first_carry(), jnp.ones((), bool)), jax.random.split(key, FRAMES))[1]
+    return jax.lax.scan(
+        one, (obs, state, agent.first_carry(), jnp.ones((), bool)), jax.random.split(key, FRAMES)
+    )[1]
 
 
 def main():
@@ -42,11 +49,17 @@ def main():
     axes = figure.subplots(4, FRAMES)
     for row, name in ((0, "Navigator"), (2, "Navigator-Partial")):
         env, params = envs.make(name)
-        learner = Pqn(env, NETWORK, RATES, num_envs=64, num_steps=32, epochs=2, minibatches=8, prng="batch")
-        state, info = jax.jit(train, static_argnums=(0, 3))(learner, jax.random.key(0), None, UPDATES)
+        learner = Pqn(
+            env, NETWORK, RATES, num_envs=64, num_steps=32, epochs=2, minibatches=8, prng="batch"
+        )
+        state, info = jax.jit(train, static_argnums=(0, 3))(
+            learner, jax.random.key(0), None, UPDATES
+        )
         print(name, "returned", float(np.mean(np.asarray(info["return_mean"])[-10:])))
         agent, keys = learner.agent(greedy=True), jax.random.split(jax.random.key(1), 512)
-        seen, alive = jax.jit(jax.vmap(functools.partial(episode, agent, env, params, state.weights)))(keys)
+        seen, alive = jax.jit(
+            jax.vmap(functools.partial(episode, agent, env, params, state.weights))
+        )(keys)
         long = int(jnp.argmax(alive[:, -1]))
         assert bool(alive[long, -1]), "no episode is long enough"
         obs, starts = seen[long][:, None], jnp.arange(FRAMES)[:, None] == 0

@@ -94,11 +94,15 @@ def _of_gymnax(name: str, fields: dict[str, Any]) -> tuple[Any, Any]:
     import gymnax  # takes a second, and most runs need none of it
 
     if name not in gymnax.registered_envs:
-        raise UsageError(f"there is no environment {name!r}; {_nearest(name, {*names(), *gymnax.registered_envs})}")
+        raise UsageError(
+            f"there is no environment {name!r}; {_nearest(name, {*names(), *gymnax.registered_envs})}"
+        )
     try:
         env, params = gymnax.make(name, **fields)
     except TypeError as error:
-        raise UsageError(f"{name}, which is gymnax's, cannot be made with these fields: {error}") from None
+        raise UsageError(
+            f"{name}, which is gymnax's, cannot be made with these fields: {error}"
+        ) from None
     env = adapt(env, params)
     return env, env.default_params
 

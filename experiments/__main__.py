@@ -20,13 +20,22 @@ OPTIONAL = {"hydra", "omegaconf", "yaml", "matplotlib", "rich", "sklearn"}
 def commands() -> dict[str, str]:
     """Returns the commands and what each does, the first line of its file."""
     paths = sorted(pathlib.Path(__file__).parent.glob("[a-z]*.py"))
-    return {path.stem: (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0] for path in paths}
+    return {
+        path.stem: (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0]
+        for path in paths
+    }
 
 
 def listed() -> str:
     """Returns what `jaxpar` alone prints."""
     rows = [f"  {name:{24}} {text}" for name, text in commands().items()]
-    return "\n".join(["usage: jaxpar COMMAND [flag=value ...]; jaxpar COMMAND --help tells its flags.", "", *rows])
+    return "\n".join(
+        [
+            "usage: jaxpar COMMAND [flag=value ...]; jaxpar COMMAND --help tells its flags.",
+            "",
+            *rows,
+        ]
+    )
 
 
 def main() -> None:
@@ -47,7 +56,11 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in OPTIONAL:
             raise
-        sys.exit(_say(f'commands need {error.name}, which is not installed: pip install "jaxpar[experiments]".'))
+        sys.exit(
+            _say(
+                f'commands need {error.name}, which is not installed: pip install "jaxpar[experiments]".'
+            )
+        )
 
 
 def _say(sentence: str) -> int:

@@ -100,7 +100,11 @@ def make_tasks(job: Job, requests: Sequence[Request], done: Mapping[Any, int]) -
                 f"{request.where} has {len(tokens)} tokens, which with sampling.max_new_tokens={room} are over the "
                 f"{most} positions of {whose}."
             )
-        samples = tuple(number for number in range(job.num_samples) if not _take(there, name_of(request, number)))
+        samples = tuple(
+            number
+            for number in range(job.num_samples)
+            if not _take(there, name_of(request, number))
+        )
         if samples:
             length = max(SHORTEST, _power_of_two(len(tokens)))
             tasks.append(Task(request, tokens, min(length, most - room), samples))
@@ -132,17 +136,23 @@ def in_batches(tasks: Sequence[Task], size: int) -> Iterator[list[Task]]:
 def continued(job: Job, tasks: Sequence[Task]) -> Iterator[Batch]:
     """Yields what comes of one batch after the other, the samples of a prompt side by side."""
     target, parts = job.target, shares("batch")
-    stop_tokens = tuple(sorted({*target.tokenizer.eos_ids, *ending_tokens(target.tokenizer, job.stop)}))
+    stop_tokens = tuple(
+        sorted({*target.tokenizer.eos_ids, *ending_tokens(target.tokenizer, job.stop)})
+    )
     for batch in in_batches(tasks, job.batch_size):
         # Rows are a power of two as well, on each share of a mesh; what is added is the last prompt again.
         rows = min(job.batch_size, parts * _power_of_two(-(-len(batch) // parts)))
         filled = [*batch, *[batch[-1]] * (rows - len(batch))]
         arrays = {
-            "prompt": np.stack([np.pad(task.tokens, (0, task.length - len(task.tokens))) for task in filled]),
+            "prompt": np.stack(
+                [np.pad(task.tokens, (0, task.length - len(task.tokens))) for task in filled]
+            ),
             "prompt_lengths": np.array([len(task.tokens) for task in filled], np.int32),
             "seeds": np.array([task.request.seed for task in filled], np.uint32),
         }
-        placed = place_rows(lambda rows, arrays=arrays: {name: x[rows] for name, x in arrays.items()}, rows)
+        placed = place_rows(
+            lambda rows, arrays=arrays: {name: x[rows] for name, x in arrays.items()}, rows
+        )
         try:
             drawn = draw(
                 job.key,
@@ -177,14 +187,18 @@ def continued(job: Job, tasks: Sequence[Task]) -> Iterator[Batch]:
         yield Batch(lines, int((lengths[:count] - begun - 1).sum()), int(passes[:count].sum()))
 
 
-def _line(job: Job, task: Task, sample: int, new: np.ndarray, log_probs: np.ndarray, passes: int) -> dict[str, Any]:
+def _line(
+    job: Job, task: Task, sample: int, new: np.ndarray, log_probs: np.ndarray, passes: int
+) -> dict[str, Any]:
     """A text as a line of a file."""
     tokenizer, request = job.target.tokenizer, task.request
     # A token that holds a stop string ends a row, but no text by itself: what stands before the string is kept.
     ends = {*tokenizer.eos_ids, job.sampling.stop_token}
     text, reason, count = ending(tokenizer, task.tokens, new, tuple(ends), job.stop)
     if not np.isfinite(log_probs[:count]).all():
-        raise UsageError(f"{request.where} makes the model's logits infinite or NaN; its weights may be damaged.")
+        raise UsageError(
+            f"{request.where} makes the model's logits infinite or NaN; its weights may be damaged."
+        )
     return {
         "prompt": request.prompt,
         "text": text,

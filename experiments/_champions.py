@@ -23,12 +23,16 @@ class NetworkPolicy:
 
     problem: Episodes
 
-    def __call__(self, key: PRNGKey, params: tuple[Networks, PyTree], obs: PyTree, carry: PyTree) -> tuple:
+    def __call__(
+        self, key: PRNGKey, params: tuple[Networks, PyTree], obs: PyTree, carry: PyTree
+    ) -> tuple:
         """Returns `(action, carry)`."""
         networks, env_params = params
         dtype, problem = networks.bias.dtype, self.problem
         rows = [leaf.reshape(-1).astype(dtype) for leaf in jax.tree.leaves(obs)]
-        y, carry = apply(networks, carry, jnp.concatenate([*rows, jnp.ones(int(problem.constant), dtype)])[None])
+        y, carry = apply(
+            networks, carry, jnp.concatenate([*rows, jnp.ones(int(problem.constant), dtype)])[None]
+        )
         return act(problem.env.action_space(env_params), y[0], *problem.output_range), carry
 
 
@@ -39,18 +43,24 @@ def evaluate_table(neat: Neat, problem: Table, state: NeatState, inputs: PyTree)
         score = jax.jit(lambda genomes: problem(jax.random.key(0), neat.express(genomes), inputs))
         one, all_ = jax.device_get((score(champion), score(genomes)))
     solved = [each.solved | (each.fitness >= float(state.rates.target)) for each in (one, all_)]
-    say(f"champion   fitness {one.fitness[0]:.6g}, {'solves' if solved[0][0] else 'does not solve'} it")
+    say(
+        f"champion   fitness {one.fitness[0]:.6g}, {'solves' if solved[0][0] else 'does not solve'} it"
+    )
     _tell_population(all_.fitness, solved[1], "")
     return one.fitness
 
 
-def evaluate_episodes(config: Any, neat: Neat, problem: Episodes, state: NeatState, params: PyTree) -> np.ndarray:
+def evaluate_episodes(
+    config: Any, neat: Neat, problem: Episodes, state: NeatState, params: PyTree
+) -> np.ndarray:
     """Tells what fresh episodes return, and returns those of the champion, `[E]`.
 
     It plays `config.eval_episodes`, and each network of the population plays `problem.episodes`.
     """
 
-    def played(key: PRNGKey, genomes: PyTree, params: PyTree, episodes: int, num_envs: int) -> tuple[Array, Array]:
+    def played(
+        key: PRNGKey, genomes: PyTree, params: PyTree, episodes: int, num_envs: int
+    ) -> tuple[Array, Array]:
         found = play(key, neat.express(genomes), problem.env, params, episodes, num_envs, problem.max_steps,
                      constant=problem.constant, output_range=problem.output_range, compacts=False)  # fmt: skip
         return found.returns, found.lengths
@@ -58,13 +68,21 @@ def evaluate_episodes(config: Any, neat: Neat, problem: Episodes, state: NeatSta
     with on_one_device():
         genomes, champion, params = jax.device_get((state.genomes, state.champion, params))
         # A key that no generation has: those are folded with its number.
-        one_key, all_key = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), 2**32 - 3))
+        one_key, all_key = jax.random.split(
+            jax.random.fold_in(jax.random.key(config.seed), 2**32 - 3)
+        )
         go = jax.jit(played, static_argnums=(3, 4))
         count = config.eval_episodes
         returns, lengths = jax.device_get(go(one_key, champion, params, count, count))
-        others = jax.device_get(go(all_key, genomes, params, problem.episodes, config.population))[0]
+        others = jax.device_get(go(all_key, genomes, params, problem.episodes, config.population))[
+            0
+        ]
     returns = returns[0].astype(np.float64)
-    error = f" ± {returns.std(ddof=1) / np.sqrt(count):.2g} (standard error of {count:,} episodes)" if count > 1 else ""
+    error = (
+        f" ± {returns.std(ddof=1) / np.sqrt(count):.2g} (standard error of {count:,} episodes)"
+        if count > 1
+        else ""
+    )
     say(f"champion   return {returns.mean():.5g}{error}, {returns.min():.5g} to {returns.max():.5g}, mean length "
         f"{lengths.mean():.4g}")  # fmt: skip
     means, goal = others.mean(1), min(problem.goal, float(state.rates.target))
@@ -78,7 +96,12 @@ def _tell_population(fitness: np.ndarray, solved: np.ndarray, over: str) -> None
 
 
 def film_champion(
-    config: Any, neat: Neat, problem: Episodes, state: NeatState, params: PyTree, plots: pathlib.Path
+    config: Any,
+    neat: Neat,
+    problem: Episodes,
+    state: NeatState,
+    params: PyTree,
+    plots: pathlib.Path,
 ) -> pathlib.Path | None:
     """Films `config.frames` steps of the champion in some environments; None, which is told, without a `render`."""
     with on_one_device():

@@ -40,7 +40,9 @@ class Completions:
     def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Adds lines, on the disk when this returns; from process 0."""
         if self._file is not None:
-            self._file.write(b"".join(json.dumps(line, allow_nan=False).encode() + b"\n" for line in lines))
+            self._file.write(
+                b"".join(json.dumps(line, allow_nan=False).encode() + b"\n" for line in lines)
+            )
             self._file.flush()
             os.fsync(self._file.fileno())
         self.done.update(tuple(line[name] for name in NAME) for line in lines)
@@ -51,7 +53,9 @@ class Completions:
 
 
 @contextlib.contextmanager
-def open_completions(path: pathlib.Path, flags: Mapping[str, Any], resume: bool) -> Iterator[Completions]:
+def open_completions(
+    path: pathlib.Path, flags: Mapping[str, Any], resume: bool
+) -> Iterator[Completions]:
     """Opens a file to add to, held for this run while inside; what its texts depend on stands beside it, in `.flags`.
 
     Args:
@@ -82,9 +86,13 @@ def open_completions(path: pathlib.Path, flags: Mapping[str, Any], resume: bool)
 
 def _lock(path: pathlib.Path, file: Any) -> None:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # taken back by the system, however this run ends
+        fcntl.flock(
+            file, fcntl.LOCK_EX | fcntl.LOCK_NB
+        )  # taken back by the system, however this run ends
     except BlockingIOError:
-        raise UsageError(f"out={path} is in use by another run; wait for its end, or name another file.") from None
+        raise UsageError(
+            f"out={path} is in use by another run; wait for its end, or name another file."
+        ) from None
     except OSError:
         pass  # storage without locks
 
@@ -114,10 +122,14 @@ def _read(path: pathlib.Path, number: int, line: bytes) -> Mapping[str, Any]:
     return content
 
 
-def _check(path: pathlib.Path, beside: pathlib.Path, flags: Mapping[str, Any], resume: bool) -> None:
+def _check(
+    path: pathlib.Path, beside: pathlib.Path, flags: Mapping[str, Any], resume: bool
+) -> None:
     """Refuses to add lines to those of other flags."""
     if not resume:
-        raise UsageError(f"out={path} has lines, which resume=false does not go on with; name another file.")
+        raise UsageError(
+            f"out={path} has lines, which resume=false does not go on with; name another file."
+        )
     try:
         before = json.loads(beside.read_text())
     except (OSError, ValueError):

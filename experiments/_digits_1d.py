@@ -21,7 +21,12 @@ PENS = (
 )
 """How far to the right a pen is at twelve times while it writes 0, 1, ... 9."""
 LENGTH = 40
-SCALE, SLOPE, NOISE, WIDTH = (0.6, 1.4), 0.6, 0.4, 2.0  # the noise's standard deviation, and its steps of correlation
+SCALE, SLOPE, NOISE, WIDTH = (
+    (0.6, 1.4),
+    0.6,
+    0.4,
+    2.0,
+)  # the noise's standard deviation, and its steps of correlation
 
 
 def digits_1d(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -44,5 +49,7 @@ def digits_1d(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndar
     ramps = rng.uniform(-SLOPE, SLOPE, (count, 1)) * np.linspace(-1, 1, LENGTH)
     steps = np.arange(LENGTH)
     smooth = np.exp(-0.5 * ((steps[:, None] - steps) / WIDTH) ** 2)
-    smooth /= np.sqrt((smooth**2).sum(1, keepdims=True))  # so that every step's noise has the same deviation
+    smooth /= np.sqrt(
+        (smooth**2).sum(1, keepdims=True)
+    )  # so that every step's noise has the same deviation
     return out + ramps + NOISE * rng.standard_normal(out.shape) @ smooth.T, labels

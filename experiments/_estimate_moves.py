@@ -43,7 +43,9 @@ def moves(job: aot.Job, source: Layout, rules: Mapping[str, tuple[str, ...]]) ->
             continue
         key = (old.spec, new.spec, leaf.shape, leaf.dtype)
         if key not in known:
-            start, end = (_placement(row.spec, where) for row, where in zip((old, new), parts, strict=True))
+            start, end = (
+                _placement(row.spec, where) for row, where in zip((old, new), parts, strict=True)
+            )
             known[key] = conversion(start, end, leaf.shape, leaf.dtype, sizes)
         for step in known[key]:
             sent[step.kind] += step.bytes
@@ -59,7 +61,9 @@ def _placement(spec: tuple, parts: Mapping[str, tuple[str, ...]]) -> dict[str, S
     return found
 
 
-def _common_axes(*meshes: Mapping[str, int]) -> tuple[dict[str, int], list[dict[str, tuple[str, ...]]]]:
+def _common_axes(
+    *meshes: Mapping[str, int],
+) -> tuple[dict[str, int], list[dict[str, tuple[str, ...]]]]:
     """Cuts the axes of meshes over the same devices at each other's ends.
 
     Returns the sizes of the pieces, the outermost first, and for each mesh the pieces of its axes.
@@ -68,7 +72,10 @@ def _common_axes(*meshes: Mapping[str, int]) -> tuple[dict[str, int], list[dict[
     pieces = {}
     for start, stop in itertools.pairwise(sorted(set(itertools.chain(*ends)))):
         if stop % start:
-            texts = (" ".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1) for mesh in meshes)
+            texts = (
+                " ".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1)
+                for mesh in meshes
+            )
             raise UsageError(
                 f"meshes {' and '.join(texts)} have no common axes; legal are sizes that divide each other, in order."
             )
@@ -76,7 +83,9 @@ def _common_axes(*meshes: Mapping[str, int]) -> tuple[dict[str, int], list[dict[
     sizes = {name: stop // start for name, (start, stop) in pieces.items()}
     return sizes, [
         {
-            axis: tuple(name for name, (start, stop) in pieces.items() if first <= start and stop <= last)
+            axis: tuple(
+                name for name, (start, stop) in pieces.items() if first <= start and stop <= last
+            )
             for axis, (first, last) in zip(mesh, itertools.pairwise(end), strict=True)
         }
         for mesh, end in zip(meshes, ends, strict=True)

@@ -67,7 +67,9 @@ class Held(NamedTuple):
         devices of their chunks. Sums are then sent to the devices that hold their layers. The
         optimizer's new state is written last. The old one stays: a step that is not finite keeps it.
         """
-        at_rest = tuple(chunk * schedule.devices // schedule.depth for chunk in range(schedule.depth))
+        at_rest = tuple(
+            chunk * schedule.devices // schedule.depth for chunk in range(schedule.depth)
+        )
         is_at_rest = schedule.placement == at_rest
         sums = self.parameters + (schedule.copies - 1) * self.layers
         sent = schedule.copies * self.layers * (not is_at_rest)
@@ -83,7 +85,11 @@ def schedules(config: Any) -> dict[str, Schedule]:
     count, found = shares("stage"), {}
     parts = config.microbatches or 2 * count
     if config.pipeline != "search":
-        return {config.pipeline: with_sides(config, named_schedule(config.pipeline, count, parts, config.chunks))}
+        return {
+            config.pipeline: with_sides(
+                config, named_schedule(config.pipeline, count, parts, config.chunks)
+            )
+        }
     for name in PIPELINES:
         try:
             made = with_sides(config, named_schedule(name, count, parts, config.chunks))
@@ -97,7 +103,9 @@ def schedules(config: Any) -> dict[str, Schedule]:
 def slots_of(config: Any, schedule: Schedule) -> dict[str, list[jax.ShapeDtypeStruct]]:
     """Returns the arrays of each kind of slots on one stage, whole, as the program has them."""
     rows = jax.ShapeDtypeStruct((config.data.batch_size, config.data.seq_len), jnp.int32)
-    batch = dict.fromkeys(("tokens", "targets", *(("places",) if shares("seq_layer") > 1 else ())), rows)
+    batch = dict.fromkeys(
+        ("tokens", "targets", *(("places",) if shares("seq_layer") > 1 else ())), rows
+    )
     key = jax.eval_shape(lambda: jax.random.key(0)) if config.model.dropout else None
     params = declared.abstract(config.model, jnp.dtype("float32"))
     model = stages(config.model)
@@ -166,7 +174,9 @@ def task_job(config: Any, job: aot.Job, schedule: Schedule) -> aot.Job:
     )
 
 
-def row_of(config: Any, name: str, schedule: Schedule, held: Held, capacity: float | None) -> dict[str, Any]:
+def row_of(
+    config: Any, name: str, schedule: Schedule, held: Held, capacity: float | None
+) -> dict[str, Any]:
     """Returns what is told of one schedule; `held` is what a device holds beside slots.
 
     Args:
@@ -197,7 +207,9 @@ def estimate_pipeline(config: Any, job: aot.Job, capacity: float | None) -> list
     with job.ambient():
         found = schedules(config)
         if not found:
-            raise UsageError(f"no schedule has layers for each chunk of mesh.stage={shares('stage')}.")
+            raise UsageError(
+                f"no schedule has layers for each chunk of mesh.stage={shares('stage')}."
+            )
         held = bytes_besides_slots(config, job, next(iter(found.values())))
         rows = [row_of(config, name, schedule, held, capacity) for name, schedule in found.items()]
         if config.pipeline == "search" and not config.offload:  # which has no cap on what is kept
@@ -205,7 +217,9 @@ def estimate_pipeline(config: Any, job: aot.Job, capacity: float | None) -> list
     return sorted(rows, key=lambda row: (row["fits"] is False, row["time"], row["device"]))
 
 
-def searched(config: Any, rows: list[dict[str, Any]], held: Held, capacity: float | None) -> list[dict[str, Any]]:
+def searched(
+    config: Any, rows: list[dict[str, Any]], held: Held, capacity: float | None
+) -> list[dict[str, Any]]:
     """Returns rows of `search_schedule` over one and two chunks a stage, with as much kept as there is room for."""
     out, count, parts = [], shares("stage"), rows[0]["microbatches"]
     for name, placement in (("searched", loop(count)), ("searched_v", vee(count))):
@@ -234,5 +248,12 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         fits = {None: "unknown", True: "yes", False: "NO"}[row["fits"]]
         sizes = size_text(row["stage"]), size_text(row["device"])
-        table.add_row(row["schedule"], f"{row['bubble']:.1%}", f"{row['lockstep']:.1%}", str(row["kept"]), *sizes, fits)
+        table.add_row(
+            row["schedule"],
+            f"{row['bubble']:.1%}",
+            f"{row['lockstep']:.1%}",
+            str(row["kept"]),
+            *sizes,
+            fits,
+        )
     return table

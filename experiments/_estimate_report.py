@@ -23,7 +23,9 @@ PARTS = ("parameters", "optimizer", "other", "temporaries")
 
 def mesh_text(mesh: Any) -> str:
     """Returns the axes over 1, such as "fsdp=16 tensor=4"."""
-    return " ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+    return (
+        " ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+    )
 
 
 def size_text(size: float) -> str:
@@ -45,8 +47,14 @@ def print_estimate(config: Any, job: aot.Job, found: aot.Estimate, chip: aot.Chi
     device = chip.name if chip else job.mesh.devices.flat[0].device_kind
     say(f"model      {num_params(config.model):,} parameters")
     say(f"step       {'one token for' if config.decode else 'training on'} {rows} rows of {length}")
-    say(f"mesh       {mesh_text(job.mesh)} on {job.mesh.size} {device} device{'s' * (job.mesh.size > 1)}")
-    how = f"compiled in {found.compile_s:.0f} s" if found.compiled else "analytic model, nothing compiled"
+    say(
+        f"mesh       {mesh_text(job.mesh)} on {job.mesh.size} {device} device{'s' * (job.mesh.size > 1)}"
+    )
+    how = (
+        f"compiled in {found.compile_s:.0f} s"
+        if found.compiled
+        else "analytic model, nothing compiled"
+    )
     say(f"memory     {how}\n")
     print_table(_memory_table(found))
     say(verdict(found) + "\n")
@@ -56,7 +64,9 @@ def print_estimate(config: Any, job: aot.Job, found: aot.Estimate, chip: aot.Chi
         print_table(_time_table(config, found))
     else:
         say("no prediction of time: the peaks of this machine are unknown.")
-    say(f"FLOPs      {found.flops.total:.4g} a step by the jaxpr; {job.model_flops:.4g} are the model's own.")
+    say(
+        f"FLOPs      {found.flops.total:.4g} a step by the jaxpr; {job.model_flops:.4g} are the model's own."
+    )
     for note in found.notes:
         say(f"note       {note}")
 
@@ -90,8 +100,12 @@ def _memory_table(found: aot.Estimate) -> Table:
         table.add_row(name, size_text(getattr(found, name)), what[name])
         if name == "temporaries" and found.activations is not None:
             text = size_text(found.activations)
-            table.add_row("  activations", text, "what the gradient saves, by JAX; the compiler may keep less")
-    table.add_row("peak", size_text(found.peak), "the compiler's" if found.compiled else "analytic model")
+            table.add_row(
+                "  activations", text, "what the gradient saves, by JAX; the compiler may keep less"
+            )
+    table.add_row(
+        "peak", size_text(found.peak), "the compiler's" if found.compiled else "analytic model"
+    )
     return table
 
 
@@ -108,11 +122,17 @@ def _time_table(config: Any, found: aot.Estimate) -> Table:
     table = Table("model, not measurement", _right("ms a step"), "")
     table.add_row("compute", f"{1e3 * line.compute_s:.2f}", "all products at the achievable rate")
     table.add_row("memory", f"{1e3 * line.memory_s:.2f}", "all traffic at the achievable rate")
-    table.add_row("kernels", f"{1e3 * line.kernels_s:.2f}", "one after the other, each by its own bound")
+    table.add_row(
+        "kernels", f"{1e3 * line.kernels_s:.2f}", "one after the other, each by its own bound"
+    )
     for axes, seconds in line.links_s.items():
         table.add_row(f"links, {axes}", f"{1e3 * seconds:.2f}", "collectives, beside the kernels")
     tokens = config.data.batch_size * (1 if config.decode else config.data.seq_len)
-    table.add_row("step", f"{1e3 * line.step_s:.2f}", f"bound by {line.bound}; {tokens / line.step_s:,.0f} tokens/s")
+    table.add_row(
+        "step",
+        f"{1e3 * line.step_s:.2f}",
+        f"bound by {line.bound}; {tokens / line.step_s:,.0f} tokens/s",
+    )
     table.add_row("MFU", f"{100 * line.mfu:.1f} %", "the model's own FLOPs, of the chip's peak")
     return table
 
@@ -122,7 +142,9 @@ def print_placements(rows: list[aot.Placement]) -> None:
     table = Table("parameter", "shape", "split over", _right("a device"), "rule")
     for row in rows:
         if row.group == "parameters":
-            spec = ", ".join("+".join(e) if isinstance(e, tuple) else str(e or "-") for e in row.spec)
+            spec = ", ".join(
+                "+".join(e) if isinstance(e, tuple) else str(e or "-") for e in row.spec
+            )
             name = row.path.split("params.")[-1]
             table.add_row(name, str(row.shape), f"({spec})", size_text(row.bytes), row.rule)
     print_table(table)
@@ -131,7 +153,9 @@ def print_placements(rows: list[aot.Placement]) -> None:
 def print_moves(source: Any, sent: dict[str, float]) -> None:
     """Prints what bringing the state from another layout sends."""
     kinds = ", ".join(f"{size_text(size)} by {kind}" for kind, size in sent.items())
-    say(f"from       {source}: each device sends {size_text(sum(sent.values()))}{kinds and ': '}{kinds}.")
+    say(
+        f"from       {source}: each device sends {size_text(sum(sent.values()))}{kinds and ': '}{kinds}."
+    )
 
 
 def print_context(sent: dict[str, float], chip: aot.Chip | None) -> None:
@@ -140,8 +164,14 @@ def print_context(sent: dict[str, float], chip: aot.Chip | None) -> None:
         return
     table = Table("attention over a split sequence", _right("a device"), _right("ms a step"))
     for way, size in sent.items():
-        table.add_row(way, size_text(size), f"{1e3 * context_seconds({way: size}, chip):.2f}" if chip else "")
-    table.add_row("", size_text(sum(sent.values())), f"{1e3 * context_seconds(sent, chip):.2f}" if chip else "")
+        table.add_row(
+            way, size_text(size), f"{1e3 * context_seconds({way: size}, chip):.2f}" if chip else ""
+        )
+    table.add_row(
+        "",
+        size_text(sum(sent.values())),
+        f"{1e3 * context_seconds(sent, chip):.2f}" if chip else "",
+    )
     print_table(table)
 
 
@@ -149,9 +179,17 @@ def print_experts(sent: dict[str, float], taken: str, chip: aot.Chip | None) -> 
     """Prints what a device sends to reach experts of others, by each transport, and how long its links take for it."""
     if not sent:
         return
-    table = Table(f"tokens to their experts, of which transport={taken}", _right("a device"), _right("ms a step"))
+    table = Table(
+        f"tokens to their experts, of which transport={taken}",
+        _right("a device"),
+        _right("ms a step"),
+    )
     for name, size in sent.items():
-        table.add_row(name, size_text(size), f"{1e3 * context_seconds({'all': size}, chip):.2f}" if chip else "")
+        table.add_row(
+            name,
+            size_text(size),
+            f"{1e3 * context_seconds({'all': size}, chip):.2f}" if chip else "",
+        )
     print_table(table)
 
 
@@ -164,7 +202,14 @@ def context_seconds(sent: dict[str, float], chip: aot.Chip) -> float:
 
 def print_findings(findings: list[aot.Finding]) -> None:
     """Prints the candidates, the best first."""
-    table = Table("candidate", "verdict", _right("peak"), _right("by the model"), _right("step ms"), _right("MFU"))
+    table = Table(
+        "candidate",
+        "verdict",
+        _right("peak"),
+        _right("by the model"),
+        _right("step ms"),
+        _right("MFU"),
+    )
     shown = [f for f in findings if f.peak is not None][:20]
     for f in shown:
         line = f.estimate.roofline if f.estimate else None
@@ -178,8 +223,12 @@ def print_findings(findings: list[aot.Finding]) -> None:
         )
     print_table(table)
     illegal = sum(f.peak is None for f in findings)
-    say(f"{len(findings)} candidates, {sum(f.estimate is not None for f in findings)} compiled, {illegal} not legal.")
-    say("times are a model, not a measurement; those without an MFU estimate their collectives, too.")
+    say(
+        f"{len(findings)} candidates, {sum(f.estimate is not None for f in findings)} compiled, {illegal} not legal."
+    )
+    say(
+        "times are a model, not a measurement; those without an MFU estimate their collectives, too."
+    )
 
 
 def estimate_json(found: aot.Estimate) -> dict[str, Any]:
@@ -198,7 +247,9 @@ def findings_json(findings: list[aot.Finding]) -> list[dict[str, Any]]:
     ]
 
 
-def write(folder: pathlib.Path, content: dict[str, Any], bars: dict[str, aot.Estimate], copy: str) -> None:
+def write(
+    folder: pathlib.Path, content: dict[str, Any], bars: dict[str, aot.Estimate], copy: str
+) -> None:
     """Writes report.json and memory.png into a folder, and the report to `copy` as well."""
     if jax.process_index():
         return
@@ -207,7 +258,9 @@ def write(folder: pathlib.Path, content: dict[str, Any], bars: dict[str, aot.Est
     for path in [folder / "report.json", *([pathlib.Path(copy)] if copy else [])]:
         path.write_text(text)
     if bars:
-        parts = {name: {part: getattr(found, part) for part in PARTS} for name, found in bars.items()}
+        parts = {
+            name: {part: getattr(found, part) for part in PARTS} for name, found in bars.items()
+        }
         capacity = next(iter(bars.values())).capacity
         plot_memory(parts, capacity, folder / "memory.png", title="Memory of a device, estimated")
     say(f"report     {_run.short(folder / 'report.json')}")

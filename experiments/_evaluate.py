@@ -54,19 +54,23 @@ class EvalConfig:
                 "choices and exact with one."
             )
         if "" in self.stop:
-            raise UsageError("eval.stop has an empty string; give strings of at least one character.")
+            raise UsageError(
+                "eval.stop has an empty string; give strings of at least one character."
+            )
 
 
 def evaluate(config: Any, params: PyTree, tokenizer: Tokenizer) -> dict[str, float]:
     """Prints and returns what `config.eval` asks, each number beside its standard error, `name_error`."""
     check_split("eval.batch_size", config.eval.batch_size, "batch")
-    measured, lines = {"documents": _documents, "choices": _choices, "exact": _exact}[config.eval.kind](
-        config, params, tokenizer
-    )
+    measured, lines = {"documents": _documents, "choices": _choices, "exact": _exact}[
+        config.eval.kind
+    ](config, params, tokenizer)
     if config.out and jax.process_index() == 0:
         replace_text(pathlib.Path(config.out), "".join(json.dumps(line) + "\n" for line in lines))
     for name, each in measured.items():
-        say(f"{name:22} {each.value:.4f} ± {each.error:.4f} (standard error of {each.count} records)")
+        say(
+            f"{name:22} {each.value:.4f} ± {each.error:.4f} (standard error of {each.count} records)"
+        )
     if config.out:
         say(f"written    {config.out}")
     pairs = [{name: each.value, f"{name}_error": each.error} for name, each in measured.items()]
@@ -79,7 +83,9 @@ Found = tuple[Mapping[str, evaluation.Measurement], Sequence[Mapping[str, Any]]]
 def _likelihoods(config: Any, params: PyTree, rows: Sequence[evaluation.Row], length: int = 0):
     largest = max(int(ids.max()) for ids, _ in rows)
     if largest >= config.model.vocab_size:
-        raise UsageError(f"the tokenizer's token {largest} is none of the model's {config.model.vocab_size} symbols.")
+        raise UsageError(
+            f"the tokenizer's token {largest} is none of the model's {config.model.vocab_size} symbols."
+        )
     options = {"batch_size": config.eval.batch_size, "length": length}
     return evaluation.log_likelihoods(params, rows, config.model, **options)
 
@@ -88,7 +94,12 @@ def _documents(config: Any, params: PyTree, tokenizer: Tokenizer) -> Found:
     rows = evaluation.read_documents(config.eval.path, tokenizer, config.data.template)
     sums, nums = _likelihoods(config, params, rows, config.eval.length)
     lines = [
-        {"document": number, "log_likelihood": float(total), "tokens": int(count), "perplexity": _grown(-total / count)}
+        {
+            "document": number,
+            "log_likelihood": float(total),
+            "tokens": int(count),
+            "perplexity": _grown(-total / count),
+        }
         for number, (total, count) in enumerate(zip(sums, nums, strict=True))
     ]
     return evaluation.document_perplexity(sums, nums), lines
@@ -103,8 +114,15 @@ def _choices(config: Any, params: PyTree, tokenizer: Tokenizer) -> Found:
     sums, nums = _likelihoods(config, params, evaluation.rows_of_questions(questions, tokenizer))
     ends = np.cumsum([len(question.choices) for question in questions])[:-1]
     lines = [
-        {"prompt": question.prompt, "answer": question.answer, "log_likelihoods": totals.tolist(), "tokens": n.tolist()}
-        for question, totals, n in zip(questions, np.split(sums, ends), np.split(nums, ends), strict=True)
+        {
+            "prompt": question.prompt,
+            "answer": question.answer,
+            "log_likelihoods": totals.tolist(),
+            "tokens": n.tolist(),
+        }
+        for question, totals, n in zip(
+            questions, np.split(sums, ends), np.split(nums, ends), strict=True
+        )
     ]
     return evaluation.rate_choices(questions, sums, nums), lines
 
@@ -116,10 +134,17 @@ def _exact(config: Any, params: PyTree, tokenizer: Tokenizer) -> Found:
         Saved(config.model, params, tokenizer), jax.random.key(config.seed), greedy, 1, evaluated.stop, NoDraft(), None,
         "coupled", evaluated.batch_size,
     )  # fmt: skip
-    requests = [Request(each.prompt, id=number, where=each.where) for number, each in enumerate(answers)]
+    requests = [
+        Request(each.prompt, id=number, where=each.where) for number, each in enumerate(answers)
+    ]
     texts = {
-        line["id"]: line["text"] for batch in continued(job, make_tasks(job, requests, {})) for line in batch.lines
+        line["id"]: line["text"]
+        for batch in continued(job, make_tasks(job, requests, {}))
+        for line in batch.lines
     }
     got = [texts[number] for number in range(len(answers))]
-    lines = [{"prompt": a.prompt, "answer": a.answer, "text": t} for a, t in zip(answers, got, strict=True)]
+    lines = [
+        {"prompt": a.prompt, "answer": a.answer, "text": t}
+        for a, t in zip(answers, got, strict=True)
+    ]
     return {"exact_match": evaluation.exact_matches(got, answers)}, lines

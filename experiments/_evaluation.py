@@ -34,7 +34,11 @@ __all__ = [
 def in_play(learner: Any, params: PyTree) -> PyTree:
     """The parameters of the learner's own environment: those of a match against chance, where it plays itself."""
     played = learner.env
-    return dataclasses.replace(played.default_params, env=params) if isinstance(played, Against) else params
+    return (
+        dataclasses.replace(played.default_params, env=params)
+        if isinstance(played, Against)
+        else params
+    )
 
 
 def evaluation_by_search(config: Any, learner: Any, params: PyTree, state: PyTree) -> np.ndarray:
@@ -53,9 +57,13 @@ def evaluation_by_search(config: Any, learner: Any, params: PyTree, state: PyTre
             f"{name} needs an environment of one agent whose step can be asked, which {config.env} is not."
         )
     if config.memory != "none":
-        raise UsageError(f"{name} needs a policy without a memory, and this one has memory={config.memory}.")
+        raise UsageError(
+            f"{name} needs a policy without a memory, and this one has memory={config.memory}."
+        )
     if not hasattr(agent.action_space, "n") or agent.action_space.shape:
-        raise UsageError(f"{name} chooses among Discrete actions; {config.env} takes {agent.action_space}.")
+        raise UsageError(
+            f"{name} chooses among Discrete actions; {config.env} takes {agent.action_space}."
+        )
     usual = {field.name: field.default for field in dataclasses.fields(GuidedSearch)}
     search = GuidedSearch(**changes("search", "a guided search", usual, config.search))
     env, discount = Revealing(learner.env), float(learner.rates.discount)
@@ -65,31 +73,45 @@ def evaluation_by_search(config: Any, learner: Any, params: PyTree, state: PyTre
             searched = search(key, learner.env, obs[1], params, guide_of(agent, weights), discount)
             return jnp.argmax(searched.visits), carry
 
-        return evaluate(key, env, params, most_visited, weights, config.eval_episodes, config.eval_steps)
+        return evaluate(
+            key, env, params, most_visited, weights, config.eval_episodes, config.eval_steps
+        )
 
     with on_one_device():
         key = jax.random.fold_in(jax.random.key(config.seed), 2**32 - 3)
         args = jax.device_get((state.weights, params))
-        played = jax.jit(lambda key, all_weights, params: jax.lax.map(lambda w: play(key, w, params), all_weights))
+        played = jax.jit(
+            lambda key, all_weights, params: jax.lax.map(
+                lambda w: play(key, w, params), all_weights
+            )
+        )
         played = jax.device_get(played(key, *args))
     _tell_cut(config, played.finished)
     return np.asarray(played.returns, np.float64).mean(1)
 
 
-def evaluation_against_itself(config: Any, learner: Any, params: PyTree, state: PyTree) -> np.ndarray:
+def evaluation_against_itself(
+    config: Any, learner: Any, params: PyTree, state: PyTree
+) -> np.ndarray:
     """Returns the mean return of each seed, `[S]`, against rivals who act by the same weights."""
     sizes, agent = (config.eval_episodes, config.eval_steps), learner.agent(greedy=True)
 
     def play(key, weights, match):
-        return _whole_episodes(key, learner.env, match.replace(rival=weights), agent, weights, *sizes)[0]
+        return _whole_episodes(
+            key, learner.env, match.replace(rival=weights), agent, weights, *sizes
+        )[0]
 
     with on_one_device():
         key = jax.random.fold_in(jax.random.key(config.seed), 2**32 - 3)
-        of_all = jax.jit(lambda key, weights, match: jax.lax.map(lambda one: play(key, one, match), weights))
+        of_all = jax.jit(
+            lambda key, weights, match: jax.lax.map(lambda one: play(key, one, match), weights)
+        )
         return np.asarray(of_all(key, *jax.device_get((state.weights, params))))
 
 
-def evaluation_while_learning(config: Any, learner: Any, params: PyTree, state: PyTree) -> dict[str, float]:
+def evaluation_while_learning(
+    config: Any, learner: Any, params: PyTree, state: PyTree
+) -> dict[str, float]:
     """Returns what whole episodes of likeliest actions return now, the mean over seeds and each one's, as metrics."""
     returns = _of_each_seed(_whole_episodes, config, learner, params, state)[0]
     each = {f"eval/seed_{i:02}": float(x) for i, x in enumerate(returns)}
@@ -109,7 +131,9 @@ def _tell_cut(config: Any, finished: np.ndarray) -> None:
             "they came")  # fmt: skip
 
 
-def evaluation_by_trial(config: Any, learner: Any, params: PyTree, state: PyTree) -> np.ndarray | None:
+def evaluation_by_trial(
+    config: Any, learner: Any, params: PyTree, state: PyTree
+) -> np.ndarray | None:
     """Returns what each seed's agent earns in each trial of an episode, `[S, K]`, in those same episodes.
 
     None where nothing is recalled, or the environment counts no trials.
@@ -133,13 +157,17 @@ def compared(config: Any, learner: Any, params: PyTree) -> tuple[np.ndarray, np.
             except UsageError:
                 found.append(None)
                 continue
-            played = evaluate(key, shown, params, policy, params, config.eval_episodes, config.eval_steps)
+            played = evaluate(
+                key, shown, params, policy, params, config.eval_episodes, config.eval_steps
+            )
             returns = np.asarray(played.returns, np.float64)
             found.append(returns.reshape(len(returns), -1).mean(1))
     return found[0], found[1]
 
 
-def comparison_lines(returns: np.ndarray, chance: np.ndarray, scripted: np.ndarray | None) -> list[str]:
+def comparison_lines(
+    returns: np.ndarray, chance: np.ndarray, scripted: np.ndarray | None
+) -> list[str]:
     """Returns lines: how far what each seed learned is above chance, and how far on the way to scripted play."""
 
     def spread(x):
@@ -180,9 +208,14 @@ def _played(play: Callable, key, env, params, agent, weights, episodes: int, ste
     return jax.lax.map(lambda one: play(key, env, params, agent, one, episodes, steps), weights)
 
 
-def _of_each_seed(play: Callable, config: Any, learner: Any, params: PyTree, state: PyTree) -> PyTree:
+def _of_each_seed(
+    play: Callable, config: Any, learner: Any, params: PyTree, state: PyTree
+) -> PyTree:
     """What `play` gives by the likeliest actions of each seed's agent, stacked; on one device."""
     with on_one_device():
-        key, agent = jax.random.fold_in(jax.random.key(config.seed), 2**32 - 3), learner.agent(greedy=True)
+        key, agent = (
+            jax.random.fold_in(jax.random.key(config.seed), 2**32 - 3),
+            learner.agent(greedy=True),
+        )
         args = key, learner.env, jax.device_get(params), agent, jax.device_get(state.weights)
         return jax.device_get(_played(play, *args, config.eval_episodes, config.eval_steps))

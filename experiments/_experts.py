@@ -34,7 +34,9 @@ def expert_loads(model: LMConfig, params: PyTree, batch: dict[str, jax.Array]) -
     return np.asarray(loads(params, batch))
 
 
-def draw(model: LMConfig, params: PyTree, batch: dict, metrics: pathlib.Path, out: pathlib.Path) -> None:
+def draw(
+    model: LMConfig, params: PyTree, batch: dict, metrics: pathlib.Path, out: pathlib.Path
+) -> None:
     """Draws how evenly experts are used, now and while they were trained; all processes call it, and 0 writes."""
     loads = expert_loads(model, params, batch)
     if jax.process_index() == 0:

@@ -21,9 +21,13 @@ def checked(out: str) -> pathlib.Path:
     """Returns where to write, or refuses it before anything is read."""
     path = pathlib.Path(out)
     if not out:
-        raise UsageError("mode=export needs out= to name a folder to make, or a .safetensors or .npz file.")
+        raise UsageError(
+            "mode=export needs out= to name a folder to make, or a .safetensors or .npz file."
+        )
     if re.fullmatch(r"\.[a-z]+", path.suffix) and path.suffix not in ARRAYS:
-        raise UsageError(f"out={out} ends in {path.suffix}; legal are .safetensors, .npz and, for a folder, none.")
+        raise UsageError(
+            f"out={out} ends in {path.suffix}; legal are .safetensors, .npz and, for a folder, none."
+        )
     return path
 
 
@@ -43,7 +47,9 @@ def write(
     if out.suffix in ARRAYS:
         write_arrays(out, merge_adapters(params))
     elif adapter.kind != "none" and not adapter.merge:
-        to_peft(params, model, out, adapter, base.removeprefix("hf:") if base.startswith("hf:") else "")
+        to_peft(
+            params, model, out, adapter, base.removeprefix("hf:") if base.startswith("hf:") else ""
+        )
     else:
         with tempfile.TemporaryDirectory() as scratch:
             file = pathlib.Path(scratch) / "tokenizer.json" if isinstance(tokenizer, Bpe) else None

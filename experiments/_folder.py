@@ -23,10 +23,14 @@ _REMEDY = "wait for its end, or begin another run with resume=false"
 def fresh_folder(folder: pathlib.Path, resume: bool) -> pathlib.Path:
     """Returns `folder`, or if the run shall not resume and it is used, the next of folder-2, folder-3, ..."""
     count, candidate = 1, folder
-    while not resume and candidate.exists() and any(path.name != LOCK for path in candidate.iterdir()):
+    while (
+        not resume and candidate.exists() and any(path.name != LOCK for path in candidate.iterdir())
+    ):
         count += 1
         candidate = folder.with_name(f"{folder.name}-{count}")
-    if not resume and jax.process_count() > 1:  # a process that looks later finds the files of the others
+    if (
+        not resume and jax.process_count() > 1
+    ):  # a process that looks later finds the files of the others
         count = int(multihost_utils.broadcast_one_to_all(np.int32(count)))
         candidate = folder if count == 1 else folder.with_name(f"{folder.name}-{count}")
     candidate.mkdir(parents=True, exist_ok=True)
@@ -45,7 +49,9 @@ def run_folder(folder: pathlib.Path, resume: bool) -> Iterator[pathlib.Path]:
         yield folder
 
 
-def owning(run: Callable[[Any, pathlib.Path], Any], resume: bool | None = None) -> Callable[[Any, pathlib.Path], Any]:
+def owning(
+    run: Callable[[Any, pathlib.Path], Any], resume: bool | None = None
+) -> Callable[[Any, pathlib.Path], Any]:
     """Has `run(config, folder)` own its `run_folder` to the end; `resume` is the configuration's unless given."""
 
     @functools.wraps(run)
@@ -57,7 +63,9 @@ def owning(run: Callable[[Any, pathlib.Path], Any], resume: bool | None = None) 
 
 
 @contextlib.contextmanager
-def saving(folder: pathlib.Path, resume: bool, where: str = "", **options: Any) -> Iterator[Checkpoints]:
+def saving(
+    folder: pathlib.Path, resume: bool, where: str = "", **options: Any
+) -> Iterator[Checkpoints]:
     """Opens the checkpoints of the run in `folder`, of which Ctrl-C then tells; closes them at the end.
 
     Args:
@@ -67,7 +75,9 @@ def saving(folder: pathlib.Path, resume: bool, where: str = "", **options: Any) 
       **options: Of `Checkpoints`.
     """
     checkpoints = Checkpoints(where or folder / "checkpoints", **options)
-    again = "the same command" + ("" if resume else f" with resume=true hydra.run.dir={short(folder)}")
+    again = "the same command" + (
+        "" if resume else f" with resume=true hydra.run.dir={short(folder)}"
+    )
 
     def tell() -> str:
         step = max(checkpoints.on_disk(), default=None)
@@ -94,7 +104,9 @@ def held(folder: pathlib.Path) -> Iterator[None]:
     if jax.process_index() == 0:
         file, problem = lock_folder(folder, "run folder", _REMEDY)
     try:
-        if jax.process_count() > 1 and np.any(multihost_utils.process_allgather(np.array(bool(problem)))):
+        if jax.process_count() > 1 and np.any(
+            multihost_utils.process_allgather(np.array(bool(problem)))
+        ):
             problem = problem or f"{folder} could not be locked by process 0."
         if problem:
             raise UsageError(problem)

@@ -33,16 +33,27 @@ def text_of(name: str, schema: type, config: Any, shared: type) -> str:
     about = inspect.cleandoc(sys.modules[schema.__module__].__doc__ or "")
     first, _, rest = about.partition("\n")
     examples = [line.strip() for line in rest.splitlines() if line.startswith("    python -m ")]
-    words = "\n".join(line for line in rest.splitlines() if not line.startswith("    python -m ")).strip()
+    words = "\n".join(
+        line for line in rest.splitlines() if not line.startswith("    python -m ")
+    ).strip()
     parts = [
         first,
         f"python -m experiments.{name} [flag=value ...], or, installed, jaxpar {name} [flag=value ...]",
         "\n".join(["examples:", *(f"  {example}" for example in examples)]),
         *_wrapped_paragraphs(words),
         *_presets(name),
-        "\n\n".join(["flags, with the values that they have if nothing is said:", *_groups(schema, config, shared)]),
+        "\n\n".join(
+            [
+                "flags, with the values that they have if nothing is said:",
+                *_groups(schema, config, shared),
+            ]
+        ),
         "Flags beside --help change what it shows"
-        + (", such as preset=; -m at the end runs each value of flag=a,b." if conf_of(name).exists() else "."),
+        + (
+            ", such as preset=; -m at the end runs each value of flag=a,b."
+            if conf_of(name).exists()
+            else "."
+        ),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -64,7 +75,9 @@ def descriptions(kind: type) -> dict[str, str]:
     return found
 
 
-def flags(kind: type, config: Any, prefix: str = "", whole: Any = None) -> Iterator[tuple[str, Any, str, str]]:
+def flags(
+    kind: type, config: Any, prefix: str = "", whole: Any = None
+) -> Iterator[tuple[str, Any, str, str]]:
     """Yields each flag: its name, value, what is legal and what is said of it; groups after single flags.
 
     Where the metadata of a dictionary's field have `of`, that gives, called with the whole configuration, the dataclass
@@ -77,16 +90,25 @@ def flags(kind: type, config: Any, prefix: str = "", whole: Any = None) -> Itera
             groups.append((name, declared.type, value))
         elif described := declared.metadata.get("of"):
             changed = described(whole)
-            groups.append((name, changed if isinstance(changed, type) else type(changed), _Changed(changed, value)))
+            groups.append(
+                (
+                    name,
+                    changed if isinstance(changed, type) else type(changed),
+                    _Changed(changed, value),
+                )
+            )
         elif isinstance(value, dict) and value:
             yield from (
-                (f"{name}.{key}", value[key], _noun(type(value[key])), said.get(declared.name, "")) for key in value
+                (f"{name}.{key}", value[key], _noun(type(value[key])), said.get(declared.name, ""))
+                for key in value
             )
         else:
             yield name, value, legal_text(declared), said.get(declared.name, "")
     for name, of, value in groups:
         if isinstance(value, _Changed):
-            more = {key: value.changes[key] for key in value.changes.keys() - descriptions(of).keys()}
+            more = {
+                key: value.changes[key] for key in value.changes.keys() - descriptions(of).keys()
+            }
             yield from ((f"{name}.{key}", more[key], "", said.get(name, "")) for key in more)
         yield from flags(of, value, f"{name}.", whole)
 
@@ -110,7 +132,11 @@ def legal_text(declared: dataclasses.Field) -> str:
         return f"as {declared.name}.NAME=value"
     if legal is None:
         return noun
-    return f"{noun}, {legal}" if str(legal) and noun in ("whole number", "number") else str(legal) or noun
+    return (
+        f"{noun}, {legal}"
+        if str(legal) and noun in ("whole number", "number")
+        else str(legal) or noun
+    )
 
 
 def _noun(kind: Any) -> str:
@@ -136,12 +162,18 @@ def _flag_text(name: str, value: Any, legal: str, said: str) -> str:
         value = {True: "true", False: "false", None: "null"}[value]
     elif isinstance(value, list | tuple):
         value = f"[{','.join(map(str, value))}]".replace("\n", "\\n")
-    return f"  {name}={value}" + (f"   ({legal})" if legal else "") + (f"\n{_wrapped(said, '      ')}" if said else "")
+    return (
+        f"  {name}={value}"
+        + (f"   ({legal})" if legal else "")
+        + (f"\n{_wrapped(said, '      ')}" if said else "")
+    )
 
 
 def _wrapped(text: str, indent: str = "") -> str:
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
-    return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    return textwrap.fill(
+        text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )
 
 
 def _wrapped_paragraphs(text: str) -> Iterator[str]:
@@ -154,7 +186,11 @@ def _presets(name: str) -> Iterator[str]:
     for group in sorted(path for path in conf_of(name).glob("*") if path.is_dir()):
         rows = []
         for path in sorted(group.glob("*.yaml")):
-            lines = [line[1:].strip() for line in _opening(path.read_text()) if not line.startswith("# @")]
+            lines = [
+                line[1:].strip()
+                for line in _opening(path.read_text())
+                if not line.startswith("# @")
+            ]
             rows.append(f"  {group.name}={path.stem}")
             words = []
             for line in lines:
@@ -163,7 +199,12 @@ def _presets(name: str) -> Iterator[str]:
                 rows += [f"      {command}"] if command else []
                 words += [line] if line else []
             rows += [_wrapped(" ".join(words), "      ")] if words else []
-        yield "\n".join(["presets, values for many flags:" if group.name == "preset" else f"{group.name}:", *rows])
+        yield "\n".join(
+            [
+                "presets, values for many flags:" if group.name == "preset" else f"{group.name}:",
+                *rows,
+            ]
+        )
 
 
 def _opening(text: str) -> Iterator[str]:

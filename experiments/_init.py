@@ -16,7 +16,13 @@ from jaxpar.lm.tokenizer import Bpe, Tokenizer, load_tokenizer
 from jaxpar.mesh import named_shardings
 from jaxpar.types import PyTree, UsageError
 
-FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "config.json",
+)
 """What says how a folder's texts become tokens; a run keeps a copy, so that it needs the folder no longer."""
 
 
@@ -102,4 +108,6 @@ def first_state(trainer: Trainer | AdapterTrainer, seed: int, read: Callable[[],
     begin = trainer.begin
     if isinstance(trainer, AdapterTrainer):
         begin = functools.partial(trainer.begin, jax.random.key(seed))
-    return jax.jit(begin, out_shardings=named_shardings(shapes, trainer.axes()), donate_argnums=0)(read())
+    return jax.jit(begin, out_shardings=named_shardings(shapes, trainer.axes()), donate_argnums=0)(
+        read()
+    )

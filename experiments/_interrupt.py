@@ -75,7 +75,9 @@ class Answer:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # or a child's signals would count as ours
+    os.register_at_fork(
+        after_in_child=lambda: signal.set_wakeup_fd(-1)
+    )  # or a child's signals would count as ours
 
 answer = Answer()
 """That of the experiment which runs now, or ran last."""

@@ -29,14 +29,22 @@ class Judge:
 
     def __init__(self, env: Any, params: PyTree):
         if capabilities(env).tabular is None:
-            raise UsageError(f"judge=true needs arrays to solve, and {env.name} has no tabular(params).")
+            raise UsageError(
+                f"judge=true needs arrays to solve, and {env.name} has no tabular(params)."
+            )
         model = from_environment(env, params)
         if len(model.states) > MOST_STATES:
             raise UsageError(
                 f"judge=true solves models of at most {MOST_STATES} states, and {env.name} has {len(model.states)}."
             )
         exact = solve_exact(model, tol=1e-3)
-        arrays = (model.transition, model.observation, model.expected_reward, model.start, exact.alphas)
+        arrays = (
+            model.transition,
+            model.observation,
+            model.expected_reward,
+            model.start,
+            exact.alphas,
+        )
         self.transition, self.observation, self.reward, self.start, self.alphas = jax.tree.map(
             lambda x: np.asarray(x, np.float64), arrays
         )

@@ -43,7 +43,14 @@ class NeatBrain:
         """What NEAT's functions ask for; the population's size is that of their arguments."""
         rates = Rates(weight_power=self.std, weight_replace=0.02, node_power=self.std)
         return NeatConfig(
-            NUM_INPUTS, SPOKEN, 1, self.max_nodes, self.max_conns, kind="recurrent", activations=("tanh",), rates=rates
+            NUM_INPUTS,
+            SPOKEN,
+            1,
+            self.max_nodes,
+            self.max_conns,
+            kind="recurrent",
+            activations=("tanh",),
+            rates=rates,
         )
 
     def init(self, key: PRNGKey, sight: Sight, count: int) -> Genomes:
@@ -81,9 +88,19 @@ def _inputs(sight: Sight) -> Array:
     count, cells = len(sight.ground), sight.ground.shape[1] // 8
     width = round(cells**0.5)
     energy = sight.ground.reshape(count, width, width, 8)[..., 0]
-    energy = jnp.pad(energy, ((0, 0), (1, 1), (1, 1)))  # of a window of 1, what lies around is unseen
+    energy = jnp.pad(
+        energy, ((0, 0), (1, 1), (1, 1))
+    )  # of a window of 1, what lies around is unseen
     middle = energy[:, width // 2 : width // 2 + 3, width // 2 : width // 2 + 3].reshape(count, 9)
     agent, robot = sight.agents[:, 0], sight.robots[:, 0]
     one = jnp.ones((count, 1))
-    parts = (one, sight.own[:, :2], middle, agent[:, :1], agent[:, 3:5], robot[:, :1], robot[:, 2:4])
+    parts = (
+        one,
+        sight.own[:, :2],
+        middle,
+        agent[:, :1],
+        agent[:, 3:5],
+        robot[:, :1],
+        robot[:, 2:4],
+    )
     return jnp.concatenate(parts, 1)

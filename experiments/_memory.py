@@ -8,7 +8,15 @@ import itertools
 
 import numpy as np
 
-__all__ = ["BLANK", "KEYS", "associative_recall", "compose_permutations", "delayed_copy", "mqar", "permutations"]
+__all__ = [
+    "BLANK",
+    "KEYS",
+    "associative_recall",
+    "compose_permutations",
+    "delayed_copy",
+    "mqar",
+    "permutations",
+]
 
 Rows = tuple[np.ndarray, np.ndarray, np.ndarray]
 KEYS = 16  # and as many values
@@ -26,7 +34,11 @@ def associative_recall(rng: np.random.Generator, rows: int, pairs: int, silence:
     asked = np.take_along_axis(keys, rng.integers(0, pairs, (rows, 1)), 1)
     newest = pairs - 1 - (keys == asked)[:, ::-1].argmax(1)
     shown = np.full((rows, 2 * pairs + silence + 1), BLANK)
-    shown[:, : 2 * pairs : 2], shown[:, 1 : 2 * pairs : 2], shown[:, -1:] = keys, KEYS + values, asked
+    shown[:, : 2 * pairs : 2], shown[:, 1 : 2 * pairs : 2], shown[:, -1:] = (
+        keys,
+        KEYS + values,
+        asked,
+    )
     right = np.broadcast_to(values[np.arange(rows), newest][:, None], shown.shape)
     judged = np.zeros(shown.shape, bool)
     judged[:, -1] = True
@@ -41,10 +53,15 @@ def mqar(rng: np.random.Generator, rows: int, pairs: int, length: int) -> Rows:
     """
     keys = rng.permuted(np.tile(np.arange(KEYS), (rows, 1)), axis=1)[:, :pairs]
     values = rng.integers(0, KEYS, (rows, pairs))
-    shown, right = np.full((rows, 2 * pairs + length), BLANK), np.zeros((rows, 2 * pairs + length), np.int64)
+    shown, right = (
+        np.full((rows, 2 * pairs + length), BLANK),
+        np.zeros((rows, 2 * pairs + length), np.int64),
+    )
     shown[:, : 2 * pairs : 2], shown[:, 1 : 2 * pairs : 2] = keys, KEYS + values
     # The largest of logarithms plus Gumbel noise are a draw without replacement.
-    scores = (GAP_EXPONENT - 1) * np.log1p(np.arange(length))[None] + rng.gumbel(size=(rows, length))
+    scores = (GAP_EXPONENT - 1) * np.log1p(np.arange(length))[None] + rng.gumbel(
+        size=(rows, length)
+    )
     places = 2 * pairs + np.argsort(-scores, 1)[:, :pairs]
     np.put_along_axis(shown, places, keys, 1)
     np.put_along_axis(right, places, values, 1)
@@ -74,10 +91,14 @@ def generators(size: int, count: int) -> np.ndarray:
     table = permutations(size).tolist()
     swap, cycle = [1, 0, *range(2, size)], [*range(1, size), 0]
     first = list(dict.fromkeys((table.index(swap), table.index(cycle))))
-    return np.array([*first, *(number for number in range(len(table)) if number not in first)])[:count]
+    return np.array([*first, *(number for number in range(len(table)) if number not in first)])[
+        :count
+    ]
 
 
-def compose_permutations(rng: np.random.Generator, rows: int, length: int, size: int, count: int) -> Rows:
+def compose_permutations(
+    rng: np.random.Generator, rows: int, length: int, size: int, count: int
+) -> Rows:
     """Draws numbers of permutations, at each of which that of all up to there is right, the first done first.
 
     The word problem of the symmetric group: of 5 things it is complete for NC^1, which no mixer whose state follows a

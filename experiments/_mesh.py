@@ -33,7 +33,9 @@ def parse_layout(text: str) -> Layout:
         raise UsageError(f"layout {text!r} has after the slash what is none of {legal}.")
     spec = MeshSpec(**{size[1]: int(size[2]) for size in sizes if size})
     if schedules and spec.stage == 1:
-        raise UsageError(f"layout {text!r} has no stages for {schedules[0]}; legal are such as stage2.data4/zb_v.")
+        raise UsageError(
+            f"layout {text!r} has no stages for {schedules[0]}; legal are such as stage2.data4/zb_v."
+        )
     changes = [part for part in parts if part not in PIPELINES]
     return Layout(spec, "+".join(changes) or "zero3", *schedules)
 
@@ -58,14 +60,26 @@ def refuse_idle(job: str, axes: PyTree) -> None:
     names = {name for name in jax.tree.leaves(axes) if name is not None}
     names |= {f"{name}_{role}" for name in names for role in ("weight", "grad")} & RULES.keys()
     # Where there are no experts, nothing but rows would lie along their axis: `data` is there for that.
-    idle = set() if "experts" in names else set(mesh_axes("batch")) - set(mesh_axes("batch-experts"))
-    used = {axis for name in names for axis in mesh_axes(name) if name != "batch" or axis not in idle}
+    idle = (
+        set() if "experts" in names else set(mesh_axes("batch")) - set(mesh_axes("batch-experts"))
+    )
+    used = {
+        axis for name in names for axis in mesh_axes(name) if name != "batch" or axis not in idle
+    }
     for axis, size in jax.sharding.get_abstract_mesh().shape.items():
         if size > 1 and axis not in used:
-            users = [name for name in RULES if axis in mesh_axes(name) and (name != "batch" or axis not in idle)]
+            users = [
+                name
+                for name in RULES
+                if axis in mesh_axes(name) and (name != "batch" or axis not in idle)
+            ]
             what = f"which splits {', '.join(users)} alone" if users else "which no rule names"
-            free = sorted({other for name in names for other in RULES[name]} - {"inner", "expert", axis})
-            legal = f", with its devices on {' or '.join(free)}" if free else ": it runs on one device"
+            free = sorted(
+                {other for name in names for other in RULES[name]} - {"inner", "expert", axis}
+            )
+            legal = (
+                f", with its devices on {' or '.join(free)}" if free else ": it runs on one device"
+            )
             raise UsageError(
                 f"mesh.{axis}={size} leaves {size} devices with the same work: {job} has nothing along {axis}, {what}; "
                 f"legal is mesh.{axis}=1{legal}."
@@ -98,4 +112,6 @@ def check_split(flag: str, size: int, name: str, part_flag: str = "", parts: int
         flags = " x ".join(f"mesh.{axis}={n}" for axis, n in sizes.items())
         total = f" = {share}" if len(sizes) > 1 else ""
         choices = f"are {below} or {below + share * parts}" if below else f"is {share * parts}"
-        raise UsageError(f"{flag}={size}{cut} does not divide over {flags}{total}; the nearest legal {choices}.")
+        raise UsageError(
+            f"{flag}={size}{cut} does not divide over {flags}{total}; the nearest legal {choices}."
+        )

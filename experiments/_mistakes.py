@@ -91,7 +91,11 @@ def sentence_of(error: BaseException, schema: type | None = None) -> str:
         return "whatever read the output has ended; > file keeps all of it."
     if isinstance(error, OSError) and not isinstance(error, HydraException):
         file = str(error.filename or _file_of(error) or "a file")
-        hint = "; hydra.run.dir= puts the run elsewhere" if pathlib.Path(file).parts[:1] == ("runs",) else ""
+        hint = (
+            "; hydra.run.dir= puts the run elsewhere"
+            if pathlib.Path(file).parts[:1] == ("runs",)
+            else ""
+        )
         return f"{file} cannot be opened or written: {error.strerror or error}{hint}."
     for link in causes_of(error):
         if isinstance(link, UsageError):
@@ -106,7 +110,11 @@ def sentence_of(error: BaseException, schema: type | None = None) -> str:
         whole = get_args(flags.get(wrong[1].rpartition(".")[0]))  # of rules, for rules.embed
         if kind := flags.get(wrong[1]) or (whole and whole[-1]):
             value = wrong[2].split(":")[0]
-            listed = f", such as {wrong[1]}=[{value}]" if get_origin(kind) is list and value[:1] not in "[{" else ""
+            listed = (
+                f", such as {wrong[1]}=[{value}]"
+                if get_origin(kind) is list and value[:1] not in "[{"
+                else ""
+            )
             return f"{wrong[1]}={value} is of the wrong type; {wrong[1]} takes {_type_name(kind)}{listed}."
     if unknown := re.search(
         r"Could not override '([^']*)'|Key '([^']*)' (?:is )?not in|assign to field '([^']*)'", text
@@ -131,10 +139,14 @@ def sentence_of(error: BaseException, schema: type | None = None) -> str:
 def _file_of(error: OSError) -> str:
     """Names the file that was being written when the disk was full, of which the error itself says nothing."""
     place, found = error.__traceback__, ""
-    while place is not None:  # from the outside in: the last file, or else path, that a function had at hand
+    while (
+        place is not None
+    ):  # from the outside in: the last file, or else path, that a function had at hand
         held = list(place.tb_frame.f_locals.values())
         names = [
-            each.name for each in held if isinstance(each, io.IOBase) and isinstance(getattr(each, "name", 0), str)
+            each.name
+            for each in held
+            if isinstance(each, io.IOBase) and isinstance(getattr(each, "name", 0), str)
         ]
         names += [str(each) for each in held if isinstance(each, pathlib.PurePath)]
         found, place = names[0] if names else found, place.tb_next
@@ -143,7 +155,9 @@ def _file_of(error: OSError) -> str:
 
 def _type_name(kind: Any) -> str:
     if dataclasses.is_dataclass(kind):
-        return "no value but flags of its own, for " + ", ".join(field.name for field in dataclasses.fields(kind))
+        return "no value but flags of its own, for " + ", ".join(
+            field.name for field in dataclasses.fields(kind)
+        )
     return kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
 
 

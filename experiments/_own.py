@@ -66,7 +66,9 @@ class Transformer(nn.Module):
         return nn.Dense(self.vocab, use_bias=False)(nn.LayerNorm()(x))
 
 
-def language(width: int, layers: int, seed: int, optimizer: optax.GradientTransformation) -> OwnTask:
+def language(
+    width: int, layers: int, seed: int, optimizer: optax.GradientTransformation
+) -> OwnTask:
     """Sums in words of digits, such as 12+95=107: the answers are to be foretold, the questions are not."""
     texts, prompt = _sums.written(_sums.draw(np.random.default_rng([seed, 1]), 4096, 2, 2), 2)
     vocab = 64 * (-(-_sums.VOCAB // 64))
@@ -112,7 +114,9 @@ class Curve(nn.Module):
         return nn.Dense(1)(x)
 
 
-def sinusoids(width: int, seed: int, optimizer: optax.GradientTransformation, rate: float = 0.05) -> OwnTask:
+def sinusoids(
+    width: int, seed: int, optimizer: optax.GradientTransformation, rate: float = 0.05
+) -> OwnTask:
     """MAML (arXiv:1703.03400): weights from which one step of descent on ten points of a sinusoid draws the rest.
 
     An example is (amplitude, phase, its own seed); the inner gradient is a part of the loss, and so is its derivative.
@@ -122,7 +126,9 @@ def sinusoids(width: int, seed: int, optimizer: optax.GradientTransformation, ra
     waves = np.stack([rng.uniform(0.1, 5.0, 1280), rng.uniform(0, np.pi, 1280), np.arange(1280)], 1)
 
     def collate(rows):
-        places = np.stack([np.random.default_rng([seed, int(row[2])]).uniform(-5, 5, (20, 1)) for row in rows])
+        places = np.stack(
+            [np.random.default_rng([seed, int(row[2])]).uniform(-5, 5, (20, 1)) for row in rows]
+        )
         amplitude, phase = (np.stack(rows)[:, i, None, None] for i in (0, 1))
         heights = amplitude * np.sin(places - phase)
         return {"x": places.astype(np.float32), "y": heights.astype(np.float32)}
@@ -144,14 +150,24 @@ def sinusoids(width: int, seed: int, optimizer: optax.GradientTransformation, ra
         return after.mean(), {"before": before.mean()}
 
     def predict(variables, batch):
-        return jax.vmap(lambda x, y: module.apply(adapted(variables, x, y), x[10:]))(batch["x"], batch["y"])
+        return jax.vmap(lambda x, y: module.apply(adapted(variables, x, y), x[10:]))(
+            batch["x"], batch["y"]
+        )
 
     def judge(heights, rows):
         want = collate(rows)["y"][:, 10:]
         return {"error": float(np.square(heights - want).mean()), "variance": float(want.var())}
 
-    model = OwnModel(lambda key: module.init(key, jnp.zeros((1, 1))), loss, predict, optimizer, collate)
-    return OwnTask(model, waves[:1024], waves[1024:], judge, f"MAML on sinusoids, two layers of {width} of linen")
+    model = OwnModel(
+        lambda key: module.init(key, jnp.zeros((1, 1))), loss, predict, optimizer, collate
+    )
+    return OwnTask(
+        model,
+        waves[:1024],
+        waves[1024:],
+        judge,
+        f"MAML on sinusoids, two layers of {width} of linen",
+    )
 
 
 # ---------------------------------------------------------------- reinforcement learning, of NNX
@@ -169,7 +185,9 @@ class Actor(nnx.Module):
         return self.last(nnx.tanh(self.first(obs)))
 
 
-def balance(width: int, seed: int, optimizer: optax.GradientTransformation, length: int = 200) -> OwnTask:
+def balance(
+    width: int, seed: int, optimizer: optax.GradientTransformation, length: int = 200
+) -> OwnTask:
     """REINFORCE on CartPole-v1: an example is the seed of an episode, which the loss plays inside its program.
 
     The baseline of a step is the mean over the batch of what is still earned from it on.
@@ -187,7 +205,11 @@ def balance(width: int, seed: int, optimizer: optax.GradientTransformation, leng
             action = jax.random.categorical(choose, module(obs))
             next_ = step(go, env, state, action, params)
             ended = next_.terminated | next_.truncated
-            return (next_.obs, next_.state, alive & ~ended), (obs, action, jnp.where(alive, next_.reward, 0.0))
+            return (next_.obs, next_.state, alive & ~ended), (
+                obs,
+                action,
+                jnp.where(alive, next_.reward, 0.0),
+            )
 
         return jax.lax.scan(move, (obs, state, jnp.bool_(True)), jnp.arange(length))[1]
 

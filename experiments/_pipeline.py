@@ -69,17 +69,27 @@ def make_schedule(config: Any, model: LMConfig, accumulate: int) -> tuple[Accumu
     num_stages = shares("stage")
     if config.pipeline == "none":
         if num_stages > 1:
-            raise UsageError(f"mesh.stage={num_stages} needs pipeline=; legal are {', '.join(PIPELINES)}.")
+            raise UsageError(
+                f"mesh.stage={num_stages} needs pipeline=; legal are {', '.join(PIPELINES)}."
+            )
         if config.offload:
             legal = ", ".join(PIPELINES)
-            raise UsageError(f"offload=true needs pipeline=, legal are {legal}; or take model.remat=offload.")
+            raise UsageError(
+                f"offload=true needs pipeline=, legal are {legal}; or take model.remat=offload."
+            )
         if config.gather_chunks:
-            raise UsageError("gather_chunks=true needs pipeline=; without, layout=zero2 gathers weights once a step.")
+            raise UsageError(
+                "gather_chunks=true needs pipeline=; without, layout=zero2 gathers weights once a step."
+            )
         return InTurn(), accumulate, "train.accumulate"
     if accumulate > 1:
-        raise UsageError(f"a pipeline takes its parts from microbatches=, not from train.accumulate={accumulate}.")
+        raise UsageError(
+            f"a pipeline takes its parts from microbatches=, not from train.accumulate={accumulate}."
+        )
     parts = config.microbatches or 2 * num_stages
-    made = Pipelined(with_sides(config, named_schedule(config.pipeline, num_stages, parts, config.chunks)))
+    made = Pipelined(
+        with_sides(config, named_schedule(config.pipeline, num_stages, parts, config.chunks))
+    )
     made.check(stages(model), parts)
     return made, parts, "microbatches"
 

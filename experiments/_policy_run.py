@@ -53,7 +53,9 @@ class Revealing:
 
     env: Any
 
-    def observe(self, key: PRNGKey, state: PyTree, action: PyTree | None, params: PyTree) -> tuple[PyTree, PyTree]:
+    def observe(
+        self, key: PRNGKey, state: PyTree, action: PyTree | None, params: PyTree
+    ) -> tuple[PyTree, PyTree]:
         """The environment's observation, and the state; consumes `key`."""
         return self.env.observe(key, state, action, params), state
 
@@ -70,7 +72,9 @@ class Scripted:
 
     def __call__(self, key: PRNGKey, params: PyTree, obs: PyTree, carry: PyTree) -> tuple:
         """Returns `(action, carry)`."""
-        action = self.play(self.env, obs[1], params)  # in Combat of both teams, the controlled one first
+        action = self.play(
+            self.env, obs[1], params
+        )  # in Combat of both teams, the controlled one first
         agents = capabilities(self.env).num_agents
         return action if agents is None else action[:agents], carry
 
@@ -82,7 +86,12 @@ class FirstAction:
     env: Any
 
     def __call__(
-        self, key: PRNGKey, params: PyTree, obs: PyTree, carry: PyTree, action_mask: Array | None = None
+        self,
+        key: PRNGKey,
+        params: PyTree,
+        obs: PyTree,
+        carry: PyTree,
+        action_mask: Array | None = None,
     ) -> tuple:
         """Returns `(action, carry)`."""
         if action_mask is not None:
@@ -105,7 +114,9 @@ def player(name: str, env: Any) -> tuple[Any, Any]:
         return env, FirstAction(env)
     play = SCRIPTED.get(type(env))
     if play is None:
-        raise UsageError(f"policy=scripted: {env.name} comes with no scripted play; legal are random and noop.")
+        raise UsageError(
+            f"policy=scripted: {env.name} comes with no scripted play; legal are random and noop."
+        )
     return Revealing(env), Scripted(env, play)
 
 
@@ -161,7 +172,10 @@ class PolicyRun:
             )  # fmt: skip
             first = where(first.finished, first, first_episodes(steps))
             values = episode_stats(steps) | _means(first)
-            values |= {"checksum": jnp.sum(steps.obs), "is_finite": jnp.isfinite(steps.reward).all()}
+            values |= {
+                "checksum": jnp.sum(steps.obs),
+                "is_finite": jnp.isfinite(steps.reward).all(),
+            }
             return env_state, first, values, steps.replace(obs=None)
 
         first = _none_finished(env_state)
@@ -169,7 +183,9 @@ class PolicyRun:
         program = jax.jit(go, out_shardings=(shardings, kept, None, None))
         return program.lower(key, env_state, first, self.params).compile(), env_state
 
-    def calls(self, key: PRNGKey, program: Callable, env_state: EnvState, num_calls: int) -> Iterator[Call]:
+    def calls(
+        self, key: PRNGKey, program: Callable, env_state: EnvState, num_calls: int
+    ) -> Iterator[Call]:
         """Runs the program `num_calls` times and yields each call; refuses rewards that are no numbers."""
         first, made = _none_finished(env_state), 0
         for _ in range(num_calls):
@@ -186,7 +202,9 @@ class PolicyRun:
 
 def _none_finished(env_state: EnvState) -> EpisodeResults:
     """The first episodes of environments that have just started, laid out as they are."""
-    return EpisodeResults(env_state.episode_return, env_state.episode_length, env_state.ended, env_state.ended)
+    return EpisodeResults(
+        env_state.episode_return, env_state.episode_length, env_state.ended, env_state.ended
+    )
 
 
 def _means(first: EpisodeResults) -> dict[str, Array]:
@@ -194,13 +212,19 @@ def _means(first: EpisodeResults) -> dict[str, Array]:
     done = first.finished
     returns = first.returns.reshape(len(done), -1).mean(1)
     means = (jnp.sum(jnp.where(done, x, 0)) / jnp.sum(done) for x in (returns, first.lengths))
-    return {"first_finished": jnp.mean(done)} | dict(zip(("first_return", "first_length"), means, strict=True))
+    return {"first_finished": jnp.mean(done)} | dict(
+        zip(("first_return", "first_length"), means, strict=True)
+    )
 
 
 def _consumed(row: Trajectory) -> Trajectory:
     """A step with a checksum for each environment, of all that it gave, in place of what statistics do not read."""
     read = (row.obs, row.action, row.reward, row.terminated, row.truncated, row.info)
-    leaves = [leaf for leaf in jax.tree.leaves(read) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
+    leaves = [
+        leaf
+        for leaf in jax.tree.leaves(read)
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    ]
     total: Any = sum(leaf.astype(jnp.float32).reshape(len(leaf), -1).sum(1) for leaf in leaves)
     return dataclasses.replace(row, obs=total, action=None, bootstrap=None, extras=None, info=None)
 
@@ -224,7 +248,13 @@ class Shot(NamedTuple):
 
 
 def film(
-    key: PRNGKey, policy_run: PolicyRun, num_envs: int, num_frames: int, *, weights: PyTree = None, carry: PyTree = ()
+    key: PRNGKey,
+    policy_run: PolicyRun,
+    num_envs: int,
+    num_frames: int,
+    *,
+    weights: PyTree = None,
+    carry: PyTree = (),
 ) -> Shot:
     """Films the first environments of a rollout.
 
@@ -247,7 +277,9 @@ def film(
         return show
 
     env_state = init(key, policy_run.env, policy_run.params, num_envs, carry, prng=policy_run.prng)
-    shown = jax.jit(lambda env_state, params: jax.lax.scan(frame(params), env_state, None, num_frames)[1])
+    shown = jax.jit(
+        lambda env_state, params: jax.lax.scan(frame(params), env_state, None, num_frames)[1]
+    )
     return jax.device_get(shown(env_state, policy_run.params))
 
 
@@ -258,7 +290,9 @@ def action_text(space: Any, action: PyTree) -> str:
     numbers = np.ravel(action).tolist()
     if names := getattr(space, "names", ()):
         return ", ".join(names[number] for number in numbers)
-    return ", ".join(f"{number:.2f}" if isinstance(number, float) else str(number) for number in numbers)
+    return ", ".join(
+        f"{number:.2f}" if isinstance(number, float) else str(number) for number in numbers
+    )
 
 
 def captions(space: Any, shot: Shot) -> list[str]:
@@ -268,12 +302,21 @@ def captions(space: Any, shot: Shot) -> list[str]:
         earned = float(np.mean(shot.returns[at]))
         did = action_text(space, jax.tree.map(lambda x, at=at: x[at], shot.actions))
         mean = " (mean)" if np.ndim(shot.returns[at]) else ""
-        texts.append(f"step {shot.steps[at]}  return {earned:.4g}{mean}\n" + ("ended" if shot.over[at] else did))
+        texts.append(
+            f"step {shot.steps[at]}  return {earned:.4g}{mean}\n"
+            + ("ended" if shot.over[at] else did)
+        )
     return texts
 
 
 def save_film(
-    seed: int, policy_run: PolicyRun, name: str, path: pathlib.Path, num_frames: int, fps: float, **policy: PyTree
+    seed: int,
+    policy_run: PolicyRun,
+    name: str,
+    path: pathlib.Path,
+    num_frames: int,
+    fps: float,
+    **policy: PyTree,
 ) -> pathlib.Path | None:
     """Films the first environments of a rollout side by side into a GIF, on one device of this process.
 
@@ -297,10 +340,14 @@ def save_film(
     params, policy = jax.device_get((policy_run.params, policy))  # which may lie on another mesh
     with on_one_device():
         policy_run = dataclasses.replace(policy_run, params=params)
-        shot = film(jax.random.key(seed), policy_run, min(FILMED, policy_run.num_envs), num_frames, **policy)
+        shot = film(
+            jax.random.key(seed), policy_run, min(FILMED, policy_run.num_envs), num_frames, **policy
+        )
     scale = max(1, _WIDTH // max(shot.images.shape[2:4]))
     images = shot.images.repeat(scale, 2).repeat(scale, 3)
-    told = captioned(images.reshape(-1, *images.shape[2:]), captions(policy_run.env.action_space(params), shot))
+    told = captioned(
+        images.reshape(-1, *images.shape[2:]), captions(policy_run.env.action_space(params), shot)
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     gif(grid_of(told.reshape(*images.shape[:2], *told.shape[1:]), gap=6), path, fps=fps)
     say(f"film       {short(path)}")

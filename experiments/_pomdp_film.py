@@ -9,7 +9,15 @@ import numpy as np
 
 from jaxpar.env import Environment, capabilities, own_discount, reset, step
 from jaxpar.io.figure import BLUE, GRAY, VERMILION, empty_figure, tidy
-from jaxpar.pomdp import Belief, BeliefUpdater, Evidence, PlanInfo, Planner, SearchPlanner, TreeSearch
+from jaxpar.pomdp import (
+    Belief,
+    BeliefUpdater,
+    Evidence,
+    PlanInfo,
+    Planner,
+    SearchPlanner,
+    TreeSearch,
+)
 from jaxpar.pomdp.outline import Branch, outline
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
@@ -57,14 +65,18 @@ def moves(
     state = jax.jit(lambda key: reset(key, env, params)[1])(start_key) if start is None else start
     belief = jax.jit(lambda key: updater.init(key, env, params))(belief_key)
     go = jax.jit(lambda key, state, action: step(key, env, state, action, params))
-    learn = jax.jit(lambda key, belief, action, obs: updater.update(key, belief, action, obs, env, params))
+    learn = jax.jit(
+        lambda key, belief, action, obs: updater.update(key, belief, action, obs, env, params)
+    )
     for step_key in jax.random.split(steps_key, num_steps):
         plan_key, go_key, update_key = jax.random.split(step_key, 3)
         action, info, tree, seconds = plan(plan_key, belief)
         after = go(go_key, state, action)
         updated, evidence = learn(update_key, belief, action, after.obs)
         over = bool(after.terminated | after.truncated)
-        yield Move(state, belief, tree, int(action), info, float(after.reward), evidence, over, seconds)
+        yield Move(
+            state, belief, tree, int(action), info, float(after.reward), evidence, over, seconds
+        )
         if over:
             return
         state, belief = after.state, updated
@@ -90,7 +102,9 @@ def planned(planner: Planner, env: Environment, params: PyTree) -> Plan:
     return plan
 
 
-def film(episode: list[Move], env: Environment, params: PyTree, key: PRNGKey, title: str) -> np.ndarray:
+def film(
+    episode: list[Move], env: Environment, params: PyTree, key: PRNGKey, title: str
+) -> np.ndarray:
     """Draws a frame for each move, uint8 `[T, H, W, 3]`: state, mean picture of 64 drawn states, tree or policy.
 
     Args:
@@ -116,20 +130,33 @@ def film(episode: list[Move], env: Environment, params: PyTree, key: PRNGKey, ti
         total, weight = total + weight * move.reward, weight * discount
         shown, believed = pictures(jax.random.fold_in(key, t), move.state, move.belief)
         did = f"action {action_text(space, move.action)} earns {move.reward:g}"
-        sofar = f"discounted return so far {total:.2f}" if discount < 1 else f"return so far {total:.2f}"
-        text = f"{title}\nstep {t}: {did}, {sofar}" + ("; the episode ends" if move.terminated else "")
-        frames.append(_frame(np.asarray(shown), np.asarray(believed), move, getattr(space, "names", ()), text))
+        sofar = (
+            f"discounted return so far {total:.2f}"
+            if discount < 1
+            else f"return so far {total:.2f}"
+        )
+        text = f"{title}\nstep {t}: {did}, {sofar}" + (
+            "; the episode ends" if move.terminated else ""
+        )
+        frames.append(
+            _frame(np.asarray(shown), np.asarray(believed), move, getattr(space, "names", ()), text)
+        )
     return np.stack(frames)
 
 
-def _frame(shown: np.ndarray, believed: np.ndarray, move: Move, names: Sequence[str], text: str) -> np.ndarray:
+def _frame(
+    shown: np.ndarray, believed: np.ndarray, move: Move, names: Sequence[str], text: str
+) -> np.ndarray:
     figure = empty_figure(10, 4)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     figure.set_dpi(80)
     canvas = FigureCanvasAgg(figure)
     state, belief, plan = figure.subplots(1, 3, width_ratios=(1, 1, 1.6))
-    for panel, image, name in ((state, shown, "the state"), (belief, believed, "the belief: mean of 64 states")):
+    for panel, image, name in (
+        (state, shown, "the state"),
+        (belief, believed, "the belief: mean of 64 states"),
+    ):
         panel.imshow(image, interpolation="nearest")
         panel.set_title(name, fontsize=9)
         panel.set_axis_off()
@@ -139,14 +166,21 @@ def _frame(shown: np.ndarray, believed: np.ndarray, move: Move, names: Sequence[
         plan.set_title(f"the plan: {found}", fontsize=9)
     else:
         _draw_tree(plan, move.tree)
-        plan.set_title(f"the tree: {found}\nblue: actions, with their values; gray: beliefs; thick: visits", fontsize=9)
+        plan.set_title(
+            f"the tree: {found}\nblue: actions, with their values; gray: beliefs; thick: visits",
+            fontsize=9,
+        )
     figure.suptitle(text, fontsize=10)
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
 def _draw_policy(panel: Any, policy: np.ndarray, action: int, names: Sequence[str]) -> None:
-    panel.bar(np.arange(len(policy)), policy, color=[VERMILION if i == action else BLUE for i in range(len(policy))])
+    panel.bar(
+        np.arange(len(policy)),
+        policy,
+        color=[VERMILION if i == action else BLUE for i in range(len(policy))],
+    )
     panel.set(xlabel="action (red: chosen)", ylabel="share", ylim=(0, 1))
     if names and len(names) <= 20:
         panel.set_xticks(range(len(names)), names, rotation=0 if len(names) < 4 else 90, fontsize=8)
@@ -170,11 +204,15 @@ def _draw_tree(panel: Any, root: Branch) -> None:
         sizes = np.array([leaves(below) for below in branch.below], float)
         if depth == 0 and len(sizes):
             sizes = np.maximum(sizes, sizes.max() / 4)
-        edges = left + (right - left) * np.concatenate([[0], np.cumsum(sizes) / max(sizes.sum(), 1)])
+        edges = left + (right - left) * np.concatenate(
+            [[0], np.cumsum(sizes) / max(sizes.sum(), 1)]
+        )
         x = (left + right) / 2
         for i, below in enumerate(branch.below):
             end = draw(below, depth + 1, edges[i], edges[i + 1])
-            lines.append(([(x, -depth), (end, -depth - 1)], 0.3 + 4 * below.visits / max(root.visits, 1)))
+            lines.append(
+                ([(x, -depth), (end, -depth - 1)], 0.3 + 4 * below.visits / max(root.visits, 1))
+            )
         is_action = depth % 2 == 1
         dots.append((x, -depth, 14 if is_action else 24, BLUE if is_action else GRAY))
         if depth == 1:

@@ -81,7 +81,9 @@ def cases_of(config: Any, layouts: list[Layout]) -> list[Case]:
 
 def schedule_of(config: Any, layout: Layout) -> Schedule:
     """Returns the schedule that a layout's stages run."""
-    schedule = named_schedule(layout.schedule, layout.mesh.stage, config.microbatches, config.chunks)
+    schedule = named_schedule(
+        layout.schedule, layout.mesh.stage, config.microbatches, config.chunks
+    )
     if config.gather_chunks:
         return with_gathers(schedule)
     return schedule
@@ -174,16 +176,24 @@ class Proof:
         length = row_length(_placing(self.config, training))
         if layout.schedule:
             schedule = schedule_of(self.config, layout)
-            transfers = pipeline_transfers(model, rows, length, schedule, self.config.optimizer.name)
+            transfers = pipeline_transfers(
+                model, rows, length, schedule, self.config.optimizer.name
+            )
         else:
-            transfers = step_transfers(model, rows, length, training.parts, self.config.optimizer.name)
+            transfers = step_transfers(
+                model, rows, length, training.parts, self.config.optimizer.name
+            )
         expected = _expected_axes(model)
-        held = bytes_on_device(program.state, program.state.params, expected) + bytes_of_batch(program)
+        held = bytes_on_device(program.state, program.state.params, expected) + bytes_of_batch(
+            program
+        )
         unjudged = []
         if training.model.dropout != self.config.model.dropout:
             unjudged.append("dropout, which gathers whole rows where a sequence is split")
         if layout.schedule:
-            unjudged.append("operations and memory of a pipeline's device: see experiments.pipeline")
+            unjudged.append(
+                "operations and memory of a pipeline's device: see experiments.pipeline"
+            )
         return Limits(
             transfers=transfers,
             flops=self._most_flops(layout, training),
@@ -194,7 +204,9 @@ class Proof:
 
     def _most_flops(self, layout: Layout, training: Training) -> float | None:
         if layout.schedule:
-            return None  # a compiled program has the tasks of all stages; a device does its own only
+            return (
+                None  # a compiled program has the tasks of all stages; a device does its own only
+            )
         room = ROOM_FOR_FLOPS
         if training.model.num_experts:
             # XLA for CPU multiplies the rows of a device with all experts that it holds, and masks.
@@ -358,4 +370,6 @@ def _expected_axes(model: LMConfig) -> PyTree:
         axes[leaf.shape.index(model.embed_dim)] = "embed"
         return tuple(axes)
 
-    return jax.tree_util.tree_map_with_path(one, leaves(model), is_leaf=lambda x: isinstance(x, Leaf))
+    return jax.tree_util.tree_map_with_path(
+        one, leaves(model), is_leaf=lambda x: isinstance(x, Leaf)
+    )

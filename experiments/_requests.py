@@ -53,12 +53,18 @@ def _read(text: str, where: str) -> Request:
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{where} cannot be read as JSON ({error}).") from None
     if not isinstance(content, dict) or not isinstance(content.get("prompt"), str):
-        raise UsageError(f'{where} must be an object with a text as its "prompt", and may have a "seed" and an "id".')
+        raise UsageError(
+            f'{where} must be an object with a text as its "prompt", and may have a "seed" and an "id".'
+        )
     if unknown := sorted(content.keys() - set(KEYS)):
-        raise UsageError(f"{where} has {unknown[0]!r}, which nothing heeds; legal are {', '.join(KEYS)}.")
+        raise UsageError(
+            f"{where} has {unknown[0]!r}, which nothing heeds; legal are {', '.join(KEYS)}."
+        )
     seed, name = content.get("seed", 0), content.get("id")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
-        raise UsageError(f"{where} has seed={seed!r}; legal are whole numbers from 0 to {2**32 - 1}.")
+        raise UsageError(
+            f"{where} has seed={seed!r}; legal are whole numbers from 0 to {2**32 - 1}."
+        )
     if isinstance(name, bool) or not isinstance(name, str | int | None):
         raise UsageError(f"{where} has id={name!r}; legal are texts and whole numbers.")
     return Request(content["prompt"], seed, name, where)

@@ -45,14 +45,30 @@ class RockBelief:
         return Rocks(env.init(key, params), jnp.full((env.num_rocks,), 0.5), env)
 
     def update(
-        self, key: PRNGKey, belief: Rocks, action: Array, obs: Array, env: Environment, params: PyTree
+        self,
+        key: PRNGKey,
+        belief: Rocks,
+        action: Array,
+        obs: Array,
+        env: Environment,
+        params: PyTree,
     ) -> tuple[Rocks, Evidence]:
         """Bayes' rule, rover by rover; draws nothing."""
         rovers = 2 if isinstance(env, Mars) else 1
-        acts = jnp.stack([action // (5 + env.num_rocks) ** i % (5 + env.num_rocks) for i in reversed(range(rovers))])
+        acts = jnp.stack(
+            [
+                action // (5 + env.num_rocks) ** i % (5 + env.num_rocks)
+                for i in reversed(range(rovers))
+            ]
+        )
         seen = jnp.stack([obs // 3**i % 3 for i in reversed(range(rovers))])
         places = belief.state.place.reshape(rovers, 2).astype(jnp.int32)
-        rocks, numbers, good, evidence = jnp.asarray(env.map), jnp.arange(env.num_rocks), belief.good, jnp.zeros(())
+        rocks, numbers, good, evidence = (
+            jnp.asarray(env.map),
+            jnp.arange(env.num_rocks),
+            belief.good,
+            jnp.zeros(()),
+        )
         for act, place in zip(acts, places, strict=True):
             under = jnp.all(rocks == place[None], axis=1)
             good = jnp.where(under & (act == SAMPLE), 0.0, good)
@@ -61,7 +77,9 @@ class RockBelief:
             rock = jnp.clip(act - SAMPLE - 1, 0, env.num_rocks - 1)
             distance = jnp.linalg.norm((rocks[rock] - place).astype(jnp.float32))
             accuracy = 0.5 * (1 + 2.0 ** (-distance / params.half_efficiency))
-            chance = jnp.where(reading == GOOD, accuracy, 1 - accuracy)  # of this reading, were the rock good
+            chance = jnp.where(
+                reading == GOOD, accuracy, 1 - accuracy
+            )  # of this reading, were the rock good
             whole = good[rock] * chance + (1 - good[rock]) * (1 - chance)
             whole = jnp.where(silent == (reading == NOTHING), jnp.where(silent, 1.0, whole), 0.0)
             posterior = good[rock] * chance / jnp.where(whole > 0, whole, 1.0)
@@ -69,7 +87,9 @@ class RockBelief:
             evidence = evidence + jnp.log(whole)
         state = env.transition(key, belief.state, action, params)
         never = jnp.zeros((), bool)
-        return Rocks(state, good, env), Evidence(evidence, jnp.asarray(jnp.inf), ~jnp.isfinite(evidence), never)
+        return Rocks(state, good, env), Evidence(
+            evidence, jnp.asarray(jnp.inf), ~jnp.isfinite(evidence), never
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,11 +104,18 @@ class Flips:
     ) -> Particles:  # fmt: skip
         """Returns the posterior with flipped cells; consumes `key`."""
         keys = jax.random.split(key, posterior.log_weights.shape[0])
-        flipped = jax.vmap(lambda key, state: env.flipped(key, state, self.chance))(keys, posterior.states)
+        flipped = jax.vmap(lambda key, state: env.flipped(key, state, self.chance))(
+            keys, posterior.states
+        )
         return Particles(flipped, posterior.log_weights)
 
 
-BELIEF: dict[str, Any] = {"kind": "particles", "num_particles": 1000, "resample_below": 0.5, "flips": 0.0}
+BELIEF: dict[str, Any] = {
+    "kind": "particles",
+    "num_particles": 1000,
+    "resample_below": 0.5,
+    "flips": 0.0,
+}
 """What the flags of a belief are where they are not given."""
 
 

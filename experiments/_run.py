@@ -47,7 +47,15 @@ from . import _help, _interrupt, _silence, show, start
 from ._folder import fresh_folder as fresh_folder
 from ._folder import replace_text
 from ._folder import short as short
-from ._mistakes import CONF, FLAG_ERRORS, conf_of, maker_of, refuse_malformed, sentence_of, with_presets
+from ._mistakes import (
+    CONF,
+    FLAG_ERRORS,
+    conf_of,
+    maker_of,
+    refuse_malformed,
+    sentence_of,
+    with_presets,
+)
 
 LAUNCHED = "JAXPAR_LAUNCHED"
 """Set by experiments.launch for its processes, whose standard input closes when it ends, however it ends."""
@@ -56,7 +64,9 @@ MAKING = ("train", "plan", "fast", "canonical")
 SHOWN = MeshSpec(data=2, fsdp=2, tensor=2)
 """What eight simulated devices are for: a mesh of three axes."""
 # What Gloo, NCCL and the coordination service say where another process is gone.
-_LOST = re.compile(r"gloo|nccl|connection|socket|peer|heartbeat|coordination|unavailable|barrier", re.IGNORECASE)
+_LOST = re.compile(
+    r"gloo|nccl|connection|socket|peer|heartbeat|coordination|unavailable|barrier", re.IGNORECASE
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +182,9 @@ def answered(schema: type, begin: Callable[[list[BaseException]], None]) -> None
     _interrupt.finish(2 if mistakes else code)
 
 
-def _main(name: str, execute: Callable[[Any, pathlib.Path], Any], mistakes: list[BaseException]) -> Callable[[], None]:
+def _main(
+    name: str, execute: Callable[[Any, pathlib.Path], Any], mistakes: list[BaseException]
+) -> Callable[[], None]:
     """Returns the experiment as Hydra's main function; it adds to `mistakes` what the user did wrong."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here instead of being printed by Hydra
 
@@ -180,12 +192,20 @@ def _main(name: str, execute: Callable[[Any, pathlib.Path], Any], mistakes: list
     def task(node: DictConfig) -> None:
         try:
             with ending_together():
-                ended = execute(_to_config(node), pathlib.Path(HydraConfig.get().runtime.output_dir))
-        except (UsageError, OSError, *FLAG_ERRORS) as error:  # Hydra would print a line of its own about them
+                ended = execute(
+                    _to_config(node), pathlib.Path(HydraConfig.get().runtime.output_dir)
+                )
+        except (
+            UsageError,
+            OSError,
+            *FLAG_ERRORS,
+        ) as error:  # Hydra would print a line of its own about them
             mistakes.append(error)
             return
         except (Exception, SystemExit):
-            if _interrupt.answer.number:  # it is what became of a KeyboardInterrupt, and Hydra would print a line
+            if (
+                _interrupt.answer.number
+            ):  # it is what became of a KeyboardInterrupt, and Hydra would print a line
                 raise KeyboardInterrupt from None
             raise
         if number := getattr(ended, "interrupted", 0):
@@ -215,13 +235,17 @@ def load(folder: pathlib.Path, schema: type) -> Any:
     """
     path = folder / "config.yaml"
     if not path.is_file():
-        raise UsageError(f"{folder} is no run folder: it has no config.yaml; give run= the folder of a run.")
+        raise UsageError(
+            f"{folder} is no run folder: it has no config.yaml; give run= the folder of a run."
+        )
     try:
         saved = OmegaConf.load(path)
         _refuse_references(path, OmegaConf.to_container(saved, resolve=False))
         return _to_config(OmegaConf.merge(_schema_node(schema), saved))
     except (*FLAG_ERRORS, OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        whose = f"it is of experiments.{of}" if (of := maker_of(path)) else sentence_of(error, schema)
+        whose = (
+            f"it is of experiments.{of}" if (of := maker_of(path)) else sentence_of(error, schema)
+        )
         raise UsageError(f"{path} is not the configuration of such a run ({whose}).") from error
 
 
@@ -234,7 +258,9 @@ def _refuse_references(path: pathlib.Path, content: Any, name: str = "") -> None
         for i, value in enumerate(content):
             _refuse_references(path, value, f"{name}[{i}]")
     elif isinstance(content, str) and "${" in content:
-        raise UsageError(f"{path} has {name}={content!r}, which refers to something else; legal are plain values.")
+        raise UsageError(
+            f"{path} has {name}={content!r}, which refers to something else; legal are plain values."
+        )
 
 
 def identity(config: Any) -> dict[str, Any]:
@@ -255,7 +281,9 @@ def identity(config: Any) -> dict[str, Any]:
             chosen, counts = getattr(value, declared.name), declared.metadata.get("identity", True)
             if counts is True or (counts == "changed" and chosen != declared.default):
                 # A list, as JSON gives back what a checkpoint was saved with.
-                flat[f"{part}.{declared.name}"] = list(chosen) if isinstance(chosen, tuple) else chosen
+                flat[f"{part}.{declared.name}"] = (
+                    list(chosen) if isinstance(chosen, tuple) else chosen
+                )
     return flat
 
 
@@ -303,26 +331,40 @@ def open_devices(config: RunConfig, usual: MeshSpec = SHOWN):
     _quieten()
     joined = start_processes(**dataclasses.asdict(config.processes))
     with_accelerator = accelerator()
-    if not with_accelerator and importlib.util.find_spec("libtpu") and "JAX_PLATFORMS" not in os.environ:
-        jax.config.update("jax_platforms", "cpu")  # libtpu, where installed for tests, would look for its TPU aloud
+    if (
+        not with_accelerator
+        and importlib.util.find_spec("libtpu")
+        and "JAX_PLATFORMS" not in os.environ
+    ):
+        jax.config.update(
+            "jax_platforms", "cpu"
+        )  # libtpu, where installed for tests, would look for its TPU aloud
     if config.cpu_devices < 0:
-        raise UsageError(f"cpu_devices={config.cpu_devices} must be at least 1, or 0 for the default.")
+        raise UsageError(
+            f"cpu_devices={config.cpu_devices} must be at least 1, or 0 for the default."
+        )
     simulate_devices(config.cpu_devices or (1 if joined else 8))
     if jax.default_backend() == "cpu" and with_accelerator:
-        say(f"note: this machine has {with_accelerator} but JAX runs on the CPU; install jaxpar[{with_accelerator}].")
+        say(
+            f"note: this machine has {with_accelerator} but JAX runs on the CPU; install jaxpar[{with_accelerator}]."
+        )
     if joined and jax.default_backend() == "cpu":
         _silence.hide_gloo()
     if config.cache:
         keep_programs(lambda text: say(f"note: {text}; cache=false keeps none."))
     jax.config.update("jax_enable_compilation_cache", config.cache)
-    check_same_on_all_processes(repr(config).replace(repr(config.processes), ""), "the configuration")
+    check_same_on_all_processes(
+        repr(config).replace(repr(config.processes), ""), "the configuration"
+    )
     spec, devices = config.mesh, jax.devices()
     if spec == MeshSpec(data=-1):
         if usual == MeshSpec():
             spec, devices = usual, jax.local_devices()[:1]
         elif jax.default_backend() == "cpu" and len(devices) == 8:
             size = math.prod(dataclasses.astuple(usual))
-            if size == 8 or jax.process_count() == 1:  # every process needs devices of its own in the mesh
+            if (
+                size == 8 or jax.process_count() == 1
+            ):  # every process needs devices of its own in the mesh
                 spec, devices = usual, devices[:size]
     return _opened(use_mesh(make_mesh(spec, devices), rules_from(config.rules, config.layout)))
 
@@ -342,9 +384,13 @@ def write_start(folder: pathlib.Path, config: Any) -> None:
         return
     replace_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
     commit = ""
-    if (CONF.parents[1] / ".git").exists():  # an installed jaxpar may lie in another project's repository
+    if (
+        CONF.parents[1] / ".git"
+    ).exists():  # an installed jaxpar may lie in another project's repository
         git = ["git", "rev-parse", "HEAD"]
-        commit = subprocess.run(git, capture_output=True, text=True, cwd=CONF, check=False).stdout.strip()
+        commit = subprocess.run(
+            git, capture_output=True, text=True, cwd=CONF, check=False
+        ).stdout.strip()
     facts = {
         "jaxpar": jaxpar.__version__,
         "jax": jax.__version__,
@@ -387,7 +433,9 @@ def _register(name: str, schema: type) -> None:
         config = _to_config(_root_)
         run = getattr(config, "run", "")
         if hasattr(config, "run") and config.mode not in MAKING:
-            return run if run and os.path.isdir(run) else "."  # Hydra makes the folder, which a typing error is not
+            return (
+                run if run and os.path.isdir(run) else "."
+            )  # Hydra makes the folder, which a typing error is not
         return run or str(pathlib.Path("runs") / name / folder_name(config))
 
     OmegaConf.register_new_resolver("run_folder", folder, replace=True)

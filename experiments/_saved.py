@@ -25,9 +25,15 @@ def saved_run(config: Any, given: Sequence[str] = ()) -> tuple[pathlib.Path, Any
     """
     folder = pathlib.Path(config.run)
     if not config.run or not folder.is_dir():
-        raise UsageError(f"mode={config.mode} needs run= to name the folder of a run, not {config.run!r}.")
+        raise UsageError(
+            f"mode={config.mode} needs run= to name the folder of a run, not {config.run!r}."
+        )
     saved, usual = _run.load(folder, type(config)), type(config)()
-    changed = {name: getattr(config, name) for name in given if getattr(config, name) != getattr(usual, name)}
+    changed = {
+        name: getattr(config, name)
+        for name in given
+        if getattr(config, name) != getattr(usual, name)
+    }
     return folder, saved, dataclasses.replace(saved, **changed)
 
 
@@ -68,7 +74,11 @@ def restored(
 
 
 def newest_state(
-    folder: pathlib.Path, algorithm: Algorithm, metadata: Mapping[str, Any], renamed: Mapping[str, str], unit: str
+    folder: pathlib.Path,
+    algorithm: Algorithm,
+    metadata: Mapping[str, Any],
+    renamed: Mapping[str, str],
+    unit: str,
 ) -> tuple[int, PyTree]:
     """Returns the step and the state of a run's newest checkpoint, on the ambient mesh, and tells which it is.
 
@@ -85,7 +95,9 @@ def newest_state(
     checkpoints = Checkpoints(folder / "checkpoints", read_only=True)
     axes = algorithm.axes() if isinstance(algorithm, SupportsAxes) else None
     with contextlib.closing(checkpoints):
-        found = resume(algorithm, Hooks(axes=axes, checkpoints=checkpoints, metadata=metadata, renamed=renamed))
+        found = resume(
+            algorithm, Hooks(axes=axes, checkpoints=checkpoints, metadata=metadata, renamed=renamed)
+        )
     if found is None:
         raise UsageError(f"{folder} has no checkpoint yet; train it first.")
     _run.say(f"checkpoint of {unit} {found[0]} of {_run.short(folder)}")

@@ -54,9 +54,13 @@ class SeriesConfig:
         if self.task not in TASKS:
             raise UsageError(f"data.task={self.task!r} is unknown; legal are {', '.join(TASKS)}.")
         if self.task == "file" and not self.path:
-            raise UsageError("data.task=file needs data.path= to name a .ts, .arff, .csv, .tsv or .npz file.")
+            raise UsageError(
+                "data.task=file needs data.path= to name a .ts, .arff, .csv, .tsv or .npz file."
+            )
         if self.task != "file" and (self.path or self.validation_path):
-            raise UsageError(f"data.path is read by data.task=file alone, not by data.task={self.task}.")
+            raise UsageError(
+                f"data.path is read by data.task=file alone, not by data.task={self.task}."
+            )
 
 
 class Task(NamedTuple):
@@ -90,7 +94,9 @@ def open_task(config: SeriesConfig, seed: int) -> Task:
     return TASKS[config.task](config, seed)
 
 
-def _drawn(make: Callable, config: SeriesConfig, seed: int) -> tuple[Callable[[int], Batch], list[Batch]]:
+def _drawn(
+    make: Callable, config: SeriesConfig, seed: int
+) -> tuple[Callable[[int], Batch], list[Batch]]:
     """Returns batches of a synthetic task, new ones at every step, and 8 apart from all of them."""
 
     def batch(kind: int, step: int) -> Batch:
@@ -109,7 +115,9 @@ def _adding(config: SeriesConfig, seed: int) -> Task:
         marks[rows, rng.integers(0, half, c.batch_size)] = 1
         marks[rows, rng.integers(min(half, c.length - 1), c.length, c.batch_size)] = 1
         total = (values * marks).sum(1, keepdims=True)
-        return _at_end(np.stack([values, marks], -1), np.broadcast_to(total, values.shape).astype(np.float32))
+        return _at_end(
+            np.stack([values, marks], -1), np.broadcast_to(total, values.shape).astype(np.float32)
+        )
 
     text = "adding problem: squared error 0.167 is that of the constant answer 1"
     return Task(2, 1, False, config.length, *_drawn(make, config, seed), text)
@@ -135,7 +143,11 @@ def _selective_copy(config: SeriesConfig, seed: int) -> Task:
     def make(rng: np.random.Generator, c: SeriesConfig) -> Batch:
         symbols = rng.integers(0, ALPHABET, (c.batch_size, c.symbols))
         shown = np.full((c.batch_size, c.symbols + c.length), ALPHABET)
-        places = np.sort(rng.permuted(np.tile(np.arange(shown.shape[1]), (c.batch_size, 1)), axis=1)[:, : c.symbols])
+        places = np.sort(
+            rng.permuted(np.tile(np.arange(shown.shape[1]), (c.batch_size, 1)), axis=1)[
+                :, : c.symbols
+            ]
+        )
         np.put_along_axis(shown, places, symbols, 1)
         return _recall(shown, symbols)
 
@@ -157,7 +169,9 @@ def _recall(shown: np.ndarray, symbols: np.ndarray) -> Batch:
     return {"inputs": inputs, "targets": targets, "weights": weights}
 
 
-def _recalling(name: str, draw: Callable, length: Callable[[SeriesConfig], int]) -> Callable[[SeriesConfig, int], Task]:
+def _recalling(
+    name: str, draw: Callable, length: Callable[[SeriesConfig], int]
+) -> Callable[[SeriesConfig, int], Task]:
     """Returns a task of `_memory` of keys and values."""
 
     def open_(config: SeriesConfig, seed: int) -> Task:
@@ -171,7 +185,9 @@ def _recalling(name: str, draw: Callable, length: Callable[[SeriesConfig], int])
             return _one_hot(_memory.BLANK + 1, *draw(rng, c.batch_size, c.symbols, c.length))
 
         text = f"{name}: {config.symbols} symbols, length {config.length}; guessing is 1/{_memory.KEYS} right"
-        return Task(_memory.BLANK + 1, _memory.KEYS, True, length(config), *_drawn(make, config, seed), text)
+        return Task(
+            _memory.BLANK + 1, _memory.KEYS, True, length(config), *_drawn(make, config, seed), text
+        )
 
     return open_
 
@@ -181,7 +197,9 @@ def _s5(config: SeriesConfig, seed: int) -> Task:
     count = len(_memory.permutations(5))
 
     def make(rng: np.random.Generator, c: SeriesConfig) -> Batch:
-        return _one_hot(count, *_memory.compose_permutations(rng, c.batch_size, c.length, 5, c.symbols))
+        return _one_hot(
+            count, *_memory.compose_permutations(rng, c.batch_size, c.length, 5, c.symbols)
+        )
 
     kinds = min(config.symbols, count)
     text = f"s5: {config.length} of {kinds} permutations of five things, composed; guessing is 1/{count} right"
@@ -206,7 +224,9 @@ def _digits(config: SeriesConfig, seed: int) -> Task:
 def _digits_1d(config: SeriesConfig, seed: int) -> Task:
     """5,000 generated digits of one dimension, from (seed, 3)."""
     curves, labels = digits_1d(np.random.default_rng([seed, 3]), 5000)
-    return _from_arrays(curves[..., None], labels, None, config, seed, "generated digits of one dimension")
+    return _from_arrays(
+        curves[..., None], labels, None, config, seed, "generated digits of one dimension"
+    )
 
 
 def handwritten(asked: str) -> tuple[np.ndarray, np.ndarray]:
@@ -218,7 +238,9 @@ def handwritten(asked: str) -> tuple[np.ndarray, np.ndarray]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise UsageError(f'{asked} needs scikit-learn: pip install "jaxpar[experiments]"') from error
+        raise UsageError(
+            f'{asked} needs scikit-learn: pip install "jaxpar[experiments]"'
+        ) from error
     images, labels = load_digits(return_X_y=True)
     return images.reshape(-1, 8, 8) / 8.0 - 1.0, labels
 
@@ -234,11 +256,18 @@ def _file(config: SeriesConfig, seed: int) -> Task:
     mean, std = series.mean((0, 1)), series.std((0, 1)) + 1e-8
     if held_out is not None:
         held_out = (held_out[0] - mean) / std, held_out[1]
-    return _from_arrays((series - mean) / std, labels, held_out, config, seed, pathlib.Path(config.path).name)
+    return _from_arrays(
+        (series - mean) / std, labels, held_out, config, seed, pathlib.Path(config.path).name
+    )
 
 
 def _from_arrays(
-    series: np.ndarray, labels: np.ndarray, held_out: tuple | None, config: SeriesConfig, seed: int, name: str
+    series: np.ndarray,
+    labels: np.ndarray,
+    held_out: tuple | None,
+    config: SeriesConfig,
+    seed: int,
+    name: str,
 ) -> Task:
     """Returns the classification of series [N, T, D]; the held-out ones are the same in every run of a seed."""
     if held_out is None:
@@ -249,14 +278,18 @@ def _from_arrays(
     classes = np.unique(np.concatenate([labels, held_out[1]]))
     targets, held_targets = np.searchsorted(classes, labels), np.searchsorted(classes, held_out[1])
     if not len(series):
-        raise UsageError(f"{name} leaves no series to train on; lower data.validation={config.validation}.")
+        raise UsageError(
+            f"{name} leaves no series to train on; lower data.validation={config.validation}."
+        )
 
     def train(step: int) -> Batch:
         rows = np.random.default_rng([seed, 0, step]).integers(0, len(series), config.batch_size)
         return _labelled(series[rows], targets[rows])
 
     validation = held_out_batches(
-        lambda rows: _labelled(held_out[0][rows], held_targets[rows]), len(held_targets), config.batch_size
+        lambda rows: _labelled(held_out[0][rows], held_targets[rows]),
+        len(held_targets),
+        config.batch_size,
     )
     text = f"{name}: {len(series)} series to train on, {len(held_targets)} held out, {len(classes)} classes"
     return Task(series.shape[2], len(classes), True, series.shape[1], train, validation, text)
@@ -273,7 +306,9 @@ def held_out_batches(make: Callable[[np.ndarray], Batch], count: int, size: int)
     places, batches = np.arange(-(-count // size) * size), []
     for rows in np.split(places, len(places) // size):
         batch = make(rows % count)
-        batch["weights"] = batch["weights"] * (rows < count).reshape(-1, *(1,) * (batch["weights"].ndim - 1))
+        batch["weights"] = batch["weights"] * (rows < count).reshape(
+            -1, *(1,) * (batch["weights"].ndim - 1)
+        )
         batches.append(batch)
     return batches
 
@@ -296,9 +331,13 @@ TASKS = {
     "copy": _copy,
     "selective_copy": _selective_copy,
     "adding": _adding,
-    "recall": _recalling("recall", _memory.associative_recall, lambda c: 2 * c.symbols + c.length + 1),
+    "recall": _recalling(
+        "recall", _memory.associative_recall, lambda c: 2 * c.symbols + c.length + 1
+    ),
     "mqar": _recalling("mqar", _memory.mqar, lambda c: 2 * c.symbols + c.length),
-    "delayed_copy": _recalling("delayed_copy", _memory.delayed_copy, lambda c: c.symbols + c.length),
+    "delayed_copy": _recalling(
+        "delayed_copy", _memory.delayed_copy, lambda c: c.symbols + c.length
+    ),
     "s5": _s5,
 }
 
@@ -315,17 +354,29 @@ def read_series(path: str) -> tuple[np.ndarray, np.ndarray]:
     file = pathlib.Path(path)
     if not file.is_file():
         raise UsageError(f"data.path={path} is no file.")
-    readers = {".npz": _read_npz, ".csv": _read_table, ".tsv": _read_table, ".arff": _read_arff, ".ts": _read_ts}
+    readers = {
+        ".npz": _read_npz,
+        ".csv": _read_table,
+        ".tsv": _read_table,
+        ".arff": _read_arff,
+        ".ts": _read_ts,
+    }
     if file.suffix not in readers:
-        raise UsageError(f"{path} ends in {file.suffix or 'nothing'}; legal are {', '.join(readers)}.")
+        raise UsageError(
+            f"{path} ends in {file.suffix or 'nothing'}; legal are {', '.join(readers)}."
+        )
     try:
         series, labels = readers[file.suffix](file)
     except (ValueError, KeyError, IndexError, UnicodeDecodeError) as error:
         if isinstance(error, UsageError):
             raise
-        raise UsageError(f"{path} is not a whole {file.suffix} file of labelled series: {error}.") from error
+        raise UsageError(
+            f"{path} is not a whole {file.suffix} file of labelled series: {error}."
+        ) from error
     if series.ndim != 3 or not series.size or len(series) != len(labels):
-        raise UsageError(f"{path} has series of shape {series.shape} and {len(labels)} labels; they do not fit.")
+        raise UsageError(
+            f"{path} has series of shape {series.shape} and {len(labels)} labels; they do not fit."
+        )
     if not np.isfinite(series).all():
         raise UsageError(f"{path} has missing or infinite values; fill them in first.")
     return series, labels
@@ -339,7 +390,11 @@ def _read_npz(file: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
 
 def _read_table(file: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
     with file.open(newline="") as lines:
-        rows = [row for row in csv.reader(lines, delimiter="\t" if file.suffix == ".tsv" else ",") if row]
+        rows = [
+            row
+            for row in csv.reader(lines, delimiter="\t" if file.suffix == ".tsv" else ",")
+            if row
+        ]
     if rows and not _is_number(rows[0][1]):  # a line of column names
         rows = rows[1:]
     return _stacked([[row[1:]] for row in rows], file), np.array([row[0].strip() for row in rows])
@@ -358,7 +413,9 @@ def _read_arff(file: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
 def _read_ts(file: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
     text = file.read_text()
     if "@timestamps true" in text.lower():
-        raise UsageError(f"{file} has time stamps; give series that are sampled evenly, without them.")
+        raise UsageError(
+            f"{file} has time stamps; give series that are sampled evenly, without them."
+        )
     rows = [line.rpartition(":") for line in _data_lines(text)]
     series = [[channel.split(",") for channel in values.split(":")] for values, _, _ in rows]
     return _stacked(series, file), np.array([label.strip() for *_, label in rows])
@@ -368,7 +425,11 @@ def _data_lines(text: str) -> list[str]:
     lines = [line.strip() for line in text.splitlines()]
     if "@data" not in (marks := [line.lower() for line in lines]):
         raise ValueError("it has no @data line")
-    return [line for line in lines[marks.index("@data") + 1 :] if line and not line.startswith(("#", "%"))]
+    return [
+        line
+        for line in lines[marks.index("@data") + 1 :]
+        if line and not line.startswith(("#", "%"))
+    ]
 
 
 def _stacked(rows: list[list[list[str]]], file: pathlib.Path) -> np.ndarray:
@@ -378,7 +439,10 @@ def _stacked(rows: list[list[list[str]]], file: pathlib.Path) -> np.ndarray:
         raise UsageError(
             f"{file} has series of {min(lengths)} to {max(lengths)} steps; cut or fill them to one length."
         )
-    numbers = [[[np.nan if x.strip() == "?" else float(x) for x in channel] for channel in row] for row in rows]
+    numbers = [
+        [[np.nan if x.strip() == "?" else float(x) for x in channel] for channel in row]
+        for row in rows
+    ]
     return np.array(numbers, np.float64).swapaxes(1, 2)
 
 

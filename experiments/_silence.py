@@ -36,12 +36,17 @@ class Pulse:
       began: When the process did, by this clock; nothing was printed since then.
     """
 
-    def __init__(self, out: TextIO, clock: Callable[[], float] = time.monotonic, began: float | None = None):
+    def __init__(
+        self, out: TextIO, clock: Callable[[], float] = time.monotonic, began: float | None = None
+    ):
         self._out, self._clock = out, clock
         self._lock = threading.RLock()  # the thread of `tick` and those that print
         self._phases: list[str] = []  # the programs of phases that have begun, outermost first
         self._name, self._since = "", clock()  # what is compiled, "" for nothing, and since when
-        self._line, self._from = "", clock()  # the line that is being written, and since when what it tells goes on
+        self._line, self._from = (
+            "",
+            clock(),
+        )  # the line that is being written, and since when what it tells goes on
         self._last = clock() if began is None else began  # when anything was printed last
         self._is_whole = True  # whether what others printed ended with a line's end
 
@@ -138,7 +143,10 @@ def broken() -> Iterator[None]:
         yield
         return
     spoke = start.end()
-    pulse, streams = Pulse(sys.stderr, began=spoke if IS_COMMAND else None), (sys.stdout, sys.stderr)
+    pulse, streams = (
+        Pulse(sys.stderr, began=spoke if IS_COMMAND else None),
+        (sys.stdout, sys.stderr),
+    )
     stop = threading.Event()
 
     def beat() -> None:
@@ -165,7 +173,9 @@ def broken() -> Iterator[None]:
 def hide_gloo() -> None:
     """Keeps Python's output and drops that of C++, where Gloo prints a line for every group of devices that meets."""
     sys.stdout.flush()
-    sys.stdout = open(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+    sys.stdout = open(
+        os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors
+    )
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.close(nowhere)

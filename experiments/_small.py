@@ -46,7 +46,9 @@ def read(name: str, schema: type, flags: list[str]) -> Any:
     for flag in flags:
         key, equals, value = flag.partition("=")
         if not equals:
-            raise UsageError(f"flag {flag!r} has no value; flags are name=value, such as cache=false.")
+            raise UsageError(
+                f"flag {flag!r} has no value; flags are name=value, such as cache=false."
+            )
         try:
             node.merge_with_dotlist([flag])
         except FLAG_ERRORS as error:
@@ -56,7 +58,12 @@ def read(name: str, schema: type, flags: list[str]) -> Any:
     return OmegaConf.to_object(node)
 
 
-def launch(name: str, schema: type, execute: Callable[..., None], before: Callable[[Any], Any] | None = None) -> None:
+def launch(
+    name: str,
+    schema: type,
+    execute: Callable[..., None],
+    before: Callable[[Any], Any] | None = None,
+) -> None:
     """Reads the command line, opens one device and calls `execute(config)`; ends as `_run.launch` does.
 
     Args:

@@ -40,7 +40,9 @@ def method_to_keep(
         saved = operator.attrgetter(field)(_run.load(folder, schema))
         if saved not in ("", "auto"):
             return saved
-    names = {name_taken(cell, batch, length) if isinstance(cell, Cell) else "auto" for cell in cells}
+    names = {
+        name_taken(cell, batch, length) if isinstance(cell, Cell) else "auto" for cell in cells
+    }
     if len(names) != 1:
         return "auto"
     return names.pop()

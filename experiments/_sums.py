@@ -53,7 +53,10 @@ def answered(texts: np.ndarray, numbers: np.ndarray, digits: int) -> np.ndarray:
     lines = [bytes(row.astype(np.uint8)).split(b"\n") for row in texts]
     said = [row[last].partition(b"=")[2].decode() if len(row) > last else "" for row in lines]
     return np.array(
-        [text == _digits(total, digits + 1) for text, total in zip(said, numbers.sum(1).tolist(), strict=True)]
+        [
+            text == _digits(total, digits + 1)
+            for text, total in zip(said, numbers.sum(1).tolist(), strict=True)
+        ]
     )
 
 

@@ -16,14 +16,18 @@ from jaxpar.nn.attention.context import merge_shares
 from jaxpar.types import PyTree, UsageError
 
 
-def encode(tokenizer: Tokenizer, prompt: str, vocab_size: int, where: str = "the prompt") -> tuple[np.ndarray, int]:
+def encode(
+    tokenizer: Tokenizer, prompt: str, vocab_size: int, where: str = "the prompt"
+) -> tuple[np.ndarray, int]:
     """Returns the tokens that a text of this tokenizer begins with, and how many of them the prompt does not spell.
 
     Raises:
       UsageError: There are none, or they are none of the model's; `where` says which prompt it is.
     """
     ids, bos_ids = tokenizer.encode(prompt), np.array(tokenizer.bos_ids, np.int32)
-    added = 0 if np.array_equal(ids[: len(bos_ids)], bos_ids) else len(bos_ids)  # a prompt may spell it
+    added = (
+        0 if np.array_equal(ids[: len(bos_ids)], bos_ids) else len(bos_ids)
+    )  # a prompt may spell it
     ids = np.concatenate([bos_ids, ids]) if added else ids
     if not len(ids):
         raise UsageError(f"{where} has no tokens; give at least one character.")
@@ -41,7 +45,17 @@ def decode(tokenizer: Tokenizer, ids: np.ndarray) -> str:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("model", "sampling", "num_samples", "draft", "rule", "stop_tokens", "sequences", "chunk")
+    jax.jit,
+    static_argnames=(
+        "model",
+        "sampling",
+        "num_samples",
+        "draft",
+        "rule",
+        "stop_tokens",
+        "sequences",
+        "chunk",
+    ),
 )
 def draw(
     key: jax.Array,
@@ -75,12 +89,19 @@ class Ending(NamedTuple):
 
 
 def ending(
-    tokenizer: Tokenizer, begun: np.ndarray, new: np.ndarray, stop_tokens: Sequence[int], stops: Sequence[str]
+    tokenizer: Tokenizer,
+    begun: np.ndarray,
+    new: np.ndarray,
+    stop_tokens: Sequence[int],
+    stops: Sequence[str],
 ) -> Ending:
     """Returns the text of new tokens after those it begins with, cut before the first of `stops`."""
 
     def text(count: int) -> str:
-        whole, before = decode(tokenizer, np.concatenate([begun, new[:count]])), decode(tokenizer, begun)
+        whole, before = (
+            decode(tokenizer, np.concatenate([begun, new[:count]])),
+            decode(tokenizer, begun),
+        )
         # Some tokenizers drop a space before the first token of a text, which these are not.
         return whole[len(before) :] if whole.startswith(before) else decode(tokenizer, new[:count])
 
@@ -112,7 +133,9 @@ def ending_sequences(tokenizer: Tokenizer, stops: Sequence[str]) -> tuple[tuple[
     A string that was drawn in other tokens ends no row, but its text all the same.
     """
     cut = [(stop, tokenizer.encode(stop)) for stop in stops]
-    return tuple(tuple(ids.tolist()) for stop, ids in cut if len(ids) > 1 and stop in tokenizer.decode(ids))
+    return tuple(
+        tuple(ids.tolist()) for stop, ids in cut if len(ids) > 1 and stop in tokenizer.decode(ids)
+    )
 
 
 @jax.jit
@@ -122,4 +145,6 @@ def _first_numbers(params: PyTree) -> list[jax.Array]:
 
 def fingerprint(params: PyTree) -> str:
     """Returns eight digits that other parameters do not have: of the first numbers of each array."""
-    return hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in _first_numbers(params))).hexdigest()[:8]
+    return hashlib.sha256(
+        b"".join(np.asarray(x).tobytes() for x in _first_numbers(params))
+    ).hexdigest()[:8]

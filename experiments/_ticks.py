@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-Target = Callable[[Array, Array], Array]  # tokens, the position after each -> the target's token there, below VOCAB
+Target = Callable[
+    [Array, Array], Array
+]  # tokens, the position after each -> the target's token there, below VOCAB
 VOCAB = 64
 
 
@@ -72,7 +74,9 @@ class Ticks(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def simulate(schedule: Schedule, target: Target, agrees: Bool[Array, " N"], hits: Bool[Array, " N"]) -> Ticks:
+def simulate(
+    schedule: Schedule, target: Target, agrees: Bool[Array, " N"], hits: Bool[Array, " N"]
+) -> Ticks:
     """Decodes N tokens, token 1 at position 0 being given.
 
     Args:
@@ -81,21 +85,37 @@ def simulate(schedule: Schedule, target: Target, agrees: Bool[Array, " N"], hits
       agrees: Whether the draft's token at each position is the target's, where the one before is.
       hits: Whether the early exit names the token at each position.
     """
-    size, none, stages = len(agrees), jnp.zeros((), jnp.int32), jnp.zeros(schedule.stages, jnp.int32)
-    text = jnp.zeros(size + schedule.guesses, jnp.int32).at[0].set(1)  # the last run may reach beyond N
+    size, none, stages = (
+        len(agrees),
+        jnp.zeros((), jnp.int32),
+        jnp.zeros(schedule.stages, jnp.int32),
+    )
+    text = (
+        jnp.zeros(size + schedule.guesses, jnp.int32).at[0].set(1)
+    )  # the last run may reach beyond N
     reads, runs = jnp.zeros(size, jnp.int32), Runs(stages, stages, stages > 0)
-    state = Ticks(text, none + 1, reads, none, none, none, none, none, none, runs, place=none, drafted=none)
+    state = Ticks(
+        text, none + 1, reads, none, none, none, none, none, none, runs, place=none, drafted=none
+    )
     enter = functools.partial(_start, schedule, target, agrees)
     leave = functools.partial(_leave, schedule, target, hits)
-    end = jax.lax.while_loop(lambda state: state.length < size, lambda state: leave(enter(state)), state)
+    end = jax.lax.while_loop(
+        lambda state: state.length < size, lambda state: leave(enter(state)), state
+    )
     return end._replace(text=end.text[:size])
 
 
 def _start(schedule: Schedule, target: Target, agrees: Array, state: Ticks) -> Ticks:
     """Runs move on by a stage, for a tick; one starts where its tokens are there: a known one, guesses or both."""
-    text, ready, known = state.text, state.drafted >= schedule.draft_ticks, state.place < state.length
+    text, ready, known = (
+        state.text,
+        state.drafted >= schedule.draft_ticks,
+        state.place < state.length,
+    )
     for place in [state.place + number for number in range(schedule.guesses + 1)]:
-        guess = (target(text[place - 1], place) + ~agrees[place]) % VOCAB  # another token where they disagree
+        guess = (
+            target(text[place - 1], place) + ~agrees[place]
+        ) % VOCAB  # another token where they disagree
         text = text.at[place].set(jnp.where(place < state.length, text[place], guess))
     starts = known | ready if schedule.continuous else known & ready
     count = jnp.where(ready, schedule.guesses, 1) if schedule.continuous else schedule.guesses + 1
@@ -118,8 +138,12 @@ def _leave(schedule: Schedule, target: Target, hits: Array, state: Ticks) -> Tic
     places = last.first + inside  # where a valid run's tokens still stand in the text
     says = target(state.text[places], places + 1)
     agreed = jnp.cumprod((says == state.text[places + 1]) & (inside < last.length)).sum()
-    kept = jnp.where(last.valid, jnp.minimum(agreed + 1, last.length), 0)  # what follows a mistake is known as well
-    missed = last.valid & ((agreed < last.length) | (not schedule.continuous))  # in turn, each run is followed anew
+    kept = jnp.where(
+        last.valid, jnp.minimum(agreed + 1, last.length), 0
+    )  # what follows a mistake is known as well
+    missed = last.valid & (
+        (agreed < last.length) | (not schedule.continuous)
+    )  # in turn, each run is followed anew
     under_way = state.runs.length.at[-1].set(0)
     ended = (under_way > 0) & missed & schedule.cancel
     into, certain = jnp.where(inside < kept, places, len(state.text)), state.length + kept
@@ -132,7 +156,9 @@ def _leave(schedule: Schedule, target: Target, hits: Array, state: Ticks) -> Tic
         cancelled=state.cancelled + ended.sum(),
         runs=Runs(state.runs.first, jnp.where(ended, 0, under_way), state.runs.valid & ~missed),
         place=jnp.where(missed, certain - 1, state.place),
-        drafted=jnp.where(missed, min(schedule.ahead, schedule.draft_ticks) * hits[certain - 1], state.drafted),
+        drafted=jnp.where(
+            missed, min(schedule.ahead, schedule.draft_ticks) * hits[certain - 1], state.drafted
+        ),
     )
 
 

@@ -91,18 +91,27 @@ def train(algorithm: Algorithm, batches: BatchFn, run: Run) -> FitResult:
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(saving(folder, config.resume, **run.checkpoints))
         hooks = Hooks(
-            axes=algorithm.axes() if isinstance(algorithm, SupportsAxes) else None,  # once: most trace `init` for it
+            axes=algorithm.axes()
+            if isinstance(algorithm, SupportsAxes)
+            else None,  # once: most trace `init` for it
             checkpoints=checkpoints,
             metadata=identity | dict(run.metadata),
             renamed=run.renamed,
         )
-        start, state = resume(algorithm, hooks) or (0, None)  # before a file of another run is touched
+        start, state = resume(algorithm, hooks) or (
+            0,
+            None,
+        )  # before a file of another run is touched
         run.tell_start(start)
         if state is None and run.first is not None:
             state = run.first()
-        writer = open_writers(folder, tuple(config.metrics), start or None, name=folder.name, config=identity)
+        writer = open_writers(
+            folder, tuple(config.metrics), start or None, name=folder.name, config=identity
+        )
         stack.callback(writer.close)
-        stack.enter_context(_run.ending_together())  # closing what stands above waits for all processes
+        stack.enter_context(
+            _run.ending_together()
+        )  # closing what stands above waits for all processes
         hooks = dataclasses.replace(
             hooks,
             writer=writer,
@@ -112,7 +121,17 @@ def train(algorithm: Algorithm, batches: BatchFn, run: Run) -> FitResult:
             report=lambda _: _run.write_start(folder, config),
             profile_folder=folder / "profile",
         )
-        result = fit(algorithm, jax.random.key(config.seed), batches, run.fit, hooks, state=state, start=start)
+        result = fit(
+            algorithm,
+            jax.random.key(config.seed),
+            batches,
+            run.fit,
+            hooks,
+            state=state,
+            start=start,
+        )
     if run.extending and start >= run.fit.num_steps and not result.interrupted:
-        _run.say(f"this run is finished; extend it with train.steps={2 * result.step} (which {run.extending}).")
+        _run.say(
+            f"this run is finished; extend it with train.steps={2 * result.step} (which {run.extending})."
+        )
     return result

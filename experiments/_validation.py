@@ -71,7 +71,9 @@ def judged_weights(config: Config, state: Any) -> PyTree:
       UsageError: It asks for an average, and none was kept.
     """
     if config.use_ema and state.average is None:
-        raise UsageError("use_ema=true asks for an average that this run does not keep; train it with tuning.ema.")
+        raise UsageError(
+            "use_ema=true asks for an average that this run does not keep; train it with tuning.ema."
+        )
     return state.averaged if config.use_ema else state.params
 
 
@@ -91,21 +93,30 @@ def make_evaluate(config: Config, corpus: Corpus):
     def batches():
         if not config.train.eval_batches:
             for batch in sweep(corpus.validation, data.seq_len, data.batch_size):
-                yield place(config, lambda rows, batch=batch: {k: v[rows] for k, v in batch.items()})
-        windows = Windows(corpus.validation, data.seq_len, data.batch_size, config.seed + 1, data.pack)
+                yield place(
+                    config, lambda rows, batch=batch: {k: v[rows] for k, v in batch.items()}
+                )
+        windows = Windows(
+            corpus.validation, data.seq_len, data.batch_size, config.seed + 1, data.pack
+        )
         for step in range(config.train.eval_batches):
             yield place(config, functools.partial(windows, step))
 
     def evaluate(state) -> Mapping[str, float]:
         params = judged_weights(config, state) if hasattr(state, "params") else state
-        total = np.sum([np.asarray(_sums(params, batch, config.model), np.float64) for batch in batches()], axis=0)
+        total = np.sum(
+            [np.asarray(_sums(params, batch, config.model), np.float64) for batch in batches()],
+            axis=0,
+        )
         return {"validation/loss": float(total[0] / total[1])}
 
     return evaluate
 
 
 @functools.partial(jax.jit, static_argnames=("model", "beta"))
-def _preference_sums(params: PyTree, start: PyTree, batch: dict[str, jax.Array], model: LMConfig, beta: float):
+def _preference_sums(
+    params: PyTree, start: PyTree, batch: dict[str, jax.Array], model: LMConfig, beta: float
+):
     value, told = preference_loss(params, start, batch, model, beta, jnp.float32(1))
     return jnp.stack([value, told.metrics["preference_accuracy"].value, num_pairs(batch, model)])
 
@@ -120,7 +131,12 @@ def _make_preference_evaluate(config: Config, corpus: Corpus):
         params, total = judged_weights(config, state), np.zeros(3)
         for batch in map(pairs, steps) if steps else sweep_pairs(pairs):
             placed = place(config, lambda rows, batch=batch: {k: v[rows] for k, v in batch.items()})
-            total += np.asarray(_preference_sums(params, state.start, placed, config.model, config.objective.beta))
-        return {"validation/loss": float(total[0] / total[2]), "validation/accuracy": float(total[1] / total[2])}
+            total += np.asarray(
+                _preference_sums(params, state.start, placed, config.model, config.objective.beta)
+            )
+        return {
+            "validation/loss": float(total[0] / total[2]),
+            "validation/accuracy": float(total[1] / total[2]),
+        }
 
     return evaluate

@@ -18,7 +18,9 @@ def make_world(env: str, env_fields: dict[str, Any], params: dict[str, Any]) -> 
         legal = {field.name: getattr(usual, field.name) for field in dataclasses.fields(usual)}
         fields = changes("env_fields", env, legal, env_fields)
     made, own = envs.make(env, **fields)
-    legal = {field.name: getattr(own, field.name) for field in dataclasses.fields(own)} if own else {}
+    legal = (
+        {field.name: getattr(own, field.name) for field in dataclasses.fields(own)} if own else {}
+    )
     changed = changes("params", env, legal, params)
     for name, value in changed.items():
         for number in value if isinstance(value, tuple) else (value,):
@@ -51,10 +53,16 @@ def changes(flag: str, owner: str, usual: dict[str, Any], asked: dict[str, Any])
 
 def _fits(value: Any, usual: Any) -> bool:
     if isinstance(usual, tuple):
-        return isinstance(value, tuple) and len(value) == len(usual) and all(map(_fits, value, usual))
+        return (
+            isinstance(value, tuple) and len(value) == len(usual) and all(map(_fits, value, usual))
+        )
     return type(value) is type(usual) or (type(usual) is float and type(value) is int)
 
 
 def _kind(usual: Any) -> str:
     names = {bool: "true or false", int: "an integer", float: "a number", str: "a word"}
-    return f"a list of {len(usual)}, each {_kind(usual[0])}" if isinstance(usual, tuple) else names[type(usual)]
+    return (
+        f"a list of {len(usual)}, each {_kind(usual[0])}"
+        if isinstance(usual, tuple)
+        else names[type(usual)]
+    )

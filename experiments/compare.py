@@ -85,7 +85,9 @@ class Config(_run.RunConfig):
         """Refuses mixers that no model has, and none at all."""
         super().__post_init__()
         if self.model.mixer not in ("attention", *self.mixers):
-            raise UsageError(f"model.mixer={self.model.mixer} is not among mixers=[{','.join(self.mixers)}]; add it.")
+            raise UsageError(
+                f"model.mixer={self.model.mixer} is not among mixers=[{','.join(self.mixers)}]; add it."
+            )
         if not self.mixers or len(set(self.mixers)) < len(self.mixers):
             raise UsageError(f"mixers={self.mixers} must name one at least, and each once.")
         for mixer in self.mixers:
@@ -99,7 +101,9 @@ class Config(_run.RunConfig):
             model, of = dataclasses.replace(model, weights="ternary"), "hgrn"
         if mixer in BLOCK_RECURRENT and model.mixer == "attention":
             quarter = max(1, self.data.seq_len // 4)
-            model = dataclasses.replace(model, mixer=mixer, mixer_window=quarter, mixer_states=quarter)
+            model = dataclasses.replace(
+                model, mixer=mixer, mixer_window=quarter, mixer_states=quarter
+            )
         return lm.Config(
             name=f"{self.name}-{mixer}", seed=self.seed + seed, metrics=self.metrics, resume=self.resume,
             model=with_mixer(model, of), data=self.data, optimizer=self.optimizer,
@@ -124,7 +128,9 @@ def run(config: Config, folder: pathlib.Path) -> Any:
     corpus = open_corpus(config.data, folder / "data")
     config = lm.with_vocabulary(config, corpus.tokenizer)
     _run.write_start(folder, config)
-    say(f"run        {_run.short(folder)}\n{corpus.describe().replace('corpus ', 'corpus     ', 1)}")
+    say(
+        f"run        {_run.short(folder)}\n{corpus.describe().replace('corpus ', 'corpus     ', 1)}"
+    )
     speeds, rows = _speeds(config, folder, corpus), []
     for seed in range(config.num_seeds):
         for mixer in config.mixers:
@@ -133,7 +139,9 @@ def run(config: Config, folder: pathlib.Path) -> Any:
                 ended = learn(config, mixer, seed, speeds[mixer], file.parent, corpus)
                 if ended.interrupted:
                     return ended
-                _write(file, summary(config, mixer, seed, speeds[mixer], file.parent / "metrics.jsonl"))
+                _write(
+                    file, summary(config, mixer, seed, speeds[mixer], file.parent / "metrics.jsonl")
+                )
             rows.append(json.loads(file.read_text()))
     tell(folder, rows)
     return rows
@@ -202,7 +210,9 @@ def steps_of(config: Config, speed: float) -> int:
     return max(2, round(config.seconds * speed / (config.data.batch_size * config.data.seq_len)))
 
 
-def learn(config: Config, mixer: str, seed: int, speed: float, folder: pathlib.Path, corpus: Corpus) -> FitResult:
+def learn(
+    config: Config, mixer: str, seed: int, speed: float, folder: pathlib.Path, corpus: Corpus
+) -> FitResult:
     """Trains a row in its folder; goes on where it was."""
     row = config.row(mixer, seed, steps_of(config, speed))
 
@@ -222,7 +232,9 @@ def learn(config: Config, mixer: str, seed: int, speed: float, folder: pathlib.P
             folder,
             Fit(row.train.steps, 1, row.train.eval_every, row.train.save_every),
             dict(description=described, tokens_per_step=count),
-            lambda start: say(f"\n{described}: {num_params(row.model):,} parameters, {row.train.steps} steps"),
+            lambda start: say(
+                f"\n{described}: {num_params(row.model):,} parameters, {row.train.steps} steps"
+            ),
             checkpoints=dict(keep=1),
             metadata={"corpus": corpus.hash, "tokenizer": corpus.tokenizer.identity},
             evaluate=lm.make_evaluate(dataclasses.replace(row, seed=config.seed), corpus),
@@ -235,7 +247,9 @@ def summary(config: Config, mixer: str, seed: int, speed: float, metrics: pathli
     """Returns a row of the table from the metrics of its run."""
     tokens, told = config.data.batch_size * config.data.seq_len, read_jsonl(metrics)
     found = {row["step"]: row["validation/loss"] for row in told if "validation/loss" in row}
-    took = sum(1 / row["speed/steps_per_s"] for row in told if "speed/steps_per_s" in row)  # without validation
+    took = sum(
+        1 / row["speed/steps_per_s"] for row in told if "speed/steps_per_s" in row
+    )  # without validation
     points = [[step * tokens / speed, loss] for step, loss in sorted(found.items())]
     slope, end = fitted(np.array(points))
     row = config.row(mixer, seed, steps_of(config, speed))
@@ -255,7 +269,10 @@ def fitted(points: Float[np.ndarray, "N 2"]) -> tuple[float, float]:
 
 def tell(folder: pathlib.Path, rows: list[dict]) -> None:
     """Prints the table, best first; writes rows.jsonl and the plot."""
-    of = {mixer: [row for row in rows if row["mixer"] == mixer] for mixer in dict.fromkeys(r["mixer"] for r in rows)}
+    of = {
+        mixer: [row for row in rows if row["mixer"] == mixer]
+        for mixer in dict.fromkeys(r["mixer"] for r in rows)
+    }
     mean = {mixer: np.mean([row["loss"] for row in each]) for mixer, each in of.items()}
     table = Table(
         *(Column(name, justify="right") for name in COLUMNS),
@@ -263,17 +280,25 @@ def tell(folder: pathlib.Path, rows: list[dict]) -> None:
         title_justify="left",
     )
     for mixer in sorted(of, key=lambda mixer: mean[mixer]):
-        first, each = of[mixer][0], {name: [row[name] for row in of[mixer]] for name in ("loss", "slope", "took_s")}
+        first, each = (
+            of[mixer][0],
+            {name: [row[name] for row in of[mixer]] for name in ("loss", "slope", "took_s")},
+        )
         sizes = (f"{first[name]:,.0f}" for name in ("params", "tokens_per_s", "tokens"))
         took = f"{min(each['took_s']):.0f} to {max(each['took_s']):.0f}"
         table.add_row(mixer, *sizes, _spread(each["loss"]), _spread(each["slope"]), took)
     Console(width=None if sys.stdout.isatty() else 140).print(table)
     if jax.process_index() == 0:
         replace_text(folder / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-        lines = {mixer: [(r["points"], r["slope"], r["line_at_end"]) for r in each] for mixer, each in of.items()}
+        lines = {
+            mixer: [(r["points"], r["slope"], r["line_at_end"]) for r in each]
+            for mixer, each in of.items()
+        }
         plot_fits(lines, folder / "plots" / "fits.png", along="seconds of training", value="nats a byte, held out",
                   title="Equal seconds of training: loss on held-out text")  # fmt: skip
-    say(f"plot       {_run.short(folder / 'plots' / 'fits.png')}\nrows       {_run.short(folder / 'rows.jsonl')}")
+    say(
+        f"plot       {_run.short(folder / 'plots' / 'fits.png')}\nrows       {_run.short(folder / 'rows.jsonl')}"
+    )
 
 
 def _spread(values: list[float]) -> str:

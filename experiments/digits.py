@@ -137,7 +137,9 @@ def make_trainer(config: Config) -> SequenceTrainer:
                   init_std=model.width**-0.5)  # fmt: skip
     readout = "mean" if model.mixer == "attention" else "token"
     network = ImageClassifier(stack, model.patch, (8, 8, 1), 10, readout)
-    optimizer = dataclasses.replace(SequenceTrainer.optimizer, **dataclasses.asdict(config.optimizer))
+    optimizer = dataclasses.replace(
+        SequenceTrainer.optimizer, **dataclasses.asdict(config.optimizer)
+    )
     trainer = SequenceTrainer(network, optimizer, config.train.steps)
     check_layout("an image classifier", trainer, config.data.batch_size)
     return trainer
@@ -172,7 +174,10 @@ def open_digits(config: DataConfig, seed: int) -> Task:
     def drawn(step: int):
         rng = np.random.default_rng([seed, 0, step])
         rows = rest[rng.integers(0, len(rest), config.batch_size)]
-        return batch(moved(images[rows], rng.integers(-config.shift, config.shift + 1, (len(rows), 2))), labels[rows])
+        return batch(
+            moved(images[rows], rng.integers(-config.shift, config.shift + 1, (len(rows), 2))),
+            labels[rows],
+        )
 
     validation = held_out_batches(lambda rows: batch(images[held[rows]], labels[held[rows]]), len(held),
                                   config.batch_size)  # fmt: skip

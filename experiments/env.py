@@ -35,7 +35,13 @@ from ._policy_run import POLICIES, Call, PolicyRun, older_prng, player, save_fil
 from ._run import identifying, say
 from ._world import make_world
 
-RESETS = {"chunked": Chunked, "same_step": SameStep, "next_step": NextStep, "none": NoReset, "pool": Pool}
+RESETS = {
+    "chunked": Chunked,
+    "same_step": SameStep,
+    "next_step": NextStep,
+    "none": NoReset,
+    "pool": Pool,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +115,9 @@ def run(config: Config, folder: pathlib.Path, policy_run: PolicyRun) -> list[Cal
     program, env_state = policy_run.compiled(key, num_steps)
     say(f"compiled   in {time.perf_counter() - began:.1f} s, counted apart")
     total = num_calls * num_steps * config.num_envs
-    writer = open_writers(folder, tuple(config.metrics), None, name=folder.name, config=_run.identity(config))
+    writer = open_writers(
+        folder, tuple(config.metrics), None, name=folder.name, config=_run.identity(config)
+    )
     calls = []
     try:
         with open_progress(total, 0, "rollout") as progress:
@@ -144,7 +152,10 @@ def totals(calls: Sequence[Call]) -> dict[str, float]:
         weighted = np.where(count > 0, values[name] * count, 0).sum()
         found[name] = float(weighted / count.sum()) if count.any() else float("nan")
     seconds = sum(call.seconds for call in calls)
-    return found | {"seconds": seconds, "done_rate": found["num_episodes"] / max(found["num_steps"], 1)}
+    return found | {
+        "seconds": seconds,
+        "done_rate": found["num_episodes"] / max(found["num_steps"], 1),
+    }
 
 
 def _tell_start(config: Config, folder: pathlib.Path, policy_run: PolicyRun) -> None:
@@ -152,7 +163,11 @@ def _tell_start(config: Config, folder: pathlib.Path, policy_run: PolicyRun) -> 
     space = re.sub(r", (dtype=(<[^>]*>|dtype\('\w+'\))|shape=\(\))", "", space)
     agents = capabilities(policy_run.env).num_agents
     count = f", {agents} agents" if agents else ""
-    numbers = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)} if params else {}
+    numbers = (
+        {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+        if params
+        else {}
+    )
     plain = [f"{k}={v:.4g}" for k, v in numbers.items() if isinstance(v, int | float)]
     num_calls, num_steps = divided(config.num_steps, config.num_envs)
     say(f"run        {_run.short(folder)}")
@@ -163,14 +178,18 @@ def _tell_start(config: Config, folder: pathlib.Path, policy_run: PolicyRun) -> 
         f"prng={config.prng}")  # fmt: skip
 
 
-def _tell_end(config: Config, folder: pathlib.Path, policy_run: PolicyRun, calls: Sequence[Call]) -> None:
+def _tell_end(
+    config: Config, folder: pathlib.Path, policy_run: PolicyRun, calls: Sequence[Call]
+) -> None:
     found = totals(calls)
     first = EpisodeResults(*multihost_utils.process_allgather(calls[-1].first, tiled=True))
     rate, made = found["num_steps"] / found["seconds"], calls[-1].num_steps * config.num_envs
     say(f"speed      {rate:,.0f} steps/s: {found['num_steps']:,.0f} in {found['seconds']:.2f} s, every observation, "
         f"action, reward and flag in a checksum ({found['checksum']:.6g})")  # fmt: skip
     if found["num_steps"] < made:
-        say(f"           {1 - found['num_steps'] / made:.1%} of the steps came after an episode's end and do not count")
+        say(
+            f"           {1 - found['num_steps'] / made:.1%} of the steps came after an episode's end and do not count"
+        )
     leaning = " (short ones come more often)" if found["num_episodes"] > config.num_envs else ""
     say(f"ended      {found['num_episodes']:,.0f} episodes, at {found['done_rate']:.3%} of the steps; "
         f"{found['truncated']:.1%} were cut, mean return {found['return_mean']:.4g}, mean length "
@@ -185,11 +204,15 @@ def _tell_end(config: Config, folder: pathlib.Path, policy_run: PolicyRun, calls
                 say(f"{what:10} {_run.short(path)}")
 
 
-def _tell_first(config: Config, folder: pathlib.Path, first: EpisodeResults, num_steps: int) -> pathlib.Path | None:
+def _tell_first(
+    config: Config, folder: pathlib.Path, first: EpisodeResults, num_steps: int
+) -> pathlib.Path | None:
     """Tells the first episode of each environment, and returns its plot, if any is finished."""
     done, mean = first.finished, " (mean of agents)" if first.returns.ndim > 1 else ""
     if not done.any():
-        say(f"first      no environment finished its first episode within {num_steps:,} steps; raise num_steps.")
+        say(
+            f"first      no environment finished its first episode within {num_steps:,} steps; raise num_steps."
+        )
         return None
     returns, lengths = first.returns.reshape(len(done), -1).mean(1)[done], first.lengths[done]
     parts = [
@@ -199,14 +222,21 @@ def _tell_first(config: Config, folder: pathlib.Path, first: EpisodeResults, num
     say(
         f"first      one episode each, ± standard deviation: {', '.join(parts)}, {first.truncated[done].mean():.1%} cut"
     )
-    title = f"{config.env}, policy={config.policy}: the first episode of {done.sum():,} environments"
+    title = (
+        f"{config.env}, policy={config.policy}: the first episode of {done.sum():,} environments"
+    )
     if not done.all():
         title += f" (of {done.size:,}: the others are longer)"
         say(f"           of the {done.sum():,} of {done.size:,} environments that finished it, so short ones are "
             "favoured: raise num_steps")  # fmt: skip
     plot = folder / "plots" / "episodes.png"
     if jax.process_index() == 0:
-        plot_histograms({f"return{mean}": returns, "length in steps": lengths}, plot, title=title, counted="episodes")
+        plot_histograms(
+            {f"return{mean}": returns, "length in steps": lengths},
+            plot,
+            title=title,
+            counted="episodes",
+        )
     return plot
 
 

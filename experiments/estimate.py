@@ -51,7 +51,11 @@ from ._pipeline import PipelineConfig
 from ._run import say
 from .lm import TrainConfig, make_trainer
 
-REMATS, ACCUMULATES, MOST_TENSOR = ("none", "names", "full", "blockwise"), (1, 4), 8  # what a search tries
+REMATS, ACCUMULATES, MOST_TENSOR = (
+    ("none", "names", "full", "blockwise"),
+    (1, 4),
+    8,
+)  # what a search tries
 SEARCHED = ("data", "fsdp", "tensor", "expert")
 """The axes of the meshes that a search tries; the last where the model has experts that it divides."""
 UNSAID = (MeshSpec(data=-1), MeshSpec(data=1, fsdp=-1))
@@ -113,8 +117,12 @@ def compose(*flags: str) -> Config:
 def execute(config: Config, folder: pathlib.Path) -> None:
     """Estimates, prints the report and writes it into the run folder."""
     if config.search and (config.mesh not in UNSAID or config.show or config.source):
-        raise UsageError("search=true tries every mesh; leave mesh, show and source out, or search.")
-    if config.pipeline != "none" and (config.search or config.decode or config.show or config.source):
+        raise UsageError(
+            "search=true tries every mesh; leave mesh, show and source out, or search."
+        )
+    if config.pipeline != "none" and (
+        config.search or config.decode or config.show or config.source
+    ):
         raise UsageError(
             "an estimate of a pipeline tells of its schedules alone; leave search, decode, show and source."
         )
@@ -125,7 +133,9 @@ def execute(config: Config, folder: pathlib.Path) -> None:
         return
     if config.search:
         if chip is None:
-            raise UsageError("search=true ranks by a chip's peaks, and this machine's are unknown; give topology=.")
+            raise UsageError(
+                "search=true ranks by a chip's peaks, and this machine's are unknown; give topology=."
+            )
         findings = aot.rank_candidates(
             candidates(config, len(devices)),
             lambda candidate: make_job(with_candidate(config, candidate), devices),
@@ -145,8 +155,16 @@ def execute(config: Config, folder: pathlib.Path) -> None:
         found = aot.estimate(job, effort=config.effort, chip=chip)
         report.print_estimate(config, job, found, chip)
         with job.ambient():
-            travels = {} if config.decode else context_bytes(config.model, config.data.batch_size, config.data.seq_len)
-            experts = {} if config.decode else expert_bytes(config.model, config.data.batch_size, config.data.seq_len)
+            travels = (
+                {}
+                if config.decode
+                else context_bytes(config.model, config.data.batch_size, config.data.seq_len)
+            )
+            experts = (
+                {}
+                if config.decode
+                else expert_bytes(config.model, config.data.batch_size, config.data.seq_len)
+            )
         report.print_context(travels, chip)
         report.print_experts(experts, config.model.transport, chip)
         fits, content, bars = found.fits is not False, report.estimate_json(found), {mesh: found}
@@ -167,16 +185,22 @@ def execute(config: Config, folder: pathlib.Path) -> None:
         sys.exit(1)
 
 
-def tell_pipeline(config: Config, folder: pathlib.Path, devices: list[Any], chip: aot.Chip | None) -> None:
+def tell_pipeline(
+    config: Config, folder: pathlib.Path, devices: list[Any], chip: aot.Chip | None
+) -> None:
     """Prints and writes what stages wait and keep by each schedule; the step itself is not compiled."""
     capacity = chip.hbm_bytes if chip else None
     rows = estimate_pipeline(config, pipeline_job(config, devices), capacity)
-    say(f"pipeline   {config.mesh.stage} stages, {rows[0]['microbatches']} microbatches; F, B and W take alike")
+    say(
+        f"pipeline   {config.mesh.stage} stages, {rows[0]['microbatches']} microbatches; F, B and W take alike"
+    )
     report.print_table(table_of(rows))
     for name, size in rows[0]["slots"].items():
         say(f"{name:10} {report.size_text(size)} on a stage, {rows[0]['schedule']}")
     say(f"{'fits':10} with {report.margin_text(MARGIN)}; nothing compiled")
-    place = folder / report.slug(config.topology or jax.default_backend(), f"stage={config.mesh.stage}", "pipeline")
+    place = folder / report.slug(
+        config.topology or jax.default_backend(), f"stage={config.mesh.stage}", "pipeline"
+    )
     content = {"pipeline": rows, "config": dataclasses.asdict(config)}
     report.write(place, content, {}, config.json)
     if rows[0]["fits"] is False:
@@ -200,7 +224,9 @@ def with_model(config: Config) -> Config:
         for field in dataclasses.fields(LMConfig)
         if not field.metadata.get("identity", True)
     }
-    return dataclasses.replace(config, model=dataclasses.replace(config_from_hf(config.hf), **execution), name="hf")
+    return dataclasses.replace(
+        config, model=dataclasses.replace(config_from_hf(config.hf), **execution), name="hf"
+    )
 
 
 def find_devices(config: Config) -> tuple[Config, list[Any], aot.Chip | None]:
@@ -208,10 +234,16 @@ def find_devices(config: Config) -> tuple[Config, list[Any], aot.Chip | None]:
     if not config.topology:
         with _run.open_devices(config) as mesh:
             devices = list(mesh.devices.flat)
-        if config.mesh == MeshSpec(data=-1) and dict(mesh.shape) != MeshSpec(data=-1).sizes(len(devices)):
+        if config.mesh == MeshSpec(data=-1) and dict(mesh.shape) != MeshSpec(data=-1).sizes(
+            len(devices)
+        ):
             sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
             config = dataclasses.replace(config, mesh=MeshSpec(**sizes))
-        return dataclasses.replace(config, effort=config.effort or "full"), devices, aot.chip_of(devices[0])
+        return (
+            dataclasses.replace(config, effort=config.effort or "full"),
+            devices,
+            aot.chip_of(devices[0]),
+        )
     topology = aot.parse_topology(config.topology)
     _run._quieten()
     if importlib.util.find_spec("libtpu") and "JAX_PLATFORMS" not in os.environ:
@@ -219,9 +251,15 @@ def find_devices(config: Config) -> tuple[Config, list[Any], aot.Chip | None]:
     if config.mesh == MeshSpec(data=-1):
         config = dataclasses.replace(config, mesh=MeshSpec(fsdp=-1))
     if not topology.offline and (config.effort != "none" or importlib.util.find_spec("libtpu")):
-        return dataclasses.replace(config, effort=config.effort or "low"), aot.devices(topology), topology.chip
+        return (
+            dataclasses.replace(config, effort=config.effort or "low"),
+            aot.devices(topology),
+            topology.chip,
+        )
     if topology.offline and config.effort not in ("", "none"):
-        raise UsageError(f"effort={config.effort} needs a compiler, and there is none for {topology.text} here.")
+        raise UsageError(
+            f"effort={config.effort} needs a compiler, and there is none for {topology.text} here."
+        )
     try:
         simulate_devices(topology.num_devices)
     except RuntimeError:
@@ -231,10 +269,16 @@ def find_devices(config: Config) -> tuple[Config, list[Any], aot.Chip | None]:
         ) from None
     model = config.model
     # The kernel for TPUs can be traced anywhere, and keeps and computes what cuDNN's does.
-    takes_kernel = model.head_dim % 64 == 0 and config.data.seq_len % 128 == 0 and config.mesh.context == 1
+    takes_kernel = (
+        model.head_dim % 64 == 0 and config.data.seq_len % 128 == 0 and config.mesh.context == 1
+    )
     if model.attention == "auto" and takes_kernel and not model.dropout:
         model = dataclasses.replace(model, attention="splash")
-    return dataclasses.replace(config, effort="none", model=model), jax.devices("cpu"), topology.chip
+    return (
+        dataclasses.replace(config, effort="none", model=model),
+        jax.devices("cpu"),
+        topology.chip,
+    )
 
 
 def make_job(config: Config, devices: list[Any]) -> aot.Job:
@@ -242,7 +286,9 @@ def make_job(config: Config, devices: list[Any]) -> aot.Job:
     mesh, rules = make_mesh(config.mesh, devices), rules_from(config.rules, config.layout)
     try:
         with use_mesh(mesh, rules):
-            return decode_job(config, mesh, rules) if config.decode else train_job(config, mesh, rules)
+            return (
+                decode_job(config, mesh, rules) if config.decode else train_job(config, mesh, rules)
+            )
     except UsageError as error:
         raise UsageError(f"{error}{_other_mesh(config, len(devices))}") from error
 
@@ -262,8 +308,12 @@ def _other_mesh(config: Config, count: int) -> str:
 def train_job(config: Config, mesh: Any, rules: Any) -> aot.Job:
     """Returns one optimizer step."""
     if config.objective.kind != "tokens":
-        raise UsageError(f"objective.kind={config.objective.kind} has no estimate; legal is tokens.")
-    check_split("data.seq_len", config.data.seq_len, "seq")  # a run pads its rows; a plan says what divides
+        raise UsageError(
+            f"objective.kind={config.objective.kind} has no estimate; legal is tokens."
+        )
+    check_split(
+        "data.seq_len", config.data.seq_len, "seq"
+    )  # a run pads its rows; a plan says what divides
     trainer, data = make_trainer(config), config.data
     key = jax.eval_shape(lambda: jax.random.key(0))
     state = jax.eval_shape(trainer.init, key)
@@ -299,7 +349,9 @@ def decode_job(config: Config, mesh: Any, rules: Any) -> aot.Job:
     model, rows, length = config.model, config.data.batch_size, config.data.seq_len
     refuse_idle("sampling", (declared.axes(model), "batch"))
     check_split("data.batch_size", rows, "batch")
-    params = jax.eval_shape(model.stack().unstacked, declared.abstract(model, jnp.dtype(model.dtype)))
+    params = jax.eval_shape(
+        model.stack().unstacked, declared.abstract(model, jnp.dtype(model.dtype))
+    )
     token = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
     cache = jax.eval_shape(lambda: empty_cache(model, rows, length))
 
@@ -343,7 +395,9 @@ def candidates(config: Config, num_devices: int) -> list[Candidate]:
     meshes = [sizes for sizes in every if sizes[2] <= MOST_TENSOR and most % sizes[3] == 0]
     remats = (config.model.remat,) if config.decode else REMATS
     parts = (1,) if config.decode else sorted({*ACCUMULATES, config.train.accumulate})
-    return [Candidate(*sizes, remat, count) for sizes in meshes for remat in remats for count in parts]
+    return [
+        Candidate(*sizes, remat, count) for sizes in meshes for remat in remats for count in parts
+    ]
 
 
 def with_candidate(config: Config, candidate: Candidate) -> Config:

@@ -17,7 +17,15 @@ from typing import Any
 
 import jax
 
-from jaxpar.decode import CopyDraft, Draft, JacobiDraft, LookaheadDraft, ModelDraft, NoDraft, Sampling
+from jaxpar.decode import (
+    CopyDraft,
+    Draft,
+    JacobiDraft,
+    LookaheadDraft,
+    ModelDraft,
+    NoDraft,
+    Sampling,
+)
 from jaxpar.fields import Between, OneOf, check_value, field
 from jaxpar.io import open_progress
 from jaxpar.lm import Decoder, adapter_axes, axes, from_peft, with_adapters
@@ -84,7 +92,9 @@ class Config(_run.RunConfig):
     def __post_init__(self):
         """Refuses what cannot go together."""
         super().__post_init__()
-        check_value("sampling.max_new_tokens", self.sampling.max_new_tokens, Between(1, MOST_NEW), int)
+        check_value(
+            "sampling.max_new_tokens", self.sampling.max_new_tokens, Between(1, MOST_NEW), int
+        )
         if bool(self.run) and bool(self.hf):
             raise UsageError("run= and hf= name a model each; give one of them.")
         if self.prompt and self.prompts:
@@ -96,7 +106,9 @@ class Config(_run.RunConfig):
                 f"draft={self.draft} with draft_run={self.draft_run!r}; draft=model needs draft_run=, others have none."
             )
         if self.draft == "none" and self.draft_length:
-            raise UsageError(f"draft_length={self.draft_length} is that of no draft; give draft= as well.")
+            raise UsageError(
+                f"draft_length={self.draft_length} is that of no draft; give draft= as well."
+            )
         if self.rule == "rejection" and self.draft not in ("none", "model"):
             raise UsageError(
                 f"rule=rejection asks for the law that guesses were drawn from, and draft={self.draft} has none; legal "
@@ -113,11 +125,19 @@ def compose(*flags: str) -> Config:
 
 def execute(config: Config, folder: pathlib.Path) -> None:
     """Continues every prompt, under the mesh of the flags."""
-    if config.out and config.prompts and pathlib.Path(config.out).resolve() == pathlib.Path(config.prompts).resolve():
+    if (
+        config.out
+        and config.prompts
+        and pathlib.Path(config.out).resolve() == pathlib.Path(config.prompts).resolve()
+    ):
         raise UsageError(f"out={config.out} is the file of prompts; name another.")
-    requests = read_requests(pathlib.Path(config.prompts)) if config.prompts else [Request(config.prompt)]
+    requests = (
+        read_requests(pathlib.Path(config.prompts)) if config.prompts else [Request(config.prompt)]
+    )
     with _run.open_devices(config, MeshSpec()), _run.ending_together():
-        target = adapted(load(config.hf or config.run, config, "hf" if config.hf else "run"), config.adapter)
+        target = adapted(
+            load(config.hf or config.run, config, "hf" if config.hf else "run"), config.adapter
+        )
         refuse_idle("sampling", (axes(target.model), "batch", "slots"))
         check_split("batch_size", config.batch_size, "batch")
         draft, draft_params = make_draft(config, target)
@@ -135,7 +155,9 @@ def load(name: str, config: Config, flag: str) -> Saved:
         raise UsageError(f"{flag}= must name an existing folder, not {name!r}.")
     if flag == "hf" and not (folder / "config.json").is_file():
         raise UsageError(f"hf={name} is no Hugging Face folder: it has no config.json.")
-    found, params, tokenizer = lm.load(folder, lm.Config(checkpoint=config.checkpoint, use_ema=config.use_ema))
+    found, params, tokenizer = lm.load(
+        folder, lm.Config(checkpoint=config.checkpoint, use_ema=config.use_ema)
+    )
     dtype = found.model.dtype if config.dtype == "auto" else config.dtype
     return Saved(dataclasses.replace(found.model, dtype=dtype), params, tokenizer)
 
@@ -146,7 +168,9 @@ def adapted(saved: Saved, folder: str) -> Saved:
         return saved
     adapter, tree = from_peft(folder, saved.model)
     place = named_shardings(tree, adapter_axes(saved.model, tree))
-    return saved._replace(params=with_adapters(saved.params, jax.device_put(tree, place), adapter.scale))
+    return saved._replace(
+        params=with_adapters(saved.params, jax.device_put(tree, place), adapter.scale)
+    )
 
 
 def make_draft(config: Config, target: Saved) -> tuple[Draft, PyTree]:
@@ -159,9 +183,14 @@ def make_draft(config: Config, target: Saved) -> tuple[Draft, PyTree]:
     if config.draft == "lookahead":
         return (LookaheadDraft(ngram=config.draft_length + 1) if length else LookaheadDraft()), None
     if config.draft != "model":
-        return {"none": NoDraft, "copy": CopyDraft, "jacobi": JacobiDraft}[config.draft](*length), None
+        return {"none": NoDraft, "copy": CopyDraft, "jacobi": JacobiDraft}[config.draft](
+            *length
+        ), None
     small = load(config.draft_run, config, "draft_run")
-    if small.tokenizer.identity != target.tokenizer.identity or small.model.vocab_size != target.model.vocab_size:
+    if (
+        small.tokenizer.identity != target.tokenizer.identity
+        or small.model.vocab_size != target.model.vocab_size
+    ):
         raise UsageError(
             f"draft_run={config.draft_run} has {small.model.vocab_size} symbols of the tokenizer "
             f"{small.tokenizer.identity[:16]}, and the model {target.model.vocab_size} of "
@@ -172,8 +201,15 @@ def make_draft(config: Config, target: Saved) -> tuple[Draft, PyTree]:
 
 def told(config: Config, job: Job) -> dict[str, Any]:
     """Returns all that decides on a text besides its request, by flag name where there is one."""
-    flat = {f"sampling.{name}": value for name, value in dataclasses.asdict(config.sampling).items()}
-    flat |= {"seed": config.seed, "stop": list(config.stop), "rule": config.rule, "dtype": job.target.model.dtype}
+    flat = {
+        f"sampling.{name}": value for name, value in dataclasses.asdict(config.sampling).items()
+    }
+    flat |= {
+        "seed": config.seed,
+        "stop": list(config.stop),
+        "rule": config.rule,
+        "dtype": job.target.model.dtype,
+    }
     flat |= {"weights": fingerprint(job.target.params), "tokenizer": job.target.tokenizer.identity}
     if config.rule == "rejection":  # by the other rule no draft changes a token
         flat |= {"draft": config.draft, "draft_length": config.draft_length}
@@ -195,7 +231,12 @@ def write(config: Config, job: Job, requests: list[Request]) -> None:
     """Adds the lines that `config.out` lacks, and tells how many there were and how fast."""
     with open_completions(pathlib.Path(config.out), told(config, job), config.resume) as out:
         there, tasks = out.done.total(), make_tasks(job, requests, out.done)
-        total, tokens, passes, began = sum(len(task.samples) for task in tasks), 0, 0, time.perf_counter()
+        total, tokens, passes, began = (
+            sum(len(task.samples) for task in tasks),
+            0,
+            0,
+            time.perf_counter(),
+        )
         say(f"out        {config.out}: {total} lines to write, {there} were there")
         if not total:
             return
@@ -203,7 +244,9 @@ def write(config: Config, job: Job, requests: list[Request]) -> None:
             for batch in continued(job, tasks):
                 out.write(batch.lines)
                 tokens, passes = tokens + batch.tokens, passes + batch.passes
-                progress.update(out.done.total() - there, {"tokens_per_pass": tokens / max(passes, 1)})
+                progress.update(
+                    out.done.total() - there, {"tokens_per_pass": tokens / max(passes, 1)}
+                )
         seconds = time.perf_counter() - began
         say(f"written    {total} lines in {seconds:.1f} s, compiling included; {tokens / max(passes, 1):.2f} tokens a "
             f"pass with draft={config.draft}")  # fmt: skip

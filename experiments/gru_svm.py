@@ -57,7 +57,9 @@ def states(params: dict, xs: Float[Array, "B T 2"], method=None) -> Float[Array,
     return recurrent(GRU(size), params["cell"], xs, method=method or Newton())[0]
 
 
-def loss(params: dict, xs: Array, labels: Array, method=None, penalty: float = 100.0) -> tuple[Array, Array]:
+def loss(
+    params: dict, xs: Array, labels: Array, method=None, penalty: float = 100.0
+) -> tuple[Array, Array]:
     """Returns the loss by the kind of head, and scores [B], over 0 for an attack; `penalty` is C."""
     out = states(params, xs, method)[:, -1] @ params["w"] + params["b"][None]
     if out.shape[1] == 1:
@@ -74,12 +76,16 @@ def learn(head: str, seed: int, steps: int, size: int = 16, length: int = 24, me
 
     @jax.jit
     def update(params, moments, xs, labels):
-        (value, _), grads = jax.value_and_grad(functools.partial(loss, method=method), has_aux=True)(params, xs, labels)
+        (value, _), grads = jax.value_and_grad(
+            functools.partial(loss, method=method), has_aux=True
+        )(params, xs, labels)
         grads, moments = rule.update(grads, moments, params)
         return optax.apply_updates(params, grads), moments, value
 
     for step in range(steps):
-        params, moments, _ = update(params, moments, *traffic(np.random.default_rng([seed, 0, step]), 64, length))
+        params, moments, _ = update(
+            params, moments, *traffic(np.random.default_rng([seed, 0, step]), 64, length)
+        )
     xs, labels = traffic(np.random.default_rng([seed, 1]), 2048, length)
     return float(((jax.jit(loss)(params, xs, labels)[1] > 0) == (labels > 0)).mean())
 
@@ -104,8 +110,14 @@ class Config(_small.SmallConfig):
 def execute(config: Config) -> None:
     """Prints a line for each kind of head."""
     for head in HEADS:
-        rows = [learn(head, seed, config.steps, config.size, config.length) for seed in range(config.seeds)]
-        print(f"{head:8} accuracy on new traffic " + " ".join(f"{row:.4f}" for row in rows), flush=True)
+        rows = [
+            learn(head, seed, config.steps, config.size, config.length)
+            for seed in range(config.seeds)
+        ]
+        print(
+            f"{head:8} accuracy on new traffic " + " ".join(f"{row:.4f}" for row in rows),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

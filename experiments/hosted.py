@@ -55,14 +55,22 @@ class Hosted:
       UsageError: Counts that cannot be.
     """
 
-    def __init__(self, make: Callable[[], Any], num_envs: int, num_threads: int, batch: int, seed: int = 0):
+    def __init__(
+        self, make: Callable[[], Any], num_envs: int, num_threads: int, batch: int, seed: int = 0
+    ):
         if not 1 <= batch <= num_envs or not 1 <= num_threads <= num_envs:
             raise UsageError(
                 f"batch={batch} and num_threads={num_threads} must be from 1 to the {num_envs} environments."
             )
         self.envs, self.batch = [make() for _ in range(num_envs)], batch
-        self.asked, self.done, self.under_way = queue.SimpleQueue(), queue.SimpleQueue(), set(range(num_envs))
-        self.threads = [threading.Thread(target=self._work, daemon=True) for _ in range(num_threads)]
+        self.asked, self.done, self.under_way = (
+            queue.SimpleQueue(),
+            queue.SimpleQueue(),
+            set(range(num_envs)),
+        )
+        self.threads = [
+            threading.Thread(target=self._work, daemon=True) for _ in range(num_threads)
+        ]
         for thread in self.threads:
             thread.start()
         for i in range(num_envs):
@@ -86,21 +94,31 @@ class Hosted:
         """Starts a step of each of these; none may be under way."""
         for action, i in zip(np.asarray(actions), np.asarray(ids).tolist(), strict=True):
             if i in self.under_way:
-                raise UsageError(f"environment {i} is under way; send it an action when recv has given its result.")
+                raise UsageError(
+                    f"environment {i} is under way; send it an action when recv has given its result."
+                )
             self.under_way.add(i)
             self.asked.put((i, action, None))
 
     def recv(self) -> Ready:
         """The first M results that are there; of the first call, first observations."""
         if len(self.under_way) < self.batch:
-            raise UsageError(f"{len(self.under_way)} steps are under way, and recv waits for {self.batch}; send first.")
+            raise UsageError(
+                f"{len(self.under_way)} steps are under way, and recv waits for {self.batch}; send first."
+            )
         rows = [self.done.get() for _ in range(self.batch)]
         for row in rows:
             self.under_way.discard(row[0])
             if len(row) == 2:
                 raise row[1]
         ids, obs, reward, terminated, truncated = zip(*rows, strict=True)
-        return Ready(np.int32(ids), np.stack(obs), np.float32(reward), np.array(terminated), np.array(truncated))
+        return Ready(
+            np.int32(ids),
+            np.stack(obs),
+            np.float32(reward),
+            np.array(terminated),
+            np.array(truncated),
+        )
 
     def close(self) -> None:
         """Ends the threads."""
@@ -131,7 +149,9 @@ class Sleeper(gymnasium.Env):
     observation_space = gymnasium.spaces.Box(0, np.inf, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
 
-    def reset(self, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+    def reset(
+        self, seed: int | None = None, options: dict | None = None
+    ) -> tuple[np.ndarray, dict]:
         """Begins at 0."""
         self.rng, self.count = np.random.default_rng(seed), 0
         return np.zeros(1, np.float32), {}
@@ -163,7 +183,9 @@ def of_pool(pool: Hosted) -> Callable[[int], int]:
 
     @jax.jit
     def turns(ids, count):
-        return jax.lax.fori_loop(0, count, lambda _, ids: pool.exchange(jnp.zeros_like(ids), ids).ids, ids)
+        return jax.lax.fori_loop(
+            0, count, lambda _, ids: pool.exchange(jnp.zeros_like(ids), ids).ids, ids
+        )
 
     def go(steps: int) -> int:
         nonlocal ids
@@ -194,15 +216,24 @@ def vectors_of_gymnasium(config: Config) -> dict[str, Any]:
     """Makes gymnasium's, whose processes are forked: that is safe before JAX has threads."""
     print(f"{2 * config.num_envs} processes and {config.num_envs} environments begin", flush=True)
     made = {"gymnasium SyncVectorEnv": gymnasium.vector.SyncVectorEnv([Sleeper] * config.num_envs)}
-    for name, shared in (("gymnasium AsyncVectorEnv", True), ("the same without shared memory", False)):
-        made[name] = gymnasium.vector.AsyncVectorEnv([Sleeper] * config.num_envs, shared_memory=shared)
+    for name, shared in (
+        ("gymnasium AsyncVectorEnv", True),
+        ("the same without shared memory", False),
+    ):
+        made[name] = gymnasium.vector.AsyncVectorEnv(
+            [Sleeper] * config.num_envs, shared_memory=shared
+        )
     return made
 
 
 def execute(config: Config, vectors: dict[str, Any]) -> None:
     """Measures sleepers in a pool beside gymnasium's vector environments, in turn."""
     n = config.num_envs
-    sizes = {"one thread": (1, n), f"{n} threads, all of them": (n, n), f"the first {n // 2} of them": (n, n // 2)}
+    sizes = {
+        "one thread": (1, n),
+        f"{n} threads, all of them": (n, n),
+        f"the first {n // 2} of them": (n, n // 2),
+    }
     pools = {name: Hosted(Sleeper, n, threads, batch) for name, (threads, batch) in sizes.items()}
     sides = {name: of_vector(made) for name, made in vectors.items()}
     sides |= {name: of_pool(made) for name, made in pools.items()}
@@ -213,7 +244,8 @@ def execute(config: Config, vectors: dict[str, Any]) -> None:
             rates[name].append(go(config.steps) / (time.perf_counter() - began))
     for name, found in rates.items():
         print(
-            f"{name:32} {statistics.median(found):7,.0f} steps/s ({min(found):,.0f} to {max(found):,.0f})", flush=True
+            f"{name:32} {statistics.median(found):7,.0f} steps/s ({min(found):,.0f} to {max(found):,.0f})",
+            flush=True,
         )
     for made in (*vectors.values(), *pools.values()):
         made.close()

@@ -63,46 +63,64 @@ def means(h: Float[Array, "N S S C"]) -> Float[Array, "N S*S*C/4"]:
     return h.reshape(num, side // 2, 2, side // 2, 2, width).mean((2, 4)).reshape(num, -1)
 
 
-def by_rows(x: Float[Array, "N M D"], route: Int[Array, " N"], weights: Float[Array, "K D F"]) -> Float[Array, "N M F"]:
+def by_rows(
+    x: Float[Array, "N M D"], route: Int[Array, " N"], weights: Float[Array, "K D F"]
+) -> Float[Array, "N M F"]:
     """Multiplies a digit's rows by the block of its route: sorted by block, so that each computes its own alone."""
     plan = sort_choices(jnp.repeat(route, x.shape[1])[:, None], len(weights))
     rows = grouped_matmul(rows_of(x.reshape(-1, x.shape[2]), plan), weights, plan.sizes)
     return combine(rows, jnp.ones((len(rows), 1), x.dtype), plan).reshape(*x.shape[:2], -1)
 
 
-def by_mask(x: Float[Array, "N M D"], route: Int[Array, " N"], weights: Float[Array, "K D F"]) -> Float[Array, "N M F"]:
+def by_mask(
+    x: Float[Array, "N M D"], route: Int[Array, " N"], weights: Float[Array, "K D F"]
+) -> Float[Array, "N M F"]:
     """The same by all blocks, of which one is kept."""
     kept = jax.nn.one_hot(route, len(weights), dtype=x.dtype)
     return jnp.einsum("nk,nkmf->nmf", kept, jnp.einsum("nmd,kdf->nkmf", x, weights))
 
 
-def forward(params: dict, x: Float[Array, "N P"], choose=by_rows) -> tuple[Float[Array, "N 10"], list[jax.Array]]:
+def forward(
+    params: dict, x: Float[Array, "N P"], choose=by_rows
+) -> tuple[Float[Array, "N 10"], list[jax.Array]]:
     """Returns logits, and each level's routes [N, K] as shares; `choose` is `by_rows` or `by_mask`."""
     num, side, routes = len(x), math.isqrt(x.shape[1]), []
-    h = jax.nn.relu(patches(x.reshape(num, side, side, 1)) @ params["root"]).reshape(num, side, side, -1)
+    h = jax.nn.relu(patches(x.reshape(num, side, side, 1)) @ params["root"]).reshape(
+        num, side, side, -1
+    )
     for level in params["levels"]:
         logits = means(h) @ level["router"]
         routes.append(jax.nn.softmax(logits))
         # A residual: blocks refine what all paths share.
-        h = h + jax.nn.relu(choose(patches(h), jnp.argmax(logits, -1), level["block"])).reshape(h.shape)
+        h = h + jax.nn.relu(choose(patches(h), jnp.argmax(logits, -1), level["block"])).reshape(
+            h.shape
+        )
     return means(h) @ params["head"], routes
 
 
 def multiplications(params: dict, pixels: int) -> tuple[int, int]:
     """Counts those of one digit along its path, and of all blocks."""
-    always = pixels * params["root"].size + params["head"].size + sum(x["router"].size for x in params["levels"])
+    always = (
+        pixels * params["root"].size
+        + params["head"].size
+        + sum(x["router"].size for x in params["levels"])
+    )
     each = [(pixels * level["block"][0].size, len(level["block"])) for level in params["levels"]]
     return always + sum(one for one, _ in each), always + sum(one * k for one, k in each)
 
 
-def loss(params: dict, x: jax.Array, y: Int[Array, " N"], weight: float, choose=by_rows) -> jax.Array:
+def loss(
+    params: dict, x: jax.Array, y: Int[Array, " N"], weight: float, choose=by_rows
+) -> jax.Array:
     """Computes the mean cross-entropy less `weight` times the information gain of all levels, in nats."""
     logits, routes = forward(params, x, choose)
     gains = sum((information_gain(route, y, CLASSES) for route in routes), jnp.zeros((), x.dtype))
     return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean() - weight * gains
 
 
-def train(params: dict, x: np.ndarray, y: np.ndarray, *, steps: int, weight: float, seed: int) -> dict:
+def train(
+    params: dict, x: np.ndarray, y: np.ndarray, *, steps: int, weight: float, seed: int
+) -> dict:
     """Makes `steps` of Adam on batches of 128 digits."""
     optimizer, rng = optax.adam(2e-3), np.random.default_rng(seed)
     state = optimizer.init(params)
@@ -149,17 +167,26 @@ def execute(config: Config) -> None:
     """Prints a row for the trellis and one for a single path, which costs the same a digit."""
     x, y = handwritten("the trellis")
     x, y = x.reshape(len(x), -1).astype(np.float32), y.astype(np.int32)
-    path, every = multiplications(init(0, x.shape[1], config.width, tuple(config.blocks)), x.shape[1])
+    path, every = multiplications(
+        init(0, x.shape[1], config.width, tuple(config.blocks)), x.shape[1]
+    )
     print(f"A digit's path takes {path:,} multiplications, all blocks {every:,}.\n")
-    print("| seed | blocks | held-out accuracy | information gain of a level | largest load |\n|---|---|---|---|---|")
+    print(
+        "| seed | blocks | held-out accuracy | information gain of a level | largest load |\n|---|---|---|---|---|"
+    )
     for seed in config.seeds:
         held, rest = np.split(np.random.default_rng(seed).permutation(len(x)), [len(x) // 3])
         for blocks in (tuple(config.blocks), (1,) * len(config.blocks)):
             params = init(seed, x.shape[1], config.width, blocks)
-            params = train(params, x[rest], y[rest], steps=config.steps, weight=config.weight, seed=seed)
+            params = train(
+                params, x[rest], y[rest], steps=config.steps, weight=config.weight, seed=seed
+            )
             accuracy, gains, loads = judge(params, x[held], y[held])
             words = [", ".join(f"{value:.2f}" for value in values) for values in (gains, loads)]
-            print(f"| {seed} | {' x '.join(map(str, blocks))} | {accuracy:.3f} | {words[0]} | {words[1]} |", flush=True)
+            print(
+                f"| {seed} | {' x '.join(map(str, blocks))} | {accuracy:.3f} | {words[0]} | {words[1]} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -33,7 +33,12 @@ from jaxpar.nn.mixers.spikes import integrate_and_fire
 from . import _small
 from ._series import SeriesConfig, open_task
 
-BETA, TRACE, SYNAPSE, RANGE = 0.9, 0.95, 0.9, 2.0  # RANGE: of z, in the unit in which populations have it in [-1, 1]
+BETA, TRACE, SYNAPSE, RANGE = (
+    0.9,
+    0.95,
+    0.9,
+    2.0,
+)  # RANGE: of z, in the unit in which populations have it in [-1, 1]
 
 
 class State(NamedTuple):
@@ -67,7 +72,9 @@ def population(size: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.nda
 
 def through(x: Float[Array, "B n"], v: Float[Array, "B n N"]) -> tuple[Array, Array, Array]:
     """Returns what a step's spikes say of `x`, the spikes and the potentials after them."""
-    gains, biases, decoders = (jnp.asarray(each, x.dtype)[None, None] for each in population(v.shape[-1]))
+    gains, biases, decoders = (
+        jnp.asarray(each, x.dtype)[None, None] for each in population(v.shape[-1])
+    )
     currents = x[..., None] * gains + biases
     fired, v = integrate_and_fire(currents[:, None], v, beta=BETA)
     return (fired[:, 0] * decoders).sum(-1), fired[:, 0], v[:, 0]
@@ -81,11 +88,15 @@ def begin(batch: int, size: int, units: int, neurons: int, dtype=jnp.float32) ->
     return State(*spread, zeros, jnp.zeros((batch, size), dtype), zeros)
 
 
-def one_step(params: dict, state: State, x: Float[Array, "B D"], theta: float) -> tuple[State, tuple[Array, Array]]:
+def one_step(
+    params: dict, state: State, x: Float[Array, "B D"], theta: float
+) -> tuple[State, tuple[Array, Array]]:
     """Returns the state after a step, its memory m [B, d] and the spikes of its units [B, n]."""
     a, b = (jnp.asarray(each, x.dtype) for each in legendre(state.memory.shape[1], theta))
     u, _, v_u = through(jnp.tanh(x @ params["w_u"] + params["b_u"][None]), state.u)
-    z = (state.memory @ (a.T - SYNAPSE * jnp.eye(len(a), dtype=a.dtype)) + u * b[None]) / (1 - SYNAPSE)
+    z = (state.memory @ (a.T - SYNAPSE * jnp.eye(len(a), dtype=a.dtype)) + u * b[None]) / (
+        1 - SYNAPSE
+    )
     z, _, v_m = through(z / RANGE, state.m)
     m = SYNAPSE * state.memory + (1 - SYNAPSE) * RANGE * z
     current = x @ params["w_x"] + m @ params["w_m"] + params["b"][None]
@@ -96,27 +107,43 @@ def one_step(params: dict, state: State, x: Float[Array, "B D"], theta: float) -
 
 def run(params: dict, xs: Float[Array, "B T D"], state: State, theta: float):
     """Returns the last state, and memories [T, B, d] and spikes [T, B, n] of all steps."""
-    return jax.lax.scan(lambda state, x: one_step(params, state, x, theta), state, jnp.swapaxes(xs, 0, 1))
+    return jax.lax.scan(
+        lambda state, x: one_step(params, state, x, theta), state, jnp.swapaxes(xs, 0, 1)
+    )
 
 
 def init(seed: int, inputs: int, size: int, units: int, outputs: int) -> dict:
     """Draws w_u, b_u, w_x, w_m, b and the read-out."""
-    rng, shapes = np.random.default_rng(seed), {"w_u": (inputs, 1), "w_x": (inputs, units), "w_m": (size, units)}
-    params = {name: jnp.asarray(rng.standard_normal(s) / s[0] ** 0.5, jnp.float32) for name, s in shapes.items()}
+    rng, shapes = (
+        np.random.default_rng(seed),
+        {"w_u": (inputs, 1), "w_x": (inputs, units), "w_m": (size, units)},
+    )
+    params = {
+        name: jnp.asarray(rng.standard_normal(s) / s[0] ** 0.5, jnp.float32)
+        for name, s in shapes.items()
+    }
     biases = {"b_u": jnp.zeros(1), "b": jnp.full(units, 0.1), "b_out": jnp.zeros(outputs)}
-    return params | biases | {"w_out": jnp.asarray(rng.standard_normal((units, outputs)) / units**0.5, jnp.float32)}
+    return (
+        params
+        | biases
+        | {"w_out": jnp.asarray(rng.standard_normal((units, outputs)) / units**0.5, jnp.float32)}
+    )
 
 
 def memory_error(neurons: int, size: int = 6, theta: float = 24.0, length: int = 200) -> float:
     """Returns the root mean square error of the memory of N neurons a number, of the exact memory's own root mean."""
     wave = np.sin(np.arange(length) / 9) * 0.6 + np.sin(np.arange(length) / 23) * 0.3
     params = init(0, 1, size, 2, 2) | {"w_u": jnp.ones((1, 1))}
-    got = jax.jit(functools.partial(run, theta=theta))(params, wave[None, :, None], begin(1, size, 2, neurons))[1][0]
+    got = jax.jit(functools.partial(run, theta=theta))(
+        params, wave[None, :, None], begin(1, size, 2, neurons)
+    )[1][0]
     want = memory(jnp.tanh(jnp.asarray(wave))[None, :, None], size=size, theta=theta)[0, :, 0]
     return float(jnp.sqrt(jnp.square(got[:, 0] - want).mean() / jnp.square(want).mean()))
 
 
-def learn(steps: int, neurons: int, seed: int = 0, size: int = 32, units: int = 128, theta: float = 64.0) -> float:
+def learn(
+    steps: int, neurons: int, seed: int = 0, size: int = 32, units: int = 128, theta: float = 64.0
+) -> float:
     """Trains on digits pixel by pixel and returns the accuracy on those held out."""
     task, params = open_task(SeriesConfig(), seed), init(seed, 1, size, units, 10)
     rule = optax.adam(optax.cosine_decay_schedule(3e-3, steps))
@@ -128,7 +155,9 @@ def learn(steps: int, neurons: int, seed: int = 0, size: int = 32, units: int = 
     @jax.jit
     def update(params, moments, xs, targets):
         def loss(params):
-            return optax.softmax_cross_entropy_with_integer_labels(logits(params, xs), targets).mean()
+            return optax.softmax_cross_entropy_with_integer_labels(
+                logits(params, xs), targets
+            ).mean()
 
         value, grads = jax.value_and_grad(loss)(params)
         grads, moments = rule.update(grads, moments, params)

@@ -65,7 +65,9 @@ class Group:
         for index, own in enumerate(flags):
             with self.log(index).open("wb") if index else contextlib.nullcontext() as output:
                 streams: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=output, stderr=output)
-                self._processes.append(subprocess.Popen([*command, *own], env=env, process_group=0, **streams))
+                self._processes.append(
+                    subprocess.Popen([*command, *own], env=env, process_group=0, **streams)
+                )
         for index in range(len(flags)):
             threading.Thread(target=self._watch, args=(index,), daemon=True).start()
 
@@ -123,7 +125,9 @@ def main(arguments: list[str]) -> int:
     folder = None
     try:
         asked = _parse(arguments)
-        flags = _flags(asked.processes, asked.devices_per_process or max(1, DEVICES // asked.processes))
+        flags = _flags(
+            asked.processes, asked.devices_per_process or max(1, DEVICES // asked.processes)
+        )
         folder = pathlib.Path(tempfile.mkdtemp(prefix="jaxpar-launch-"))
         command = [sys.executable, "-m", f"{__package__}.{asked.experiment}", *asked.flags]
         code = _finish(command, flags, folder)
@@ -137,7 +141,9 @@ def main(arguments: list[str]) -> int:
 
 def _finish(command: list[str], flags: list[list[str]], folder: pathlib.Path) -> int:
     group = Group(command, flags, folder)
-    before = {number: signal.signal(number, group.forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, group.forward) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         ends = group.wait()
     finally:
@@ -156,7 +162,10 @@ def _finish(command: list[str], flags: list[list[str]], folder: pathlib.Path) ->
     index, code = failures[0]
     if code == 2:
         if (0, 2) not in failures:
-            print(next(line for line in reversed(group.said(index)) if line.startswith("error: ")), file=sys.stderr)
+            print(
+                next(line for line in reversed(group.said(index)) if line.startswith("error: ")),
+                file=sys.stderr,
+            )
         return 2
     print(_report(group, index, code, folder), file=sys.stderr)
     return 1
@@ -164,7 +173,11 @@ def _finish(command: list[str], flags: list[list[str]], folder: pathlib.Path) ->
 
 def _report(group: Group, index: int, code: int, folder: pathlib.Path) -> str:
     """Says which process died, how, and what it said last."""
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    how = (
+        f"was killed by {signal.Signals(-code).name}"
+        if code < 0
+        else f"ended with exit code {code}"
+    )
     text = f"error: process {index} {how}, so the others were stopped; the same command resumes the run."
     if not index:
         return f"{text} What it said is above; the others wrote to {folder}."
@@ -180,12 +193,19 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--processes", type=int, default=2, metavar="N", help="how many (default: 2)")
     parser.add_argument(
-        "--devices-per-process", type=int, metavar="D", help=f"CPU devices of each (default: {DEVICES} in all)"
+        "--processes", type=int, default=2, metavar="N", help="how many (default: 2)"
+    )
+    parser.add_argument(
+        "--devices-per-process",
+        type=int,
+        metavar="D",
+        help=f"CPU devices of each (default: {DEVICES} in all)",
     )
     parser.add_argument("experiment", nargs="?", help=", ".join(_experiments()))
-    parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the experiment, such as train.steps=50")
+    parser.add_argument(
+        "flags", nargs=argparse.REMAINDER, help="flags of the experiment, such as train.steps=50"
+    )
     asked = parser.parse_args(arguments)
     _check(asked)
     return asked
@@ -208,10 +228,17 @@ def _check(asked: argparse.Namespace) -> None:
         )
     for flag in asked.flags:
         if flag.startswith(("processes.", "cpu_devices=")):
-            raise UsageError(f"{flag} is set by the launcher; use --processes and --devices-per-process.")
+            raise UsageError(
+                f"{flag} is set by the launcher; use --processes and --devices-per-process."
+            )
         if flag in ("-m", "--multirun"):
-            raise UsageError(f"{flag} sweeps within one process; start one launcher for each of its runs.")
-        if flag.startswith("--") and flag.partition("=")[0] in ("--processes", "--devices-per-process"):
+            raise UsageError(
+                f"{flag} sweeps within one process; start one launcher for each of its runs."
+            )
+        if flag.startswith("--") and flag.partition("=")[0] in (
+            "--processes",
+            "--devices-per-process",
+        ):
             raise UsageError(f"{flag.partition('=')[0]} must stand before {asked.experiment}.")
 
 
@@ -226,7 +253,10 @@ def _flags(processes: int, devices: int) -> list[list[str]]:
         listener.bind(("localhost", 0))
         port = listener.getsockname()[1]
     together = [f"processes.coordinator=localhost:{port}", f"processes.num_processes={processes}"]
-    return [[*together, f"processes.process_id={index}", f"cpu_devices={devices}"] for index in range(processes)]
+    return [
+        [*together, f"processes.process_id={index}", f"cpu_devices={devices}"]
+        for index in range(processes)
+    ]
 
 
 if __name__ == "__main__":

@@ -181,7 +181,9 @@ def _tell_end(config: Config, folder: pathlib.Path, world: World, result: FitRes
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))
-def _film(key: PRNGKey, state: WorldState, start: int, world: World, frames: int, scale: int) -> tuple[Array, Array]:
+def _film(
+    key: PRNGKey, state: WorldState, start: int, world: World, frames: int, scale: int
+) -> tuple[Array, Array]:
     """Goes on after step `start`; returns a picture of each step, and how many agents live in it."""
 
     def body(state, step):
@@ -191,12 +193,17 @@ def _film(key: PRNGKey, state: WorldState, start: int, world: World, frames: int
     return jax.lax.scan(body, state, start + jnp.arange(frames))[1]
 
 
-def _save_film(config: Config, plots: pathlib.Path, world: World, state: WorldState, start: int) -> pathlib.Path:
+def _save_film(
+    config: Config, plots: pathlib.Path, world: World, state: WorldState, start: int
+) -> pathlib.Path:
     """Films what comes after step `start`, a frame a step, on all processes; the first writes it."""
     key, scale = jax.random.key(config.seed), max(1, 256 // config.size)
     frames, alive = jax.device_get(_film(key, state, start, world, config.frames, scale))
     key = "green: energy; dark: robots\ncoloured: agents, by lineage"
-    texts = [f"step {start + 1 + t:,}, {count:,} agents live\n{key}" for t, count in enumerate(alive.tolist())]
+    texts = [
+        f"step {start + 1 + t:,}, {count:,} agents live\n{key}"
+        for t, count in enumerate(alive.tolist())
+    ]
     path = plots / "life.gif"
     if jax.process_index() == 0:
         plots.mkdir(parents=True, exist_ok=True)

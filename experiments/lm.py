@@ -125,7 +125,9 @@ class Config(PipelineConfig):
     train: TrainConfig = TrainConfig()
     adapter: AdapterConfig = AdapterConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
-    teacher: str = _run.identifying("", before=lambda teacher: {"teacher": teacher} if teacher else {})
+    teacher: str = _run.identifying(
+        "", before=lambda teacher: {"teacher": teacher} if teacher else {}
+    )
     tuning: TuningConfig = TuningConfig()
     sampling: Sampling = Sampling(max_new_tokens=200, temperature=0.8)
     mode: str = "train"
@@ -168,13 +170,17 @@ def execute(config: Config, folder: pathlib.Path) -> Any:
 def train(config: Config, folder: pathlib.Path) -> FitResult:
     """Trains under the ambient mesh, in `folder`; resumes what is there."""
     if config.use_ema and not config.tuning.ema:
-        raise UsageError("use_ema=true asks for an average that this run does not keep; give tuning.ema=0.999.")
+        raise UsageError(
+            "use_ema=true asks for an average that this run does not keep; give tuning.ema=0.999."
+        )
     start = _init.source(config.init)
     if start is not None and config.init.startswith("run:"):
         config, tokenizer = _on_from(config, start, folder)
     else:
         if start is not None:
-            config = dataclasses.replace(config, model=_init.with_model(config.model, _init.kept(folder) or start))
+            config = dataclasses.replace(
+                config, model=_init.with_model(config.model, _init.kept(folder) or start)
+            )
         tokenizer = _init.kept_tokenizer(folder, start)
     mixed = open_corpora(config.data, folder / "data", tokenizer, say)
     corpus = mixed.first
@@ -200,7 +206,9 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
         extending="stretches its schedule",
         first=None if start is None else functools.partial(_first_state, config, trainer, start),
     )
-    result = _train.train(trainer, lambda step: place(config, functools.partial(windows, step)) | given, run)
+    result = _train.train(
+        trainer, lambda step: place(config, functools.partial(windows, step)) | given, run
+    )
     _tell_end(config, folder, corpus, result)
     return result
 
@@ -211,14 +219,18 @@ def with_solver(config: Config, folder: pathlib.Path) -> Config:
     cells = [mixer.cell for mixer in mixers if isinstance(mixer, Recurrent)]
     if config.model.solver != "auto" or not cells:
         return config
-    name = method_to_keep(folder, Config, "model.solver", cells, config.data.batch_size, config.data.seq_len)
+    name = method_to_keep(
+        folder, Config, "model.solver", cells, config.data.batch_size, config.data.seq_len
+    )
     return dataclasses.replace(config, model=dataclasses.replace(config.model, solver=name))
 
 
 def _on_from(config: Config, start: pathlib.Path, folder: pathlib.Path) -> tuple[Config, Tokenizer]:
     """Returns `config` with the model of the run in `start`, and its tokenizer, of which the new run keeps a copy."""
     saved = _run.load(start, Config)
-    tokenizer = open_corpora(saved.data, start / "data", _init.kept_tokenizer(start, None)).first.tokenizer
+    tokenizer = open_corpora(
+        saved.data, start / "data", _init.kept_tokenizer(start, None)
+    ).first.tokenizer
     _init.keep_of_run(folder, start, tokenizer)
     return dataclasses.replace(config, model=_init.as_told(saved.model, config.model)), tokenizer
 
@@ -239,7 +251,9 @@ def _teacher(config: Config, tokenizer: Tokenizer) -> tuple[LMConfig | None, dic
     start = _init.source(config.teacher, "teacher")
     if start is None:
         return None, {}
-    found, params, theirs = load(start, dataclasses.replace(config, checkpoint="best", use_ema=False))
+    found, params, theirs = load(
+        start, dataclasses.replace(config, checkpoint="best", use_ema=False)
+    )
     if theirs.identity != tokenizer.identity:
         raise UsageError(
             f"teacher={config.teacher} has the tokenizer {theirs.identity[:16]}, and the model "
@@ -254,7 +268,9 @@ def sample(config: Config, folder: pathlib.Path) -> None:
     """Prints a sample of a saved run or a Hugging Face folder."""
     config, params, tokenizer = _load(config)
     refuse_idle("sampling", (axes(config.model), "batch"))
-    say(draw_sample(config, params, tokenizer, config.prompt or ("" if tokenizer.bos_ids else "\n")))
+    say(
+        draw_sample(config, params, tokenizer, config.prompt or ("" if tokenizer.bos_ids else "\n"))
+    )
 
 
 def evaluate(config: Config, folder: pathlib.Path) -> dict[str, float]:
@@ -294,7 +310,9 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer, is_given: bool = False
     """Returns `config` with a vocabulary of at least the tokenizer's size, in multiples of 64; as it is, if given."""
     size = config.model.vocab_size
     if is_given and tokenizer.vocab_size > size:
-        raise UsageError(f"the tokenizer of init={config.init} has {tokenizer.vocab_size} symbols of {size}.")
+        raise UsageError(
+            f"the tokenizer of init={config.init} has {tokenizer.vocab_size} symbols of {size}."
+        )
     if not is_given:
         size = max(size, -(-tokenizer.vocab_size // 64) * 64)
         if config.model.vocab_size not in (size, LMConfig().vocab_size):
@@ -313,12 +331,22 @@ def make_trainer(config: Config, teacher: LMConfig | None = None) -> Trainer | A
     """Returns the algorithm, after checking that its state and batch can be laid out on the ambient mesh."""
     schedule, parts, flag = make_schedule(config, config.model, config.train.accumulate)
     counts = config.train.steps, parts, config.train.max_skipped
-    trainer = Trainer(config.model, config.optimizer, *counts, schedule, config.tuning, config.objective, teacher)
+    trainer = Trainer(
+        config.model, config.optimizer, *counts, schedule, config.tuning, config.objective, teacher
+    )
     if config.adapter.kind != "none":
         if config.pipeline != "none":
-            raise UsageError(f"adapter.kind={config.adapter.kind} has no pipeline={config.pipeline}; leave one out.")
+            raise UsageError(
+                f"adapter.kind={config.adapter.kind} has no pipeline={config.pipeline}; leave one out."
+            )
         trainer = AdapterTrainer(
-            config.model, config.adapter, config.optimizer, *counts, config.tuning, config.objective, teacher
+            config.model,
+            config.adapter,
+            config.optimizer,
+            *counts,
+            config.tuning,
+            config.objective,
+            teacher,
         )
     refuse_idle("a language model", (trainer.axes(), LM_AXES))
     named_shardings(jax.eval_shape(lambda: trainer.init(jax.random.key(0))), trainer.axes())
@@ -327,7 +355,9 @@ def make_trainer(config: Config, teacher: LMConfig | None = None) -> Trainer | A
         raise UsageError(f"{flag}={parts} does not divide data.batch_size={rows}.")
     check_split("data.batch_size", rows, "batch", flag, parts)
     check_length(config)
-    partition(("batch", "seq"), (rows // parts, row_length(config)), "the batch")  # two rules may clash
+    partition(
+        ("batch", "seq"), (rows // parts, row_length(config)), "the batch"
+    )  # two rules may clash
     return trainer
 
 
@@ -345,7 +375,9 @@ def _load(config: Config) -> tuple[Config, PyTree, Tokenizer]:
     """Reads the parameters and tokenizer of `config.run`; flags of this call keep their sampling and data."""
     folder = pathlib.Path(config.run)
     if not config.run or not folder.is_dir():
-        raise UsageError(f"mode={config.mode} needs run= to name an existing folder, not {config.run!r}.")
+        raise UsageError(
+            f"mode={config.mode} needs run= to name an existing folder, not {config.run!r}."
+        )
     return load(folder, config)
 
 
@@ -356,7 +388,9 @@ def load(folder: pathlib.Path, config: Config) -> tuple[Config, PyTree, Tokenize
     """
     if (folder / "config.json").is_file():
         if config.use_ema:
-            raise UsageError(f"use_ema=true asks for an average, and the Hugging Face folder {folder} has none.")
+            raise UsageError(
+                f"use_ema=true asks for an average, and the Hugging Face folder {folder} has none."
+            )
         model, params = from_hf(folder, dtype=config.model.dtype)
         return dataclasses.replace(config, model=model), params, load_tokenizer(folder)
     saved = _run.load(folder, Config)
@@ -369,9 +403,13 @@ def load(folder: pathlib.Path, config: Config) -> tuple[Config, PyTree, Tokenize
     trainer = make_trainer(config)
     shapes = jax.eval_shape(trainer.init, jax.random.key(0))
     shardings = named_shardings(shapes, trainer.axes())
-    abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+    abstract = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+    )
     checkpoints = Checkpoints(checkpoint_folder(saved, folder), read_only=True)
-    _, state = _saved.restored(checkpoints, config.checkpoint, abstract, folder, trainer.later_leaves)
+    _, state = _saved.restored(
+        checkpoints, config.checkpoint, abstract, folder, trainer.later_leaves
+    )
     return config, judged_weights(config, state), corpus.tokenizer
 
 
@@ -388,13 +426,19 @@ def _make_check(config: Config):
 
 
 def _mesh_text(mesh: Any) -> str:
-    sizes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+    sizes = (
+        " ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+    )
     kind = mesh.devices.flat[0].device_kind
     return f"{sizes} on {mesh.devices.size} {kind} device{'s' * (mesh.devices.size > 1)}"
 
 
 def _tell_start(
-    config: Config, folder: pathlib.Path, corpus: Corpus, trainer: Trainer | AdapterTrainer, start: int
+    config: Config,
+    folder: pathlib.Path,
+    corpus: Corpus,
+    trainer: Trainer | AdapterTrainer,
+    start: int,
 ) -> None:
     data, model = config.data, config.model
     shapes = jax.eval_shape(trainer.init, jax.random.key(0))
@@ -406,7 +450,9 @@ def _tell_start(
     tokens = data.batch_size * data.seq_len
     flops = tokens * flops_per_token(model, data.seq_len)
     say(f"run        {_run.short(folder)}" + (f" (resuming at step {start})" if start else ""))
-    say(f"model      {num_params(model):,} parameters in {model.num_layers} layers of width {model.embed_dim}")
+    say(
+        f"model      {num_params(model):,} parameters in {model.num_layers} layers of width {model.embed_dim}"
+    )
     if config.adapter.kind != "none":
         say(f"adapter    {num_adapted(model, config.adapter):,} of them in {config.adapter.kind} are trained beside "
             f"a base in {config.adapter.base}")  # fmt: skip
@@ -417,7 +463,9 @@ def _tell_start(
             f"model.vocab_size={enough} leaves the others out")  # fmt: skip
     length = row_length(config)
     pads = f", padded to rows of {length} over mesh.context" if length != data.seq_len else ""
-    say(f"step       {data.batch_size} x {data.seq_len} = {tokens:,} tokens{pads}, {flops / 1e9:,.1f} GFLOP")
+    say(
+        f"step       {data.batch_size} x {data.seq_len} = {tokens:,} tokens{pads}, {flops / 1e9:,.1f} GFLOP"
+    )
 
 
 def _tell_end(config: Config, folder: pathlib.Path, corpus: Corpus, result: FitResult) -> None:
@@ -434,12 +482,20 @@ def _tell_end(config: Config, folder: pathlib.Path, corpus: Corpus, result: FitR
         rows = Windows(corpus.validation, data.seq_len, data.batch_size, config.seed + 1, data.pack)
         batch = place(config, functools.partial(rows, 0))
         _experts.draw(
-            config.model, judged_weights(config, result.state), batch, folder / "metrics.jsonl", plots["experts"]
+            config.model,
+            judged_weights(config, result.state),
+            batch,
+            folder / "metrics.jsonl",
+            plots["experts"],
         )
-    prompt = config.prompt or corpus.tokenizer.decode(corpus.validation.read(0, min(32, len(corpus.validation))))
+    prompt = config.prompt or corpus.tokenizer.decode(
+        corpus.validation.read(0, min(32, len(corpus.validation)))
+    )
     text = draw_sample(config, judged_weights(config, result.state), corpus.tokenizer, prompt)
     say(f"\nsample     {'-' * 60}\n{text}\n{'-' * 71}")
-    say(f"validation loss {result.metrics['validation/loss']:.4f} nats a token after {result.step} steps")
+    say(
+        f"validation loss {result.metrics['validation/loss']:.4f} nats a token after {result.step} steps"
+    )
     for what, path in (plots | {"metrics": folder / "metrics.jsonl"}).items():
         say(f"{what:10} {_run.short(path)}")
     where = checkpoint_folder(config, folder)

@@ -123,7 +123,12 @@ def execute(config: Config, folder: pathlib.Path) -> FitResult:
 @owning
 def train(config: Config, folder: pathlib.Path) -> FitResult:
     """Trains under the ambient mesh, in `folder`; resumes what is there."""
-    model, data, trainer, task = config.model, config.data, make_trainer(config), open_films(config.data, config.seed)
+    model, data, trainer, task = (
+        config.model,
+        config.data,
+        make_trainer(config),
+        open_films(config.data, config.seed),
+    )
     sizes = [
         f"model      {model.pairs} pairs of layers of {model.width}, {(data.size // model.patch) ** 2} patches of "
         f"{model.patch} x {model.patch} pixels a frame",
@@ -139,9 +144,16 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
             films = trainer.network.apply(params, jnp.asarray(batch["inputs"]))[0]
             return constrain(jax.nn.sigmoid(films[0]), None, None, None)
 
-        films = {"next frame": batch["targets"][0], "predicted": np.asarray(drawn(result.state.params))}
+        films = {
+            "next frame": batch["targets"][0],
+            "predicted": np.asarray(drawn(result.state.params)),
+        }
         if jax.process_index() == 0:
-            plot_frames(films, plot := folder / "plots" / "frames.png", title="Each next frame, and what is predicted")
+            plot_frames(
+                films,
+                plot := folder / "plots" / "frames.png",
+                title="Each next frame, and what is predicted",
+            )
             _run.say(f"{'frames':10} {_run.short(plot)}")
     return result
 
@@ -154,7 +166,9 @@ def make_trainer(config: Config) -> SequenceTrainer:
                   Norm("layer"), init_std=model.width**-0.5)  # fmt: skip
     layers = SpaceTimeStack(stack, Attention(*heads))
     network = FramePredictor(layers, model.patch, (data.frames, data.size, data.size))
-    optimizer = dataclasses.replace(SequenceTrainer.optimizer, **dataclasses.asdict(config.optimizer))
+    optimizer = dataclasses.replace(
+        SequenceTrainer.optimizer, **dataclasses.asdict(config.optimizer)
+    )
     trainer = SequenceTrainer(network, optimizer, config.train.steps)
     check_layout("a predictor of frames", trainer, data.batch_size, "time", "space")
     return trainer
@@ -166,19 +180,29 @@ def open_films(config: DataConfig, seed: int) -> Task:
 
     def batch(kind: int, step: int):
         drawn = jax.random.fold_in(jax.random.fold_in(key, kind), step)
-        films = np.asarray(moving_digits(drawn, config.batch_size, config.frames + 1, config.size, config.digits))
-        return {"inputs": films[:, :-1], "targets": films[:, 1:], "weights": np.ones(len(films), np.float32)}
+        films = np.asarray(
+            moving_digits(drawn, config.batch_size, config.frames + 1, config.size, config.digits)
+        )
+        return {
+            "inputs": films[:, :-1],
+            "targets": films[:, 1:],
+            "weights": np.ones(len(films), np.float32),
+        }
 
     validation = [batch(1, step) for step in range(4)]
     lit = float(np.mean([each["targets"].mean() for each in validation]))
     constant = -lit * np.log(lit) - (1 - lit) * np.log(1 - lit)
     noun = "digit" if config.digits == 1 else "digits"
     text = f"{config.digits} {noun} on {config.size} x {config.size} pixels; a constant answer has loss {constant:.3f}"
-    return Task(config.size**2, 1, False, config.frames, functools.partial(batch, 0), validation, text)
+    return Task(
+        config.size**2, 1, False, config.frames, functools.partial(batch, 0), validation, text
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def moving_digits(key: PRNGKey, batch: int, frames: int, size: int, digits: int) -> Float[Array, "B T H W"]:
+def moving_digits(
+    key: PRNGKey, batch: int, frames: int, size: int, digits: int
+) -> Float[Array, "B T H W"]:
     """Draws films of digits that fly straight on, by up to two pixels a frame each way, and bounce off the edges.
 
     A digit in front hides none: a pixel is 1 where any digit has one, and 0 elsewhere. Consumes `key`.
@@ -191,7 +215,10 @@ def moving_digits(key: PRNGKey, batch: int, frames: int, size: int, digits: int)
       digits: How many fly.
     """
     which, where, speed = jax.random.split(key, 3)
-    font = np.array([[[row[4 * n + j] == "#" for j in range(COLUMNS)] for row in FONT] for n in range(10)], np.float32)
+    font = np.array(
+        [[[row[4 * n + j] == "#" for j in range(COLUMNS)] for row in FONT] for n in range(10)],
+        np.float32,
+    )
     room = jnp.array([size - ROWS, size - COLUMNS]).reshape(1, 1, 1, 2)
     start = jax.random.randint(where, (batch, 1, digits, 2), 0, room + 1)
     step = jax.random.randint(speed, (batch, 1, digits, 2), -2, 3)

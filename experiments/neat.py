@@ -136,7 +136,9 @@ class Config(_run.RunConfig):
         if self.run and self.mode in SEARCHES:
             raise UsageError("run is of mode=eval and mode=film; hydra.run.dir= moves a new run.")
         if self.num_seeds % (self.together or self.num_seeds):
-            raise UsageError(f"together={self.together} must divide num_seeds={self.num_seeds}, or be 0.")
+            raise UsageError(
+                f"together={self.together} must divide num_seeds={self.num_seeds}, or be 0."
+            )
         known = [field.name for field in dataclasses.fields(Rates)]
         for name in self.rates:
             if name not in known:
@@ -182,13 +184,17 @@ def _environment(config: Config) -> tuple[Any, PyTree]:
             hint = f"did you mean {near[0]}?"
         else:
             hint = str(error)
-        raise UsageError(f"task={config.task!r} is neither of {', '.join(TABLES)} nor an environment; {hint}") from None
+        raise UsageError(
+            f"task={config.task!r} is neither of {', '.join(TABLES)} nor an environment; {hint}"
+        ) from None
 
 
 def _examined(config: Config) -> tuple[GeneralizationTest, GeneralizationInputs]:
     searched, judged = (DoublePole(velocities=False, damping=damping) for damping in (True, False))
     params = searched.default_params
-    search = Episodes(searched, float("inf"), config.episodes, max_steps=config.max_steps or params.max_steps)
+    search = Episodes(
+        searched, float("inf"), config.episodes, max_steps=config.max_steps or params.max_steps
+    )
     inputs = GeneralizationInputs(params, judged.default_params, generalisation_starts())
     return GeneralizationTest(search, judged), inputs
 
@@ -197,7 +203,10 @@ def _curve() -> dict[str, Any]:
     """x^3 - x on 21 points of [-1, 1], scaled into [0, 1], and a constant input."""
     x = np.linspace(-1, 1, 21)
     inputs = np.stack([x, np.ones_like(x)], 1)
-    return {"inputs": jnp.asarray(inputs, float), "targets": jnp.asarray(0.5 + (x**3 - x)[:, None], float)}
+    return {
+        "inputs": jnp.asarray(inputs, float),
+        "targets": jnp.asarray(0.5 + (x**3 - x)[:, None], float),
+    }
 
 
 def execute(config: Config, folder: pathlib.Path) -> Any:
@@ -235,7 +244,9 @@ def repeat(config: Config, folder: pathlib.Path) -> list[dict[str, Any]]:
             rows.append(row)
             with (folder / "seeds.jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")
-        say(f"seeds      {len(rows)} of {config.num_seeds}: {sum(row['solved'] for row in rows)} solved")
+        say(
+            f"seeds      {len(rows)} of {config.num_seeds}: {sum(row['solved'] for row in rows)} solved"
+        )
     _tell_seeds(rows)
     say(f"rows       {_run.short(folder / 'seeds.jsonl')}")
     return rows
@@ -260,8 +271,13 @@ def search(config: Config, folder: pathlib.Path) -> FitResult:
     length = config.train
 
     def tell_start(start: int) -> None:
-        say(f"run        {_run.short(folder)}" + (f" (resuming at generation {start})" if start else ""))
-        say(f"task       {config.task}: {neat.config.num_inputs} inputs, {neat.config.num_outputs} outputs")
+        say(
+            f"run        {_run.short(folder)}"
+            + (f" (resuming at generation {start})" if start else "")
+        )
+        say(
+            f"task       {config.task}: {neat.config.num_inputs} inputs, {neat.config.num_outputs} outputs"
+        )
         say(f"search     {config.mode}, {config.kind}, population {config.population:,}")
 
     run = Run(
@@ -285,7 +301,9 @@ def play_saved(config: Config, folder: pathlib.Path) -> np.ndarray | pathlib.Pat
     """
     run, saved, asked = saved_run(config, ("seed", "eval_episodes", "frames"))
     if saved.num_seeds > 1:
-        raise UsageError(f"{run} has num_seeds={saved.num_seeds}, of which nothing is saved but how each ended.")
+        raise UsageError(
+            f"{run} has num_seeds={saved.num_seeds}, of which nothing is saved but how each ended."
+        )
     neat, inputs = make_search(saved)
     check_split("population", saved.population, "population")
     _, state = newest_state(run, neat, _run.identity(saved), RENAMED, "generation")
@@ -296,7 +314,9 @@ def play_saved(config: Config, folder: pathlib.Path) -> np.ndarray | pathlib.Pat
                              "champion as a picture.")  # fmt: skip
         return evaluate_table(neat, problem, state, inputs)
     episodes, params = (
-        (problem.training, inputs.params) if isinstance(problem, GeneralizationTest) else (problem, inputs)
+        (problem.training, inputs.params)
+        if isinstance(problem, GeneralizationTest)
+        else (problem, inputs)
     )
     if config.mode == "film":
         return film_champion(asked, neat, episodes, state, params, folder / "plots")
@@ -305,7 +325,9 @@ def play_saved(config: Config, folder: pathlib.Path) -> np.ndarray | pathlib.Pat
     return evaluate_episodes(asked, neat, episodes, state, params)
 
 
-def _tell_end(config: Config, folder: pathlib.Path, neat: Neat, inputs: PyTree, result: FitResult) -> None:
+def _tell_end(
+    config: Config, folder: pathlib.Path, neat: Neat, inputs: PyTree, result: FitResult
+) -> None:
     state: Any = result.state
     if result.interrupted:
         return
@@ -330,7 +352,9 @@ def _tell_end(config: Config, folder: pathlib.Path, neat: Neat, inputs: PyTree, 
               "size": ("train/nodes", "train/conns")}  # fmt: skip
     title = f"{config.task}: the champion, fitness {float(state.best):.4g}"
     plots.mkdir(exist_ok=True)
-    (folder / "champion.json").write_text(to_json(neat.config, champion, metadata={"fitness": float(state.best)}))
+    (folder / "champion.json").write_text(
+        to_json(neat.config, champion, metadata={"fitness": float(state.best)})
+    )
     (folder / "champion.dot").write_text(to_dot(neat.config, champion))
     plot_metrics(metrics, plots / "fitness.png", panels, along="generation",
                  title=f"{config.task}: {config.mode}, population {config.population:,}")  # fmt: skip
@@ -342,9 +366,15 @@ def _tell_end(config: Config, folder: pathlib.Path, neat: Neat, inputs: PyTree, 
 
 
 def _tell_test(
-    config: Config, neat: Neat, problem: GeneralizationTest, champion: PyTree, inputs: GeneralizationInputs
+    config: Config,
+    neat: Neat,
+    problem: GeneralizationTest,
+    champion: PyTree,
+    inputs: GeneralizationInputs,
 ) -> None:
-    result = jax.jit(lambda key: problem.test(key, neat.express(champion), inputs))(jax.random.key(config.seed))
+    result = jax.jit(lambda key: problem.test(key, neat.express(champion), inputs))(
+        jax.random.key(config.seed)
+    )
     say(f"test       the champion balances {int(result.steps):,} of {problem.long_steps:,} steps; it passes "
         f"{int(result.passed)} of {len(inputs.levels.x)} starts")  # fmt: skip
 

@@ -23,7 +23,14 @@ from jaxpar.fields import AtLeast, OneOf, Positive, field
 from jaxpar.io import plot_metrics
 from jaxpar.loop import Fit, FitResult
 from jaxpar.optim import OptimizerConfig, make_optimizer
-from jaxpar.own import check_finite, examples_in_batches, lay_out, mean_loss, predictions, verify_own
+from jaxpar.own import (
+    check_finite,
+    examples_in_batches,
+    lay_out,
+    mean_loss,
+    predictions,
+    verify_own,
+)
 from jaxpar.types import UsageError
 
 from . import _own, _run, _train
@@ -60,7 +67,9 @@ class Config(_run.RunConfig):
     train: TrainConfig = TrainConfig(steps=1000)
     mode: str = field("train", OneOf(("train", "axes", "verify")))
     run: str = ""
-    layouts: list[str] = dataclasses.field(default_factory=lambda: ["data2.tensor4", "data2.fsdp2.tensor2"])
+    layouts: list[str] = dataclasses.field(
+        default_factory=lambda: ["data2.tensor4", "data2.fsdp2.tensor2"]
+    )
 
     def __post_init__(self):
         """Refuses what no model can be."""
@@ -100,7 +109,9 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
     model = laid.model
 
     def evaluate(state) -> Mapping[str, float]:
-        judged = task.judge(predictions(model, state, task.held_out, config.batch_size), task.held_out)
+        judged = task.judge(
+            predictions(model, state, task.held_out, config.batch_size), task.held_out
+        )
         means = mean_loss(model, task.held_out, config.batch_size, state)
         return means | {f"validation/{name}": x for name, x in judged.items()}
 
@@ -125,18 +136,29 @@ def show_axes(config: Config, folder: pathlib.Path) -> None:
     del folder
     task = open_own(config)
     say(task.text)
-    say(str(lay_out(task.model, examples_in_batches(task.model, task.examples, config.batch_size, config.seed)(0))))
+    say(
+        str(
+            lay_out(
+                task.model,
+                examples_in_batches(task.model, task.examples, config.batch_size, config.seed)(0),
+            )
+        )
+    )
 
 
 def verify(config: Config, folder: pathlib.Path) -> None:
     """Compares the layouts with one device, in float32; ends with exit code 1 if one does not hold."""
     del folder
     if jax.process_count() > 1:
-        raise UsageError("mode=verify compares with one device of this process; start it with one process.")
+        raise UsageError(
+            "mode=verify compares with one device of this process; start it with one process."
+        )
     task = open_own(config)
 
     def batch(number: int) -> Any:
-        chosen = np.random.default_rng([config.seed, number]).integers(0, len(task.examples), config.batch_size)
+        chosen = np.random.default_rng([config.seed, number]).integers(
+            0, len(task.examples), config.batch_size
+        )
         return task.model.collate([task.examples[int(i)] for i in chosen])
 
     layouts = [parse_layout(text) for text in config.layouts]
@@ -168,10 +190,24 @@ def _tell_end(folder: pathlib.Path, result: FitResult) -> None:
         return
     plot = folder / "plots" / "training.png"
     if jax.process_index() == 0:
-        plot_metrics(folder / "metrics.jsonl", plot, {"loss": ("train/loss", "validation/loss")}, title=folder.name)
-    chosen = {name: value for name, value in result.metrics.items() if name.startswith("validation/")}
-    say(f"after {result.step} steps: " + "  ".join(f"{name} {value:.4f}" for name, value in chosen.items()))
-    for what, path in (("plot", plot), ("metrics", folder / "metrics.jsonl"), ("checkpoint", folder / "checkpoints")):
+        plot_metrics(
+            folder / "metrics.jsonl",
+            plot,
+            {"loss": ("train/loss", "validation/loss")},
+            title=folder.name,
+        )
+    chosen = {
+        name: value for name, value in result.metrics.items() if name.startswith("validation/")
+    }
+    say(
+        f"after {result.step} steps: "
+        + "  ".join(f"{name} {value:.4f}" for name, value in chosen.items())
+    )
+    for what, path in (
+        ("plot", plot),
+        ("metrics", folder / "metrics.jsonl"),
+        ("checkpoint", folder / "checkpoints"),
+    ):
         say(f"{what:10} {_run.short(path)}")
 
 

@@ -85,7 +85,9 @@ class Config(_run.RunConfig):
         """Refuses tasks that take no time."""
         super().__post_init__()
         if not self.forward + self.backward + self.weights:
-            raise UsageError("forward, backward and weights are all 0, so that no schedule takes any time.")
+            raise UsageError(
+                "forward, backward and weights are all 0, so that no schedule takes any time."
+            )
 
     def costs(self, chunks: int) -> TaskCosts:
         """Returns the time of a task, with so many groups of layers on each device."""
@@ -97,11 +99,17 @@ class Config(_run.RunConfig):
         if name.startswith("searched"):
             placement = vee(self.devices) if name == "searched_v" else loop(self.devices)
             costs = self.costs(len(placement) // self.devices)
-            found = search_schedule(placement, self.microbatches, costs, self.cap or None, latency=self.latency)
+            found = search_schedule(
+                placement, self.microbatches, costs, self.cap or None, latency=self.latency
+            )
         else:
             found = named_schedule(name, self.devices, self.microbatches, self.chunks)
         chunks = len(found.placement) // found.devices // found.copies
-        return with_vocabulary(found, self.costs(chunks), self.latency) if self.has_head(found) else found
+        return (
+            with_vocabulary(found, self.costs(chunks), self.latency)
+            if self.has_head(found)
+            else found
+        )
 
     def has_head(self, schedule: Schedule) -> bool:
         """Whether the head is split over the devices; of two copies of a model it is not."""
@@ -119,7 +127,9 @@ def execute(config: Config, folder: pathlib.Path) -> None:
         refuse_idle("a simulation of schedules", ())
         _run.write_start(folder, config)
         say(f"run        {_run.short(folder)}")
-        tell(config, folder, {name: run(config, folder, name) for name in config.schedules or NAMES})
+        tell(
+            config, folder, {name: run(config, folder, name) for name in config.schedules or NAMES}
+        )
 
 
 def run(config: Config, folder: pathlib.Path, name: str) -> tuple[Schedule, Timing]:
@@ -134,13 +144,31 @@ def run(config: Config, folder: pathlib.Path, name: str) -> tuple[Schedule, Timi
 def tell(config: Config, folder: pathlib.Path, found: dict[str, tuple[Schedule, Timing]]) -> None:
     """Prints a row for each schedule, and writes them."""
     columns = (Column(name, justify="left" if name == "schedule" else "right") for name in COLUMNS)
-    table = Table(*columns, title=f"{config.devices} devices, {config.microbatches} microbatches", title_justify="left")
+    table = Table(
+        *columns,
+        title=f"{config.devices} devices, {config.microbatches} microbatches",
+        title_justify="left",
+    )
     rows = []
     for name, (schedule, timing) in found.items():
         chunks, kept = len(schedule.placement) // schedule.devices, max(timing.held)
-        row = dict(schedule=name, time=timing.makespan, idle=timing.idle_fraction, kept=kept, chunks=chunks)
-        rows.append(row | dict(layers=kept * schedule.copies / chunks, messages=timing.messages, span=max(timing.span)))
-        numbers = f"{timing.makespan:.2f}", f"{timing.idle_fraction:.1%}", str(kept), f"{rows[-1]['layers']:.2f}"
+        row = dict(
+            schedule=name, time=timing.makespan, idle=timing.idle_fraction, kept=kept, chunks=chunks
+        )
+        rows.append(
+            row
+            | dict(
+                layers=kept * schedule.copies / chunks,
+                messages=timing.messages,
+                span=max(timing.span),
+            )
+        )
+        numbers = (
+            f"{timing.makespan:.2f}",
+            f"{timing.idle_fraction:.1%}",
+            str(kept),
+            f"{rows[-1]['layers']:.2f}",
+        )
         table.add_row(name, *numbers, str(timing.messages), str(chunks))
         if config.text:
             say(f"{schedule}\n{schedule_text(schedule)}\n")
@@ -148,7 +176,9 @@ def tell(config: Config, folder: pathlib.Path, found: dict[str, tuple[Schedule, 
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     best = min(rows, key=lambda row: row["time"])
     say(f"least time {best['schedule']}, idle {best['idle']:.1%}")
-    say(f"table      {_run.short(folder / 'schedules.json')}\nplots      {_run.short(folder / 'plots')}")
+    say(
+        f"table      {_run.short(folder / 'schedules.json')}\nplots      {_run.short(folder / 'plots')}"
+    )
 
 
 if __name__ == "__main__":

@@ -32,7 +32,17 @@ from ._mesh import refuse_idle
 from ._run import identifying, say
 from ._ticks import VOCAB, Schedule, Ticks, expected_ticks, simulate
 
-COLUMNS = ("acceptance", "schedule", "simulated", "closed form", "runs", "cancelled", "stale", "work", "in vain")
+COLUMNS = (
+    "acceptance",
+    "schedule",
+    "simulated",
+    "closed form",
+    "runs",
+    "cancelled",
+    "stale",
+    "work",
+    "in vain",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +81,9 @@ class Config(_run.RunConfig):
             raise UsageError(f"early={self.early} is after the last of stages={self.stages}.")
         percents = [round(100 * rate) for rate in self.acceptance]
         if not percents or sorted(set(percents)) != percents:
-            raise UsageError(f"acceptance={self.acceptance} must rise, by whole percents, as in [0.5,0.8].")
+            raise UsageError(
+                f"acceptance={self.acceptance} must rise, by whole percents, as in [0.5,0.8]."
+            )
         if (late := self.ticks_of(self.pipelined)) > self.stages:
             raise UsageError(
                 f"pipelined={self.pipelined} guesses take the draft {late} ticks, and the pipeline of stages="
@@ -85,7 +97,9 @@ class Config(_run.RunConfig):
     def schedules(self) -> dict[str, Schedule]:
         """Returns each schedule by its name."""
         turn = Schedule(self.stages, self.guesses, self.ticks_of(self.guesses))
-        flight = Schedule(self.stages, self.pipelined, self.ticks_of(self.pipelined), continuous=True)
+        flight = Schedule(
+            self.stages, self.pipelined, self.ticks_of(self.pipelined), continuous=True
+        )
         return {
             "plain": Schedule(self.stages),
             "in_turn": turn,
@@ -111,7 +125,11 @@ def execute(config: Config, folder: pathlib.Path) -> None:
         refuse_idle("a simulation of ticks", ())
         _run.write_start(folder, config)
         say(f"run        {_run.short(folder)}")
-        tell(config, folder, {name: run(config, schedule) for name, schedule in config.schedules().items()})
+        tell(
+            config,
+            folder,
+            {name: run(config, schedule) for name, schedule in config.schedules().items()},
+        )
 
 
 def run(config: Config, schedule: Schedule) -> Ticks:
@@ -129,21 +147,42 @@ def tell(config: Config, folder: pathlib.Path, found: dict[str, Ticks]) -> None:
     """Prints a row for each schedule and rate, and writes them."""
     columns = (Column(name, justify="right") for name in COLUMNS)
     table = Table(*columns, title="ticks a token", title_justify="left")
-    writer = open_writers(folder, tuple(config.metrics), None, name=folder.name, config=_run.identity(config))
+    writer = open_writers(
+        folder, tuple(config.metrics), None, name=folder.name, config=_run.identity(config)
+    )
     for i, rate in enumerate(config.acceptance):
         values = {}
         for name, schedule in config.schedules().items():
             end = jax.tree.map(lambda x, i=i: x[i], found[name])
             ticks, form = end.ticks / (end.length - 1), expected_ticks(schedule, rate, config.hit)
-            work, vain = end.busy / end.ticks / config.stages, 1 - end.kept / end.busy * config.stages
-            values |= {f"{name}/ticks": ticks, f"{name}/closed_form": form, f"{name}/work": work, f"{name}/vain": vain}
+            work, vain = (
+                end.busy / end.ticks / config.stages,
+                1 - end.kept / end.busy * config.stages,
+            )
+            values |= {
+                f"{name}/ticks": ticks,
+                f"{name}/closed_form": form,
+                f"{name}/work": work,
+                f"{name}/vain": vain,
+            }
             counts = map(str, (end.started, end.cancelled, end.stale))
-            table.add_row(f"{rate:g}", name, f"{ticks:.3f}", f"{form:.3f}", *counts, f"{work:.2f}", f"{vain:.2f}")
+            table.add_row(
+                f"{rate:g}",
+                name,
+                f"{ticks:.3f}",
+                f"{form:.3f}",
+                *counts,
+                f"{work:.2f}",
+                f"{vain:.2f}",
+            )
         writer.write(round(100 * rate), values)
     writer.close()
     Console(width=None if sys.stdout.isatty() else 140).print(table)
     shown = {"ticks a token": "ticks", "closed form": "closed_form", "stages at work": "work"}
-    panels = {label: [f"{name}/{key}" for name in found if name != "not_cancelled"] for label, key in shown.items()}
+    panels = {
+        label: [f"{name}/{key}" for name in found if name != "not_cancelled"]
+        for label, key in shown.items()
+    }
     plot = folder / "plots" / "ticks.png"
     plot_metrics(folder / "metrics.jsonl", plot, panels, along="acceptance, percent",
                  title=f"{config.stages} stages, {config.guesses} guesses")  # fmt: skip

@@ -105,7 +105,8 @@ class Config(_run.RunConfig):
     env_fields: dict[str, Any] = identifying(default_factory=dict)
     params: dict[str, Any] = identifying(default_factory=dict)
     planner: dict[str, Any] = identifying(
-        default_factory=lambda: {"kind": "vopp"}, of=lambda config: PLANNERS.get(config.planner.get("kind"), Vopp)
+        default_factory=lambda: {"kind": "vopp"},
+        of=lambda config: PLANNERS.get(config.planner.get("kind"), Vopp),
     )
     belief: dict[str, Any] = identifying(default_factory=dict)
     episodes: int = identifying(32, AtLeast(1))
@@ -123,7 +124,9 @@ class Config(_run.RunConfig):
         if self.run and self.mode == "plan":
             raise UsageError("run is of mode=eval and mode=film; hydra.run.dir= moves a new run.")
         if self.judge and self.budget_s:
-            raise UsageError("judge=true judges plans of a fixed number of batches; leave budget_s=0.")
+            raise UsageError(
+                "judge=true judges plans of a fixed number of batches; leave budget_s=0."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +183,9 @@ def execute(config: Config, folder: pathlib.Path) -> Any:
 
 def play_saved(config: Config, folder: pathlib.Path) -> Results | pathlib.Path | None:
     """Plans other episodes by the settings of the run in `config.run`, or with mode=film films one; returns either."""
-    run, _, asked = saved_run(config, ("seed", "episodes", "max_steps", "budget_s", "judge", "at_once"))
+    run, _, asked = saved_run(
+        config, ("seed", "episodes", "max_steps", "budget_s", "judge", "at_once")
+    )
     setting = make_setting(asked)
     _tell_start(asked, run, setting)
     if config.mode == "film":
@@ -194,25 +199,43 @@ def make_setting(config: Config) -> Setting:
     """Returns the environment, the planner and the belief updater of the flags."""
     env, params = make_world(config.env, config.env_fields, config.params)
     able = capabilities(env)
-    kind, asked = config.planner.get("kind"), {k: v for k, v in config.planner.items() if k != "kind"}
+    kind, asked = (
+        config.planner.get("kind"),
+        {k: v for k, v in config.planner.items() if k != "kind"},
+    )
     if kind not in PLANNERS:
         raise UsageError(f"planner.kind={kind!r} is unknown; legal are {', '.join(PLANNERS)}.")
     usual = {field.name: field.default for field in dataclasses.fields(PLANNERS[kind])}
     usual |= {name: value for name, value in UNSET.items() if usual.get(name, value) is None}
     options = changes("planner", kind, usual, asked)
-    if options.get("leaf", usual.get("leaf")) == "heuristic" and "leaf" not in asked and able.heuristic is None:
-        say(f"note: {config.env} has no heuristic, so leaves are valued by random play: planner.leaf=rollout.")
+    if (
+        options.get("leaf", usual.get("leaf")) == "heuristic"
+        and "leaf" not in asked
+        and able.heuristic is None
+    ):
+        say(
+            f"note: {config.env} has no heuristic, so leaves are valued by random play: planner.leaf=rollout."
+        )
         options["leaf"] = "rollout"
     planner = PLANNERS[kind](**options)
     discount_of(params, planner.discount)
     if is_adapter(env):
-        raise UsageError(f"{config.env} hides its states, and planners need to draw them; take one of envs.names().")
-    return Setting(env, params, planner, make_updater(env, **changes("belief", config.env, BELIEF, config.belief)))
+        raise UsageError(
+            f"{config.env} hides its states, and planners need to draw them; take one of envs.names()."
+        )
+    return Setting(
+        env,
+        params,
+        planner,
+        make_updater(env, **changes("belief", config.env, BELIEF, config.belief)),
+    )
 
 
 def run(config: Config, folder: pathlib.Path, setting: Setting) -> Results:
     """Plans all episodes and returns what came of them, having written a line of metrics.jsonl now and then."""
-    writer = open_writers(folder, tuple(config.metrics), None, name=folder.name, config=_run.identity(config))
+    writer = open_writers(
+        folder, tuple(config.metrics), None, name=folder.name, config=_run.identity(config)
+    )
     try:
         with open_progress(config.episodes, 0, "planning", "episode") as progress:
 
@@ -220,7 +243,9 @@ def run(config: Config, folder: pathlib.Path, setting: Setting) -> Results:
                 mean, error = mean_and_error(rows["returns"])
                 values = {"episodes/return": mean, "episodes/length": float(rows["lengths"].mean())}
                 values["episodes/optimism"] = float(np.mean(rows["optimism"]))
-                writer.write(done, values | ({"episodes/error": error} if np.isfinite(error) else {}))
+                writer.write(
+                    done, values | ({"episodes/error": error} if np.isfinite(error) else {})
+                )
                 progress.update(done, {"return": mean})
 
             return play(config, setting, told)
@@ -228,7 +253,9 @@ def run(config: Config, folder: pathlib.Path, setting: Setting) -> Results:
         writer.close()
 
 
-def play(config: Config, setting: Setting, told: Callable[[int, dict[str, np.ndarray]], None]) -> Results:
+def play(
+    config: Config, setting: Setting, told: Callable[[int, dict[str, np.ndarray]], None]
+) -> Results:
     """Plans all episodes; `told` gets how many are done and what came of these."""
     return (clocked if config.budget_s else batched)(config, setting, told)
 
@@ -244,9 +271,14 @@ def batched(config: Config, setting: Setting, told: Any) -> Results:
 
     @jax.jit
     def play(keys: PRNGKey) -> dict[str, jax.Array]:
-        got = jax.vmap(lambda key: simulate(key, env, params, planner, updater, config.max_steps))(keys)
+        got = jax.vmap(lambda key: simulate(key, env, params, planner, updater, config.max_steps))(
+            keys
+        )
         sums = {name: jnp.sum(got._asdict()[name], axis=1) for name in COUNTED}
-        sums |= {"promised": got.value[:, 0], "optimism": got.value[:, 0] - got.discounted_return - got.left}
+        sums |= {
+            "promised": got.value[:, 0],
+            "optimism": got.value[:, 0] - got.discounted_return - got.left,
+        }
         done = {"actions": got.action, "obs": got.obs, "live": got.live} if judge else {}
         return sums | done | {"returns": got.discounted_return, "lengths": got.length}
 
@@ -258,9 +290,13 @@ def batched(config: Config, setting: Setting, told: Any) -> Results:
         began = time.perf_counter()
         rows.append(jax.device_get(program(keys[first : first + size])))
         seconds += time.perf_counter() - began
-        whole = {name: np.concatenate([row[name] for row in rows])[: config.episodes] for name in rows[0]}
+        whole = {
+            name: np.concatenate([row[name] for row in rows])[: config.episodes] for name in rows[0]
+        }
         told(min(first + size, config.episodes), whole)
-    kept: dict[str, Any] = {name: whole[name] for name in ("returns", "lengths", "promised", "optimism", *COUNTED)}
+    kept: dict[str, Any] = {
+        name: whole[name] for name in ("returns", "lengths", "promised", "optimism", *COUNTED)
+    }
     found = Results(
         **kept,
         seconds=seconds,
@@ -281,7 +317,9 @@ def clocked(config: Config, setting: Setting, told: Any) -> Results:
         nonlocal warm
         if not warm:
             began = time.monotonic()
-            planner.plan_until(key, env, params, belief, began + 3600 if planner.iterations < 3 else began + 1e-3)
+            planner.plan_until(
+                key, env, params, belief, began + 3600 if planner.iterations < 3 else began + 1e-3
+            )
             say(f"compiled   in {time.monotonic() - began:.1f} s, counted apart")
             warm = True
         began = time.monotonic()
@@ -289,7 +327,9 @@ def clocked(config: Config, setting: Setting, told: Any) -> Results:
         action = jax.block_until_ready(action)
         return action, info, None, time.monotonic() - began
 
-    rows: dict[str, list] = {name: [] for name in ("returns", "lengths", "promised", "optimism", *COUNTED)}
+    rows: dict[str, list] = {
+        name: [] for name in ("returns", "lengths", "promised", "optimism", *COUNTED)
+    }
     spent = []
     for i in range(config.episodes):
         key = jax.random.fold_in(jax.random.key(config.seed), i)
@@ -297,10 +337,14 @@ def clocked(config: Config, setting: Setting, told: Any) -> Results:
         spent += [move.seconds for move in made]
         rows["returns"].append(sum(move.reward * discount**t for t, move in enumerate(made)))
         rows["lengths"].append(len(made))
-        rows["depleted"].append(sum(bool(move.evidence.depleted) and not move.terminated for move in made))
+        rows["depleted"].append(
+            sum(bool(move.evidence.depleted) and not move.terminated for move in made)
+        )
         rows["overflow"].append(sum(int(move.info.overflow) for move in made))
         rows["illegal"].append(sum(is_illegal(move, env, params) for move in made))
-        rows["unweighed"].append(sum(int(move.evidence.invalid) for move in made if not move.terminated))
+        rows["unweighed"].append(
+            sum(int(move.evidence.invalid) for move in made if not move.terminated)
+        )
         promised, left = promised_and_left(made, discount)
         rows["promised"].append(promised)
         rows["optimism"].append(promised - rows["returns"][-1] - left)
@@ -337,7 +381,9 @@ def save_film(config: Config, folder: pathlib.Path, setting: Setting) -> pathlib
         return None
     env, params, planner = setting.env, setting.params, setting.planner
     key, draw_key = jax.random.fold_in(jax.random.key(config.seed), 0), jax.random.key(config.seed)
-    made = list(moves(key, env, params, setting.updater, config.max_steps, planned(planner, env, params)))
+    made = list(
+        moves(key, env, params, setting.updater, config.max_steps, planned(planner, env, params))
+    )
     path = folder / "plots" / "episode.gif"
     path.parent.mkdir(parents=True, exist_ok=True)
     frames = film(made, env, params, draw_key, f"{config.env}, {config.planner['kind']}")
@@ -350,7 +396,11 @@ def _tell_start(config: Config, folder: pathlib.Path, setting: Setting) -> None:
     fields = vars(setting.planner)
     shown = "  ".join(f"{name}={value}" for name, value in fields.items() if value is not None)
     count = setting.updater.num_particles if isinstance(setting.updater, ParticleBelief) else None
-    how = f"{config.budget_s:g} s a plan" if config.budget_s else f"{setting.planner.iterations} batches a plan"
+    how = (
+        f"{config.budget_s:g} s a plan"
+        if config.budget_s
+        else f"{setting.planner.iterations} batches a plan"
+    )
     say(f"run        {_run.short(folder)}")
     say(f"env        {config.env}: {setting.env.action_space(setting.params).n} actions, discount "
         f"{float(discount_of(setting.params, setting.planner.discount)):g}")  # fmt: skip
@@ -379,10 +429,16 @@ def _tell_end(config: Config, found: Results) -> None:
     say(f"time       {found.latency:.4g} s a step of {together} episode(s) together, "
         f"{found.seconds / max(steps, 1):.4g} s a step made; {found.seconds:.1f} s in all")  # fmt: skip
     for name, what in (
-        ("depleted", "updates left no particle that explains what was seen; raise belief.num_particles"),
+        (
+            "depleted",
+            "updates left no particle that explains what was seen; raise belief.num_particles",
+        ),
         ("overflow", "simulated steps found no room in the tree; raise planner.max_nodes"),
         ("illegal", "actions were illegal"),
-        ("unweighed", "likelihoods were no numbers, and their particles were left out; mend log_likelihood"),
+        (
+            "unweighed",
+            "likelihoods were no numbers, and their particles were left out; mend log_likelihood",
+        ),
     ):
         if total := int(vars(found)[name].sum()):
             say(f"note: {total:,} {what}.")

@@ -164,24 +164,34 @@ class Config(_run.RunConfig):
     last_action_reward: bool = identifying(False, before=lambda on: {"recall": on})
     algorithm: str = identifying("ppo")
     num_seeds: int = identifying(4, AtLeast(1))
-    exploit_every: int = identifying(0, AtLeast(0), before=lambda every: {"exploit_every": every} if every else {})
+    exploit_every: int = identifying(
+        0, AtLeast(0), before=lambda every: {"exploit_every": every} if every else {}
+    )
     perturb: list[str] = identifying(default_factory=lambda: list(PERTURBED), before=_perturbed)
     train: TrainConfig = TrainConfig(500_000, 10, 0)
     num_envs: int = identifying(0, AtLeast(0))
     num_steps: int = identifying(0, AtLeast(0))
     epochs: int = identifying(0, AtLeast(0))
     minibatches: int = identifying(0, AtLeast(0))
-    rates: dict[str, float] = identifying(default_factory=dict, before=functools.partial(_older, "rates", OLDER_RATES))
+    rates: dict[str, float] = identifying(
+        default_factory=dict, before=functools.partial(_older, "rates", OLDER_RATES)
+    )
     anneal: bool = identifying(True)
-    fields: dict[str, Any] = identifying(default_factory=dict, before=functools.partial(_older, "fields", OLDER_FIELDS))
-    self_play: dict[str, Any] = identifying(default_factory=dict, before=lambda how: {"self_play": how} if how else {})
+    fields: dict[str, Any] = identifying(
+        default_factory=dict, before=functools.partial(_older, "fields", OLDER_FIELDS)
+    )
+    self_play: dict[str, Any] = identifying(
+        default_factory=dict, before=lambda how: {"self_play": how} if how else {}
+    )
     central: bool = identifying(False)
     encoder: list[int] = identifying(legal=Each(AtLeast(1)), default_factory=list)
     hidden: list[int] = identifying(legal=Each(AtLeast(1)), default_factory=list)
     activation: str = identifying("")
     conv: list[int] = identifying(legal=Each(AtLeast(1)), default_factory=list)
     layer_norm: bool | None = identifying(None)
-    items: dict[str, Any] = identifying(default_factory=dict, before=lambda items: {"items": items} if items else {})
+    items: dict[str, Any] = identifying(
+        default_factory=dict, before=lambda items: {"items": items} if items else {}
+    )
     memory: str = identifying("none")
     memory_size: int = identifying(64, AtLeast(1))
     method: str = identifying("auto")
@@ -202,9 +212,13 @@ class Config(_run.RunConfig):
         super().__post_init__()
         for name, legal in (("algorithm", ALGORITHMS), ("method", METHODS), ("mode", MODES)):
             if getattr(self, name) not in legal:
-                raise UsageError(f"{name}={getattr(self, name)!r} is unknown; legal are {', '.join(legal)}.")
+                raise UsageError(
+                    f"{name}={getattr(self, name)!r} is unknown; legal are {', '.join(legal)}."
+                )
         if self.search and self.mode != "eval":
-            raise UsageError("search is of mode=eval; a search to learn from is algorithm=alpha_zero.")
+            raise UsageError(
+                "search is of mode=eval; a search to learn from is algorithm=alpha_zero."
+            )
         if self.run and self.mode == "train":
             raise UsageError("run is of mode=eval and mode=film; hydra.run.dir= moves a new run.")
 
@@ -223,21 +237,34 @@ def make_learner(config: Config) -> tuple[Any, PyTree]:
     usual: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(kind)}
     chosen: dict[str, Any] = {"prng": config.prng, **fixed} if "prng" in usual else dict(fixed)
     if "prng" not in usual and config.prng != "env":
-        raise UsageError(f"prng={config.prng} does not apply: algorithm={config.algorithm} has none.")
+        raise UsageError(
+            f"prng={config.prng} does not apply: algorithm={config.algorithm} has none."
+        )
     for name in ("num_envs", "num_steps", "epochs", "minibatches", "central"):
         value = getattr(config, name)
         if value and name not in usual:
-            raise UsageError(f"{name}={value} does not apply: algorithm={config.algorithm} has none.")
+            raise UsageError(
+                f"{name}={value} does not apply: algorithm={config.algorithm} has none."
+            )
         chosen |= {name: value} if value else {}
-    asked = {name: getattr(config, name) for name in ("encoder", "hidden", "activation", "conv", "layer_norm")}
-    asked = {name: tuple(x) if isinstance(x, list) else x for name, x in asked.items() if x not in ("", [], None)}
+    asked = {
+        name: getattr(config, name)
+        for name in ("encoder", "hidden", "activation", "conv", "layer_norm")
+    }
+    asked = {
+        name: tuple(x) if isinstance(x, list) else x
+        for name, x in asked.items()
+        if x not in ("", [], None)
+    }
     if config.items:
         network = _item_network(config, kind, asked)
     else:
         network = dataclasses.replace(usual["network"], memory=config.memory, memory_size=config.memory_size,
                                       method=solver(config.method_taken or config.method), **asked)  # fmt: skip
     searches = dataclasses.asdict(usual["search"]) if config.algorithm == "alpha_zero" else {}
-    free = {name: value for name, value in usual.items() if isinstance(value, bool | int | float | str)} | searches
+    free = {
+        name: value for name, value in usual.items() if isinstance(value, bool | int | float | str)
+    } | searches
     _refuse_older("fields", OLDER_FIELDS, config.fields, free)
     asked = changes("fields", f"algorithm={config.algorithm}", free, config.fields)
     chosen |= {name: value for name, value in asked.items() if name not in searches}
@@ -246,7 +273,9 @@ def make_learner(config: Config) -> tuple[Any, PyTree]:
         chosen["search"] = dataclasses.replace(usual["search"], **changed)
     if config.self_play:
         if config.algorithm not in ("ppo", "a2c"):
-            raise UsageError(f"self_play does not apply: algorithm={config.algorithm} has none; legal: ppo, a2c.")
+            raise UsageError(
+                f"self_play does not apply: algorithm={config.algorithm} has none; legal: ppo, a2c."
+            )
         if isinstance(network, Items):
             raise UsageError("self_play and items exclude each other: rivals act by a Network.")
         env = Against(env, network)
@@ -255,7 +284,9 @@ def make_learner(config: Config) -> tuple[Any, PyTree]:
     _refuse_older("rates", OLDER_RATES, config.rates, usual)
     rates = changes("rates", f"algorithm={config.algorithm}", usual, config.rates)
     if config.anneal and "anneal" in rates:
-        raise UsageError("rates.anneal needs anneal=false: with anneal=true the rate falls over the whole run.")
+        raise UsageError(
+            "rates.anneal needs anneal=false: with anneal=true the rate falls over the whole run."
+        )
     if config.anneal:
         rates["anneal"] = float(num_updates(config, learner))
     return dataclasses.replace(learner, rates=learner.rates.replace(**rates)), params
@@ -267,7 +298,9 @@ def with_method(config: Config, folder: pathlib.Path) -> Config:
         return config
     learner: Any = make_learner(config)[0]
     memory: Any = memory_of(config.memory, config.memory_size)
-    name = method_to_keep(folder, Config, "method_taken", [memory.cell], learner.num_envs, learner.num_steps)
+    name = method_to_keep(
+        folder, Config, "method_taken", [memory.cell], learner.num_envs, learner.num_steps
+    )
     return dataclasses.replace(config, method_taken=name)
 
 
@@ -279,13 +312,17 @@ def _item_network(config: Config, kind: Any, asked: dict[str, Any]) -> Items:
         )
     spare = sorted(asked.keys() - {"activation"}) + (["memory"] if config.memory != "none" else [])
     if spare:
-        raise UsageError(f"{spare[0]} does not apply: a network of items has none; leave it out, or items.")
+        raise UsageError(
+            f"{spare[0]} does not apply: a network of items has none; leave it out, or items."
+        )
     usual = {field.name: field.default for field in dataclasses.fields(Items)}
     chosen = changes("items", "a network of items", usual, config.items)
     return Items(**({"activation": asked["activation"]} if asked else {}), **chosen)
 
 
-def _refuse_older(flag: str, names: dict[str, str], changes: dict[str, Any], usual: dict[str, Any]) -> None:
+def _refuse_older(
+    flag: str, names: dict[str, str], changes: dict[str, Any], usual: dict[str, Any]
+) -> None:
     """Refuses changes to fields by their older names with today's."""
     for name in changes.keys() - usual.keys():
         for new in (new for new, old in names.items() if old == name and new in usual):
@@ -296,12 +333,24 @@ def side_by_side(config: Config, learner: Any, params: PyTree) -> Seeds:
     """Returns the learners of all seeds, by `exploit_every` a population, by `self_play` each against its past."""
     if config.self_play:
         if config.exploit_every:
-            raise UsageError("self_play and exploit_every exclude each other: a pool belongs to one learner.")
-        usual = {field.name: field.default for field in dataclasses.fields(SelfPlay) if field.name != "learner"}
+            raise UsageError(
+                "self_play and exploit_every exclude each other: a pool belongs to one learner."
+            )
+        usual = {
+            field.name: field.default
+            for field in dataclasses.fields(SelfPlay)
+            if field.name != "learner"
+        }
         learner = SelfPlay(learner, **changes("self_play", "self-play", usual, config.self_play))
     if not config.exploit_every:
         return Seeds(learner, config.num_seeds, params)
-    return Pbt(learner, config.num_seeds, params, period=config.exploit_every, perturb=tuple(config.perturb))
+    return Pbt(
+        learner,
+        config.num_seeds,
+        params,
+        period=config.exploit_every,
+        perturb=tuple(config.perturb),
+    )
 
 
 def num_updates(config: Config, learner: Any) -> int:
@@ -328,7 +377,9 @@ def learn(config: Config, folder: pathlib.Path) -> FitResult:
     check_split("num_envs", learner.num_envs, "envs")
     seeds, updates = side_by_side(config, learner, params), num_updates(config, learner)
     per_update = learner.num_envs * learner.num_steps
-    warmup, capacity = (learner.warmup, learner.capacity) if isinstance(learner, Dqn | Td3 | Sac) else (0, 0)
+    warmup, capacity = (
+        (learner.warmup, learner.capacity) if isinstance(learner, Dqn | Td3 | Sac) else (0, 0)
+    )
     if updates * per_update < warmup:
         raise UsageError(
             f"train.steps={config.train.steps} end before the warmup of {warmup} experiences, and nothing would be "
@@ -369,7 +420,9 @@ def play_saved(config: Config, folder: pathlib.Path) -> np.ndarray | pathlib.Pat
     if not config.search:
         return plain
     searched = evaluation_by_search(asked, learner, params, state)
-    _tell_returns(asked, "searched", " ".join(f"{name}={x}" for name, x in config.search.items()), searched)
+    _tell_returns(
+        asked, "searched", " ".join(f"{name}={x}" for name, x in config.search.items()), searched
+    )
     return searched
 
 
@@ -392,13 +445,22 @@ def _tell_returns(config: Config, name: str, how: str, returns: np.ndarray) -> N
 
 def _check(warm: int, step: int, metrics: Mapping[str, float]) -> None:
     """Ends a run whose gradient, of any seed, is no number; with a buffer there is none until it is warm."""
-    if not np.isfinite(metrics["train/grad_norm"]) and metrics.get("train/buffer_size", np.inf) >= warm:
-        raise UsageError(f"the gradient is not finite after update {step}; lower rates.learning_rate.")
+    if (
+        not np.isfinite(metrics["train/grad_norm"])
+        and metrics.get("train/buffer_size", np.inf) >= warm
+    ):
+        raise UsageError(
+            f"the gradient is not finite after update {step}; lower rates.learning_rate."
+        )
     if metrics["train/skipped"]:
-        raise UsageError(f"the new weights are not finite after update {step}; lower rates.learning_rate.")
+        raise UsageError(
+            f"the new weights are not finite after update {step}; lower rates.learning_rate."
+        )
 
 
-def _tell_start(config: Config, folder: pathlib.Path, learner: Any, updates: int, start: int) -> None:
+def _tell_start(
+    config: Config, folder: pathlib.Path, learner: Any, updates: int, start: int
+) -> None:
     agents = capabilities(learner.env).num_agents
     count = f", {agents} agents" if agents else ""
     per_update = learner.num_envs * learner.num_steps
@@ -407,24 +469,39 @@ def _tell_start(config: Config, folder: pathlib.Path, learner: Any, updates: int
     solved = ""
     if (config.method_taken or config.method) != "auto":
         solved = f" solved by method={config.method_taken or config.method}"
-    say(f"learner    {config.algorithm}, memory={config.memory}{solved}, {config.num_seeds} seed(s)")
+    say(
+        f"learner    {config.algorithm}, memory={config.memory}{solved}, {config.num_seeds} seed(s)"
+    )
     say(f"updates    {updates:,} of {learner.num_envs:,} environments x {learner.num_steps:,} steps: "
         f"{updates * per_update:,} steps a seed")  # fmt: skip
 
 
-def _tell_end(config: Config, folder: pathlib.Path, learner: Any, params: PyTree, result: FitResult) -> None:
+def _tell_end(
+    config: Config, folder: pathlib.Path, learner: Any, params: PyTree, result: FitResult
+) -> None:
     if result.interrupted:
         return
     returns = evaluation_returns(config, learner, params, result.state)
-    _tell_returns(config, "return", "likeliest actions" + ", rivals by chance" * bool(config.self_play), returns)
+    _tell_returns(
+        config,
+        "return",
+        "likeliest actions" + ", rivals by chance" * bool(config.self_play),
+        returns,
+    )
     if config.self_play:
         itself = evaluation_against_itself(config, learner, params, result.state)
         _tell_returns(config, "itself", "against its own weights", itself)
-    for line in comparison_lines(returns, *compared(config, learner, params)) if config.beside else ():
+    for line in (
+        comparison_lines(returns, *compared(config, learner, params)) if config.beside else ()
+    ):
         say(line)
     trials = evaluation_by_trial(config, learner, params, result.state)
     if trials is not None:
-        spread = trials.std(0, ddof=1) / np.sqrt(len(trials)) if len(trials) > 1 else np.full(len(trials[0]), np.nan)
+        spread = (
+            trials.std(0, ddof=1) / np.sqrt(len(trials))
+            if len(trials) > 1
+            else np.full(len(trials[0]), np.nan)
+        )
         say("trials     " + ", ".join(f"{x:.3g} ± {e:.2g}" for x, e in zip(trials.mean(0), spread, strict=True))
             + " (standard errors over seeds)")  # fmt: skip
     if result.metrics.get("train/converged", 1.0) < 1:
@@ -436,12 +513,17 @@ def _tell_end(config: Config, folder: pathlib.Path, learner: Any, params: PyTree
     rows = [row for row in read_jsonl(metrics) if "train/seed_00" in row]
     per_update = learner.num_envs * learner.num_steps
     steps = np.array([row["step"] * per_update for row in rows])
-    values = np.array([[row.get(f"train/seed_{i:02}", np.nan) for row in rows] for i in range(config.num_seeds)], float)
+    values = np.array(
+        [[row.get(f"train/seed_{i:02}", np.nan) for row in rows] for i in range(config.num_seeds)],
+        float,
+    )
     if np.isfinite(values).all(0).any():
         plot_seeds({f"{config.algorithm}, memory={config.memory}": (steps, values)}, plots / "returns.png",
                    xlabel="environment steps of a seed", ylabel="return of episodes", title=config.env)  # fmt: skip
     else:
-        say(f"note       no curve: not every seed has finished an episode within {int(steps[-1]):,} steps")
+        say(
+            f"note       no curve: not every seed has finished an episode within {int(steps[-1]):,} steps"
+        )
     if trials is not None:
         plot_seeds({f"{config.algorithm}, memory={config.memory}": (1 + np.arange(len(trials[0])), trials)},
                    plots / "trials.png", xlabel="trial of an episode", ylabel="return of the trial",
@@ -450,7 +532,13 @@ def _tell_end(config: Config, folder: pathlib.Path, learner: Any, params: PyTree
               "value": ("train/explained_variance",), "gradient": ("train/grad_norm",),
               "Q": ("train/q_mean", "train/q_loss", "train/critic_loss"),
               "temperature": ("train/temperature",), "solved": ("train/solved", "train/ended")}  # fmt: skip
-    plot_metrics(metrics, plots / "learning.png", panels, along="update", title=f"{config.env}, {config.algorithm}")
+    plot_metrics(
+        metrics,
+        plots / "learning.png",
+        panels,
+        along="update",
+        title=f"{config.env}, {config.algorithm}",
+    )
     if config.gif:
         _film_agent(config, learner, params, result.state, plots)
     for path in (plots, metrics, folder / "checkpoints"):

@@ -59,7 +59,9 @@ def fit(compute: np.ndarray, returns: np.ndarray, rounds: int = 6, size: int = 2
     """
     compute, returns = np.asarray(compute, float), np.asarray(returns, float)
     if len(compute) < 5 or compute.min() <= 0 or not np.isfinite(returns).all():
-        raise UsageError(f"a curve takes five or more finite returns at compute over 0, not {len(compute)} of them.")
+        raise UsageError(
+            f"a curve takes five or more finite returns at compute over 0, not {len(compute)} of them."
+        )
     low = np.log([compute.min(), 0.2])
     high = np.log([1e3 * compute.max(), 10.0])
     span, best = max(np.ptp(returns), 1e-9), (np.inf, None)
@@ -83,7 +85,12 @@ def fit(compute: np.ndarray, returns: np.ndarray, rounds: int = 6, size: int = 2
 
 
 def foretold(
-    compute: np.ndarray, returns: np.ndarray, at: float, draws: int = 200, level: float = 0.9, seed: int = 0
+    compute: np.ndarray,
+    returns: np.ndarray,
+    at: float,
+    draws: int = 200,
+    level: float = 0.9,
+    seed: int = 0,
 ) -> tuple[float, float, float]:
     """What the fit says at compute `at`, and the ends of the interval of an observation there.
 
@@ -96,7 +103,10 @@ def foretold(
     for _ in range(draws):
         starts = rng.integers(0, count - length + 1, -(-count // length))
         drawn = np.concatenate([residual[s : s + length] for s in starts])[:count]
-        said.append(fit(compute, curve(compute) + drawn, rounds=3, size=16)(np.array(at)) + rng.choice(residual))
+        said.append(
+            fit(compute, curve(compute) + drawn, rounds=3, size=16)(np.array(at))
+            + rng.choice(residual)
+        )
     low, high = np.quantile(said, [(1 - level) / 2, (1 + level) / 2])
     return float(curve(np.array(at))), float(low), float(high)
 
@@ -104,9 +114,13 @@ def foretold(
 def learned(name: str, group: int, updates: int, seeds: int = 4) -> tuple[np.ndarray, np.ndarray]:
     """Compute `[T]` and the mean return over a group of seeds `[T]`, in twenty stretches of a run without annealing."""
     env, params = envs.make(name)
-    ppo = Ppo(env, Network(hidden=(64, 64)), PpoRates(learning_rate=1e-3), num_envs=16, num_steps=64)
+    ppo = Ppo(
+        env, Network(hidden=(64, 64)), PpoRates(learning_rate=1e-3), num_envs=16, num_steps=64
+    )
     keys = jax.random.split(jax.random.key(group), seeds)
-    returns = jax.jit(jax.vmap(lambda key: train(ppo, key, params, updates)[1]["return_mean"]))(keys)
+    returns = jax.jit(jax.vmap(lambda key: train(ppo, key, params, updates)[1]["return_mean"]))(
+        keys
+    )
     stretches = np.array_split(np.nanmean(np.asarray(returns), 0), 20)
     ends = np.cumsum([len(part) for part in stretches])
     return ends * 16.0 * 64, np.array([np.nanmean(part) for part in stretches])

@@ -187,11 +187,15 @@ def with_method(config: Config, folder: pathlib.Path, task: Task) -> Config:
     if model.method != "auto" or model.cell not in CELLS:
         return config
     cell = cell_of(model.cell, model.size, model.heads)
-    name = method_to_keep(folder, Config, "model.method", [cell], config.data.batch_size, task.length)
+    name = method_to_keep(
+        folder, Config, "model.method", [cell], config.data.batch_size, task.length
+    )
     return dataclasses.replace(config, model=dataclasses.replace(model, method=name))
 
 
-def learn(config: Any, folder: pathlib.Path, trainer: SequenceTrainer, task: Task, sizes: list[str]) -> FitResult:
+def learn(
+    config: Any, folder: pathlib.Path, trainer: SequenceTrainer, task: Task, sizes: list[str]
+) -> FitResult:
     """Trains any network on any task, in `folder`, by `config.train`; `sizes` are lines to be told at the start."""
     length = config.train
     run = Run(
@@ -218,20 +222,26 @@ def evaluate(config: Config, folder: pathlib.Path) -> dict[str, float]:
     trainer = make_trainer(saved, task)
     shapes = jax.eval_shape(trainer.init, jax.random.key(0))
     shardings = named_shardings(shapes, trainer.axes())
-    abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+    abstract = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+    )
     checkpoints = Checkpoints(run / "checkpoints", read_only=True)
     _, state = restored(checkpoints, "best", abstract, run)
     params = state.params
     metrics = make_evaluate(trainer, task)(params)
     say("in parallel  " + _text(metrics))
-    say(f"streamed     largest difference of an output {streaming_error(trainer, task, params):.1e}")
+    say(
+        f"streamed     largest difference of an output {streaming_error(trainer, task, params):.1e}"
+    )
     return metrics
 
 
 def make_trainer(config: Config, task: Task) -> SequenceTrainer:
     """Returns the algorithm, after checking that its state and batch can be laid out on the ambient mesh."""
     model = config.model
-    optimizer = dataclasses.replace(SequenceTrainer.optimizer, **dataclasses.asdict(config.optimizer))
+    optimizer = dataclasses.replace(
+        SequenceTrainer.optimizer, **dataclasses.asdict(config.optimizer)
+    )
     trainer = SequenceTrainer(_network(model, task), optimizer, config.train.steps)
     check_layout("a recurrent network", trainer, config.data.batch_size)
     return trainer
@@ -241,7 +251,13 @@ def _mixer(model: ModelConfig) -> Mixer:
     if model.cell == "hgrn":
         return Hgrn(model.size)
     if "lmu" in model.cell:
-        return Lmu(model.size, model.heads, model.memory, model.theta, spiking=model.cell.startswith("spiking"))
+        return Lmu(
+            model.size,
+            model.heads,
+            model.memory,
+            model.theta,
+            spiking=model.cell.startswith("spiking"),
+        )
     if model.size % model.heads:
         raise UsageError(f"model.size={model.size} is no multiple of model.heads={model.heads}.")
     sizes = model.heads, model.size // model.heads, max(1, round(model.theta))
@@ -284,7 +300,10 @@ def make_evaluate(trainer: SequenceTrainer, task: Task):
         rows = [jax.device_get(metrics(params, _place(batch))) for batch in task.validation]
         counts = [batch["weights"].sum() for batch in task.validation]
         names = ("loss", "accuracy") if task.classes else ("loss",)
-        return {f"validation/{name}": float(np.average([row[name] for row in rows], weights=counts)) for name in names}
+        return {
+            f"validation/{name}": float(np.average([row[name] for row in rows], weights=counts))
+            for name in names
+        }
 
     return evaluate
 
@@ -303,14 +322,20 @@ def streaming_error(trainer: SequenceTrainer, task: Task, params: PyTree) -> flo
 
 
 def _place(batch: Mapping[str, np.ndarray]) -> PyTree:
-    return place_rows(lambda rows: {name: x[rows] for name, x in batch.items()}, len(batch["weights"]))
+    return place_rows(
+        lambda rows: {name: x[rows] for name, x in batch.items()}, len(batch["weights"])
+    )
 
 
 def _check(step: int, metrics: Mapping[str, float]) -> None:
     if not np.isfinite(metrics["train/loss"]):
-        raise UsageError(f"the loss is not finite after step {step}; lower optimizer.learning_rate.")
+        raise UsageError(
+            f"the loss is not finite after step {step}; lower optimizer.learning_rate."
+        )
     if metrics["train/skipped"]:
-        raise UsageError(f"the update is not finite after step {step}; lower optimizer.learning_rate.")
+        raise UsageError(
+            f"the update is not finite after step {step}; lower optimizer.learning_rate."
+        )
 
 
 def _text(metrics: Mapping[str, float]) -> str:
@@ -325,7 +350,9 @@ def _sizes(config: Config, task: Task) -> list[str]:
     ]
 
 
-def _tell_start(folder: pathlib.Path, trainer: SequenceTrainer, sizes: list[str], start: int) -> None:
+def _tell_start(
+    folder: pathlib.Path, trainer: SequenceTrainer, sizes: list[str], start: int
+) -> None:
     shapes: Any = jax.eval_shape(trainer.init, jax.random.key(0))
     count = sum(leaf.size for leaf in jax.tree.leaves(shapes.params))
     say(f"run        {_run.short(folder)}" + (f" (resuming at step {start})" if start else ""))
@@ -346,11 +373,16 @@ def _tell_end(folder: pathlib.Path, result: FitResult) -> None:
         if result.metrics.get("train/iterations"):  # a sequential run and a closed form make none
             panels["iterations of the solver"] = ("train/iterations",)
         plot_metrics(folder / "metrics.jsonl", plot, panels, title=folder.name)
-    chosen = {name: value for name, value in result.metrics.items() if name.startswith("validation/")}
+    chosen = {
+        name: value for name, value in result.metrics.items() if name.startswith("validation/")
+    }
     say(f"after {result.step} steps: {_text(chosen)}")
     if "train/iterations" in result.metrics:
         names = ("iterations", "residual", "converged")
-        say("solver     " + "  ".join(f"{name} {result.metrics[f'train/{name}']:.3g}" for name in names))
+        say(
+            "solver     "
+            + "  ".join(f"{name} {result.metrics[f'train/{name}']:.3g}" for name in names)
+        )
     for what, path in (
         ("plot", plot),
         ("metrics", folder / "metrics.jsonl"),

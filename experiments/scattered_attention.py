@@ -69,7 +69,9 @@ def attend(
     return out[..., :-1] / out[..., -1:]
 
 
-def padded(q: Array, k: Array, v: Array, window: Int[Array, " N"], num_windows: int, longest: int) -> Array:
+def padded(
+    q: Array, k: Array, v: Array, window: Int[Array, " N"], num_windows: int, longest: int
+) -> Array:
     """The same by rows of `longest` slots, one a window; tokens lie window after window."""
     first = jnp.searchsorted(window, jnp.arange(num_windows))
     place = jnp.arange(len(window)) - first[window]
@@ -90,7 +92,9 @@ def scene(seed: int, num: int, side: int) -> np.ndarray:
     return np.sort(cells[:, 0] * side + cells[:, 1]).astype(np.int32)
 
 
-def compare(num: int, side: int, heads: int = 4, depth: int = 16, seed: int = 0) -> dict[str, float]:
+def compare(
+    num: int, side: int, heads: int = 4, depth: int = 16, seed: int = 0
+) -> dict[str, float]:
     """Returns operations and seconds of both forms, of values and with gradients, and how far apart those are."""
     rng, window, windows = np.random.default_rng(seed), scene(seed, num, side), side * side
     longest = int(np.bincount(window).max())

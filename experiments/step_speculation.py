@@ -75,7 +75,9 @@ class Config(_run.RunConfig):
     batch_size: int = identifying(64, AtLeast(1))
     questions: int = field(500, Between(1, 2**16))
     score: str = field("draft", OneOf(("draft", "target")))
-    thresholds: list[float] = field(legal=Each(AtLeast(0)), default_factory=lambda: [0.8, 0.9, 0.95, 0.99])
+    thresholds: list[float] = field(
+        legal=Each(AtLeast(0)), default_factory=lambda: [0.8, 0.9, 0.95, 0.99]
+    )
     alphas: list[float] = field(legal=Each(Between(0, 1)), default_factory=lambda: [0.1, 0.2, 0.4])
 
     def __post_init__(self):
@@ -136,14 +138,29 @@ def run(config: Config, folder: pathlib.Path) -> Any:
 def learn(config: Config, folder: pathlib.Path, name: str, model: LMConfig):
     """Trains a model on sums of its own, in a folder of its own; goes on where it was."""
     steps = getattr(config, f"{name}_steps")
-    trainer = Trainer(model, OptimizerConfig(learning_rate=config.learning_rate, warmup_steps=20), steps)
+    trainer = Trainer(
+        model, OptimizerConfig(learning_rate=config.learning_rate, warmup_steps=20), steps
+    )
 
     def batches(step: int) -> PyTree:
-        rows = _sums.batch(np.random.default_rng([config.seed, step]), config.batch_size, config.terms, config.digits)
-        return place_rows(lambda some: {key: value[some] for key, value in rows.items()}, config.batch_size)
+        rows = _sums.batch(
+            np.random.default_rng([config.seed, step]),
+            config.batch_size,
+            config.terms,
+            config.digits,
+        )
+        return place_rows(
+            lambda some: {key: value[some] for key, value in rows.items()}, config.batch_size
+        )
 
-    told = lambda start: say(f"{name:10} {num_params(model):,} parameters, {steps} steps from {start} on")  # noqa: E731
-    return train(trainer, batches, Run(config, folder, Fit(steps), dict(description=f"training the {name}"), told))
+    def told(start):
+        return say(f"{name:10} {num_params(model):,} parameters, {steps} steps from {start} on")
+
+    return train(
+        trainer,
+        batches,
+        Run(config, folder, Fit(steps), dict(description=f"training the {name}"), told),
+    )
 
 
 rejects = jax.jit(conformal_rejects)
@@ -168,7 +185,9 @@ def step(room: int, target: LMConfig, draft: LMConfig, params: dict[str, PyTree]
     return tuple((each.tokens[:, :width], each.lengths) for each in (own, line)), scores
 
 
-def answer(config: Config, models: dict, params: dict, numbers: np.ndarray, rule: str, level: float) -> Answers:
+def answer(
+    config: Config, models: dict, params: dict, numbers: np.ndarray, rule: str, level: float
+) -> Answers:
     """Answers sums step by step; `rule` is "threshold" or "conformal", and `level` the threshold or alpha.
 
     Tokens are those that a model would run with a cache. A target that judges reads every line, and writes again after
@@ -182,39 +201,71 @@ def answer(config: Config, models: dict, params: dict, numbers: np.ndarray, rule
     wrote, read, seen = np.zeros(count, int), np.zeros(count, int), np.zeros(count, int)
     for number in range(steps):
         ((own, own_ends), (line, ends)), scores = jax.device_get(
-            step(config.room, models["target"], models["draft"], params, texts, lengths.astype(np.int32))
+            step(
+                config.room,
+                models["target"],
+                models["draft"],
+                params,
+                texts,
+                lengths.astype(np.int32),
+            )
         )
         if rule == "threshold":
             reject = np.exp(scores[config.score]) < level
         else:  # a step is one among the same steps of other questions
             key, used = jax.random.split(key)
-            reject = np.asarray(rejects(used, empty_calibration(count), scores[config.score], level)[0])
+            reject = np.asarray(
+                rejects(used, empty_calibration(count), scores[config.score], level)[0]
+            )
         read, wrote = read + ends - lengths, wrote + np.where(reject, own_ends - lengths, 0)
         rewritten[:, number] = reject
         texts, lengths = np.where(reject[:, None], own, line), np.where(reject, own_ends, ends)
-        seen = np.where(reject, lengths, seen)  # of a target that writes, up to the end of what it writes
+        seen = np.where(
+            reject, lengths, seen
+        )  # of a target that writes, up to the end of what it writes
     target = prompt + read + wrote if config.score == "target" else seen
     return Answers(texts, lengths, rewritten, target, prompt + read + wrote)
 
 
 def tell(config: Config, folder: pathlib.Path, models: dict, params: dict) -> None:
     """Asks by each rule and level, and prints and writes what came of it."""
-    numbers = _sums.draw(np.random.default_rng([config.seed, 2**31]), config.questions, config.terms, config.digits)
+    numbers = _sums.draw(
+        np.random.default_rng([config.seed, 2**31]), config.questions, config.terms, config.digits
+    )
     ask = functools.partial(answer, config, models, params, numbers)
-    alone, sizes = ask("threshold", np.inf), {name: num_params(model) for name, model in models.items()}
-    table = Table(title=f"{config.questions} sums, lines judged by the {config.score}", title_justify="left")
+    alone, sizes = (
+        ask("threshold", np.inf),
+        {name: num_params(model) for name, model in models.items()},
+    )
+    table = Table(
+        title=f"{config.questions} sums, lines judged by the {config.score}", title_justify="left"
+    )
     for column in COLUMNS:
         table.add_column(column, justify="right")
-    writer = open_writers(folder, tuple(config.metrics), None, name=folder.name, config=_run.identity(config))
+    writer = open_writers(
+        folder, tuple(config.metrics), None, name=folder.name, config=_run.identity(config)
+    )
     asked = [("threshold", 0.0), *(("threshold", level) for level in config.thresholds)]
     asked += [("conformal", level) for level in config.alphas]
     rows = [("target alone", 0.0, alone, 0.0)] + [(*each, ask(*each), 1.0) for each in asked]
     for number, (rule, level, found, drafted) in enumerate(rows):
         tokens = (found.target_tokens if drafted else alone.lengths).sum() / alone.lengths.sum()
-        flops = tokens + drafted * found.draft_tokens.sum() * sizes["draft"] / sizes["target"] / alone.lengths.sum()
-        right, share = _sums.answered(found.texts, numbers, config.digits).mean(), found.rewritten.mean()
+        flops = (
+            tokens
+            + drafted
+            * found.draft_tokens.sum()
+            * sizes["draft"]
+            / sizes["target"]
+            / alone.lengths.sum()
+        )
+        right, share = (
+            _sums.answered(found.texts, numbers, config.digits).mean(),
+            found.rewritten.mean(),
+        )
         writer.write(number, dict(right=right, rewritten=share, target_tokens=tokens, flops=flops))
-        table.add_row(rule, f"{level:g}", f"{share:.3f}", f"{right:.3f}", f"{tokens:.3f}", f"{flops:.3f}")
+        table.add_row(
+            rule, f"{level:g}", f"{share:.3f}", f"{right:.3f}", f"{tokens:.3f}", f"{flops:.3f}"
+        )
     writer.close()
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     plot = folder / "plots" / "steps.png"

@@ -101,7 +101,9 @@ class Market:
         zero, k = jnp.int32(0), self.assets
         trend = params.drift * jax.random.normal(key, (k,))
         shares = jnp.zeros(k, jnp.int32)
-        return State(jnp.int32(CASH), shares, shares + PRICE, zero, zero, trend, jnp.zeros((k, 8)), zero)
+        return State(
+            jnp.int32(CASH), shares, shares + PRICE, zero, zero, trend, jnp.zeros((k, 8)), zero
+        )
 
     def _trade(self, state: State, action: Array, params: _Numbers) -> tuple[Array, Array, Array]:
         """The change of shares `[K]`, what they cost in cents, and the fee; nothing where cash or shares lack."""
@@ -164,7 +166,11 @@ def told(rewards: np.ndarray) -> tuple[float, float, float]:
     """The mean return, the mean Sharpe ratio of a day, and the mean greatest fall from a peak."""
     path = 1 + np.cumsum(rewards, 0)
     fall = 1 - path / np.maximum.accumulate(np.maximum(path, 1), 0)
-    return float(rewards.sum(0).mean()), float(rewards.mean() / rewards.std()), float(fall.max(0).mean())
+    return (
+        float(rewards.sum(0).mean()),
+        float(rewards.mean() / rewards.std()),
+        float(fall.max(0).mean()),
+    )
 
 
 def steps_per_second(market: Market, lanes: int, steps: int) -> float:
@@ -193,21 +199,33 @@ class Config(_small.SmallConfig):
 def execute(config: Config) -> None:
     """Trains the members, judges each and their majority, and tells what lanes are worth."""
     market = Market()
-    rates = PpoRates(learning_rate=1e-3, discount=0.95, reward_scale=20.0, anneal=float(config.updates))
+    rates = PpoRates(
+        learning_rate=1e-3, discount=0.95, reward_scale=20.0, anneal=float(config.updates)
+    )
     ppo = Ppo(market, Network(hidden=(64, 64)), rates, num_envs=64, num_steps=60)
     members, agent = Seeds(ppo, config.members, _Numbers()), ppo.agent(greedy=True)
-    state, _ = jax.jit(lambda key: train(members, key, _Numbers(), config.updates))(jax.random.key(0))
+    state, _ = jax.jit(lambda key: train(members, key, _Numbers(), config.updates))(
+        jax.random.key(0)
+    )
 
     def ensemble(key, weights, obs, carry):
         actions = jax.vmap(lambda one: agent(key, one, obs, agent.first_carry())[0])(weights)
         return majority(actions, 2 * market.assets + 1).astype(jnp.int32), carry
 
-    players = {f"member {i}": (agent, jax.tree.map(lambda x, i=i: x[i], state.weights)) for i in range(config.members)}
+    players = {
+        f"member {i}": (agent, jax.tree.map(lambda x, i=i: x[i], state.weights))
+        for i in range(config.members)
+    }
     for name, (policy, weights) in (players | {"majority": (ensemble, state.weights)}).items():
         mean, sharpe, fall = told(days(market, policy, weights, 512, agent.first_carry()))
-        print(f"{name} return {mean:.4f}, Sharpe ratio of a day {sharpe:.3f}, greatest fall {fall:.4f}", flush=True)
+        print(
+            f"{name} return {mean:.4f}, Sharpe ratio of a day {sharpe:.3f}, greatest fall {fall:.4f}",
+            flush=True,
+        )
     one, many = steps_per_second(market, 1, 600), steps_per_second(market, 2048, 60)
-    print(f"steps/s  {one:,.0f} with one lane, {many:,.0f} with 2,048, {many / one:.0f} times as many")
+    print(
+        f"steps/s  {one:,.0f} with one lane, {many:,.0f} with 2,048, {many / one:.0f} times as many"
+    )
 
 
 if __name__ == "__main__":

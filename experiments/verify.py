@@ -74,7 +74,14 @@ class Config(_run.RunConfig):
 
     name: str = "verify"
     model: LMConfig = LMConfig(
-        vocab_size=128, num_layers=4, embed_dim=32, mlp_dim=64, num_heads=4, num_kv_heads=2, dropout=0.1, z_loss=1e-3
+        vocab_size=128,
+        num_layers=4,
+        embed_dim=32,
+        mlp_dim=64,
+        num_heads=4,
+        num_kv_heads=2,
+        dropout=0.1,
+        z_loss=1e-3,
     )
     num_experts: int = field(4, AtLeast(0))
     data: DataConfig = DataConfig(batch_size=16, seq_len=16)
@@ -97,12 +104,19 @@ class Config(_run.RunConfig):
         super().__post_init__()
         for dtype in self.dtypes:
             if dtype not in DTYPES:
-                raise UsageError(f"dtypes={dtype} is not judged; expected any of {', '.join(DTYPES)}.")
-        for name, legal in (("layouts", "pairs, all, or layouts such as data2.fsdp4"), ("dtypes", ", ".join(DTYPES))):
+                raise UsageError(
+                    f"dtypes={dtype} is not judged; expected any of {', '.join(DTYPES)}."
+                )
+        for name, legal in (
+            ("layouts", "pairs, all, or layouts such as data2.fsdp4"),
+            ("dtypes", ", ".join(DTYPES)),
+        ):
             if not getattr(self, name):
                 raise UsageError(f"{name}=[] leaves nothing to verify; legal are {legal}.")
         if self.mesh != MeshSpec(data=-1) or self.layout != "zero3":
-            raise UsageError("mesh and layout are not read here; name them together, such as layouts=[fsdp8/zero2].")
+            raise UsageError(
+                "mesh and layout are not read here; name them together, such as layouts=[fsdp8/zero2]."
+            )
 
 
 def compose(*flags: str) -> Config:
@@ -116,7 +130,9 @@ def execute(config: Config, folder: pathlib.Path) -> None:
     with _run.open_devices(config):
         layouts = chosen_layouts(config, jax.device_count())
     if config.gather_chunks and not any(layout.schedule for layout in layouts):
-        raise UsageError("gather_chunks=true needs stages; name a layout of some, as layouts=[stage2.fsdp4/zb_v].")
+        raise UsageError(
+            "gather_chunks=true needs stages; name a layout of some, as layouts=[stage2.fsdp4/zb_v]."
+        )
     for layout in layouts:
         if layout.num_devices <= jax.device_count():  # others are told below
             mesh = make_mesh(layout.mesh, jax.devices()[: layout.num_devices])
@@ -124,17 +140,27 @@ def execute(config: Config, folder: pathlib.Path) -> None:
                 model = config.model
                 if layout.mesh.expert > 1:
                     model = expert_model(config)
-                refuse_idle("a language model", (axes(model), LM_AXES))  # under `staged`, layers lie along stage
+                refuse_idle(
+                    "a language model", (axes(model), LM_AXES)
+                )  # under `staged`, layers lie along stage
     if jax.process_count() > 1:
-        raise UsageError("verify compares with one device of this process; start it with one process.")
+        raise UsageError(
+            "verify compares with one device of this process; start it with one process."
+        )
     devices = slice_of(config.topology, layouts)
     say(f"{len(layouts)} layouts of {jax.device_count()} {jax.devices()[0].device_kind} devices")
-    say("" if devices is None else f"collectives also as compiled for {len(devices)} {devices[0].device_kind}")
+    say(
+        ""
+        if devices is None
+        else f"collectives also as compiled for {len(devices)} {devices[0].device_kind}"
+    )
     rows = verify_lm(config, layouts, devices)
     if all(row.refused for row in rows):
         raise UsageError(f"no layout is legal here; {rows[0].layout!s}: {rows[0].refused}")
     with run_folder(folder, config.resume) as folder:
-        (folder / "layouts.json").write_text(json.dumps([as_json(row) for row in rows], indent=1) + "\n")
+        (folder / "layouts.json").write_text(
+            json.dumps([as_json(row) for row in rows], indent=1) + "\n"
+        )
         plot_layouts(folder / "layouts.json", folder / "plots" / "layouts.png", TOLERANCE)
     Console(width=None if sys.stdout.isatty() else 160).print(table_of(rows))
     for row in rows:
@@ -146,7 +172,9 @@ def execute(config: Config, folder: pathlib.Path) -> None:
     unjudged = collections.Counter(sentence for row in rows for sentence in row.unjudged)
     for sentence, count in unjudged.items():
         say(f"not judged in {count} rows: {sentence}")
-    say(f"table      {_run.short(folder / 'layouts.json')}\nplot       {_run.short(folder / 'plots' / 'layouts.png')}")
+    say(
+        f"table      {_run.short(folder / 'layouts.json')}\nplot       {_run.short(folder / 'plots' / 'layouts.png')}"
+    )
     bad = sum(bool(row.breaches) for row in rows)
     judged = sum(not row.refused for row in rows)
     say(f"{judged - bad} of {judged} rows hold" + (f", {bad} DO NOT" if bad else ""))
@@ -199,12 +227,23 @@ def with_experts(config: Config, num_devices: int) -> list[Layout]:
 
 def piped(config: Config, num_devices: int) -> list[Layout]:
     """Returns every mesh with stages; meshes with equally many cycle through the schedules that the layers allow."""
-    meshes = [row.mesh for row in every_layout(num_devices, ("stage", "data", "fsdp", "tensor", "context"))]
+    meshes = [
+        row.mesh
+        for row in every_layout(num_devices, ("stage", "data", "fsdp", "tensor", "context"))
+    ]
     out = []
-    for count, group in itertools.groupby((mesh for mesh in meshes if mesh.stage > 1), lambda mesh: mesh.stage):
-        legal = [name for name in PIPELINES if has_layers(config, Layout(MeshSpec(stage=count), "", name))]
+    for count, group in itertools.groupby(
+        (mesh for mesh in meshes if mesh.stage > 1), lambda mesh: mesh.stage
+    ):
+        legal = [
+            name
+            for name in PIPELINES
+            if has_layers(config, Layout(MeshSpec(stage=count), "", name))
+        ]
         names = itertools.cycle(legal or ["1f1b"])  # the row then says why it is not legal
-        out += [staged(Layout(mesh, "zero3", name)) for mesh, name in zip(group, names, strict=False)]
+        out += [
+            staged(Layout(mesh, "zero3", name)) for mesh, name in zip(group, names, strict=False)
+        ]
     return out
 
 
@@ -223,10 +262,14 @@ def slice_of(text: str, layouts: list[Layout]):
     try:
         numbers = sorted({layout.num_devices for layout in layouts})
         side = max(n for n in range(1, math.isqrt(numbers[0]) + 1) if numbers[0] % n == 0)
-        asked = topology.parse_topology(f"v5e:{side}x{numbers[0] // side}" if text == "auto" else text)
+        asked = topology.parse_topology(
+            f"v5e:{side}x{numbers[0] // side}" if text == "auto" else text
+        )
         if numbers != [asked.num_devices]:
             these = " and ".join(map(str, numbers))
-            raise UsageError(f"topology={asked.text} has {asked.num_devices} devices and the layouts {these}.")
+            raise UsageError(
+                f"topology={asked.text} has {asked.num_devices} devices and the layouts {these}."
+            )
         return topology.devices(asked)
     except UsageError as error:
         if text != "auto":
@@ -260,22 +303,44 @@ def line_of(row: LayoutReport) -> str:
     if row.refused:
         return f"{row.layout!s:40} {row.dtype:8} not legal"
     verdict = "BREACH" if row.breaches else "holds"
-    errors = f"loss {row.loss:.0e}  gradient {row.gradient:.0e}  steps {row.steps:.0e}" if row.steps else "collectives"
+    errors = (
+        f"loss {row.loss:.0e}  gradient {row.gradient:.0e}  steps {row.steps:.0e}"
+        if row.steps
+        else "collectives"
+    )
     return f"{row.layout!s:40} {row.dtype:8} {verdict:7} {errors}"
 
 
 def table_of(rows: list[LayoutReport]) -> Table:
     """Returns the table for the terminal."""
     table = Table(title="each layout against one device", title_justify="left")
-    for name in ("layout", "in", "loss", "gradient", "worst leaf", "3 steps", "worst leaf", "arrays a step", "holds"):
+    for name in (
+        "layout",
+        "in",
+        "loss",
+        "gradient",
+        "worst leaf",
+        "3 steps",
+        "worst leaf",
+        "arrays a step",
+        "holds",
+    ):
         table.add_column(name, overflow="fold")
     for row in rows:
         if row.refused:
             continue
-        kinds = "\n".join(f"{count} {kind} {axes}" for (kind, axes), count in sorted(row.kinds.items()))
+        kinds = "\n".join(
+            f"{count} {kind} {axes}" for (kind, axes), count in sorted(row.kinds.items())
+        )
         errors = ("", "", "", "", "")
         if row.worst:
-            errors = (f"{row.loss:.0e}", f"{row.gradient:.0e}", row.worst, f"{row.steps:.0e}", row.worst_step)
+            errors = (
+                f"{row.loss:.0e}",
+                f"{row.gradient:.0e}",
+                row.worst,
+                f"{row.steps:.0e}",
+                row.worst_step,
+            )
         table.add_row(str(row.layout), row.dtype, *errors, kinds, "NO" if row.breaches else "yes")
     return table
 

@@ -33,7 +33,9 @@ from ._series import handwritten
 CLASSES, WIDTH = 10, 32
 
 
-def best_of_grid(logits: Float[Array, "N d G"], k: int) -> tuple[Int[Array, "N k"], Float[Array, "N k"]]:
+def best_of_grid(
+    logits: Float[Array, "N d G"], k: int
+) -> tuple[Int[Array, "N k"], Float[Array, "N k"]]:
     """Returns the k experts of the largest sums of logits, best first, and their weights, whose sum is 1.
 
     An expert's number is that of its place, the last dimension fastest. The best of all have the best for a beginning,
@@ -44,7 +46,9 @@ def best_of_grid(logits: Float[Array, "N d G"], k: int) -> tuple[Int[Array, "N k
     for dimension in range(logits.shape[1]):
         if dimension:
             score = (score[..., None] + logits[:, dimension, None]).reshape(len(score), -1)
-            number = (number[..., None] * size + jnp.arange(size)[None, None]).reshape(len(number), -1)
+            number = (number[..., None] * size + jnp.arange(size)[None, None]).reshape(
+                len(number), -1
+            )
         score, best = jax.lax.top_k(score, min(k, score.shape[-1]))
         number = jnp.take_along_axis(number, best, -1)
     return number, jax.nn.softmax(score)
@@ -63,14 +67,18 @@ def init(seed: int, features: int, dimensions: int, places: int) -> dict:
             "head": draw(WIDTH, CLASSES, of=WIDTH)}  # fmt: skip
 
 
-def logits(params: dict, x: Float[Array, "N P"], answers: Bool[Array, "N E"], k: int) -> Float[Array, "N 10"]:
+def logits(
+    params: dict, x: Float[Array, "N P"], answers: Bool[Array, "N E"], k: int
+) -> Float[Array, "N 10"]:
     """Computes each digit by those of its k experts that answer, beside what goes past them."""
     h = jax.nn.relu(x @ params["root"])
     chosen = best_of_grid(jnp.einsum("nd,dig->nig", h, params["router"]), k)
     return (h + mixture("gelu", h, *heard(*chosen, answers), params["experts"])) @ params["head"]
 
 
-def loss(params: dict, x: Array, y: Int[Array, " N"], answers: Bool[Array, "N E"], k: int) -> jax.Array:
+def loss(
+    params: dict, x: Array, y: Int[Array, " N"], answers: Bool[Array, "N E"], k: int
+) -> jax.Array:
     """Computes the mean cross-entropy in nats."""
     return optax.softmax_cross_entropy_with_integer_labels(logits(params, x, answers, k), y).mean()
 
@@ -81,10 +89,22 @@ def stale(past: dict, delay: Int[Array, " E"]) -> dict:
 
 
 def train(
-    params: dict, x: np.ndarray, y: np.ndarray, *, steps: int, k: int, failures: float, most: int, seed: int
+    params: dict,
+    x: np.ndarray,
+    y: np.ndarray,
+    *,
+    steps: int,
+    k: int,
+    failures: float,
+    most: int,
+    seed: int,
 ) -> dict:
     """Makes `steps` of Adam on batches of 128 digits, asked for by 16 trainers; experts are up to `most` steps late."""
-    optimizer, rng, experts = optax.adam(2e-3), np.random.default_rng(seed), len(params["experts"]["w_up"])
+    optimizer, rng, experts = (
+        optax.adam(2e-3),
+        np.random.default_rng(seed),
+        len(params["experts"]["w_up"]),
+    )
     past = jax.tree.map(lambda w: jnp.repeat(w[None], most + 1, 0), params["experts"])
 
     @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
@@ -92,7 +112,9 @@ def train(
         grads = jax.grad(loss)(params | {"experts": stale(past, delay)}, x, y, answers, k)
         updates, state = optimizer.update(grads, state)
         params = optax.apply_updates(params, updates)
-        past = jax.tree.map(lambda old, new: jnp.concatenate([new[None], old[:-1]]), past, params["experts"])
+        past = jax.tree.map(
+            lambda old, new: jnp.concatenate([new[None], old[:-1]]), past, params["experts"]
+        )
         return params, past, state
 
     params, state = jax.tree.map(jnp.array, params), optimizer.init(params)
@@ -120,7 +142,9 @@ class Config(_small.SmallConfig):
     dimensions: int = field(2, AtLeast(1))
     places: int = field(4, AtLeast(1))
     k: int = field(4, AtLeast(1))
-    failures: list[float] = field(legal=Each(Between(0, 1)), default_factory=lambda: [0.0, 0.1, 0.5])
+    failures: list[float] = field(
+        legal=Each(Between(0, 1)), default_factory=lambda: [0.0, 0.1, 0.5]
+    )
     delays: list[int] = field(legal=Each(AtLeast(0)), default_factory=lambda: [0, 16, 64])
     steps: int = field(1000, AtLeast(1))
     seeds: list[int] = field(legal=Each(Between(0, 2**32 - 1)), default_factory=lambda: [0, 1, 2])
@@ -129,7 +153,9 @@ class Config(_small.SmallConfig):
         """Refuses more experts a digit than there are."""
         super().__post_init__()
         if self.k > self.places**self.dimensions:
-            raise UsageError(f"k={self.k} is more than the {self.places**self.dimensions} experts that there are.")
+            raise UsageError(
+                f"k={self.k} is more than the {self.places**self.dimensions} experts that there are."
+            )
 
 
 def execute(config: Config) -> None:
@@ -147,7 +173,9 @@ def execute(config: Config) -> None:
             params = train(params, x[rest], y[rest], **how)
             everyone = np.ones((len(held), experts), bool)
             found.append((logits(params, x[held], everyone, config.k).argmax(-1) == y[held]).mean())
-        print(f"| {failures} | {most} | {', '.join(f'{value:.3f}' for value in found)} |", flush=True)
+        print(
+            f"| {failures} | {most} | {', '.join(f'{value:.3f}' for value in found)} |", flush=True
+        )
 
 
 if __name__ == "__main__":

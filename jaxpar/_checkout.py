@@ -21,11 +21,17 @@ def alias(name: str, folder: str) -> None:
     """
     place = Path(__file__).parents[1] / folder
     found = find_spec(folder)
-    if found and found.submodule_search_locations and Path(found.submodule_search_locations[0]).samefile(place):
+    if (
+        found
+        and found.submodule_search_locations
+        and Path(found.submodule_search_locations[0]).samefile(place)
+    ):
         sys.meta_path.insert(0, _Same(name, folder))
         sys.modules[name] = importlib.import_module(folder)
         return
-    own = spec_from_file_location(name, place / "__init__.py", submodule_search_locations=[str(place)])
+    own = spec_from_file_location(
+        name, place / "__init__.py", submodule_search_locations=[str(place)]
+    )
     assert own and own.loader, f"{place} is a package of this checkout"
     module = sys.modules[name] = module_from_spec(own)
     own.loader.exec_module(module)
@@ -40,7 +46,9 @@ class _Same(MetaPathFinder, InspectLoader):
     def _name(self, alias: str) -> str:
         return self._folder + alias.removeprefix(self._alias)
 
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: object = None, target: object = None
+    ) -> ModuleSpec | None:
         """The place of a module below the alias, if there is one."""
         real = find_spec(self._name(fullname)) if fullname.startswith(f"{self._alias}.") else None
         if real is None:
@@ -55,9 +63,17 @@ class _Same(MetaPathFinder, InspectLoader):
     def get_code(self, fullname: str) -> CodeType | None:
         """What `python -m` runs."""
         real = find_spec(self._name(fullname))
-        return real.loader.get_code(real.name) if real and isinstance(real.loader, InspectLoader) else None
+        return (
+            real.loader.get_code(real.name)
+            if real and isinstance(real.loader, InspectLoader)
+            else None
+        )
 
     def get_source(self, fullname: str) -> str | None:
         """What tracebacks show."""
         real = find_spec(self._name(fullname))
-        return real.loader.get_source(real.name) if real and isinstance(real.loader, InspectLoader) else None
+        return (
+            real.loader.get_source(real.name)
+            if real and isinstance(real.loader, InspectLoader)
+            else None
+        )

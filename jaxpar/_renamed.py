@@ -127,7 +127,9 @@ def _today(older: str) -> str | None:
 class _Finder(MetaPathFinder, Loader):
     """Finds modules by older names, as the same modules: no class exists twice."""
 
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: object = None, target: object = None
+    ) -> ModuleSpec | None:
         """Returns a spec for an older name; None for all others."""
         if fullname in GONE:
             return ModuleSpec(fullname, self, is_package=True)

@@ -26,7 +26,17 @@ import numpy as np
 
 from jaxpar.types import UsageError, concrete_values
 
-__all__ = ["AtLeast", "Between", "Each", "Finite", "OneOf", "Positive", "check_fields", "check_value", "field"]
+__all__ = [
+    "AtLeast",
+    "Between",
+    "Each",
+    "Finite",
+    "OneOf",
+    "Positive",
+    "check_fields",
+    "check_value",
+    "field",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,22 +62,30 @@ class Between:
         return bool(above and below) or value in self.also
 
     def __str__(self) -> str:
-        low = [] if self.low == -math.inf else [f"{'at least' if self.ends[0] == '[' else 'over'} {self.low:g}"]
-        high = [] if self.high == math.inf else [f"{'at most' if self.ends[1] == ']' else 'under'} {self.high:.10g}"]
+        low = (
+            []
+            if self.low == -math.inf
+            else [f"{'at least' if self.ends[0] == '[' else 'over'} {self.low:g}"]
+        )
+        high = (
+            []
+            if self.high == math.inf
+            else [f"{'at most' if self.ends[1] == ']' else 'under'} {self.high:.10g}"]
+        )
         return " and ".join(low + high) + "".join(f", or {value:g}" for value in self.also)
 
 
-def AtLeast(low: float, also: tuple[float, ...] = ()) -> Between:  # noqa: N802, a range like the others
+def AtLeast(low: float, also: tuple[float, ...] = ()) -> Between:
     """Returns the finite numbers from `low` on."""
     return Between(low, math.inf, "[)", also)
 
 
-def Positive() -> Between:  # noqa: N802
+def Positive() -> Between:
     """Returns the finite numbers over 0."""
     return Between(0, math.inf, "()")
 
 
-def Finite() -> Between:  # noqa: N802
+def Finite() -> Between:
     """Returns all finite numbers."""
     return Between(-math.inf, math.inf, "()")
 
@@ -111,7 +129,9 @@ def field(
       **metadata: More of it, such as `identity` in runs.
     """
     metadata = metadata if legal is None else metadata | {"legal": legal}
-    return cast(Any, dataclasses.field)(default=default, default_factory=default_factory, metadata=metadata)
+    return cast(Any, dataclasses.field)(
+        default=default, default_factory=default_factory, metadata=metadata
+    )
 
 
 def check_fields(config: object, where: str = "") -> None:
@@ -133,7 +153,9 @@ def check_fields(config: object, where: str = "") -> None:
         if legal is not None:
             reason = _objection(getattr(config, declared.name), legal, declared)
             if reason:
-                raise UsageError(f"{where}{declared.name}={getattr(config, declared.name)!r} {reason}.")
+                raise UsageError(
+                    f"{where}{declared.name}={getattr(config, declared.name)!r} {reason}."
+                )
 
 
 def check_value(name: str, value: object, legal: Between | OneOf, kind: type = float) -> None:
@@ -175,12 +197,16 @@ def _why(value: object, legal: Between | OneOf, kinds: set) -> str:
         if value.ndim:
             return next((reason for x in value.flat if (reason := _why(x, legal, kinds))), "")
         value = value.item()
-    kind, noun = (numbers.Real, "a number") if kinds & {float, Any} else (numbers.Integral, "a whole number")
+    kind, noun = (
+        (numbers.Real, "a number") if kinds & {float, Any} else (numbers.Integral, "a whole number")
+    )
     if isinstance(value, bool) or not isinstance(value, kind):
         return ", ".join(filter(None, [f"must be {noun}", str(legal)]))
     if value in legal:
         return ""
-    finite = [] if isinstance(value, numbers.Integral) or math.isfinite(value) else ["a finite number"]
+    finite = (
+        [] if isinstance(value, numbers.Integral) or math.isfinite(value) else ["a finite number"]
+    )
     return "must be " + ", ".join(filter(None, [*finite, str(legal)]))
 
 

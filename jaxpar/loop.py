@@ -32,7 +32,17 @@ from jaxpar.types import (
     UsageError,
 )
 
-__all__ = ["AGREE_EVERY", "Fit", "FitResult", "Hooks", "compile_step", "fit", "resume", "run", "run_until"]
+__all__ = [
+    "AGREE_EVERY",
+    "Fit",
+    "FitResult",
+    "Hooks",
+    "compile_step",
+    "fit",
+    "resume",
+    "run",
+    "run_until",
+]
 
 XLA_OPTIONS: dict[str, Any] = {
     "gpu": {
@@ -47,7 +57,13 @@ XLA_OPTIONS: dict[str, Any] = {
 
 
 def run(
-    algorithm: Algorithm, key: PRNGKey, state: PyTree, inputs: PyTree, num_steps: int, *, start: int | jax.Array = 0
+    algorithm: Algorithm,
+    key: PRNGKey,
+    state: PyTree,
+    inputs: PyTree,
+    num_steps: int,
+    *,
+    start: int | jax.Array = 0,
 ) -> tuple[PyTree, Info]:
     """Makes `num_steps` steps by one `lax.scan`: a whole run as a pure function.
 
@@ -131,9 +147,13 @@ class Fit:
             return 0, 0
         first, _, last = self.profile.partition(":")
         if not (first.isdigit() and last.isdigit() and int(first) < int(last)):
-            raise UsageError(f"profile={self.profile!r} is not first:last with first < last, such as 10:15.")
+            raise UsageError(
+                f"profile={self.profile!r} is not first:last with first < last, such as 10:15."
+            )
         if int(first) >= self.num_steps:
-            raise UsageError(f"profile={self.profile!r} begins after the run's {self.num_steps} steps.")
+            raise UsageError(
+                f"profile={self.profile!r} begins after the run's {self.num_steps} steps."
+            )
         return int(first), int(last)
 
 
@@ -188,7 +208,12 @@ class FitResult:
 
 
 def compile_step(
-    algorithm: Algorithm, state: PyTree, inputs: PyTree, *, length: int = 1, axes: PyTree | None = None
+    algorithm: Algorithm,
+    state: PyTree,
+    inputs: PyTree,
+    *,
+    length: int = 1,
+    axes: PyTree | None = None,
 ) -> jax.stages.Compiled:
     """Compiles `(key, step, state, inputs) -> (state, infos)`, ahead of time.
 
@@ -204,7 +229,9 @@ def compile_step(
         return state, jax.tree.map(lambda x: x[None], info)
 
     out = None if axes is None else (named_shardings(state, axes), None)
-    lowered = jax.jit(program, donate_argnums=2, out_shardings=out).lower(jax.random.key(0), np.int32(0), state, inputs)
+    lowered = jax.jit(program, donate_argnums=2, out_shardings=out).lower(
+        jax.random.key(0), np.int32(0), state, inputs
+    )
     return lowered.compile(compiler_options=XLA_OPTIONS.get(platform()))
 
 
@@ -243,7 +270,9 @@ def fit(
     driver = _Driver(hooks, step)
 
     def has_ended() -> bool:
-        return step >= counts.num_steps or (counts.until_done and bool(cast(SupportsDone, algorithm).done(state)))
+        return step >= counts.num_steps or (
+            counts.until_done and bool(cast(SupportsDone, algorithm).done(state))
+        )
 
     if has_ended():
         metrics = dict(hooks.evaluate(state)) if hooks.evaluate else {}
@@ -253,7 +282,9 @@ def fit(
         stop, done = 0, False
         while not (done or stop):
             length = min(counts.chunk - step % counts.chunk, counts.num_steps - step)
-            inputs = batch(step) if length == 1 else _stack([batch(step + i) for i in range(length)])
+            inputs = (
+                batch(step) if length == 1 else _stack([batch(step + i) for i in range(length)])
+            )
             if length not in programs:
                 programs[length] = driver.compile(algorithm, state, inputs, length)
             profiler(step, length)
@@ -263,16 +294,22 @@ def fit(
             stop, done = interruption.agreed(step), has_ended()
             if hooks.evaluate and (done or (counts.eval_every and step % counts.eval_every == 0)):
                 driver.evaluated(step, hooks.evaluate(state))
-            if hooks.checkpoints and (done or stop or (counts.save_every and step % counts.save_every == 0)):
+            if hooks.checkpoints and (
+                done or stop or (counts.save_every and step % counts.save_every == 0)
+            ):
                 driver.flush()
-                driver.saved(step, hooks.checkpoints.save(step, state, driver.current, dict(hooks.metadata)))
+                driver.saved(
+                    step, hooks.checkpoints.save(step, state, driver.current, dict(hooks.metadata))
+                )
         driver.flush()
         if hooks.checkpoints:
             hooks.checkpoints.wait()
     return FitResult(state, step, driver.latest, stop or interruption.number, driver.compile_s)
 
 
-def resume(algorithm: Algorithm, hooks: Hooks, *, state: PyTree | None = None) -> tuple[int, PyTree] | None:
+def resume(
+    algorithm: Algorithm, hooks: Hooks, *, state: PyTree | None = None
+) -> tuple[int, PyTree] | None:
     """Restores the newest whole checkpoint of this run onto the ambient mesh, for `fit` to go on from.
 
     A newer one that is damaged or of another configuration is set aside, with a note to the user. `fit` does all this
@@ -295,10 +332,14 @@ def resume(algorithm: Algorithm, hooks: Hooks, *, state: PyTree | None = None) -
         return None
     shapes = _shapes(algorithm, state)
     if hooks.axes is None:
-        shardings = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), shapes)
+        shardings = jax.tree.map(
+            lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), shapes
+        )
     else:
         shardings = named_shardings(shapes, hooks.axes)
-    abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+    abstract = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+    )
     later = ()
     if isinstance(algorithm, SupportsOlderStates):
         later = algorithm.later_leaves
@@ -309,17 +350,25 @@ def resume(algorithm: Algorithm, hooks: Hooks, *, state: PyTree | None = None) -
 
 
 def _with_axes(algorithm: Algorithm, hooks: Hooks) -> Hooks:
-    if hooks.axes is None and isinstance(algorithm, SupportsAxes) and not jax.sharding.get_mesh().empty:
+    if (
+        hooks.axes is None
+        and isinstance(algorithm, SupportsAxes)
+        and not jax.sharding.get_mesh().empty
+    ):
         return dataclasses.replace(hooks, axes=algorithm.axes())
     return hooks
 
 
-def _first_state(algorithm: Algorithm, key: PRNGKey, state: PyTree | None, hooks: Hooks) -> tuple[int, PyTree]:
+def _first_state(
+    algorithm: Algorithm, key: PRNGKey, state: PyTree | None, hooks: Hooks
+) -> tuple[int, PyTree]:
     """Returns the step and state to start from: the newest checkpoint's, the given one, or a fresh one."""
     resumed = resume(algorithm, hooks, state=state)
     if resumed is not None:
         return resumed
-    shardings = None if hooks.axes is None else named_shardings(_shapes(algorithm, state), hooks.axes)
+    shardings = (
+        None if hooks.axes is None else named_shardings(_shapes(algorithm, state), hooks.axes)
+    )
     if state is None:
         init = jax.jit(_init_of(_Same(algorithm)), out_shardings=shardings)
         return 0, init(jax.random.fold_in(key, 2**32 - 1))
@@ -366,7 +415,9 @@ class _Driver:
         self._pending: tuple[int, int, Any] | None = None
         self._last = (start, time.perf_counter())
 
-    def compile(self, algorithm: Algorithm, state: PyTree, inputs: PyTree, length: int) -> jax.stages.Compiled:
+    def compile(
+        self, algorithm: Algorithm, state: PyTree, inputs: PyTree, length: int
+    ) -> jax.stages.Compiled:
         began = time.perf_counter()
         compiled = compile_step(algorithm, state, inputs, length=length, axes=self._hooks.axes)
         if self._hooks.checkpoints:
@@ -391,7 +442,9 @@ class _Driver:
         if self._hooks.writer:
             self._hooks.writer.write(step, metrics)
         if self._hooks.progress:
-            self._hooks.progress.note(f"step {step}: " + "  ".join(f"{k} {v:.4f}" for k, v in metrics.items()))
+            self._hooks.progress.note(
+                f"step {step}: " + "  ".join(f"{k} {v:.4f}" for k, v in metrics.items())
+            )
         self._last = (step, time.perf_counter())  # evaluation is no training time
 
     def saved(self, step: int, stall_s: float) -> None:

@@ -60,7 +60,9 @@ RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp", "inner", "expert"),
     "seq": ("context",),
     "seq_layer": ("context",),
-    "time": ("context",),  # of a video's tokens; while layers look along the one, the other is split
+    "time": (
+        "context",
+    ),  # of a video's tokens; while layers look along the one, the other is split
     "space": ("context",),
     # parameters: `embed` at rest, with the optimizer's state; `embed_weight` as a step holds them from its forward to
     # its backward pass; `embed_grad` what their gradients are summed into; `embed_product` as they are multiplied
@@ -87,7 +89,9 @@ RULES: dict[str, tuple[str, ...]] = {
 
 LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
     "zero3": {},  # weights gathered layer by layer, and again in the backward pass (ZeRO-3, FSDP)
-    "zero2": {"embed_weight": ()},  # weights gathered once a step and held; gradients summed into shares (ZeRO-2)
+    "zero2": {
+        "embed_weight": ()
+    },  # weights gathered once a step and held; gradients summed into shares (ZeRO-2)
     # The same with gradients summed whole: only the optimizer and its state are split (ZeRO-1).
     "zero1": {"embed_weight": (), "embed_grad": ()},
     # Split inside a node, one copy a node (hybrid sharding).
@@ -97,7 +101,10 @@ LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
     "stages": {"layers": ("stage",)},  # of a pipeline, which holds its own at rest
     # Beside tensor parallelism: the residual stream split over the sequence (arXiv:2205.05198).
     "sequence": {"seq": ("context", "tensor")},
-    "2d": {"batch": ("data", "fsdp", "expert"), "embed_product": ("inner",)},  # products split by rows and columns
+    "2d": {
+        "batch": ("data", "fsdp", "expert"),
+        "embed_product": ("inner",),
+    },  # products split by rows and columns
 }
 """Named changes to `RULES`; "zero2+sequence" is both."""
 
@@ -144,10 +151,14 @@ class MeshSpec:
         asked = " ".join(f"{name}={size}" for name, size in sizes.items() if size != 1) or "data=1"
         free = [name for name, size in sizes.items() if size == -1]
         if len(free) > 1:
-            raise UsageError(f"mesh {asked} leaves {' and '.join(free)} open; only one axis may be -1.")
+            raise UsageError(
+                f"mesh {asked} leaves {' and '.join(free)} open; only one axis may be -1."
+            )
         fixed = math.prod(size for size in sizes.values() if size != -1)
         if num_devices % fixed or (not free and fixed != num_devices):
-            largest = max((n for n, s in sizes.items() if s != -1), key=lambda n: (sizes[n], n == "data"))
+            largest = max(
+                (n for n, s in sizes.items() if s != -1), key=lambda n: (sizes[n], n == "data")
+            )
             room, left = divmod(num_devices, fixed // sizes[largest])
             fits = [n for n in range(1, room + 1) if room % n == 0] if free else [room]
             legal = f"data={num_devices} and nothing else"
@@ -160,7 +171,9 @@ class MeshSpec:
             sizes[free[0]] = num_devices // fixed
         if sizes["fsdp"] % self.inner:
             legal = ", ".join(str(n) for n in range(1, sizes["fsdp"] + 1) if sizes["fsdp"] % n == 0)
-            raise UsageError(f"mesh inner={self.inner} does not divide fsdp={sizes['fsdp']}; legal are {legal}.")
+            raise UsageError(
+                f"mesh inner={self.inner} does not divide fsdp={sizes['fsdp']}; legal are {legal}."
+            )
         sizes |= {"fsdp": sizes["fsdp"] // self.inner, "inner": self.inner}
         return {name: sizes[name] for name in AXES}
 
@@ -180,11 +193,19 @@ def make_mesh(spec: MeshSpec | None = None, devices: Sequence[Device] | None = N
     shape, types = tuple(sizes.values()), (AxisType.Auto,) * len(AXES)
     try:
         return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
-    except NotImplementedError:  # no axes of the torus multiply to an axis of the mesh: 8 x 8 of 4 x 4 x 4
-        return Mesh(create_device_mesh(shape, devices, allow_split_physical_axes=True), AXES, axis_types=types)
+    except (
+        NotImplementedError
+    ):  # no axes of the torus multiply to an axis of the mesh: 8 x 8 of 4 x 4 x 4
+        return Mesh(
+            create_device_mesh(shape, devices, allow_split_physical_axes=True),
+            AXES,
+            axis_types=types,
+        )
 
 
-def rules_from(changes: Mapping[str, str] | None = None, layout: str = "zero3") -> dict[str, tuple[str, ...]]:
+def rules_from(
+    changes: Mapping[str, str] | None = None, layout: str = "zero3"
+) -> dict[str, tuple[str, ...]]:
     """Returns `RULES` as `layout` changes them, then with changes such as `{"embed": "none", "batch": "data+fsdp"}`.
 
     A change of embed alone goes for embed_weight and embed_grad as well.
@@ -199,25 +220,37 @@ def rules_from(changes: Mapping[str, str] | None = None, layout: str = "zero3") 
     rules = dict(RULES)
     for part in layout.split("+"):
         if part not in LAYOUTS:
-            raise UsageError(f"layout {part!r} is unknown; legal are {', '.join(LAYOUTS)}, several joined by +.")
+            raise UsageError(
+                f"layout {part!r} is unknown; legal are {', '.join(LAYOUTS)}, several joined by +."
+            )
         rules |= LAYOUTS[part]
     changes = dict(changes or {})
     if "embed" in changes:
-        changes |= {role: changes.get(role, changes["embed"]) for role in ("embed_weight", "embed_grad")}
+        changes |= {
+            role: changes.get(role, changes["embed"]) for role in ("embed_weight", "embed_grad")
+        }
     for name, value in changes.items():
         if name not in RULES:
-            raise UsageError(f"rule for unknown axis {name!r}; logical axes are {', '.join(RULES)}.")
+            raise UsageError(
+                f"rule for unknown axis {name!r}; logical axes are {', '.join(RULES)}."
+            )
         rules[name] = () if value in ("", "none") else tuple(value.split("+"))
         for axis in set(rules[name]) - set(AXES):
             legal = f"{', '.join(AXES)}, several joined by +, or none"
-            raise UsageError(f"rule {name}={value} names unknown mesh axis {axis!r}; legal are {legal}.")
+            raise UsageError(
+                f"rule {name}={value} names unknown mesh axis {axis!r}; legal are {legal}."
+            )
     return rules
 
 
 @contextlib.contextmanager
 def use_mesh(mesh: Mesh, rules: Mapping[str, tuple[str, ...]] | None = None):
     """Makes `mesh` and the rule table ambient for `shard`, `constrain` and everything built on them."""
-    with jax.set_mesh(mesh), _table(tuple((rules or RULES).items())), _platform(_kind(mesh.devices.flat[0].platform)):
+    with (
+        jax.set_mesh(mesh),
+        _table(tuple((rules or RULES).items())),
+        _platform(_kind(mesh.devices.flat[0].platform)),
+    ):
         yield mesh
 
 
@@ -256,10 +289,18 @@ def mesh_axes(name: str) -> tuple[str, ...]:
     table, mesh = dict(_table.value), _ambient()
     parts, less = (side.split("+") if side else [] for side in name.partition("-")[::2])
     if unknown := [part for part in (*parts, *less) if part not in table]:
-        raise UsageError(f"unknown logical axis {unknown[0]!r}; the rule table knows {', '.join(table)}.")
+        raise UsageError(
+            f"unknown logical axis {unknown[0]!r}; the rule table knows {', '.join(table)}."
+        )
     held, apart = (sum((table[part] for part in side), ()) for side in (parts, less))
-    apart += ("stage",) if "stage" in getattr(mesh, "manual_axes", ()) else ()  # nothing is split within one
-    return () if mesh.empty else tuple(axis for axis in held if axis not in apart and mesh.shape[axis] > 1)
+    apart += (
+        ("stage",) if "stage" in getattr(mesh, "manual_axes", ()) else ()
+    )  # nothing is split within one
+    return (
+        ()
+        if mesh.empty
+        else tuple(axis for axis in held if axis not in apart and mesh.shape[axis] > 1)
+    )
 
 
 def num_shares(*axes: str) -> int:
@@ -279,7 +320,9 @@ def partition(axes: Axes, shape: Sequence[int] | None = None, name: str = "array
       UsageError: If two dimensions want the same mesh axis, or a dimension does not divide.
     """
     if shape is not None and len(shape) != len(axes):
-        raise UsageError(f"{name} of shape {tuple(shape)} has {len(shape)} dimensions but axes {axes}.")
+        raise UsageError(
+            f"{name} of shape {tuple(shape)} has {len(shape)} dimensions but axes {axes}."
+        )
     owner: dict[str, str | None] = {}
     entries = []
     for dim, logical in enumerate(axes):
@@ -293,7 +336,9 @@ def partition(axes: Axes, shape: Sequence[int] | None = None, name: str = "array
             owner[axis] = logical
         parts = num_shares(*over)
         if shape is not None and shape[dim] % parts:
-            choices = " or ".join(str(n * parts) for n in (shape[dim] // parts, shape[dim] // parts + 1) if n)
+            choices = " or ".join(
+                str(n * parts) for n in (shape[dim] // parts, shape[dim] // parts + 1) if n
+            )
             raise UsageError(
                 f"{name}: dimension {dim} ({logical}) of size {shape[dim]} does not divide over "
                 f"{'*'.join(over)}={parts}; the nearest legal sizes are {choices}."
@@ -328,7 +373,9 @@ def shard(tree: PyTree, axes: PyTree) -> PyTree:
     return tree if _ambient().empty else jax.device_put(tree, named_shardings(tree, axes))
 
 
-def constrain(x: jax.Array, *axes: str | None, name: str = "activation", is_rest_open: bool = False) -> jax.Array:
+def constrain(
+    x: jax.Array, *axes: str | None, name: str = "activation", is_rest_open: bool = False
+) -> jax.Array:
     """Tells GSPMD how `x` is split, by logical axis; its cotangent is split the same way.
 
     Args:
@@ -357,7 +404,9 @@ def in_role(axes: Axes, role: str) -> Axes:
     return tuple(f"{name}_{role}" if f"{name}_{role}" in table else name for name in axes)
 
 
-def gather(x: jax.Array, split: Axes, whole: Axes, grad: Axes | None = None, name: str = "activation") -> jax.Array:
+def gather(
+    x: jax.Array, split: Axes, whole: Axes, grad: Axes | None = None, name: str = "activation"
+) -> jax.Array:
     """Takes `x` to a layout that splits it less; its cotangent is summed into `grad`, by default `split`.
 
     `constrain` gives value and cotangent the same layout, which would sum the cotangent whole before it takes its
@@ -370,7 +419,10 @@ def gather(x: jax.Array, split: Axes, whole: Axes, grad: Axes | None = None, nam
     def moved(x):
         return constrain(constrain(x, *split, name=name), *whole, name=name)
 
-    moved.defvjp(lambda x: (moved(x), None), lambda _, g: (constrain(g, *(grad or split), name=f"gradient of {name}"),))
+    moved.defvjp(
+        lambda x: (moved(x), None),
+        lambda _, g: (constrain(g, *(grad or split), name=f"gradient of {name}"),),
+    )
     return moved(x)
 
 
@@ -384,12 +436,15 @@ def scatter(x: jax.Array, whole: Axes, split: Axes, name: str = "activation") ->
         return constrain(x, *split, name=name)
 
     moved.defvjp(
-        lambda x: (moved(x), None), lambda _, g: (constrain(constrain(g, *split, name=name), *whole, name=name),)
+        lambda x: (moved(x), None),
+        lambda _, g: (constrain(constrain(g, *split, name=name), *whole, name=name),),
     )
     return moved(x)
 
 
-def local(fn: Callable, in_axes: Sequence[Axes], out_axes: PyTree, *, check: bool = True) -> Callable:
+def local(
+    fn: Callable, in_axes: Sequence[Axes], out_axes: PyTree, *, check: bool = True
+) -> Callable:
     """Runs `fn` on each device's own block, by `jax.shard_map`; plain `fn` without a mesh.
 
     For what GSPMD cannot split or would split badly. `fn` needs no data of another block, or asks for it by collectives
@@ -400,11 +455,16 @@ def local(fn: Callable, in_axes: Sequence[Axes], out_axes: PyTree, *, check: boo
 
     def wrapped(*args):
         in_specs = tuple(
-            partition(axes, x.shape, f"argument {i}") for i, (axes, x) in enumerate(zip(in_axes, args, strict=True))
+            partition(axes, x.shape, f"argument {i}")
+            for i, (axes, x) in enumerate(zip(in_axes, args, strict=True))
         )
         out_specs = jax.tree.map(partition, out_axes, is_leaf=is_axes)
-        rest = set(_ambient().axis_names) - set(getattr(_ambient(), "manual_axes", ()))  # in a stage, all others
-        return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names=rest, check_vma=check)(*args)
+        rest = set(_ambient().axis_names) - set(
+            getattr(_ambient(), "manual_axes", ())
+        )  # in a stage, all others
+        return jax.shard_map(
+            fn, in_specs=in_specs, out_specs=out_specs, axis_names=rest, check_vma=check
+        )(*args)
 
     return wrapped
 
@@ -418,12 +478,19 @@ def axes_like(tree: PyTree, params: PyTree, param_axes: PyTree) -> PyTree:
     flat_axes = jax.tree.leaves(param_axes, is_leaf=is_axes)
     known = {
         jax.tree_util.keystr(path): (leaf.shape, axes)
-        for (path, leaf), axes in zip(jax.tree_util.tree_leaves_with_path(params), flat_axes, strict=True)
+        for (path, leaf), axes in zip(
+            jax.tree_util.tree_leaves_with_path(params), flat_axes, strict=True
+        )
     }
 
     def find(path, leaf):
-        found = (known.get(jax.tree_util.keystr(path[start:]), (None, None)) for start in range(len(path)))
-        return next((axes for shape, axes in found if shape == leaf.shape), (None,) * len(leaf.shape))
+        found = (
+            known.get(jax.tree_util.keystr(path[start:]), (None, None))
+            for start in range(len(path))
+        )
+        return next(
+            (axes for shape, axes in found if shape == leaf.shape), (None,) * len(leaf.shape)
+        )
 
     return jax.tree_util.tree_map_with_path(find, tree)
 
@@ -448,7 +515,9 @@ def place_rows(rows: Callable[[slice], PyTree], num_rows: int, axes: Axes = ("ba
             start, stop, _ = index[0].indices(num_rows)
             return block[(slice(start - first, stop - first), *index[1:])]
 
-        return jax.make_array_from_callback((num_rows, *block.shape[1:]), NamedSharding(mesh, partition(axes)), piece)
+        return jax.make_array_from_callback(
+            (num_rows, *block.shape[1:]), NamedSharding(mesh, partition(axes)), piece
+        )
 
     return jax.tree.map(place, rows(slice(first, last)))
 

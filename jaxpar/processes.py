@@ -82,7 +82,9 @@ def start_processes(
         return False
     try:
         jax.distributed.initialize(
-            **given, initialization_timeout=math.ceil(timeout_s), heartbeat_timeout_seconds=heartbeat_s
+            **given,
+            initialization_timeout=math.ceil(timeout_s),
+            heartbeat_timeout_seconds=heartbeat_s,
         )
     except Exception as error:
         raise UsageError(
@@ -129,7 +131,9 @@ def _tpu_hosts() -> int:
 
     No variable tells on such a machine. Honours what JAX and libtpu do: TPU_SKIP_MDS_QUERY, GCE_METADATA_IP.
     """
-    if "TPU_SKIP_MDS_QUERY" in os.environ or not any(map(os.path.exists, ("/dev/accel0", "/dev/vfio/0"))):
+    if "TPU_SKIP_MDS_QUERY" in os.environ or not any(
+        map(os.path.exists, ("/dev/accel0", "/dev/vfio/0"))
+    ):
         return 1
     host = os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
     address = f"http://{host}/computeMetadata/v1/instance/attributes/worker-network-endpoints"
@@ -152,7 +156,9 @@ def check_same_on_all_processes(text: str, what: str) -> None:
     digests = np.asarray(multihost_utils.process_allgather(digest))
     odd = [i for i, other in enumerate(digests) if (other != digests[0]).any()]
     if odd:
-        raise UsageError(f"{what} on process {odd[0]} differs from process 0; start all with the same flags and files.")
+        raise UsageError(
+            f"{what} on process {odd[0]} differs from process 0; start all with the same flags and files."
+        )
 
 
 class Interruption:

@@ -24,7 +24,9 @@ def by_stage(fn: Callable, in_specs: PyTree, out_specs: PyTree) -> Callable:
         with as_in_stage():
             return fn(*args)
 
-    return jax.shard_map(apart, in_specs=in_specs, out_specs=out_specs, axis_names={"stage"}, check_vma=False)
+    return jax.shard_map(
+        apart, in_specs=in_specs, out_specs=out_specs, axis_names={"stage"}, check_vma=False
+    )
 
 
 def as_in_stage() -> AbstractContextManager:
@@ -46,4 +48,6 @@ def refuse_in_stage(what: str, instead: str) -> None:
       UsageError: Inside of `by_stage`.
     """
     if in_stage():
-        raise UsageError(f"{what} sends from device to device, which a pipeline's stages cannot do; {instead}.")
+        raise UsageError(
+            f"{what} sends from device to device, which a pipeline's stages cannot do; {instead}."
+        )

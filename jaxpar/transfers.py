@@ -99,7 +99,9 @@ def allowed_by_axes(params: PyTree, axes: PyTree, batch_axes: PyTree) -> list[Tr
         if gathered:
             size = entries * leaf.dtype.itemsize
             sizes = _sizes_on_the_way(entries, gathered, pieces)
-            out.append(Transfer("gather", gathered, 2 * pieces, 2 * size, f"{name}, twice", sizes=sizes))
+            out.append(
+                Transfer("gather", gathered, 2 * pieces, 2 * size, f"{name}, twice", sizes=sizes)
+            )
         for axis in at_rest:
             out.append(Transfer("exchange", (axis,), _ANY, 2 * size, f"gradient of {name}"))
     for axis in sorted(inside | set(batch)):

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
 
 
 def copies(text, shape):
@@ -30,9 +32,15 @@ def on_a_tpu(file, *args):
 
     libtpu takes a whole process: what else runs there must not have chosen its devices.
     """
-    env = os.environ | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
+    env = os.environ | {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "JAX_PLATFORMS": "cpu",
+    }
     env["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
     env.pop("XLA_FLAGS", None)
-    done = subprocess.run([sys.executable, file, *args], env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, file, *args], env=env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

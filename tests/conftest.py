@@ -10,20 +10,24 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-if os.environ["JAX_PLATFORMS"] == "cpu":  # read when Triton, where it is installed, is first imported
+if (
+    os.environ["JAX_PLATFORMS"] == "cpu"
+):  # read when Triton, where it is installed, is first imported
     os.environ["TRITON_INTERPRET"] = "1"
 else:  # tests compare values: the fastest kernel is not worth the minutes of looking for it
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
+    )
 
 # Workers keep the memory that compiling frees for the next program, in place of handing it back page by page.
 os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**31 - 1))
 os.environ.setdefault("MALLOC_TOP_PAD_", str(2**26))
 
-import jax  # noqa: E402
-import pytest  # noqa: E402
-from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
-from jaxpar.mesh import simulate_devices  # noqa: E402
+from jaxpar.mesh import simulate_devices
 
 # XLA makes compilers of MLIR anew for every program, at 2.7 times the work of its emitters of before. These
 # fuse more freely: without fused multiply-adds, whose place would depend on it, bits do not.
@@ -31,13 +35,21 @@ FLAGS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_c
 # One piece of code a program, not up to 32 that are compiled side by side: a worker has one core.
 FLAGS += " --xla_cpu_parallel_codegen_split_count=1"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it runs in the background
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # as a shell starts what it runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 simulate_devices(8)
-jax.config.update("jax_disable_most_optimizations", True)  # LLVM's: tests compile much and run on next to nothing
-jax.config.update("jax_traceback_in_locations_limit", 0)  # no line of a program is looked for in its source
-gc.set_threshold(100_000, 50, 1000)  # traces allocate by the million; the usual thresholds cost a fifteenth of a run
+jax.config.update(
+    "jax_disable_most_optimizations", True
+)  # LLVM's: tests compile much and run on next to nothing
+jax.config.update(
+    "jax_traceback_in_locations_limit", 0
+)  # no line of a program is looked for in its source
+gc.set_threshold(
+    100_000, 50, 1000
+)  # traces allocate by the million; the usual thresholds cost a fifteenth of a run
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_legacy_prng_key", "error")
 
@@ -224,7 +236,9 @@ def pytest_sessionfinish(session, exitstatus):
         green = [test for test, results in outcomes.items() if "failed" not in results]
         papers = [test for test in green if tiers.tier_of(test) == "papers"]
         if papers:
-            kept_programs.note(config.programs, tiers.name_of_record(), tiers.digests_of_papers(papers))
+            kept_programs.note(
+                config.programs, tiers.name_of_record(), tiers.digests_of_papers(papers)
+            )
 
 
 def pytest_unconfigure(config):

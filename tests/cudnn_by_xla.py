@@ -28,12 +28,20 @@ def install(monkeypatch):
         statistics, out, g = args[10:]
         assert statistics.dtype == jnp.float32 and out.dtype == g.dtype == args[0].dtype
         out, g = (x.astype(jnp.float32).reshape(q.shape) for x in (out, g))
-        weights = jnp.where(scores > -jnp.inf, jnp.exp(scores - at(statistics, back=True)[..., None]), 0)
-        more = weights * (jnp.einsum("tnk,snk->nts", g, v) - jnp.einsum("tnk,tnk->nt", g, out)[..., None]) * scale
+        weights = jnp.where(
+            scores > -jnp.inf, jnp.exp(scores - at(statistics, back=True)[..., None]), 0
+        )
+        more = (
+            weights
+            * (jnp.einsum("tnk,snk->nts", g, v) - jnp.einsum("tnk,tnk->nt", g, out)[..., None])
+            * scale
+        )
         dq, dk = jnp.einsum("nts,snk->tnk", more, k), jnp.einsum("nts,tnk->snk", more, q)
         dv = jnp.einsum("nts,tnk->snk", weights, g)
 
-        def ungrouped(x, like):  # a head of the keys has the gradients of all queries' heads that read it
+        def ungrouped(
+            x, like
+        ):  # a head of the keys has the gradients of all queries' heads that read it
             x = x.reshape(x.shape[0], like.shape[2], -1, x.shape[2]).sum(2)
             return x.astype(like.dtype).reshape(like.shape)
 
@@ -49,7 +57,11 @@ def install(monkeypatch):
 def scored(fused, args, options):
     """Queries, keys, values of all rows as one, [tokens, N, K]; how statistics lie; scores [N, tokens, tokens]."""
     q, k, v, bias, q_lengths, k_lengths, q_starts, k_starts = args[:8]
-    assert not bias.size and not options["dropout_rate"] and options["sliding_window_length"] in (None, 0)
+    assert (
+        not bias.size
+        and not options["dropout_rate"]
+        and options["sliding_window_length"] in (None, 0)
+    )
     (rows, length, heads, width), (_, keys, groups, _) = q.shape, k.shape
     kind, documents = options["mask_type"], 1
     if q_starts.ndim == 2:
@@ -81,8 +93,14 @@ def scored(fused, args, options):
     def at(x, back=False):  # statistics lie by document, [rows * documents, N, T]
         if back:
             return x[mine, :, place].T
-        known = jnp.where(mine < 0, rows * documents, mine)  # of tokens of no document nothing is written
-        return jnp.full((rows * documents, heads, length), jnp.nan).at[known, :, place].set(x.T.astype(jnp.float32))
+        known = jnp.where(
+            mine < 0, rows * documents, mine
+        )  # of tokens of no document nothing is written
+        return (
+            jnp.full((rows * documents, heads, length), jnp.nan)
+            .at[known, :, place]
+            .set(x.T.astype(jnp.float32))
+        )
 
     q, k, v = (x.astype(jnp.float32).reshape(-1, x.shape[2], width) for x in (q, k, v))
     k, v = (jnp.repeat(x, heads // groups, 1) for x in (k, v))

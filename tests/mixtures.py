@@ -19,7 +19,16 @@ PLAIN = Experts(F, E, 2)
 CASES = {
     "softmax": PLAIN,
     "sigmoid, all losses, bias": Experts(
-        F, E, 2, "gelu", scores="sigmoid", z_loss=0.1, information_gain=0.3, bias=0.2, balance_loss=0.5, shared=1
+        F,
+        E,
+        2,
+        "gelu",
+        scores="sigmoid",
+        z_loss=0.1,
+        information_gain=0.3,
+        bias=0.2,
+        balance_loss=0.5,
+        shared=1,
     ),
     "one, not normalised": Experts(F, E, 1, normalise=False),
     "all": Experts(F, E, E, shared=2),
@@ -37,7 +46,10 @@ def normal(*shape, seed=0, dtype="float64"):
 def params_of(layer, dtype="float64", skew=0.0):
     """Weights of a layer; with skew, of a router that sends all tokens to the last expert."""
     leaves = layer.leaves(D, 1.0, 1.0)
-    params = {name: 0.5 * normal(*leaf.shape, seed=n, dtype=dtype) for n, (name, leaf) in enumerate(leaves.items())}
+    params = {
+        name: 0.5 * normal(*leaf.shape, seed=n, dtype=dtype)
+        for n, (name, leaf) in enumerate(leaves.items())
+    }
     if "b_router" in params:  # a large one would choose the same experts for all tokens
         params["b_router"] = 0.1 * params["b_router"]
     params["w_router"] = params["w_router"] + skew * (np.arange(E) == E - 1).astype(dtype)
@@ -59,7 +71,9 @@ def dropped_by_loop(expert, most):
 def plain(layer, params, x):
     """Outputs, the sum of the losses and what is told, of the dense mixture."""
     logits, k = x @ params["w_router"], layer.experts_per_token
-    chosen = route(logits, k, scores=layer.scores, normalise=layer.normalise, bias=params.get("b_router"))
+    chosen = route(
+        logits, k, scores=layer.scores, normalise=layer.normalise, bias=params.get("b_router")
+    )
     loads = E * load(chosen.expert, E)
     told = {"expert_load": loads.max(), "expert_load_min": loads.min()}
     routing = chosen
@@ -68,19 +82,29 @@ def plain(layer, params, x):
         most = min(size, int(np.ceil(layer.capacity * size * k / E)))
         shape = jax.ShapeDtypeStruct((B * T // size, size, k), bool)
         groups = chosen.expert.reshape(shape.shape)
-        kept = jax.pure_callback(lambda expert: dropped_by_loop(np.asarray(expert), most), shape, groups)
+        kept = jax.pure_callback(
+            lambda expert: dropped_by_loop(np.asarray(expert), most), shape, groups
+        )
         kept = kept.reshape(chosen.expert.shape)
         routing = chosen._replace(weight=jnp.where(kept, chosen.weight, 0))
         told["dropped"] = 1 - kept.mean()
-    extra = layer.balance_loss * balance_loss(chosen.scores, chosen.expert) + layer.z_loss * router_z_loss(logits)
+    extra = layer.balance_loss * balance_loss(
+        chosen.scores, chosen.expert
+    ) + layer.z_loss * router_z_loss(logits)
     if layer.information_gain:
-        extra -= layer.information_gain * information_gain(chosen.scores / chosen.scores.sum(-1, keepdims=True))
+        extra -= layer.information_gain * information_gain(
+            chosen.scores / chosen.scores.sum(-1, keepdims=True)
+        )
     if layer.bias:
         extra += layer.bias * bias_loss(params["b_router"], chosen.expert)
     y = dense_mixture(params, x, routing, layer.activation)
     if layer.shared:
         up = x @ params["w_shared_up"]
-        gated = jax.nn.silu(x @ params["w_shared_gate"]) * up if layer.activation == "swiglu" else jax.nn.gelu(up)
+        gated = (
+            jax.nn.silu(x @ params["w_shared_gate"]) * up
+            if layer.activation == "swiglu"
+            else jax.nn.gelu(up)
+        )
         y += gated @ params["w_shared_down"]
     return y, extra, told
 
@@ -95,7 +119,11 @@ def outcome(form, layer, params, x):
 
     def weighted(params, x):
         y, extra, told = form(layer, params, x)
-        return (y * jnp.cos(jnp.arange(y.size, dtype=x.dtype)).reshape(y.shape)).sum() + extra, (y, extra, told)
+        return (y * jnp.cos(jnp.arange(y.size, dtype=x.dtype)).reshape(y.shape)).sum() + extra, (
+            y,
+            extra,
+            told,
+        )
 
     return jit(jax.value_and_grad(weighted, (0, 1), has_aux=True))(params, x)
 
@@ -117,5 +145,10 @@ def wanted(name, skew=0.0, dtype="float64"):
 def by_expert(outcome):
     """The same, each expert's gradients a leaf of its own: no small error of one hides behind the others' size."""
     value, (params, x) = outcome
-    leaves = {f"{n}{e}": g[e] for n, g in params.items() if n[2:] in ("up", "gate", "down") for e in range(E)}
+    leaves = {
+        f"{n}{e}": g[e]
+        for n, g in params.items()
+        if n[2:] in ("up", "gate", "down")
+        for e in range(E)
+    }
     return value, ({"router": [g for n, g in params.items() if "router" in n], **leaves}, x)

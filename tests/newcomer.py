@@ -40,7 +40,9 @@ BROUGHT = re.compile(
     r"|\b(?:srun|gcloud)\b|coordinator=|\.whl|git\+https|preset=(?:llama|gpt2|moe_1b)\w* (?!topology)"
 )
 """In lines that need files, programs or chips which the reader has and this machine has not."""
-ACCELERATOR = re.compile(r"\s*(?:on )?(?:an?|one|two|\d+)?(?: x)? ?(?:H100|H200|A100|GPU|TPU|v5[ep])s?\b")
+ACCELERATOR = re.compile(
+    r"\s*(?:on )?(?:an?|one|two|\d+)?(?: x)? ?(?:H100|H200|A100|GPU|TPU|v5[ep])s?\b"
+)
 """How comments of lines begin that are for another machine."""
 SHORT = ("jaxpar", "jaxpar lm --help")
 UNITS = {"s": 1, "second": 1, "minute": 60, "hour": 3600}
@@ -81,7 +83,10 @@ def lines_for(name: str, folder: pathlib.Path) -> list[Line]:
     if name.endswith(".py"):
         return [Line(f"FAST=1 MPLBACKEND=agg python {ROOT / name}", name=name)]
     page = (ROOT / name).read_text()
-    lines, snippets = lines_of(page), re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    lines, snippets = (
+        lines_of(page),
+        re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL),
+    )
     if snippets:
         script = folder / (name.replace("/", "_") + ".py")
         script.write_text("\n".join(snippets))
@@ -91,8 +96,13 @@ def lines_for(name: str, folder: pathlib.Path) -> list[Line]:
 
 def seconds_in(comment: str) -> float:
     """Returns the last time that a comment states, such as "about a minute" or "half an hour", in seconds."""
-    stated = re.findall(r"\b(half an?|an?|two|three|four|five|ten|[\d.]+) (?:(second|minute|hour)s?|(s))\b", comment)
-    times = ((NUMBERS.get(count.split()[0]) or float(count)) * UNITS[long or short] for count, long, short in stated)
+    stated = re.findall(
+        r"\b(half an?|an?|two|three|four|five|ten|[\d.]+) (?:(second|minute|hour)s?|(s))\b", comment
+    )
+    times = (
+        (NUMBERS.get(count.split()[0]) or float(count)) * UNITS[long or short]
+        for count, long, short in stated
+    )
     return max(times, default=0.0)
 
 
@@ -101,11 +111,19 @@ def watch(text: str, folder: pathlib.Path, env: dict[str, str]) -> Seen:
     began = last = time.monotonic()
     before = _processor_s()
     silence, said = 0.0, b""
-    options = dict(cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    options = dict(
+        cwd=folder,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     with subprocess.Popen(["bash", "-c", text], start_new_session=True, **options) as process:
         try:
             while True:
-                heard, _, _ = select.select([process.stdout], [], [], max(0, began + LIMIT_S - time.monotonic()))
+                heard, _, _ = select.select(
+                    [process.stdout], [], [], max(0, began + LIMIT_S - time.monotonic())
+                )
                 if not heard:
                     os.killpg(process.pid, signal.SIGKILL)
                 got = os.read(process.stdout.fileno(), 2**16)
@@ -115,10 +133,14 @@ def watch(text: str, folder: pathlib.Path, env: dict[str, str]) -> Seen:
                     break
                 said = (said + got)[-4000:]
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)  # a session of its own, which Ctrl-C does not reach
+            os.killpg(
+                process.pid, signal.SIGKILL
+            )  # a session of its own, which Ctrl-C does not reach
             raise
     spent = _processor_s() - before
-    return Seen(time.monotonic() - began, silence, process.returncode, said.decode(errors="replace"), spent)
+    return Seen(
+        time.monotonic() - began, silence, process.returncode, said.decode(errors="replace"), spent
+    )
 
 
 def _processor_s() -> float:
@@ -132,7 +154,11 @@ def verdict(line: Line, seen: Seen) -> list[str]:
     slow = min(seen.seconds, seen.processor) > (2 * line.stated_s or SLOW_S)
     return [
         word
-        for word, so in (("RED", seen.code), ("silent", seen.silence > SILENT_S and not line.name), ("slow", slow))
+        for word, so in (
+            ("RED", seen.code),
+            ("silent", seen.silence > SILENT_S and not line.name),
+            ("slow", slow),
+        )
         if so
     ]
 
@@ -152,7 +178,11 @@ def in_a_fresh_one(folder: pathlib.Path, interpreter: str) -> dict[str, str]:
     """Clones the repository into the folder; returns the variables of a new, bare environment."""
     subprocess.run(["git", "clone", "-q", str(ROOT), str(folder / "jaxpar")], check=True)
     subprocess.run([interpreter, "-m", "venv", str(folder / "environment")], check=True)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTHON", "VIRTUAL_ENV"))
+    }
     path = os.pathsep.join([str(folder / "environment" / "bin"), os.environ["PATH"]])
     return kept | {"PATH": path, "PYTHONUNBUFFERED": "1", "XDG_CACHE_HOME": str(folder / "cache")}
 
@@ -160,23 +190,37 @@ def in_a_fresh_one(folder: pathlib.Path, interpreter: str) -> dict[str, str]:
 def main(arguments: list[str]) -> int:
     """Returns how many lines were red."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("pages", nargs="*", default=PAGES, help="whose lines are run (default: see above)")
+    parser.add_argument(
+        "pages", nargs="*", default=PAGES, help="whose lines are run (default: see above)"
+    )
     parser.add_argument("--short", action="store_true", help="only what needs no compiling")
-    parser.add_argument("--fresh", metavar="PYTHON", help="in a clone and an environment of this interpreter")
+    parser.add_argument(
+        "--fresh", metavar="PYTHON", help="in a clone and an environment of this interpreter"
+    )
     asked = parser.parse_args(arguments)
     folder = pathlib.Path(tempfile.mkdtemp())
     try:
         env = in_a_fresh_one(folder, asked.fresh) if asked.fresh else in_this_environment(folder)
         place = folder / "jaxpar" if asked.fresh else folder
-        (place / "prompts.jsonl").write_text('{"prompt": "def "}\n{"prompt": "import "}\n')  # which a line reads
+        (place / "prompts.jsonl").write_text(
+            '{"prompt": "def "}\n{"prompt": "import "}\n'
+        )  # which a line reads
         if asked.short:
             lines = [Line(text) for text in SHORT]
         else:
-            lines = list({line.text: line for page in asked.pages for line in lines_for(page, folder)}.values())
+            lines = list(
+                {
+                    line.text: line for page in asked.pages for line in lines_for(page, folder)
+                }.values()
+            )
         red = []
         for line in lines:
             is_set_up = line.text.startswith(SET_UP)
-            if line.text.startswith(LONG) or (is_set_up and not asked.fresh) or BROUGHT.search(line.text):
+            if (
+                line.text.startswith(LONG)
+                or (is_set_up and not asked.fresh)
+                or BROUGHT.search(line.text)
+            ):
                 print(f"{'left out':30} {line.text}", flush=True)
                 continue
             seen = watch(line.text, place, env)

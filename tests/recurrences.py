@@ -16,7 +16,9 @@ PRODUCT = {
 def draw(shape, kind="diag", axis=0, seed=0, scale=0.6, dtype="float64"):
     """Returns a, b, h0 of a recurrence that neither grows nor dies."""
     rng = np.random.default_rng(seed)
-    transitions = {"diag": shape, "row": shape[:-1], "matrix": shape[:-1] + shape[-2:-1]}.get(kind, shape + shape[-1:])
+    transitions = {"diag": shape, "row": shape[:-1], "matrix": shape[:-1] + shape[-2:-1]}.get(
+        kind, shape + shape[-1:]
+    )
     k = 1 if kind in ("diag", "row") else transitions[-1]
     a = rng.uniform(-1, 1, transitions) * scale / k**0.5
     b, h0 = rng.normal(size=shape), rng.normal(size=shape[:axis] + shape[axis + 1 :])

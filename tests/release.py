@@ -15,7 +15,9 @@ import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-SMALL = "model.num_layers=1 model.embed_dim=32 model.num_heads=2 model.num_kv_heads=2 model.mlp_dim=64"
+SMALL = (
+    "model.num_layers=1 model.embed_dim=32 model.num_heads=2 model.num_kv_heads=2 model.mlp_dim=64"
+)
 COMMANDS = (
     f"lm data.path=words.txt data.seq_len=16 data.batch_size=8 train.steps=4 train.eval_batches=1 {SMALL}",
     "rnn data.task=copy train.steps=2",
@@ -33,10 +35,19 @@ COMMANDS = (
 
 def run(command: list[str], folder: pathlib.Path, say: str) -> bool:
     """Runs a command in a folder, prints how long it took and, where it failed, its last lines; returns whether not."""
-    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    }
     began = time.monotonic()
-    done = subprocess.run(command, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    print(f"{'ok ' if done.returncode == 0 else 'RED'} {time.monotonic() - began:6.1f} s  {say}", flush=True)
+    done = subprocess.run(
+        command, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    print(
+        f"{'ok ' if done.returncode == 0 else 'RED'} {time.monotonic() - began:6.1f} s  {say}",
+        flush=True,
+    )
     if done.returncode:
         print("\n".join("      " + line for line in done.stdout.splitlines()[-15:]), flush=True)
     return done.returncode == 0
@@ -59,10 +70,19 @@ def try_out(interpreter: str, archive: pathlib.Path, folder: pathlib.Path) -> in
     print(f"\n{archive.name} on {interpreter}", flush=True)
     steps = [
         ([interpreter, "-m", "venv", "environment"], "environment"),
-        ([str(programs / "pip"), "install", "-q", "-c", str(ROOT / "constraints.txt"), wanted], "install"),
-        ([str(programs / "python"), "-c", "from jaxpar import envs; print(envs.make('Tiger'))"], "import jaxpar.envs"),
+        (
+            [str(programs / "pip"), "install", "-q", "-c", str(ROOT / "constraints.txt"), wanted],
+            "install",
+        ),
+        (
+            [str(programs / "python"), "-c", "from jaxpar import envs; print(envs.make('Tiger'))"],
+            "import jaxpar.envs",
+        ),
         ([str(programs / "jaxpar")], "jaxpar"),
-        *(([str(programs / "jaxpar"), *flags.split()], f"jaxpar {flags[:90]}") for flags in COMMANDS),
+        *(
+            ([str(programs / "jaxpar"), *flags.split()], f"jaxpar {flags[:90]}")
+            for flags in COMMANDS
+        ),
     ]
     failed = 0
     for number, (command, say) in enumerate(steps):
@@ -76,7 +96,9 @@ def try_out(interpreter: str, archive: pathlib.Path, folder: pathlib.Path) -> in
 def main() -> None:
     """Ends with 1 if anything failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("interpreters", nargs="+", help="python3.12 and others; each gets environments of its own")
+    parser.add_argument(
+        "interpreters", nargs="+", help="python3.12 and others; each gets environments of its own"
+    )
     asked = parser.parse_args()
     failed = 0
     for archive in build(ROOT / "dist"):

@@ -37,7 +37,11 @@ ENVIRONMENTS = {
     Crowd: {"width": ((2,), (3,)), "height num_people": COUNT, "reach layout": LEAST_0},
     Foraging: {"size": ((2,), (3,)), "num_agents num_food max_strength": COUNT, "sight": LEAST_0},
     tiles2048.Start: {"size": ((1, 9), (2, 8))},
-    rubiks_cube.Scramble: {"size": ((1, 4), (2, 3)), "moves": ((0, 1001), (1, 1000)), "least": LEAST_0},
+    rubiks_cube.Scramble: {
+        "size": ((1, 4), (2, 3)),
+        "moves": ((0, 1001), (1, 1000)),
+        "least": LEAST_0,
+    },
     sliding_tile.Shuffle: {"size": ((1, 9), (2, 8))},
     sokoban_levels.ReversePlay: {
         "size": ((4, 33), (5, 32)),
@@ -71,7 +75,11 @@ ENVIRONMENTS = {
     tour_levels.Demands: {"capacity most": COUNT},
     bin_pack.Split: {"num_items": COUNT},
     bin_pack.BinPack: {"num_spaces": COUNT},
-    job_shop.Random: {"num_jobs": COUNT, "num_machines": ((0, 65), (1, 64)), "longest": ((0, 10_001), (1, 10_000))},
+    job_shop.Random: {
+        "num_jobs": COUNT,
+        "num_machines": ((0, 65), (1, 64)),
+        "longest": ((0, 10_001), (1, 10_000)),
+    },
     RockSample: {"size num_rocks": COUNT, "layout": LEAST_0},
     Tree: {"depth distractors false_rules": LEAST_0, "prune": SHARE, "kinds": ((0, 12), (1, 11))},
     SubHunt: {"size": ((2,), (3,)), "speed": COUNT},

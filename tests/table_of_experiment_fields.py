@@ -63,7 +63,11 @@ EXPERIMENTS = {
         "keep_every_s": FRACTION_FROM_0,
     },
     _evaluate.EvalConfig: {"batch_size": COUNT, "length": LEAST_0},
-    rnn.ModelConfig: {"size layers heads width mlp memory": COUNT, "window": LEAST_0, "theta": POSITIVE},
+    rnn.ModelConfig: {
+        "size layers heads width mlp memory": COUNT,
+        "window": LEAST_0,
+        "theta": POSITIVE,
+    },
     rnn.OptimizerConfig: {
         "learning_rate clip_norm": POSITIVE,
         "warmup_steps": LEAST_0,
@@ -116,7 +120,11 @@ EXPERIMENTS = {
         "seeds": SEED,
     },
     trading.Market: {"assets": ((0, 9), (1, 8)), "lot": COUNT},
-    _life_neat.NeatBrain: {"max_nodes": ((29,), (30,)), "max_conns": ((215,), (216,)), "std": ((-1, 11), (0, 10))},
+    _life_neat.NeatBrain: {
+        "max_nodes": ((29,), (30,)),
+        "max_conns": ((215,), (216,)),
+        "std": ((-1, 11), (0, 10)),
+    },
     own.Config: {"width": ((3,), (4,)), "layers batch_size": COUNT, "learning_rate": POSITIVE},
     pomdp.Config: {"episodes max_steps at_once": COUNT, "budget_s": FRACTION_FROM_0},
     env.Config: {"num_envs num_steps frames": COUNT},

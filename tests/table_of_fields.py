@@ -38,7 +38,14 @@ from jaxpar.experimental.dense_depth import DenseDepth
 from jaxpar.experimental.pseudo_tokens import Heads, HiddenTransfer, PromptTokens
 from jaxpar.experimental.trained_drafts import DraftTrainer
 from jaxpar.life import Jitter, Laws, Lstm, Reflex, World
-from jaxpar.lm import AdapterConfig, AdapterTrainer, LMConfig, ObjectiveConfig, Trainer, TuningConfig
+from jaxpar.lm import (
+    AdapterConfig,
+    AdapterTrainer,
+    LMConfig,
+    ObjectiveConfig,
+    Trainer,
+    TuningConfig,
+)
 from jaxpar.lm.corpus import DataConfig
 from jaxpar.lm.data import Windows
 from jaxpar.loop import Fit
@@ -105,7 +112,16 @@ from jaxpar.rl.pqn import PqnRates
 from jaxpar.rl.sac import SacRates
 from jaxpar.rl.td3 import Td3Rates
 from jaxpar.rollout import Chunked, Pool
-from jaxpar.solve import Elk, GaussSeidel, Jacobi, Newton, ParallelBackward, Quasi, Sequential, structure
+from jaxpar.solve import (
+    Elk,
+    GaussSeidel,
+    Jacobi,
+    Newton,
+    ParallelBackward,
+    Quasi,
+    Sequential,
+    structure,
+)
 from jaxpar.solve.fixed_point import Picard
 from jaxpar.solve.fused import Fused
 
@@ -150,7 +166,12 @@ TABLE = {
         "original_len": COUNT,
         "share": OVER_0,
     },
-    Stack: {"num_layers embed_dim": COUNT, "dropout": UNDER_1, "init_std": POSITIVE, "ladder_from": LEAST_0},
+    Stack: {
+        "num_layers embed_dim": COUNT,
+        "dropout": UNDER_1,
+        "init_std": POSITIVE,
+        "ladder_from": LEAST_0,
+    },
     LMConfig: {
         "vocab_size max_seq_len num_layers embed_dim num_heads rope_original_len loss_chunk": COUNT,
         "num_kv_heads head_dim mlp_dim mixer_dim mixer_key_dim ladder_from": LEAST_0,
@@ -220,7 +241,12 @@ TABLE = {
         "num_inputs num_outputs population max_nodes max_conns max_species sub_steps widths": COUNT,
         "time_step": POSITIVE,
     },
-    Episodes: {"goal": UNBOUNDED, "episodes max_steps": COUNT, "num_envs": LEAST_0, "output_range": SIGNED},
+    Episodes: {
+        "goal": UNBOUNDED,
+        "episodes max_steps": COUNT,
+        "num_envs": LEAST_0,
+        "output_range": SIGNED,
+    },
     GeneralizationTest: {"long_steps short_steps": COUNT, "needed": LEAST_0},
     Substrate: {"threshold": FRACTION_FROM_0, "largest": POSITIVE},
     SubstrateTable: {"tolerance": FRACTION_FROM_0},
@@ -309,7 +335,11 @@ TABLE = {
         "target_entropy reward_scale": SIGNED,
     },
     A2c: {"num_envs num_steps": COUNT, "lag": LEAST_0},
-    Ppo: {"num_envs num_steps epochs minibatches": COUNT, "lag": LEAST_0, "target_kl": FRACTION_FROM_0},
+    Ppo: {
+        "num_envs num_steps epochs minibatches": COUNT,
+        "lag": LEAST_0,
+        "target_kl": FRACTION_FROM_0,
+    },
     Against: {"seat": ((-1,), (0, 1))},
     SelfPlay: {"pool period": COUNT, "newest": SHARE},
     AlphaZeroRates: {
@@ -338,7 +368,11 @@ TABLE = {
     Network: {"encoder hidden conv memory_size": COUNT},
     Items: {"width heads layers": COUNT, "waves": LEAST_0},
     Seeds: {"num_seeds": COUNT},
-    Pbt: {"period": COUNT, "share": ((0.0, 0.6), (0.1, 0.5)), "factor spread": ((0.9,), (1.0, 2.0))},
+    Pbt: {
+        "period": COUNT,
+        "share": ((0.0, 0.6), (0.1, 0.5)),
+        "factor spread": ((0.9,), (1.0, 2.0)),
+    },
     Chunked: {"size": COUNT},
     Pool: {"size": COUNT},
     Animation: {"fps": POSITIVE},
@@ -395,5 +429,10 @@ RESULTS = {
     "_policy_run.PolicyRun", "_proof.Training",
 }  # fmt: skip
 """Frozen dataclasses with numbers that the library makes, or an environment says, and that no user configures."""
-BY_HAND = {(bin_pack.Split, "container"), (Despot, "default"), (ImageClassifier, "shape"), (FramePredictor, "shape")}
+BY_HAND = {
+    (bin_pack.Split, "container"),
+    (Despot, "default"),
+    (ImageClassifier, "shape"),
+    (FramePredictor, "shape"),
+}
 """Numbers whose range another field or the environment gives: an action, sizes that a patch divides, or three sides."""

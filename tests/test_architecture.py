@@ -84,11 +84,15 @@ class File(NamedTuple):
 
     name: str  # jaxpar/scan/affine.py
     num_lines: int
-    imported: set[str]  # every module that it imports, relative ones resolved, with the names taken from it
+    imported: set[
+        str
+    ]  # every module that it imports, relative ones resolved, with the names taken from it
     words: set[str]  # every variable and attribute, and every part of what it imports
     defined: list[str]  # classes and functions without a leading underscore
     exported: list[str]  # what `__all__` holds
-    anys: list[tuple[int, str, bool]]  # of each `Any` in a signature its line, the function, whether a comment is there
+    anys: list[
+        tuple[int, str, bool]
+    ]  # of each `Any` in a signature its line, the function, whether a comment is there
 
     @property
     def part(self):
@@ -180,7 +184,9 @@ def none_of(offences):
 
 def test_there_is_a_library():
     assert {"types", "mesh", "lm", "io"} <= {file.part for file in library()}
-    assert {"jaxpar", "envs", "experiments", "bench"} == {file.name.split("/")[0] for file in everything()}
+    assert {"jaxpar", "envs", "experiments", "bench"} == {
+        file.name.split("/")[0] for file in everything()
+    }
 
 
 def test_imports_point_one_way():
@@ -203,7 +209,9 @@ def test_what_begins_with_an_underscore_belongs_to_its_room():
         own = "jaxpar." + file.part if file.name.startswith("jaxpar/") else None
         for name in sorted(file.imported):
             top, room, *inside = (*name.split("."), "", "")
-            private = [part for part in inside if part.startswith("_") and not part.startswith("__")]
+            private = [
+                part for part in inside if part.startswith("_") and not part.startswith("__")
+            ]
             if top == "jaxpar" and f"{top}.{room}" != own and private:
                 yield f"{file.name} must not import {name}: {private[0]} belongs to jaxpar.{room} alone"
 
@@ -212,7 +220,9 @@ def test_what_begins_with_an_underscore_belongs_to_its_room():
 
 def test_the_library_knows_no_configuration_framework_nor_its_users():
     strangers = {"hydra", "omegaconf", "experiments", "envs", "notebooks", "tests"}
-    found = [(file, {name.split(".")[0] for name in file.imported} & strangers) for file in library()]
+    found = [
+        (file, {name.split(".")[0] for name in file.imported} & strangers) for file in library()
+    ]
     found = [(file, sorted(tops - {ALIASES.get(file.name)})) for file, tops in found]
     none_of(f"{file.name} must not import {tops}" for file, tops in found if tops)
 
@@ -222,19 +232,34 @@ def test_two_short_files_are_other_names_of_folders():
     said = {file.name: file for file in library() if file.name in ALIASES}
     assert said.keys() == ALIASES.keys()
     for name, file in said.items():
-        assert file.num_lines <= 10 and f'alias(__name__, "{ALIASES[name]}")' in (ROOT / name).read_text()
+        assert (
+            file.num_lines <= 10
+            and f'alias(__name__, "{ALIASES[name]}")' in (ROOT / name).read_text()
+        )
     names = {"jaxpar." + file.part for file in said.values()} | {"jaxpar._checkout"}
     takers = [(file, taken) for file in library() for taken in file.imported if taken in names]
-    none_of(f"{file.name} must not import {taken}" for file, taken in takers if file.name not in ALIASES)
+    none_of(
+        f"{file.name} must not import {taken}" for file, taken in takers if file.name not in ALIASES
+    )
     outside = [(file, taken) for file in everything() for taken in file.imported]
-    assert [file.name for file, taken in outside if taken == "jaxpar._checkout.alias"] == sorted(ALIASES)
+    assert [file.name for file, taken in outside if taken == "jaxpar._checkout.alias"] == sorted(
+        ALIASES
+    )
 
 
 def test_environments_import_the_protocol_only():
     legal = ("jaxpar.env", "jaxpar.fields", "jaxpar.types", "envs")
     names = [(file, name) for file in files("envs") for name in sorted(file.imported)]
-    ours = [(file, name) for file, name in names if name.split(".")[0] in ("jaxpar", "experiments", "envs")]
-    none_of(f"{file.name} imports {name}" for file, name in ours if not name.startswith(legal) and name != "jaxpar")
+    ours = [
+        (file, name)
+        for file, name in names
+        if name.split(".")[0] in ("jaxpar", "experiments", "envs")
+    ]
+    none_of(
+        f"{file.name} imports {name}"
+        for file, name in ours
+        if not name.startswith(legal) and name != "jaxpar"
+    )
 
 
 def test_commands_and_environments_import_what_wheels_have():
@@ -285,20 +310,34 @@ def shared(names):
 
 def test_rooms_share_no_name_without_a_reason():
     found = shared(lambda file: file.defined)
-    none_of(f"{name} is defined in {' and '.join(found[name])}" for name in sorted(found.keys() - SHARED_NAMES))
-    none_of(f"{name} has a reason and is not shared" for name in sorted(SHARED_NAMES.keys() - found))
+    none_of(
+        f"{name} is defined in {' and '.join(found[name])}"
+        for name in sorted(found.keys() - SHARED_NAMES)
+    )
+    none_of(
+        f"{name} has a reason and is not shared" for name in sorted(SHARED_NAMES.keys() - found)
+    )
 
 
 def test_rooms_share_no_file_name_without_a_reason():
-    found = shared(lambda file: [re.fullmatch(r"(__init__|_*(\w+))", Path(file.name).stem)[0].lstrip("_")])
+    found = shared(
+        lambda file: [re.fullmatch(r"(__init__|_*(\w+))", Path(file.name).stem)[0].lstrip("_")]
+    )
     found = {{"init__": "__init__"}.get(name, name): places for name, places in found.items()}
-    none_of(f"{' and '.join(found[name])} are called {name}" for name in sorted(found.keys() - SHARED_FILES))
-    none_of(f"{name} has a reason and is not shared" for name in sorted(SHARED_FILES.keys() - found))
+    none_of(
+        f"{' and '.join(found[name])} are called {name}"
+        for name in sorted(found.keys() - SHARED_FILES)
+    )
+    none_of(
+        f"{name} has a reason and is not shared" for name in sorted(SHARED_FILES.keys() - found)
+    )
 
 
 def published():
     """What the documentation shows: all that a module exports, or single names of it."""
-    pages = "\n".join(page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))))
+    pages = "\n".join(
+        page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    )
     whole, single = set(), set()
     for module, members in re.findall(r"automodule:: (jaxpar[\w.]*)\n   :members:(.*)", pages):
         whole |= set() if members.strip() else {module}
@@ -319,8 +358,14 @@ def test_modules_export_what_others_take():
         module, room = file.name.removesuffix(".py").replace("/", "."), f"jaxpar/{file.part}"
 
         def outside(name):
-            users = takers[f"{module}.{name}"] + [user for user in takers[module] if name in user.words]
-            return [user.name for user in users if not user.name.startswith(room) or user.name.endswith("__init__.py")]
+            users = takers[f"{module}.{name}"] + [
+                user for user in takers[module] if name in user.words
+            ]
+            return [
+                user.name
+                for user in users
+                if not user.name.startswith(room) or user.name.endswith("__init__.py")
+            ]
 
         for name in file.exported:
             if not (outside(name) or module in whole or f"{module}.{name}" in single):
@@ -345,7 +390,9 @@ ASKED_BY_NAME = {
     "jaxpar/env/capabilities.py",
     "jaxpar/rollout/policies.py",
     "jaxpar/env/facade.py",  # a named tuple
-    *(f"jaxpar/env/{name}.py" for name in ("adapt", "_suites", "_convert")),  # environments of other suites
+    *(
+        f"jaxpar/env/{name}.py" for name in ("adapt", "_suites", "_convert")
+    ),  # environments of other suites
 }
 
 
@@ -354,11 +401,20 @@ def test_abilities_are_resolved_in_one_place():
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call):
                 continue
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            name = (
+                node.func.attr
+                if isinstance(node.func, ast.Attribute)
+                else getattr(node.func, "id", "")
+            )
             by_string = name == "getattr" and isinstance(node.args[1], ast.Constant)
             if by_string or name in ("hasattr", "signature"):
                 yield f"{path.relative_to(ROOT)}:{node.lineno}: {name} asks by name; take jaxpar.env.capabilities"
 
     rooms = ("env", "rollout", "rl", "neat", "pomdp")
     paths = [path for room in rooms for path in (ROOT / "jaxpar" / room).rglob("*.py")]
-    none_of(row for path in paths if str(path.relative_to(ROOT)) not in ASKED_BY_NAME for row in offences(path))
+    none_of(
+        row
+        for path in paths
+        if str(path.relative_to(ROOT)) not in ASKED_BY_NAME
+        for row in offences(path)
+    )

@@ -265,8 +265,14 @@ def fast_tests(name):
     path = ROOT / "tests" / name
     if not path.is_file():
         return set()
-    functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
-    slow = {node.name for node in functions if "pytest.mark.slow" in map(ast.unparse, node.decorator_list)}
+    functions = [
+        node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)
+    ]
+    slow = {
+        node.name
+        for node in functions
+        if "pytest.mark.slow" in map(ast.unparse, node.decorator_list)
+    }
     return {node.name for node in functions} - slow
 
 
@@ -285,7 +291,9 @@ def test_each_claim_has_fast_tests(page):
     gone = [f"{page} does not say {words!r}" for words in PAGES[page] if words not in said]
     for words, tests in PAGES[page].items():
         named = [test.partition("::") for test in tests.split()]
-        missing = [(file, test) for file, _, test in named if f"test_{test}" not in fast_tests(file)]
+        missing = [
+            (file, test) for file, _, test in named if f"test_{test}" not in fast_tests(file)
+        ]
         gone += [f"{words!r}: tests/{file} has no fast test_{test}" for file, test in missing]
         if not missing and all(f"test_{test}" in skipping_tests(file) for file, _, test in named):
             gone.append(f"{words!r}: make test skips each of its tests")
@@ -299,16 +307,24 @@ def test_each_row_and_each_experiment_of_the_readme_is_claimed():
     files = {test.partition("::")[0] for tests in CLAIMS.values() for test in tests.split()}
     experiments = set(re.findall(r"python -m experiments\.(\w+)", README))
     tested = {re.sub(r"experiments/test_(\w+?)(_command)?\.py", r"\1", file) for file in files}
-    assert experiments - tested <= {"lm", "pomdp"}, "of which test_kill.py and pomdp/test_pomdp_page.py run"
+    assert experiments - tested <= {"lm", "pomdp"}, (
+        "of which test_kill.py and pomdp/test_pomdp_page.py run"
+    )
 
 
 def test_the_readme_is_one_screen_and_one_table_of_short_cells():
     """What it is, whom it serves and what to type come first; measurements are docs/benchmarks.md's."""
     lines = README.splitlines()
     rows = [number for number, line in enumerate(lines) if line.startswith("|")]
-    assert rows[0] <= 45 and rows == list(range(rows[0], rows[-1] + 1)), "one table, after one screen"
+    assert rows[0] <= 45 and rows == list(range(rows[0], rows[-1] + 1)), (
+        "one table, after one screen"
+    )
     assert lines[rows[0]] == "| room | what it does | page |"
-    cells = [cell for number in rows for cell in re.sub(r"\]\([^)]*\)", "]", lines[number]).strip("| ").split("|")]
+    cells = [
+        cell
+        for number in rows
+        for cell in re.sub(r"\]\([^)]*\)", "]", lines[number]).strip("| ").split("|")
+    ]
     assert len(cells) == 3 * len(rows) and not [cell for cell in cells if len(cell.split()) > 25]
 
 
@@ -352,7 +368,9 @@ def test_the_rooms_named_are_those_of_the_library():
     named = re.search(r"the library: (.*?), and the pillars (.*?)\.\n", README, re.DOTALL)
     rooms = set(re.findall(r"`(\w+)`", named[1] + named[2]))
     found = {
-        path.stem for path in (ROOT / "jaxpar").iterdir() if not path.stem.startswith("_") and path.suffix != ".typed"
+        path.stem
+        for path in (ROOT / "jaxpar").iterdir()
+        if not path.stem.startswith("_") and path.suffix != ".typed"
     }
     aliases = {"envs", "commands"}  # folders beside the library, which the next rows name
     assert rooms == found - aliases and aliases < found

@@ -39,14 +39,38 @@ from jaxpar.lm.data import DataConfig
 from jaxpar.mesh import RULES, MeshSpec, make_mesh, rules_from, use_mesh
 
 ROOT = Path(__file__).parents[1]
-OTHERS = {"digits": digits, "env": env, "neat": neat, "estimate": estimate, "pomdp": pomdp, "rl": rl, "rnn": rnn}
-OTHERS |= {"life": life, "generate": generate, "pipelined_speculation": pipelined_speculation, "verify": verify}
-OTHERS |= {"pipeline": pipeline, "compare": compare, "step_speculation": steps, "moving_digits": moving_digits}
+OTHERS = {
+    "digits": digits,
+    "env": env,
+    "neat": neat,
+    "estimate": estimate,
+    "pomdp": pomdp,
+    "rl": rl,
+    "rnn": rnn,
+}
+OTHERS |= {
+    "life": life,
+    "generate": generate,
+    "pipelined_speculation": pipelined_speculation,
+    "verify": verify,
+}
+OTHERS |= {
+    "pipeline": pipeline,
+    "compare": compare,
+    "step_speculation": steps,
+    "moving_digits": moving_digits,
+}
 OTHERS |= {"own": own}
-WRITTEN = {path for path in (ROOT / "docs").glob("**/*.md") if "_build" not in path.parts}  # which `make docs` copies
+WRITTEN = {
+    path for path in (ROOT / "docs").glob("**/*.md") if "_build" not in path.parts
+}  # which `make docs` copies
 PAGES = sorted([*ROOT.glob("*.md"), *WRITTEN])
 PUBLIC = [*PAGES, ROOT / "CITATION.cff", *sorted((ROOT / "notebooks").glob("*.py"))]
-FLAG_PAGES = [*PUBLIC, ROOT / "experiments" / "lm.py", *sorted(ROOT.glob("experiments/conf/lm/preset/*.yaml"))]
+FLAG_PAGES = [
+    *PUBLIC,
+    ROOT / "experiments" / "lm.py",
+    *sorted(ROOT.glob("experiments/conf/lm/preset/*.yaml")),
+]
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -82,13 +106,17 @@ def run(source, prelude=""):
 
 def test_readme_snippet_learns_the_same_on_both_meshes():
     (snippet,) = blocks(ROOT / "README.md", "python")
-    other = re.search(r"`(data=2, [^`]*)` prints the same number", (ROOT / "README.md").read_text())[1]
+    other = re.search(
+        r"`(data=2, [^`]*)` prints the same number", (ROOT / "README.md").read_text()
+    )[1]
     losses = []
     for sizes in ("data=-1", other):
         out, names = run(snippet.replace("data=-1", sizes))
         losses.append(float(out))
         assert len(names["result"].state.params["layers"]["wq"].sharding.device_set) == 8
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0] < 4.0  # an untrained model has 5.5
+    assert (
+        losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0] < 4.0
+    )  # an untrained model has 5.5
 
 
 def test_quickstart_snippet_writes_its_sentence():
@@ -103,9 +131,10 @@ def test_verify_of_ones_own_model_holds():
     assert out.count("holds") == len(names["rows"]) == 8 and len(jax.devices()) == 8
     assert all(0 < row.gradient for row in names["rows"])
     kinds = {str(row.layout): set(row.kinds) for row in names["rows"]}
-    assert ("all-gather", "fsdp") in kinds["fsdp4.tensor2 zero3"] and ("all-gather", "inner") in kinds[
-        "fsdp8.inner4 hybrid"
-    ]
+    assert ("all-gather", "fsdp") in kinds["fsdp4.tensor2 zero3"] and (
+        "all-gather",
+        "inner",
+    ) in kinds["fsdp8.inner4 hybrid"]
 
 
 def test_a_model_of_ones_own_prints_its_table_and_learns():
@@ -113,8 +142,12 @@ def test_a_model_of_ones_own_prints_its_table_and_learns():
     first, second = blocks(page, "python")
     out, names = run(first)
     assert out == blocks(page, "text")[0] and len(first.strip().splitlines()) <= 13
-    assert names["result"].metrics["train/loss"] < 0.005  # the mean square of a product of four is 0.012
-    state = jax.eval_shape(run(second, first.split("result =")[0])[1]["model"].init, jax.random.key(0))
+    assert (
+        names["result"].metrics["train/loss"] < 0.005
+    )  # the mean square of a product of four is 0.012
+    state = jax.eval_shape(
+        run(second, first.split("result =")[0])[1]["model"].init, jax.random.key(0)
+    )
     assert {"params"} == {"params"} | set(state.collections)
 
 
@@ -137,7 +170,11 @@ def test_decoding_snippet_prints_what_it_says():
 
 
 def test_entries_of_a_line_on_the_decoding_page_are_those_of_the_command():
-    written = [name for row in table(ROOT / "docs" / "decoding.md", "entry") for name in re.findall(r"`(\w+)`", row[0])]
+    written = [
+        name
+        for row in table(ROOT / "docs" / "decoding.md", "entry")
+        for name in re.findall(r"`(\w+)`", row[0])
+    ]
     source = (ROOT / "experiments" / "_batches.py").read_text().split("def _line(")[1]
     assert sorted(written) == sorted(re.findall(r'^        "(\w+)": ', source, re.MULTILINE))
 
@@ -164,8 +201,14 @@ def test_flags_exist(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_flags_of_other_experiments_exist(page):
-    for name, flags in re.findall(rf"python -m experiments\.({'|'.join(OTHERS)})\b([^\n`)]*)", page.read_text()):
-        given = [flag for flag in shlex.split(flags.split("#")[0]) if not re.search(r"\.\.\.$|^[A-Z]+$|=[A-Z]$", flag)]
+    for name, flags in re.findall(
+        rf"python -m experiments\.({'|'.join(OTHERS)})\b([^\n`)]*)", page.read_text()
+    ):
+        given = [
+            flag
+            for flag in shlex.split(flags.split("#")[0])
+            if not re.search(r"\.\.\.$|^[A-Z]+$|=[A-Z]$", flag)
+        ]
         composed(OTHERS[name], *given)
 
 
@@ -177,7 +220,9 @@ def test_an_unknown_flag_would_be_noticed(tmp_path):
 
 
 def test_collectives_script_takes_its_flags():
-    for command in re.findall(r"^python docs/collectives\.py (.*)$", (ROOT / "docs/sharding.md").read_text(), re.M):
+    for command in re.findall(
+        r"^python docs/collectives\.py (.*)$", (ROOT / "docs/sharding.md").read_text(), re.M
+    ):
         compose(*shlex.split(command))
 
 
@@ -200,7 +245,10 @@ def untimed(text):
     for block in re.finditer(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         if not COMMAND.search(block[1]):
             continue
-        before, after = text[: block.start()].rstrip().split("\n\n")[-1], text[block.end() :].lstrip().split("\n\n")[0]
+        before, after = (
+            text[: block.start()].rstrip().split("\n\n")[-1],
+            text[block.end() :].lstrip().split("\n\n")[0],
+        )
         near = [part for part in (before, after) if not part.startswith(("#", "```"))]
         comments = re.findall(r"(?: |^)#(.*)$", block[1], re.MULTILINE)
         if not any(STATED.search(" ".join(part.split())) for part in near + comments):
@@ -232,7 +280,9 @@ def test_commands_say_how_long_they_take_or_on_what(page):
 def anchors(page):
     """What the renderers make of headings: lower case, dashes for spaces, no punctuation."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
 
 
 @each_page
@@ -253,7 +303,9 @@ def test_pictures_and_pages_of_the_index_exist():
     for picture in re.findall(r"```\{image\} (\S+)", index):
         assert (ROOT / "docs" / picture).exists()
     for entry in re.findall(r"^[\w/]+$", index, re.MULTILINE):
-        assert any((ROOT / "docs" / f"{entry}{ending}").exists() for ending in (".md", ".py")), entry
+        assert any((ROOT / "docs" / f"{entry}{ending}").exists() for ending in (".md", ".py")), (
+            entry
+        )
 
 
 # ---------------------------------------------------------------- what must not be said
@@ -263,7 +315,9 @@ def test_pictures_and_pages_of_the_index_exist():
 def test_no_host_of_a_registry_and_no_path_of_a_machine(page):
     text = page.read_text()
     assert not re.search(
-        r"pypi\.|pythonhosted|anaconda|index-url|huggingface\.co|(?<!\.)github|github\.", text, re.IGNORECASE
+        r"pypi\.|pythonhosted|anaconda|index-url|huggingface\.co|(?<!\.)github|github\.",
+        text,
+        re.IGNORECASE,
     )
     assert not re.search(r"(?<![\w.])/(home|root|work|tmp|Users|usr|mnt|opt)/", text)
 
@@ -299,17 +353,23 @@ def test_collectives_of_the_sharding_page_are_those_of_the_tests(monkeypatch):
 def test_rules_of_the_sharding_page_are_those_of_the_table():
     written = {}
     for names, axes, _ in table(ROOT / "docs" / "sharding.md", "logical axis"):
-        written |= {name: tuple(re.findall(r"`(\w+)`", axes)) for name in re.findall(r"`(\w+)`", names)}
+        written |= {
+            name: tuple(re.findall(r"`(\w+)`", axes)) for name in re.findall(r"`(\w+)`", names)
+        }
     assert written == RULES
 
 
 @pytest.mark.parametrize(
-    "flags, sentence", [row[:2] for row in table(ROOT / "docs" / "sharding.md", "flags on 8 devices")]
+    "flags, sentence",
+    [row[:2] for row in table(ROOT / "docs" / "sharding.md", "flags on 8 devices")],
 )
 def test_errors_of_the_sharding_page_are_said(flags, sentence):
     config = compose(*flags.strip("`").split())
     spec = config.mesh if config.mesh != MeshSpec(data=-1) else MeshSpec(data=2, fsdp=2, tensor=2)
-    with pytest.raises(ValueError) as error, use_mesh(make_mesh(spec), rules_from(config.rules, config.layout)):
+    with (
+        pytest.raises(ValueError) as error,
+        use_mesh(make_mesh(spec), rules_from(config.rules, config.layout)),
+    ):
         make_trainer(config)
     assert str(error.value) == sentence
 
@@ -335,7 +395,9 @@ def test_products_of_the_placements_page_are_those_of_the_planner():
 
 
 def test_notation_names_fields_that_exist():
-    known = set(LMConfig.__dataclass_fields__) | {f"data.{name}" for name in DataConfig.__dataclass_fields__}
+    known = set(LMConfig.__dataclass_fields__) | {
+        f"data.{name}" for name in DataConfig.__dataclass_fields__
+    }
     for row in table(ROOT / "docs" / "notation.md", "letter"):
         assert set(re.findall(r"`([\w.]+)`", row[2])) - {"max_new_tokens"} <= known
         assert set(re.findall(r"`(\w+)`", row[3])) <= RULES.keys()

@@ -65,7 +65,21 @@ from jaxpar.optim import Optimizer
 from jaxpar.pipeline import Pipelined, gpipe
 from jaxpar.pomdp import RootParallel, Vopp, tree
 from jaxpar.pomdp.leaves import RolloutValues
-from jaxpar.rl import A2c, Against, AlphaZero, AlphaZeroRates, Dqn, Network, Pbt, Ppo, Pqn, Sac, Seeds, SelfPlay, Td3
+from jaxpar.rl import (
+    A2c,
+    Against,
+    AlphaZero,
+    AlphaZeroRates,
+    Dqn,
+    Network,
+    Pbt,
+    Ppo,
+    Pqn,
+    Sac,
+    Seeds,
+    SelfPlay,
+    Td3,
+)
 from jaxpar.rl.a2c import A2cRates
 from jaxpar.rl.action_values import ActionValues
 from jaxpar.rl.dqn import DqnRates
@@ -101,12 +115,19 @@ def configurations():
             if package is jaxpar and any(part.startswith("_") for part in parts):
                 continue
             for name, cls in vars(importlib.import_module(module.name)).items():
-                if not (inspect.isclass(cls) and dataclasses.is_dataclass(cls)) or cls.__module__ != module.name:
+                if (
+                    not (inspect.isclass(cls) and dataclasses.is_dataclass(cls))
+                    or cls.__module__ != module.name
+                ):
                     continue
                 if package is envs and hasattr(cls, "_flax_dataclass"):
                     continue  # parameters, which are traced; flags that change them are checked where they are read
                 known = f"{'.'.join(parts[1:])}.{name}" in RESULTS or name.startswith("_")
-                if cls.__dataclass_params__.frozen and not known and any(True for _ in own_numbers(cls)):
+                if (
+                    cls.__dataclass_params__.frozen
+                    and not known
+                    and any(True for _ in own_numbers(cls))
+                ):
                     yield cls
 
 
@@ -115,7 +136,10 @@ def rows(cls):
 
 
 def test_the_table_has_every_configuration_and_every_number():
-    found = {cls: {name for name in own_numbers(cls) if (cls, name) not in BY_HAND} for cls in configurations()}
+    found = {
+        cls: {name for name in own_numbers(cls) if (cls, name) not in BY_HAND}
+        for cls in configurations()
+    }
     assert {cls: {name for name, *_ in rows(cls)} for cls in TABLE} == found
 
 
@@ -170,7 +194,11 @@ BASIS = {
     S5: (4,),
     SequenceNetwork: (3, 2),
     ImageClassifier: (Stack(1, 4, BOTH_WAYS, Mlp(4)), 1, (4, 4, 1), 2),
-    FramePredictor: (SpaceTimeStack(Stack(1, 4, BOTH_WAYS, Mlp(4)), Attention(1, 1, 4)), 1, (2, 4, 4)),
+    FramePredictor: (
+        SpaceTimeStack(Stack(1, 4, BOTH_WAYS, Mlp(4)), Attention(1, 1, 4)),
+        1,
+        (2, 4, 4),
+    ),
     SequenceTrainer: (SequenceNetwork(3, 2),),
     Split: (0,),
     RolloutValues: (5,),
@@ -216,7 +244,9 @@ def legal_of(cls, name):
     return legal.legal if isinstance(legal, Each) else legal
 
 
-@pytest.mark.parametrize("cls", TABLE, ids=lambda cls: f"{cls.__module__}.{cls.__name__}".removeprefix("jaxpar."))
+@pytest.mark.parametrize(
+    "cls", TABLE, ids=lambda cls: f"{cls.__module__}.{cls.__name__}".removeprefix("jaxpar.")
+)
 def test_impossible_numbers_are_refused(cls):
     for name, outside, ends in rows(cls):
         annotation = next(each for each in dataclasses.fields(cls) if each.name == name).type
@@ -226,7 +256,12 @@ def test_impossible_numbers_are_refused(cls):
             with pytest.raises(UsageError) as error:
                 changed(cls, name, value)
             said = str(error.value)
-            assert f"{name}=" in said and repr(value) in said and said.endswith(".") and "\n" not in said, said
+            assert (
+                f"{name}=" in said
+                and repr(value) in said
+                and said.endswith(".")
+                and "\n" not in said
+            ), said
             assert not outside or isinstance(value, bool | str) or "must be" in said, said
         for value in ends:
             assert value in legal_of(cls, name), (name, value)

@@ -18,7 +18,9 @@ SLOW = [pytest.param(page, marks=pytest.mark.slow) for page in BESIDE]
 def run(page):
     """Runs a page's snippets in turn, sharing names; those that print have a block of text behind them."""
     names = {}
-    found = re.findall(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", page.read_text(), re.M | re.S)
+    found = re.findall(
+        r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", page.read_text(), re.M | re.S
+    )
     for snippet, shown in found:
         with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(compile(snippet, page.name, "exec"), names)
@@ -26,7 +28,9 @@ def run(page):
     return len(found)
 
 
-@pytest.mark.parametrize("page", [*HOWTO, ROOT / "docs" / "install.md", *SLOW], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [*HOWTO, ROOT / "docs" / "install.md", *SLOW], ids=lambda page: page.stem
+)
 def test_snippets_print_what_they_show(page):
     assert run(page) >= 1
 
@@ -34,7 +38,11 @@ def test_snippets_print_what_they_show(page):
 @pytest.mark.parametrize("page", HOWTO, ids=lambda page: page.stem)
 def test_a_page_of_ones_own_has_its_parts(page):
     headings = re.findall(r"^## (.*)$", page.read_text(), re.M)
-    parts = ["The smallest complete one", "What the contract demands", "Show that it equals its loop"]
+    parts = [
+        "The smallest complete one",
+        "What the contract demands",
+        "Show that it equals its loop",
+    ]
     assert [heading for heading in headings if heading in parts] == parts
     assert headings[-1] == "Mistakes and their sentences"
 
@@ -50,7 +58,11 @@ def test_the_address_of_the_install_page_is_the_project_s():
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     page = (ROOT / "docs" / "install.md").read_text()
     assert f'git+{urls["urls"]["Repository"]}"' in page
-    extras = {name for row in re.findall(r"^\| (`.*?) \|", page, re.M) for name in re.findall(r"`(\w+)`", row)}
+    extras = {
+        name
+        for row in re.findall(r"^\| (`.*?) \|", page, re.M)
+        for name in re.findall(r"`(\w+)`", row)
+    }
     assert urls["optional-dependencies"].keys() <= extras
 
 
@@ -61,14 +73,26 @@ def test_commands_of_the_choice_exist():
     for module in re.findall(r"`(jaxpar\.[\w.]+)`", page):
         path = ROOT / module.replace(".", "/")
         parent = path.parent / "__init__.py"
-        assert path.is_dir() or path.with_suffix(".py").exists() or path.name in parent.read_text(), module
+        assert (
+            path.is_dir() or path.with_suffix(".py").exists() or path.name in parent.read_text()
+        ), module
 
 
 def test_names_on_the_pages_are_those_that_people_import():
     """As docs/names.py finds them, without Sphinx."""
     source = ast.parse((ROOT / "docs" / "names.py").read_text())
-    wanted = [node for node in source.body if getattr(node, "name", None) in ("public_names", "as_imported")]
-    names = {"ast": ast, "re": re, "pathlib": __import__("pathlib"), "functools": __import__("functools"), "ROOT": ROOT}
+    wanted = [
+        node
+        for node in source.body
+        if getattr(node, "name", None) in ("public_names", "as_imported")
+    ]
+    names = {
+        "ast": ast,
+        "re": re,
+        "pathlib": __import__("pathlib"),
+        "functools": __import__("functools"),
+        "ROOT": ROOT,
+    }
     exec(compile(ast.Module(wanted, []), "names.py", "exec"), names)
     as_imported = names["as_imported"]
     assert as_imported("jaxpar.scan.affine.affine_scan") == "jaxpar.scan.affine_scan"

@@ -52,7 +52,11 @@ def test_all_axes_always_exist():
 @pytest.mark.parametrize(
     ("spec", "devices", "sentence"),
     [
-        (MeshSpec(data=3), 8, "mesh data=3 needs 3 devices but 8 are here; the nearest legal choice is data=8."),
+        (
+            MeshSpec(data=3),
+            8,
+            "mesh data=3 needs 3 devices but 8 are here; the nearest legal choice is data=8.",
+        ),
         (
             MeshSpec(fsdp=2, tensor=3),
             8,
@@ -63,10 +67,26 @@ def test_all_axes_always_exist():
             8,
             "mesh data=3 fsdp=3 needs 9 devices but 8 are here; the nearest legal choice is data=8 and nothing else.",
         ),
-        (MeshSpec(), 8, "mesh data=1 needs 1 devices but 8 are here; the nearest legal choice is data=8."),
-        (MeshSpec(-1, -1), 8, "mesh data=-1 fsdp=-1 leaves data and fsdp open; only one axis may be -1."),
-        (MeshSpec(data=2, fsdp=4, inner=3), 8, "mesh inner=3 does not divide fsdp=4; legal are 1, 2, 4."),
-        (MeshSpec(data=-1, tensor=3), 8, "mesh data=-1 tensor=3 needs 3 devices but 8 are here; the nearest legal"),
+        (
+            MeshSpec(),
+            8,
+            "mesh data=1 needs 1 devices but 8 are here; the nearest legal choice is data=8.",
+        ),
+        (
+            MeshSpec(-1, -1),
+            8,
+            "mesh data=-1 fsdp=-1 leaves data and fsdp open; only one axis may be -1.",
+        ),
+        (
+            MeshSpec(data=2, fsdp=4, inner=3),
+            8,
+            "mesh inner=3 does not divide fsdp=4; legal are 1, 2, 4.",
+        ),
+        (
+            MeshSpec(data=-1, tensor=3),
+            8,
+            "mesh data=-1 tensor=3 needs 3 devices but 8 are here; the nearest legal",
+        ),
     ],
     ids=str,
 )
@@ -112,18 +132,28 @@ def test_rules_from_changes():
 
 def test_an_axis_merged_of_several_is_split_by_the_rules_of_each():
     with use_mesh(make_mesh(MeshSpec(data=2, context=4))):
-        assert mesh_axes("batch+time") == ("data", "context") and mesh_axes("time+batch") == ("context", "data")
-        assert partition(("batch+time", None), (8, 3)) == jax.sharding.PartitionSpec(("data", "context"), None)
+        assert mesh_axes("batch+time") == ("data", "context") and mesh_axes("time+batch") == (
+            "context",
+            "data",
+        )
+        assert partition(("batch+time", None), (8, 3)) == jax.sharding.PartitionSpec(
+            ("data", "context"), None
+        )
         with pytest.raises(UsageError, match="unknown logical axis 'tme'"):
             mesh_axes("batch+tme")
-        with pytest.raises(UsageError, match="uses mesh axis 'context' twice, for 'time' and 'batch.space'"):
+        with pytest.raises(
+            UsageError, match="uses mesh axis 'context' twice, for 'time' and 'batch.space'"
+        ):
             partition(("time", "batch+space"))
 
 
 def test_an_axis_can_be_named_without_those_of_another():
     with use_mesh(make_mesh(MeshSpec(data=2, expert=2, context=2))):
         assert mesh_axes("batch") == ("data", "expert") and mesh_axes("batch-experts") == ("data",)
-        assert mesh_axes("batch+time-experts") == ("data", "context") and mesh_axes("batch-experts+batch") == ()
+        assert (
+            mesh_axes("batch+time-experts") == ("data", "context")
+            and mesh_axes("batch-experts+batch") == ()
+        )
         with pytest.raises(UsageError, match="unknown logical axis 'expert'"):
             mesh_axes("batch-expert")
 
@@ -131,7 +161,9 @@ def test_an_axis_can_be_named_without_those_of_another():
 def test_layouts_are_changes_of_the_table():
     assert rules_from() == RULES
     both = rules_from({"heads": "none"}, "zero2+sequence")
-    assert both["embed_weight"] == () and both["seq"] == ("context", "tensor") and both["heads"] == ()
+    assert (
+        both["embed_weight"] == () and both["seq"] == ("context", "tensor") and both["heads"] == ()
+    )
     whole, inner, nowhere = ("inner", "fsdp"), ("inner",), ()
     held = {  # parameters at rest, weights while a step holds them, and what gradients are summed into
         "zero3": (whole, whole, whole),
@@ -145,13 +177,18 @@ def test_layouts_are_changes_of_the_table():
     }
     assert held.keys() == LAYOUTS.keys()
     for name, changes in LAYOUTS.items():
-        assert tuple(rules_from(layout=name)[f"embed{role}"] for role in ("", "_weight", "_grad")) == held[name]
+        assert (
+            tuple(rules_from(layout=name)[f"embed{role}"] for role in ("", "_weight", "_grad"))
+            == held[name]
+        )
         assert changes.keys() <= RULES.keys()
         rules = rules_from(layout=name)
         # A share over more axes is a slice of the share over fewer, so that no layout shuffles.
         assert rules["embed"][: len(rules["embed_grad"])] == rules["embed_grad"]
         assert rules["embed"][: len(rules["embed_weight"])] == rules["embed_weight"]
-    with pytest.raises(UsageError, match="layout 'zero4' is unknown; legal are zero3, zero2, zero1"):
+    with pytest.raises(
+        UsageError, match="layout 'zero4' is unknown; legal are zero3, zero2, zero1"
+    ):
         rules_from(layout="zero4")
 
 
@@ -160,7 +197,9 @@ def test_the_inner_axis_is_a_part_of_fsdp():
     assert sizes["fsdp"] == 4 and sizes["inner"] == 2 and np.prod(list(sizes.values())) == 16
     mesh = make_mesh(MeshSpec(fsdp=8, inner=4), jax.devices())
     with use_mesh(mesh, rules_from(layout="hybrid")):
-        assert partition(("embed",)) == jax.P("inner") and partition(("batch",)) == jax.P(("fsdp", "inner"))
+        assert partition(("embed",)) == jax.P("inner") and partition(("batch",)) == jax.P(
+            ("fsdp", "inner")
+        )
         assert in_role(("layers", "embed", "heads"), "grad") == ("layers", "embed_grad", "heads")
         assert in_role(("vocab", "embed"), "use") == ("vocab", None)
 
@@ -171,12 +210,17 @@ def test_gather_and_scatter_lay_value_and_gradient_out_apart():
     with use_mesh(mesh_of(1, 8, 1)):
         x = shard(jnp.arange(8.0), split)
         for move, first, second in ((gather, split, whole), (scatter, whole, split)):
-            layouts = [jax.NamedSharding(jax.sharding.get_mesh(), partition(axes)) for axes in (first, second)]
+            layouts = [
+                jax.NamedSharding(jax.sharding.get_mesh(), partition(axes))
+                for axes in (first, second)
+            ]
             y = jax.jit(lambda x, move=move, a=first, b=second: move(x, a, b))(x)
-            (grad,) = jax.jit(lambda x, g, move=move, a=first, b=second: jax.vjp(lambda x: move(x, a, b), x)[1](g))(
-                x, y
+            (grad,) = jax.jit(
+                lambda x, g, move=move, a=first, b=second: jax.vjp(lambda x: move(x, a, b), x)[1](g)
+            )(x, y)
+            assert grad.sharding.is_equivalent_to(layouts[0], 1) and y.sharding.is_equivalent_to(
+                layouts[1], 1
             )
-            assert grad.sharding.is_equivalent_to(layouts[0], 1) and y.sharding.is_equivalent_to(layouts[1], 1)
             np.testing.assert_array_equal(grad, np.arange(8.0))
 
 
@@ -187,7 +231,10 @@ def test_gather_and_scatter_lay_value_and_gradient_out_apart():
             {"width": "data"},
             "rule for unknown axis 'width'; logical axes are batch, seq, seq_layer, time, space",
         ),
-        ({"batch": "data+dp"}, "rule batch=data+dp names unknown mesh axis 'dp'; legal are stage, data, fsdp"),
+        (
+            {"batch": "data+dp"},
+            "rule batch=data+dp names unknown mesh axis 'dp'; legal are stage, data, fsdp",
+        ),
     ],
 )
 def test_rules_that_do_not_exist(changes, sentence):
@@ -201,7 +248,11 @@ def test_every_rule_names_mesh_axes():
 
 def test_axes_of_size_one_hold_nothing():
     with use_mesh(mesh_of(4, 1, 2)):
-        assert mesh_axes("batch") == ("data",) and mesh_axes("embed") == () and mesh_axes("heads") == ("tensor",)
+        assert (
+            mesh_axes("batch") == ("data",)
+            and mesh_axes("embed") == ()
+            and mesh_axes("heads") == ("tensor",)
+        )
         assert partition(("batch", None, "heads", "embed")) == jax.P("data", None, "tensor", None)
     with use_mesh(mesh_of(2, 2, 2)):
         assert partition(("batch", None)) == jax.P(("data", "fsdp"), None)
@@ -211,12 +262,18 @@ def test_axes_of_size_one_hold_nothing():
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: mesh_axes("width"), "unknown logical axis 'width'; the rule table knows batch, seq"),
+        (
+            lambda: mesh_axes("width"),
+            "unknown logical axis 'width'; the rule table knows batch, seq",
+        ),
         (
             lambda: partition(("heads", "mlp"), (4, 4), "w"),
             "w with axes ('heads', 'mlp') uses mesh axis 'tensor' twice, for 'heads' and 'mlp'; change one",
         ),
-        (lambda: partition(("batch", "embed")), "uses mesh axis 'fsdp' twice, for 'batch' and 'embed'"),
+        (
+            lambda: partition(("batch", "embed")),
+            "uses mesh axis 'fsdp' twice, for 'batch' and 'embed'",
+        ),
         (
             lambda: partition(("batch", None), (6, 3), "tokens"),
             "tokens: dimension 0 (batch) of size 6 does not divide over data*fsdp=4; the nearest legal sizes are 4 or",
@@ -225,10 +282,22 @@ def test_axes_of_size_one_hold_nothing():
             lambda: partition((None, "heads"), (6, 1), "wq"),
             "wq: dimension 1 (heads) of size 1 does not divide over tensor=2; the nearest legal sizes are 2.",
         ),
-        (lambda: partition(("batch",), (6, 1), "wq"), "wq of shape (6, 1) has 2 dimensions but axes ('batch',)."),
-        (lambda: constrain(jnp.zeros((3, 2)), "batch", None), "activation: dimension 0 (batch) of size 3"),
-        (lambda: named_shardings({"a": {"b": jnp.zeros(3)}}, {"a": {"b": ("heads",)}}), "a.b: dimension 0 (heads)"),
-        (lambda: local(lambda x: x, [("batch",)], ("batch",))(jnp.zeros(3)), "argument 0: dimension 0 (batch)"),
+        (
+            lambda: partition(("batch",), (6, 1), "wq"),
+            "wq of shape (6, 1) has 2 dimensions but axes ('batch',).",
+        ),
+        (
+            lambda: constrain(jnp.zeros((3, 2)), "batch", None),
+            "activation: dimension 0 (batch) of size 3",
+        ),
+        (
+            lambda: named_shardings({"a": {"b": jnp.zeros(3)}}, {"a": {"b": ("heads",)}}),
+            "a.b: dimension 0 (heads)",
+        ),
+        (
+            lambda: local(lambda x: x, [("batch",)], ("batch",))(jnp.zeros(3)),
+            "argument 0: dimension 0 (batch)",
+        ),
     ],
     ids=range(9),
 )
@@ -249,7 +318,12 @@ def test_changing_the_rules_makes_a_new_program():
 
     x, mesh = jnp.ones((8, 8)), mesh_of(4, 2, 1)
     seen = []
-    for changes in ({"batch": "data"}, {"batch": "data", "embed": "none"}, {"batch": "none"}, {"batch": "data"}):
+    for changes in (
+        {"batch": "data"},
+        {"batch": "data", "embed": "none"},
+        {"batch": "none"},
+        {"batch": "data"},
+    ):
         with use_mesh(mesh, rules_from(changes)):
             seen.append(double(x).sharding.spec)
     assert seen[0] == seen[3] == jax.P("data", "fsdp")
@@ -275,7 +349,9 @@ def test_shard_places_by_the_rules():
     jax.tree.map(np.testing.assert_array_equal, y, {"w": x, "b": x[0]})
 
 
-@pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (4, 1, 2), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (4, 1, 2), (1, 1, 1)], ids=str
+)
 def test_place_rows_is_the_same_for_any_partition(sizes):
     table = {"tokens": np.arange(48).reshape(16, 3), "weights": np.arange(16.0)}
     asked = []
@@ -293,7 +369,10 @@ def test_place_rows_is_the_same_for_any_partition(sizes):
 
 
 def test_place_rows_that_do_not_divide():
-    with use_mesh(mesh_of(8, 1, 1)), pytest.raises(UsageError, match=r"batch: dimension 0 \(batch\) of size 12"):
+    with (
+        use_mesh(mesh_of(8, 1, 1)),
+        pytest.raises(UsageError, match=r"batch: dimension 0 \(batch\) of size 12"),
+    ):
         place_rows(lambda rows: np.arange(12)[rows], 12)
 
 

@@ -131,7 +131,12 @@ def test_lines_leave_out_tests_that_never_reach_a_mutant(checkout):
     imports = Imports(checkout)
     reached = {"lines": {"jaxpar/sums.py": {str(mutant.line): ["tests/test_sums.py"]}}}
     assert mutants.tests_of(mutant, imports, reached) == ["tests/test_sums.py"]
-    assert mutants.tests_of(mutant, imports, {"lines": {"jaxpar/sums.py": {"77": ["tests/test_sums.py"]}}}) == []
+    assert (
+        mutants.tests_of(
+            mutant, imports, {"lines": {"jaxpar/sums.py": {"77": ["tests/test_sums.py"]}}}
+        )
+        == []
+    )
 
 
 def test_a_file_that_is_not_there_is_one_sentence():
@@ -143,8 +148,18 @@ def test_a_file_that_is_not_there_is_one_sentence():
 
 def test_covered_writes_which_test_executes_which_line(checkout, tmp_path):
     output = tmp_path / "lines.json"
-    command = [sys.executable, str(ROOT / "tests" / "covered.py"), str(output), "tests", "--jobs", "1"]
+    command = [
+        sys.executable,
+        str(ROOT / "tests" / "covered.py"),
+        str(output),
+        "tests",
+        "--jobs",
+        "1",
+    ]
     subprocess.run([*command, "--root", str(checkout)], check=True, capture_output=True)
     found = json.loads(output.read_text())
-    assert found["lines"]["jaxpar/sums.py"] == {"1": ["tests/test_sums.py"], "2": ["tests/test_sums.py"]}
+    assert found["lines"]["jaxpar/sums.py"] == {
+        "1": ["tests/test_sums.py"],
+        "2": ["tests/test_sums.py"],
+    }
     assert found["failed"] == [] and found["executed_lines"] == 1

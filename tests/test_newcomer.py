@@ -14,7 +14,8 @@ from jaxpar.commands import __main__ as command
 
 def test_lines_are_those_of_the_blocks_with_their_times():
     page = (
-        "```bash\nmake run   # about two minutes on 2 cores\na --b \\\n  c=1\n# no\n\nmake run\n```\n```text\nno\n```\n"
+        "```bash\nmake run   # about two minutes on 2 cores\na --b \\\n  c=1\n"
+        "# no\n\nmake run\n```\n```text\nno\n```\n"
     )
     assert newcomer.lines_of(page) == [Line("make run", 120), Line("a --b    c=1", 0)]
     shown = newcomer.lines_of((newcomer.ROOT / "README.md").read_text())
@@ -69,7 +70,10 @@ def test_what_another_machine_or_the_reader_has_is_left_out():
 
 def test_pages_with_python_and_notebooks_have_lines(tmp_path):
     (line,) = newcomer.lines_for("docs/howto/cell.md", tmp_path)
-    assert line.name == "Python of docs/howto/cell.md" and "import" in Path(line.text.split()[1]).read_text()
+    assert (
+        line.name == "Python of docs/howto/cell.md"
+        and "import" in Path(line.text.split()[1]).read_text()
+    )
     (line,) = newcomer.lines_for("notebooks/05_neat.py", tmp_path)
     assert line.text.startswith("FAST=1 ") and line.name == "notebooks/05_neat.py"
     kinds = {name.split("/")[-2] if "/" in name else "" for name in newcomer.PAGES}
@@ -83,18 +87,24 @@ def test_what_takes_too_long_is_ended(tmp_path, monkeypatch):
 
 
 def test_time_of_processors_is_counted(tmp_path):
-    seen = newcomer.watch("sleep 0.3; i=0; while [ $i -lt 20000 ]; do i=$((i+1)); done", tmp_path, dict(os.environ))
+    seen = newcomer.watch(
+        "sleep 0.3; i=0; while [ $i -lt 20000 ]; do i=$((i+1)); done", tmp_path, dict(os.environ)
+    )
     assert 0 < seen.processor < seen.seconds - 0.2
 
 
 def test_silence_is_heard(tmp_path):
-    seen = newcomer.watch("sleep 0.2; echo a; sleep 0.2; echo b >&2; exit 3", tmp_path, dict(os.environ))
+    seen = newcomer.watch(
+        "sleep 0.2; echo a; sleep 0.2; echo b >&2; exit 3", tmp_path, dict(os.environ)
+    )
     assert seen.code == 3 and seen.last == "a\nb\n" and 0.19 < seen.silence < seen.seconds - 0.19
 
 
 def test_the_short_half_runs(capsys):
     assert newcomer.main(["--short"]) == 0, capsys.readouterr().out
-    assert re.findall(r"(?:ok|silent) +(jaxpar(?: lm --help)?)$", capsys.readouterr().out, re.MULTILINE) == [
+    assert re.findall(
+        r"(?:ok|silent) +(jaxpar(?: lm --help)?)$", capsys.readouterr().out, re.MULTILINE
+    ) == [
         "jaxpar",
         "jaxpar lm --help",
     ]
@@ -102,7 +112,9 @@ def test_the_short_half_runs(capsys):
 
 def test_a_release_runs_a_command_of_every_pillar():
     named = {flags.split()[0] for flags in release.COMMANDS}
-    assert named <= command.commands().keys() and {"lm", "pomdp", "neat", "rl", "life", "own"} <= named
+    assert (
+        named <= command.commands().keys() and {"lm", "pomdp", "neat", "rl", "life", "own"} <= named
+    )
 
 
 @pytest.mark.slow  # an hour and a half on two cores

@@ -19,7 +19,9 @@ SOURCES = sorted((ROOT / "notebooks").glob("*.py"))
 IN_CI = {"01_sharded_language_model"}
 A_NOTEBOOK, ALL = 300_000, 3_000_000
 """The most bytes of a twin, and of all: every execution adds as much to the repository."""
-A_MACHINE = re.compile(r"/(home|root|tmp|work|Users|usr|var|opt|mnt|content)/\w|\b[Ww]arning\b|Traceback")
+A_MACHINE = re.compile(
+    r"/(home|root|tmp|work|Users|usr|var|opt|mnt|content)/\w|\b[Ww]arning\b|Traceback"
+)
 """What outputs do not show: folders of whoever executed them, and what went wrong there."""
 
 each_notebook = pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
@@ -36,33 +38,55 @@ def title(source):
 
 def test_there_are_notebooks():
     assert IN_CI <= {source.stem for source in SOURCES}
-    assert {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")} == {source.stem for source in SOURCES}
+    assert {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")} == {
+        source.stem for source in SOURCES
+    }
     assert sum(source.with_suffix(".ipynb").stat().st_size for source in SOURCES) < ALL
 
 
 @each_notebook
 def test_twin_is_the_source_with_what_it_gave(source):
-    twin, notebook = nbformat.read(source.with_suffix(".ipynb"), as_version=4), jupytext.read(source)
+    twin, notebook = (
+        nbformat.read(source.with_suffix(".ipynb"), as_version=4),
+        jupytext.read(source),
+    )
     nbformat.validate(twin)
     assert content(twin) == content(notebook), "run `make notebooks`"
-    assert twin.metadata["jaxpar"]["code"] == digest(notebook), "its code has changed: run `make notebooks`"
+    assert twin.metadata["jaxpar"]["code"] == digest(notebook), (
+        "its code has changed: run `make notebooks`"
+    )
     code = code_cells(twin)
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     outputs = [output for cell in code for output in cell.outputs]
-    assert {output.output_type for output in outputs} <= {"stream", "display_data", "execute_result"}
+    assert {output.output_type for output in outputs} <= {
+        "stream",
+        "display_data",
+        "execute_result",
+    }
     assert {output.name for output in outputs if output.output_type == "stream"} == {"stdout"}
-    assert any("image/png" in output.get("data", {}) for output in outputs), "a notebook has pictures"
+    assert any("image/png" in output.get("data", {}) for output in outputs), (
+        "a notebook has pictures"
+    )
     texts = [output.get("text", "") for output in outputs]
-    texts += [text for o in outputs for kind, text in o.get("data", {}).items() if not kind.startswith("image/")]
+    texts += [
+        text
+        for o in outputs
+        for kind, text in o.get("data", {}).items()
+        if not kind.startswith("image/")
+    ]
     assert [found[0] for text in texts if (found := A_MACHINE.search(text))] == []
     assert "assert " in twin.cells[-1].source, "a notebook ends by asserting its claim"
     assert source.with_suffix(".ipynb").stat().st_size < A_NOTEBOOK
 
 
 def test_titles_are_those_of_the_lists():
-    listed = re.findall(r"^  - \[(\d\d): (.*)\]\(notebooks/(\w+)\.ipynb\)$", (ROOT / "README.md").read_text(), re.M)
+    listed = re.findall(
+        r"^  - \[(\d\d): (.*)\]\(notebooks/(\w+)\.ipynb\)$", (ROOT / "README.md").read_text(), re.M
+    )
     assert listed == [(source.stem[:2], title(source), source.stem) for source in SOURCES]
-    in_docs = re.findall(r"^notebooks/(\w+)$", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE)
+    in_docs = re.findall(
+        r"^notebooks/(\w+)$", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE
+    )
     assert in_docs == [source.stem for source in SOURCES]
 
 
@@ -115,13 +139,19 @@ def test_a_twin_is_executed_when_its_code_has_changed(monkeypatch, tmp_path):
         warnings.simplefilter("ignore")  # jupyter_client and zmq warn of their own event loops
         assert write_notebooks.write(source, False).startswith("executed")
     last = nbformat.read(twin, as_version=4).cells[-1]
-    assert [output.text for output in last.outputs] == ["1 a\n345\n"]  # no folder, and a line written over once
+    assert [output.text for output in last.outputs] == [
+        "1 a\n345\n"
+    ]  # no folder, and a line written over once
 
     def warn(notebook, fast):
-        code_cells(notebook)[-1].outputs = [nbformat.v4.new_output("stream", name="stderr", text="UserWarning: no")]
+        code_cells(notebook)[-1].outputs = [
+            nbformat.v4.new_output("stream", name="stderr", text="UserWarning: no")
+        ]
 
     monkeypatch.setattr(write_notebooks, "execute", warn)
-    source.write_text(source.read_text().replace("Title", "Other").replace("REPOSITORY =", "x = 1\nREPOSITORY ="))
+    source.write_text(
+        source.read_text().replace("Title", "Other").replace("REPOSITORY =", "x = 1\nREPOSITORY =")
+    )
     assert write_notebooks.write(source, False).startswith("kept")
     kept = twin.read_text()
     assert nbformat.reads(kept, 4).cells[-1] == last and "# Other" in kept and "x = 1" in kept
@@ -135,7 +165,9 @@ def test_a_twin_is_executed_when_its_code_has_changed(monkeypatch, tmp_path):
 def set_up(source):
     """The cell with the heading "Set-up" and the code below it."""
     cells = content(jupytext.read(source))
-    (place,) = [number for number, (_, text) in enumerate(cells) if text.startswith(write_notebooks.SET_UP)]
+    (place,) = [
+        number for number, (_, text) in enumerate(cells) if text.startswith(write_notebooks.SET_UP)
+    ]
     return cells[place : place + 2]
 
 
@@ -149,7 +181,9 @@ def test_all_are_set_up_by_the_same_short_cell():
 @each_notebook
 def test_what_it_compiles_is_kept(source):
     code = [text for kind, text in content(jupytext.read(source)) if kind == "code"]
-    assert "\nkeep_programs()  # what" in code[1] and "keep_programs" not in code[0]  # set-up, then imports
+    assert (
+        "\nkeep_programs()  # what" in code[1] and "keep_programs" not in code[0]
+    )  # set-up, then imports
 
 
 @pytest.fixture
@@ -192,18 +226,25 @@ def test_the_set_up_leaves_alone_what_is_installed(machine):
 def test_the_set_up_installs_from_the_address_or_an_archive(machine):
     address = f"jaxpar[notebooks] @ git+{repository()}"
     assert machine.run_cell() == [[address]] and sys.path == machine.installed
-    broken = machine.folder / "jaxpar" / "jaxpar"  # a clone that broke off, which must not be imported
+    broken = (
+        machine.folder / "jaxpar" / "jaxpar"
+    )  # a clone that broke off, which must not be imported
     broken.mkdir(parents=True)
     (broken / "__init__.py").touch()
     assert machine.run_cell() == [[address]] * 2 and sys.path == machine.installed
     archive = machine.folder / "jaxpar-main (1).zip"
     archive.touch()
-    assert machine.run_cell()[2:] == [[f"jaxpar[notebooks] @ {archive.as_uri()}"]] and "%20" in archive.as_uri()
+    assert (
+        machine.run_cell()[2:] == [[f"jaxpar[notebooks] @ {archive.as_uri()}"]]
+        and "%20" in archive.as_uri()
+    )
 
 
 def test_the_set_up_says_what_to_do(machine, monkeypatch):
     machine.works = False
-    with pytest.raises(AssertionError, match="put an archive of jaxpar beside the notebook, or correct REPOSITORY"):
+    with pytest.raises(
+        AssertionError, match="put an archive of jaxpar beside the notebook, or correct REPOSITORY"
+    ):
         machine.run_cell()
     machine.works = True
     monkeypatch.setattr(jax, "__version__", "0.4.1")
@@ -214,7 +255,10 @@ def test_the_set_up_says_what_to_do(machine, monkeypatch):
 
 @pytest.mark.parametrize(
     "source",
-    [pytest.param(s, id=s.stem, marks=() if s.stem in IN_CI else pytest.mark.slow) for s in SOURCES],
+    [
+        pytest.param(s, id=s.stem, marks=() if s.stem in IN_CI else pytest.mark.slow)
+        for s in SOURCES
+    ],
 )
 def test_runs_small(source, monkeypatch):
     pytest.importorskip("nbclient")

@@ -24,7 +24,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 def test_names_resolve_inside_the_checkout(name):
     """The last two are other people's names on the package index: from the root they must be ours."""
     code = f"import importlib.util as u; print(*u.find_spec({name!r}).submodule_search_locations)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert [Path(place) for place in done.stdout.split()] == [ROOT / name]
 
 
@@ -38,7 +40,9 @@ def test_version_is_one():
 
 def test_the_versions_of_python_are_the_same_everywhere():
     """Those that CI tests, and one more, last, as the Makefile tries them."""
-    *tested, newest = re.findall(r"Python :: (3\.\d+)$", "\n".join(PROJECT["project"]["classifiers"]), re.MULTILINE)
+    *tested, newest = re.findall(
+        r"Python :: (3\.\d+)$", "\n".join(PROJECT["project"]["classifiers"]), re.MULTILINE
+    )
     tried, more = re.findall(r"^PYTHONS? \??= (.*)$", MAKEFILE, re.MULTILINE)
     bounds = re.search(r"\(3, (\d+)\) <= v < \(3, (\d+)\)", MAKEFILE)
     assert re.findall(r"python(3\.\d+)", tried) == tested[::-1]
@@ -60,7 +64,9 @@ def test_declared_dependencies_can_be_imported():
 def python(code, *, cwd=ROOT, path=ROOT):
     """What `code` prints, in a process that finds packages in `path` first."""
     env = os.environ | {"PYTHONPATH": str(path), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -86,7 +92,9 @@ def test_another_package_called_envs_is_left_alone(tmp_path):
     (tmp_path / "envs").mkdir()
     (tmp_path / "envs" / "__init__.py").write_text("theirs = 1\n")
     code = "import envs, jaxpar.envs; print(envs.theirs, jaxpar.envs.__name__, hasattr(jaxpar.envs, 'make'))"
-    assert python(code, cwd=tmp_path, path=f"{tmp_path}{os.pathsep}{ROOT}") == "1 jaxpar.envs True\n"
+    assert (
+        python(code, cwd=tmp_path, path=f"{tmp_path}{os.pathsep}{ROOT}") == "1 jaxpar.envs True\n"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -103,12 +111,20 @@ def test_a_wheel_holds_the_library_environments_and_commands(wheel):
     assert {path.name for path in wheel.iterdir() if path.suffix != ".dist-info"} == {"jaxpar"}
     (about,) = wheel.glob("*.dist-info")
     held = {path.relative_to(wheel).as_posix() for path in wheel.rglob("*") if path.is_file()}
-    for top, name in (("jaxpar", "jaxpar"), ("envs", "jaxpar/envs"), ("experiments", "jaxpar/commands")):
-        ours = subprocess.run(["git", "ls-files", top], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    for top, name in (
+        ("jaxpar", "jaxpar"),
+        ("envs", "jaxpar/envs"),
+        ("experiments", "jaxpar/commands"),
+    ):
+        ours = subprocess.run(
+            ["git", "ls-files", top], cwd=ROOT, capture_output=True, text=True
+        ).stdout.split()
         ours = {name + path.removeprefix(top) for path in ours}
         aliases = {"jaxpar/_checkout.py", "jaxpar/envs.py", "jaxpar/commands.py"}
         assert (ours - aliases) - held == set() and not held & aliases
-    assert "jaxpar/py.typed" in held, "type checkers would not read the annotations of an installed jaxpar"
+    assert "jaxpar/py.typed" in held, (
+        "type checkers would not read the annotations of an installed jaxpar"
+    )
     assert (about / "licenses" / "LICENSE").is_file()
     assert not [name for name in held if "__pycache__" in name]
 
@@ -125,21 +141,33 @@ sys.argv = ["jaxpar", "lmm"]
 command.main()
 """
     env = os.environ | {"PYTHONPATH": str(wheel)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
     assert Path(done.stdout.strip()) == wheel / "jaxpar" / "envs" / "__init__.py"
-    assert done.returncode == 2 and done.stderr == "error: there is no command 'lmm'; did you mean lm?\n"
+    assert (
+        done.returncode == 2
+        and done.stderr == "error: there is no command 'lmm'; did you mean lm?\n"
+    )
 
 
 def test_commands_are_listed_and_run_as_themselves(capfd, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["jaxpar"])
     command.main()
     shown = re.findall(r"^  (\w+) +\w", capfd.readouterr().out, re.MULTILINE)
-    assert shown == sorted(path.stem for path in (ROOT / "experiments").glob("[a-z]*.py")) and "lm" in shown
+    assert (
+        shown == sorted(path.stem for path in (ROOT / "experiments").glob("[a-z]*.py"))
+        and "lm" in shown
+    )
     ran = []
-    monkeypatch.setattr(command.runpy, "run_module", lambda name, **kinds: ran.append((name, sys.argv, kinds)))
+    monkeypatch.setattr(
+        command.runpy, "run_module", lambda name, **kinds: ran.append((name, sys.argv, kinds))
+    )
     monkeypatch.setattr(sys, "argv", ["jaxpar", "lm", "seed=3"])
     command.main()
-    assert ran == [("experiments.lm", ["lm", "seed=3"], {"run_name": "__main__", "alter_sys": True})]
+    assert ran == [
+        ("experiments.lm", ["lm", "seed=3"], {"run_name": "__main__", "alter_sys": True})
+    ]
 
     def lacking(name, **kinds):
         raise ModuleNotFoundError("No module named 'hydra'", name="hydra")
@@ -156,6 +184,11 @@ def test_commands_are_listed_and_run_as_themselves(capfd, monkeypatch):
 
 def test_the_address_stands_in_one_place():
     (address,) = PROJECT["project"]["urls"].values()
-    tracked = subprocess.run(["git", "grep", "-lF", address], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    tracked = subprocess.run(
+        ["git", "grep", "-lF", address], cwd=ROOT, capture_output=True, text=True
+    ).stdout.split()
     # The others are held to it: the page by tests/test_howto.py, notebooks by tests/test_notebooks.py.
-    assert {path for path in tracked if not path.startswith("notebooks/")} == {"pyproject.toml", "docs/install.md"}
+    assert {path for path in tracked if not path.startswith("notebooks/")} == {
+        "pyproject.toml",
+        "docs/install.md",
+    }

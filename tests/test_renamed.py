@@ -19,7 +19,8 @@ def test_a_module_has_its_older_name(older):
 
 
 @pytest.mark.parametrize(
-    ("package", "name"), sorted((package, name) for package in _renamed.NAMES for name in _renamed.NAMES[package])
+    ("package", "name"),
+    sorted((package, name) for package in _renamed.NAMES for name in _renamed.NAMES[package]),
 )
 def test_a_package_has_names_that_left_it(package, name):
     module = _renamed.NAMES[package][name]
@@ -46,7 +47,10 @@ def test_modules_below_a_package_that_moved_are_found():
 def test_a_module_that_never_was_is_not_found():
     with pytest.raises(ModuleNotFoundError, match="jaxpar.parallel.nothing"):
         importlib.import_module("jaxpar.parallel.nothing")
-    with pytest.raises(ModuleNotFoundError, match="jaxpar.pipeline.nothing"), warnings.catch_warnings():
+    with (
+        pytest.raises(ModuleNotFoundError, match="jaxpar.pipeline.nothing"),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         importlib.import_module("jaxpar.parallel.pipeline.nothing")
 
@@ -55,5 +59,7 @@ def test_packages_load_only_what_they_need():
     """No proof of layouts with layers, no checkpoints with evolution."""
     for package, absent in (("nn", "jaxpar.aot"), ("neat", "orbax"), ("solve", "jaxpar.aot")):
         code = f"import sys, jaxpar.{package}; print(any(name.startswith({absent!r}) for name in sys.modules))"
-        said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        said = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        )
         assert said.stdout.strip() == "False", package

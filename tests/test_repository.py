@@ -11,7 +11,11 @@ from test_architecture import ALLOWED, ORDER, PILLARS
 ROOT = Path(__file__).parents[1]
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 FORGE = sorted(path for path in (ROOT / ".github").rglob("*") if path.is_file())
-FORMS = {path.stem: yaml.safe_load(path.read_text()) for path in FORGE if path.parent.name == "ISSUE_TEMPLATE"}
+FORMS = {
+    path.stem: yaml.safe_load(path.read_text())
+    for path in FORGE
+    if path.parent.name == "ISSUE_TEMPLATE"
+}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -31,7 +35,11 @@ def test_the_order_of_imports_is_that_of_the_test():
 def where_it_goes():
     """Rows of the table: what, files, tests, pages."""
     table = CONTRIBUTING.split("## Where does it go")[1].split("\n## ")[0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:2] == "| "]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in table.splitlines()
+        if line[:2] == "| "
+    ]
     assert rows[0] == ["I want to add", "file", "test", "docs"]
     return rows[1:]
 
@@ -48,7 +56,9 @@ def test_what_the_table_of_places_names_is_there(row):
 def test_the_forge_runs_the_steps_of_ci():
     text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     (job,) = yaml.safe_load(text)["jobs"].values()
-    versions = {row["python"]: row["targets"].split() for row in job["strategy"]["matrix"]["include"]}
+    versions = {
+        row["python"]: row["targets"].split() for row in job["strategy"]["matrix"]["include"]
+    }
     *tested, _ = re.findall(r"Python :: (3\.\d+)$", "\n".join(PROJECT["classifiers"]), re.MULTILINE)
     assert list(versions) == tested[::-1]
     steps = (ROOT / ".ci" / "run").read_text()
@@ -56,7 +66,9 @@ def test_the_forge_runs_the_steps_of_ci():
         ran = re.findall(rf'^ *make (\S+) .*VENV="\$environment/{at}"$', steps, re.MULTILINE)
         assert versions[version] == ran
     (python,) = [step["with"] for step in job["steps"] if "setup-python" in step.get("uses", "")]
-    assert python["cache"] == "pip" and all((ROOT / name).is_file() for name in python["cache-dependency-path"].split())
+    assert python["cache"] == "pip" and all(
+        (ROOT / name).is_file() for name in python["cache-dependency-path"].split()
+    )
 
 
 def test_the_forge_keeps_programs_and_runs_everything_once_a_week():
@@ -69,12 +81,19 @@ def test_the_forge_keeps_programs_and_runs_everything_once_a_week():
     weekly = jobs[1]
     versions = re.findall(r"Python :: (3\.\d+)$", "\n".join(PROJECT["classifiers"]), re.MULTILINE)
     assert weekly["strategy"]["matrix"]["python"] == versions
-    assert weekly["env"]["JAXPAR_TEST_CACHE"] == "off" and "make test-all" in weekly["steps"][-1]["run"]
+    assert (
+        weekly["env"]["JAXPAR_TEST_CACHE"] == "off"
+        and "make test-all" in weekly["steps"][-1]["run"]
+    )
 
 
 def test_issue_forms_ask_for_what_is_needed():
     asked = {
-        name: {part["id"]: part.get("validations", {}).get("required", False) for part in form["body"] if "id" in part}
+        name: {
+            part["id"]: part.get("validations", {}).get("required", False)
+            for part in form["body"]
+            if "id" in part
+        }
         for name, form in FORMS.items()
         if name != "config"
     }
@@ -83,7 +102,10 @@ def test_issue_forms_ask_for_what_is_needed():
     assert asked["wrong_number"]["twin"] and asked["wrong_number"]["value"]
     for name in asked:
         assert {"name", "description", "body"} <= FORMS[name].keys()
-        assert all(part["type"] == "markdown" or part["attributes"]["label"] for part in FORMS[name]["body"])
+        assert all(
+            part["type"] == "markdown" or part["attributes"]["label"]
+            for part in FORMS[name]["body"]
+        )
         kinds = {part["type"] for part in FORMS[name]["body"]}
         assert kinds <= {"markdown", "textarea", "input", "checkboxes", "dropdown"}
 
@@ -91,24 +113,45 @@ def test_issue_forms_ask_for_what_is_needed():
 @pytest.mark.parametrize("path", FORGE, ids=lambda path: path.name)
 def test_no_host_and_no_path_of_a_machine(path):
     text = path.read_text()
-    assert not re.search(r"pypi\.|pythonhosted|anaconda|index-url|huggingface\.co|github\.com|https?:", text, re.I)
+    assert not re.search(
+        r"pypi\.|pythonhosted|anaconda|index-url|huggingface\.co|github\.com|https?:", text, re.I
+    )
     assert not re.search(r"(?<![\w.$}])/(home|root|work|tmp|Users|usr|mnt|opt)/", text)
 
 
 def test_the_citation_is_complete():
     said = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    needed = {"cff-version", "message", "title", "abstract", "type", "authors", "version", "license", "keywords"}
+    needed = {
+        "cff-version",
+        "message",
+        "title",
+        "abstract",
+        "type",
+        "authors",
+        "version",
+        "license",
+        "keywords",
+    }
     assert needed == set(said), "and no address or date that nobody knows yet"
-    assert said["license"] == PROJECT["license"] and said["authors"] == [{"name": "The jaxpar authors"}]
+    assert said["license"] == PROJECT["license"] and said["authors"] == [
+        {"name": "The jaxpar authors"}
+    ]
     assert said["type"] == "software" and len(said["abstract"].split()) > 40
 
 
 def test_the_changelog_is_one_section_of_single_lines():
     text = (ROOT / "CHANGELOG.md").read_text()
-    assert re.findall(r"^##+ (.*)$", text, re.MULTILINE) == ["[Unreleased]", "Added", "Fixed", "Names"]
+    assert re.findall(r"^##+ (.*)$", text, re.MULTILINE) == [
+        "[Unreleased]",
+        "Added",
+        "Fixed",
+        "Names",
+    ]
     added, fixed = text.split("### Added")[1].split("### Names")[0].split("### Fixed")
     for part in (added, fixed):
         lines = [line for line in part.splitlines() if line and not line.startswith("**")]
         entries = [line for line in lines if line.startswith("- ")]
         assert len(entries) > 40 and [line for line in entries if len(line) > 160] == []
-        assert [line for line in lines if line not in entries and not line.endswith((":", "."))] == []
+        assert [
+            line for line in lines if line not in entries and not line.endswith((":", "."))
+        ] == []

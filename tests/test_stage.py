@@ -20,7 +20,9 @@ def test_only_stages_are_told_apart_and_all_else_is_split_as_outside():
 
     def stage(x):
         seen.append(in_stage())
-        total = local(lambda x: jax.lax.psum(x.sum(0), mesh_axes("batch")), [("batch", None)], (None,))(x)
+        total = local(
+            lambda x: jax.lax.psum(x.sum(0), mesh_axes("batch")), [("batch", None)], (None,)
+        )(x)
         return total + jax.lax.axis_index("stage").astype(x.dtype)
 
     with mesh_of(stage=2, data=2):
@@ -32,9 +34,14 @@ def test_only_stages_are_told_apart_and_all_else_is_split_as_outside():
 def test_messages_between_devices_of_a_stage_are_refused():
     def along(x):
         def solve(x):
-            return parallel_scan(lambda h, x: (jnp.tanh(h) + x,) * 2, x[0], x, axis_name="context", method=Newton())[0]
+            return parallel_scan(
+                lambda h, x: (jnp.tanh(h) + x,) * 2, x[0], x, axis_name="context", method=Newton()
+            )[0]
 
         return local(solve, [("seq", None)], (None,))(x)
 
-    with mesh_of(stage=2, context=2), pytest.raises(UsageError, match=r"a solver over a split sequence sends .* take"):
+    with (
+        mesh_of(stage=2, context=2),
+        pytest.raises(UsageError, match=r"a solver over a split sequence sends .* take"),
+    ):
         jax.eval_shape(by_stage(along, P("stage"), P("stage")), jnp.ones((8, 2)))

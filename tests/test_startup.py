@@ -47,7 +47,9 @@ def test_a_lone_process_joins_nothing(joined):
 )
 def test_a_cluster_is_seen_in_the_environment(monkeypatch, joined, name, alone, several):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda spec: spec == "kubernetes" or find(spec))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda spec: spec == "kubernetes" or find(spec)
+    )
     if alone is not None:
         monkeypatch.setenv(name, alone)
         assert start_processes() is False
@@ -56,7 +58,9 @@ def test_a_cluster_is_seen_in_the_environment(monkeypatch, joined, name, alone, 
     assert joined == [dict(initialization_timeout=7, heartbeat_timeout_seconds=5)]
 
 
-@pytest.mark.parametrize(("endpoints", "several"), [("a:1:10.0.0.1", False), ("a:1:10.0.0.1,b:2:10.0.0.2", True)])
+@pytest.mark.parametrize(
+    ("endpoints", "several"), [("a:1:10.0.0.1", False), ("a:1:10.0.0.1,b:2:10.0.0.2", True)]
+)
 def test_a_tpu_pod_is_seen_in_the_metadata(monkeypatch, joined, endpoints, several):
     class Metadata(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -85,7 +89,10 @@ def test_a_coordinator_that_is_not_there_is_named():
     with socket.socket() as bound:  # which does not listen
         bound.bind(("localhost", 0))
         address = f"localhost:{bound.getsockname()[1]}"
-        with pytest.raises(UsageError, match=rf"no coordinator answers at {address} \(.*\) within 0.2 s; check that"):
+        with pytest.raises(
+            UsageError,
+            match=rf"no coordinator answers at {address} \(.*\) within 0.2 s; check that",
+        ):
             start_processes(address, num_processes=2, process_id=1, timeout_s=0.2)
     with pytest.raises(UsageError, match="coordinator=localhost is not of the form host:port."):
         start_processes("localhost", num_processes=2, process_id=1)
@@ -122,25 +129,34 @@ def test_programs_are_kept_by_versions_and_processor(told_nothing, monkeypatch):
     jax.config.update("jax_compilation_cache_dir", None)
     monkeypatch.setattr(pathlib.Path, "read_text", another)
     other = keep_programs(said.append)
-    assert other.parent == folder.parent and other != folder, "a processor with other features has programs of its own"
+    assert other.parent == folder.parent and other != folder, (
+        "a processor with other features has programs of its own"
+    )
 
 
 def test_programs_are_kept_where_one_says(told_nothing, monkeypatch):
     jax.config.update("jax_compilation_cache_dir", "here")
     assert keep_programs() == pathlib.Path("here")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "there")
-    assert keep_programs() == pathlib.Path("there") and jax.config.jax_compilation_cache_dir == "there"
+    assert (
+        keep_programs() == pathlib.Path("there") and jax.config.jax_compilation_cache_dir == "there"
+    )
 
 
 def test_importing_the_library_keeps_no_programs():
     root = pathlib.Path(__file__).parents[1]
     texts = {path: path.read_text() for path in (root / "jaxpar").rglob("*.py")}
-    naming = [path for path, text in texts.items() if re.search("compilation_cache_dir|keep_programs", text)]
+    naming = [
+        path
+        for path, text in texts.items()
+        if re.search("compilation_cache_dir|keep_programs", text)
+    ]
     assert naming == [root / "jaxpar" / "processes.py"]
 
 
 def test_half_a_cluster_is_refused():
     with pytest.raises(
-        UsageError, match="also needs num_processes >= 1 and 0 <= process_id < that; got num_processes=2"
+        UsageError,
+        match="also needs num_processes >= 1 and 0 <= process_id < that; got num_processes=2",
     ):
         start_processes("localhost:1234", num_processes=2, process_id=2)

@@ -50,14 +50,20 @@ def checkout(tmp_path):
 def test_a_closure_has_imports_inside_of_functions_helpers_and_commands_by_name(checkout):
     imports = Imports(checkout)
     whole = {"jaxpar/means.py", "jaxpar/sums.py", "jaxpar/__init__.py"}
-    assert set(imports.closure("tests/test_means.py")) == whole | {"tests/helper.py", "tests/test_means.py"}
+    assert set(imports.closure("tests/test_means.py")) == whole | {
+        "tests/helper.py",
+        "tests/test_means.py",
+    }
     assert set(imports.closure("tests/test_other.py")) == {
         "jaxpar/other.py",
         "jaxpar/__init__.py",
         "tests/test_other.py",
     }
     assert set(imports.closure("tests/experiments/test_walk.py")) > whole | {"experiments/walk.py"}
-    assert imports.tests_of("jaxpar/sums.py") == ["tests/experiments/test_walk.py", "tests/test_means.py"]
+    assert imports.tests_of("jaxpar/sums.py") == [
+        "tests/experiments/test_walk.py",
+        "tests/test_means.py",
+    ]
 
 
 def test_a_paper_runs_until_it_passed_and_again_when_what_it_imports_changes(checkout, tmp_path):
@@ -82,7 +88,9 @@ def test_a_paper_runs_until_it_passed_and_again_when_what_it_imports_changes(che
     assert why() == ""
 
 
-@pytest.mark.parametrize("name", ["JAX_PLATFORMS", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "TRITON_INTERPRET", "PJRT_NPROC"])
+@pytest.mark.parametrize(
+    "name", ["JAX_PLATFORMS", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "TRITON_INTERPRET", "PJRT_NPROC"]
+)
 def test_programs_of_other_flags_lie_in_another_folder(name, monkeypatch):
     before = kept_programs.kind_of_programs()
     monkeypatch.setenv(name, "another value")
@@ -111,7 +119,11 @@ def test_what_was_read_last_is_kept(tmp_path):
     kept_programs.note(tmp_path / "kind", "seconds", {"a": 1})
     os.utime(tmp_path / "kind" / "seconds.json", (1, 1))  # notes are small, and stay
     kept_programs.prune(tmp_path, max_bytes=250)
-    assert sorted(path.name for path in (tmp_path / "kind").iterdir()) == ["new", "old", "seconds.json"]
+    assert sorted(path.name for path in (tmp_path / "kind").iterdir()) == [
+        "new",
+        "old",
+        "seconds.json",
+    ]
 
 
 def test_notes_add_up_and_a_damaged_one_is_none(tmp_path):
@@ -136,7 +148,9 @@ def run_tests(tmp_path):
         env = os.environ | {"JAXPAR_TEST_CACHE": str(tmp_path / "kept"), "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", os.devnull]
         command += [f"--rootdir={tmp_path}", *flags, "tests"]
-        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+        return subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+        )
 
     return run
 
@@ -163,5 +177,7 @@ def test_seconds_are_noted_and_long_files_begin_first(run_tests, tmp_path):
 
 
 def test_what_needs_a_gpu_says_how_to_run_it(run_tests):
-    files = {"test_card.py": "import pytest\n\n\n@pytest.mark.gpu\ndef test_it():\n    raise SystemExit\n"}
+    files = {
+        "test_card.py": "import pytest\n\n\n@pytest.mark.gpu\ndef test_it():\n    raise SystemExit\n"
+    }
     assert "needs a GPU: make test-gpu" in run_tests(files, "-rs").stdout

@@ -21,7 +21,9 @@ def test_programs_are_the_library_s_functions(model):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
     np.testing.assert_allclose(tiny.loss_of(params, batch, model), want[0], rtol=1e-6)
     logits = apply(params, batch["tokens"], model)
-    np.testing.assert_allclose(tiny.logits(params, batch["tokens"], model), logits, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        tiny.logits(params, batch["tokens"], model), logits, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_what_a_test_does_to_its_weights_no_other_sees():

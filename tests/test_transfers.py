@@ -51,12 +51,19 @@ def test_from_the_host_and_from_a_lone_device(target):
         move(x, SingleDeviceSharding(jax.devices()[2]))
 
 
-@pytest.mark.parametrize("route", ["front-back", "front-middle", "back-one", "all-whole", "middle-all"])
+@pytest.mark.parametrize(
+    "route", ["front-back", "front-middle", "back-one", "all-whole", "middle-all"]
+)
 def test_nobody_waits_for_the_content(route):
     source, target = route.split("-")
-    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, c: jnp.tanh(c @ c), x), out_shardings=layout(source))
+    slow = jax.jit(
+        lambda x: jax.lax.fori_loop(0, 300, lambda _, c: jnp.tanh(c @ c), x),
+        out_shardings=layout(source),
+    )
     early = []
-    for _ in range(6):  # the first time compiles, and on a busy machine this thread may be the one that waits
+    for _ in range(
+        6
+    ):  # the first time compiles, and on a busy machine this thread may be the one that waits
         x = slow(jax.device_put(jnp.full((256, 256), 0.004), layout(source)))
         y = move(x, layout(target))
         early.append(not y.is_ready())

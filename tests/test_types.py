@@ -121,6 +121,9 @@ def test_the_largest_stays_infinite_over_devices():
     mesh = make_mesh(MeshSpec(data=2), jax.devices()[:2])
     spec = PartitionSpec("data")
     both = jax.shard_map(
-        lambda x: jax.lax.pmax(largest(x), "data"), mesh=mesh, in_specs=spec, out_specs=PartitionSpec()
+        lambda x: jax.lax.pmax(largest(x), "data"),
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=PartitionSpec(),
     )
     assert jax.jit(both)(jax.device_put(x, NamedSharding(mesh, spec))) == np.inf

@@ -30,7 +30,8 @@ PROCESSES = (
     "aot/test_topology.py decode/test_bench.py distributed/test_processes.py "
     "distributed/test_tpu.py experiments/test_interrupts.py experiments/test_kill.py "
     "experiments/test_launch.py "
-    "experiments/test_older_runs.py io/test_many_savers.py nn/test_linear_attention_tpu.py context/test_context_tpu.py "
+    "experiments/test_runs_of_older_code.py io/test_many_savers.py "
+    "nn/test_linear_attention_tpu.py context/test_context_tpu.py "
     "scan/test_kernels_tpu.py test_notebooks.py test_mutants.py test_packaging.py test_startup.py "
     "test_tiers.py"
 ).split()

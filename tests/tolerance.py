@@ -14,10 +14,18 @@ EXACT_MATHS = {"float32": 2e-6, "float64": 1e-13}
 
 def errors(got, want, masked=()):
     """Returns the error of each floating leaf by its path, but those whose path has a part in `masked`."""
-    return {name: error for name, error in leaf_errors(got, want).items() if not set(name.split("/")) & set(masked)}
+    return {
+        name: error
+        for name, error in leaf_errors(got, want).items()
+        if not set(name.split("/")) & set(masked)
+    }
 
 
 def assert_close(got, want, tolerance, masked=()):
     """Asserts that the error of every floating leaf is at most `tolerance`; one that is not finite errs infinitely."""
-    bad = {name: error for name, error in errors(got, want, masked).items() if not error <= tolerance}
-    assert not bad, f"over {tolerance:g}: " + ", ".join(f"{name} {error:.2e}" for name, error in bad.items())
+    bad = {
+        name: error for name, error in errors(got, want, masked).items() if not error <= tolerance
+    }
+    assert not bad, f"over {tolerance:g}: " + ", ".join(
+        f"{name} {error:.2e}" for name, error in bad.items()
+    )

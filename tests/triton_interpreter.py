@@ -19,7 +19,8 @@ import pytest
 from jaxpar.lower.triton import compiled
 
 NEEDED = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("triton", "torch")), reason="needs triton and torch"
+    any(importlib.util.find_spec(name) is None for name in ("triton", "torch")),
+    reason="needs triton and torch",
 )
 
 
@@ -44,8 +45,12 @@ def install(monkeypatch):
 
     multiply = interpreter.InterpreterBuilder.create_dot
 
-    def by_value(self, a, b, *args):  # the interpreter keeps bfloat16 as its bits, and multiplies those
-        wide = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+    def by_value(
+        self, a, b, *args
+    ):  # the interpreter keeps bfloat16 as its bits, and multiplies those
+        wide = (
+            self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)
+        )
         return multiply(self, *wide, *args)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", by_value)
@@ -60,10 +65,20 @@ def triton_call(*args, kernel, out_shape, grid, zeroed_outputs=(), num_warps=4, 
     import torch
 
     def tensor(x):
-        return torch.from_numpy(np.array(x, np.float32)).bfloat16() if x.dtype == jnp.bfloat16 else torch.tensor(x)
+        return (
+            torch.from_numpy(np.array(x, np.float32)).bfloat16()
+            if x.dtype == jnp.bfloat16
+            else torch.tensor(x)
+        )
 
     def output(place, like):
-        poison = 0 if place in zeroed_outputs else np.nan if jnp.issubdtype(like.dtype, jnp.floating) else 77
+        poison = (
+            0
+            if place in zeroed_outputs
+            else np.nan
+            if jnp.issubdtype(like.dtype, jnp.floating)
+            else 77
+        )
         return tensor(np.full(like.shape, poison, like.dtype))
 
     def run(*args):
@@ -71,7 +86,8 @@ def triton_call(*args, kernel, out_shape, grid, zeroed_outputs=(), num_warps=4, 
         with ONE_AT_A_TIME:
             kernel[tuple(grid)](*[tensor(np.asarray(x)) for x in args], *outputs, **constants)
         return tuple(
-            x.float().numpy().astype(jnp.bfloat16) if x.dtype == torch.bfloat16 else x.numpy() for x in outputs
+            x.float().numpy().astype(jnp.bfloat16) if x.dtype == torch.bfloat16 else x.numpy()
+            for x in outputs
         )
 
     return jax.pure_callback(run, tuple(out_shape), *args)

@@ -58,7 +58,9 @@ def with_address(text: str, address: str, name: str) -> str:
     """Returns the source of a notebook in which the line above the title and the set-up cell have this address."""
     head, mark, rest = text.partition("# %% [markdown]\n# # ")
     head = re.sub(r"# %% \[markdown\]\n# \[Open in Colab\].*\n\n", "", head)
-    rest = re.sub(r'^REPOSITORY = ".*"$', f'REPOSITORY = "{address}"', rest, count=1, flags=re.MULTILINE)
+    rest = re.sub(
+        r'^REPOSITORY = ".*"$', f'REPOSITORY = "{address}"', rest, count=1, flags=re.MULTILINE
+    )
     return f"{head}# %% [markdown]\n# {colab(address, name)}\n\n{mark}{rest}"
 
 
@@ -71,7 +73,11 @@ def digest(notebook) -> str:
     """Returns a hash of the code that gives outputs: of all but the set-up cell, which prints nothing."""
     before = [""] + [cell.source for cell in notebook.cells]
     pairs = zip(before, notebook.cells, strict=False)
-    code = [cell.source for above, cell in pairs if cell.cell_type == "code" and not above.startswith(SET_UP)]
+    code = [
+        cell.source
+        for above, cell in pairs
+        if cell.cell_type == "code" and not above.startswith(SET_UP)
+    ]
     return hashlib.sha256(json.dumps(code).encode()).hexdigest()
 
 
@@ -95,7 +101,9 @@ def execute(notebook, fast: bool = True, programs: str | None = None) -> None:
             "TF_CPP_MIN_LOG_LEVEL": "3",  # a slow machine is told that it compiles slowly
         }
         resources = {"metadata": {"path": str(place)}}
-        options = dict(timeout=LIMIT_S, kernel_name="python3", resources=resources, record_timing=False)
+        options = dict(
+            timeout=LIMIT_S, kernel_name="python3", resources=resources, record_timing=False
+        )
         nbclient.NotebookClient(notebook, **options).execute(env=os.environ | own)
         for cell in code_cells(notebook):
             cell.outputs = [cleaned(output, place) for output in cell.outputs]
@@ -103,7 +111,13 @@ def execute(notebook, fast: bool = True, programs: str | None = None) -> None:
 
 def cleaned(output, place: pathlib.Path):
     """Returns an output without the names of this machine's folders, and its picture in few colours."""
-    names = {f"{place}/": "", str(place): ".", f"{ROOT}/": "", str(ROOT): ".", str(pathlib.Path.home()): "~"}
+    names = {
+        f"{place}/": "",
+        str(place): ".",
+        f"{ROOT}/": "",
+        str(ROOT): ".",
+        str(pathlib.Path.home()): "~",
+    }
     names[str(place.parent)] = "TEMP"
     names |= {socket.gethostname(): "host"} if len(socket.gethostname()) > 8 else {}
 
@@ -128,7 +142,11 @@ def smaller(png: str) -> str:
     """Returns a picture, in base64, with a table of 128 colours."""
     from PIL import Image
 
-    picture = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB").quantize(128, dither=Image.Dither.NONE)
+    picture = (
+        Image.open(io.BytesIO(base64.b64decode(png)))
+        .convert("RGB")
+        .quantize(128, dither=Image.Dither.NONE)
+    )
     out = io.BytesIO()
     picture.save(out, "PNG", optimize=True)
     written = base64.b64encode(out.getvalue()).decode()
@@ -139,7 +157,11 @@ def merged(outputs: list) -> list:
     """Returns outputs in which what was printed in a row is one, and a line that was written over is its last state."""
     out = []
     for output in outputs:
-        if out and output.output_type == "stream" == out[-1].output_type and output.name == out[-1].name:
+        if (
+            out
+            and output.output_type == "stream" == out[-1].output_type
+            and output.name == out[-1].name
+        ):
             out[-1].text += output.text
         else:
             out.append(output)
@@ -151,7 +173,9 @@ def merged(outputs: list) -> list:
 
 def warned(notebook) -> list[str]:
     """Returns what a notebook wrote to its error stream."""
-    return [o.text for cell in code_cells(notebook) for o in cell.outputs if o.get("name") == "stderr"]
+    return [
+        o.text for cell in code_cells(notebook) for o in cell.outputs if o.get("name") == "stderr"
+    ]
 
 
 def finished(notebook, code: str):
@@ -190,8 +214,12 @@ def write(source: pathlib.Path, anyhow: bool) -> str:
 def main() -> int:
     """Ends with 1 if a notebook was not written."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="05_neat and others; all if none is named")
-    parser.add_argument("--all", action="store_true", help="execute those that have not changed as well")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="05_neat and others; all if none is named"
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="execute those that have not changed as well"
+    )
     asked, red = parser.parse_args(), False
     for source in sorted(FOLDER.glob("*.py")):
         if not asked.names or source.stem in asked.names:

@@ -18,14 +18,20 @@ def tokenised(request: dict):
 
     datasets.disable_progress_bars()
     folder = pathlib.Path(request["folder"])
-    made = datasets.load_dataset("json", data_files=request["path"], split="train", cache_dir=str(folder / "datasets"))
+    made = datasets.load_dataset(
+        "json", data_files=request["path"], split="train", cache_dir=str(folder / "datasets")
+    )
     if request["tokenizer"] == "bpe":
         from tokenizers import Tokenizer
 
         bpe = Tokenizer.from_file(str(folder / "tokenizer.json"))
 
         def ids(batch):
-            return {"ids": [each.ids for each in bpe.encode_batch(batch["text"], add_special_tokens=False)]}
+            return {
+                "ids": [
+                    each.ids for each in bpe.encode_batch(batch["text"], add_special_tokens=False)
+                ]
+            }
     else:
 
         def ids(batch):
@@ -48,7 +54,11 @@ def windowed(documents, length: int):
 def of_datasets(request: dict) -> dict:
     """Tokenises, or reads shuffled windows."""
     if request["do"] == "tokenise":
-        return timed(lambda: {"tokens": int(sum(len(x) for x in tokenised(request).data["ids"].combine_chunks()))})
+        return timed(
+            lambda: {
+                "tokens": int(sum(len(x) for x in tokenised(request).data["ids"].combine_chunks()))
+            }
+        )
     start = time.perf_counter()
     documents = tokenised(request)
     again_s, rows = time.perf_counter() - start, request["rows"]

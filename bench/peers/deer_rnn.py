@@ -43,7 +43,9 @@ def solver(request: dict, *_):
             return result.value, {"converged": result.success.all()}
 
         with jax.default_matmul_precision("highest" if "highest" in request["row"] else "default"):
-            return jax.vmap(one, in_axes=1, out_axes=(1, 0))(problems.input_projections(cell, w, xs))
+            return jax.vmap(one, in_axes=1, out_axes=(1, 0))(
+                problems.input_projections(cell, w, xs)
+            )
 
     return solve
 

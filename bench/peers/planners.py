@@ -38,7 +38,9 @@ class PomdpPy:
     def _instance(self, good: list[bool]) -> tuple[Any, Any]:
         kind, start = self.problem.RockType, (0, self.env.size // 2)
         states = [
-            self.problem.State(start, tuple(kind.random() for _ in range(self.env.num_rocks)), False)
+            self.problem.State(
+                start, tuple(kind.random() for _ in range(self.env.num_rocks)), False
+            )
             for _ in range(self.particles)
         ]
         truth = self.problem.State(start, tuple(kind.GOOD if g else kind.BAD for g in good), False)
@@ -88,7 +90,14 @@ class OfficialVopp:
 
     compile_s = 0.0
 
-    def __init__(self, path: pathlib.Path, env: Any, options: dict[str, Any], simulations: int, budget_s: float):
+    def __init__(
+        self,
+        path: pathlib.Path,
+        env: Any,
+        options: dict[str, Any],
+        simulations: int,
+        budget_s: float,
+    ):
         sys.path.insert(0, str(path))
         import torch
 
@@ -103,8 +112,13 @@ class OfficialVopp:
             num_belief_particles=options["particles"],
         )  # fmt: skip
         with contextlib.redirect_stdout(None):
-            (self.kind,) = importlib.import_module(f"pomdp_problems.{problem}").REGISTERED_MODELS.values()
-            self.Pomdp, self.Vopp = importlib.import_module("pomdp").POMDP, importlib.import_module("vopp").VOPP
+            (self.kind,) = importlib.import_module(
+                f"pomdp_problems.{problem}"
+            ).REGISTERED_MODELS.values()
+            self.Pomdp, self.Vopp = (
+                importlib.import_module("pomdp").POMDP,
+                importlib.import_module("vopp").VOPP,
+            )
         self.steps, self.sims = 0, 0
         builtins.input = _refuse  # it asks its user what to do when no particle is left
 
@@ -121,7 +135,10 @@ class OfficialVopp:
             grid[self.env.goal] = 2
             world.known_map = torch.as_tensor(grid, device=device)
         mine = self.kind(
-            args_cli=copy.deepcopy(self.args), num_envs=self.args.num_envs, role="planning", exec_env=world
+            args_cli=copy.deepcopy(self.args),
+            num_envs=self.args.num_envs,
+            role="planning",
+            exec_env=world,
         )
         model = self.Pomdp(mine, self.args.num_belief_particles, self.args.num_envs, device)
         planner = self.Vopp(self.args, model)
@@ -153,7 +170,11 @@ class OfficialVopp:
         model.step, model.heuristics, model.sample_belief = counted, _heuristics, drawn
 
     def _planned(self, planner: Any) -> Any:
-        with self.torch.no_grad(), open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        with (
+            self.torch.no_grad(),
+            open(os.devnull, "w") as nowhere,
+            contextlib.redirect_stdout(nowhere),
+        ):
             action, _ = planner.plan()
             if self.args.device == "cuda":
                 self.torch.cuda.synchronize()
@@ -178,7 +199,9 @@ class OfficialVopp:
                 rocks = [int(words[i // 32] >> (i % 32) & 1) for i in range(self.env.num_rocks)]
                 state[0, 4 : 4 + len(rocks)] = torch.as_tensor(rocks, device=device)
             else:
-                grid = (np.asarray(start.blocked)[:, None] >> np.arange(self.env.size) & 1).astype(np.int32)
+                grid = (np.asarray(start.blocked)[:, None] >> np.arange(self.env.size) & 1).astype(
+                    np.int32
+                )
                 grid[self.env.goal] = 2
                 whole = state.view(1, 13, 15)
                 whole[0, :, :13] = torch.as_tensor(grid, device=device)

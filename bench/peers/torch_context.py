@@ -45,7 +45,9 @@ class Member:
         if CUDA:
             torch.cuda.set_device(self.device)
         backend = "cpu:gloo,cuda:nccl" if CUDA else "gloo"
-        dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+        dist.init_process_group(
+            backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
+        )
         self.control = dist.new_group(backend="gloo")
         self.mesh = dist.device_mesh.init_device_mesh(self.device.type, (world,))
         self.held: dict = {}
@@ -110,7 +112,9 @@ class Attention:
             self.plan = member.told(self.plan)
         note = "keys repeated for each head" if self.repeats else ""
         peak = torch.cuda.max_memory_allocated() if CUDA else 0
-        self.made = {"compile_s": wait() - begin, "note": note} | ({"peak_bytes": peak} if peak else {})
+        self.made = {"compile_s": wait() - begin, "note": note} | (
+            {"peak_bytes": peak} if peak else {}
+        )
 
     def drawn(self, length: int) -> list:
         """Draws queries, keys and values, whole, the same in every process."""
@@ -133,7 +137,11 @@ class Attention:
                 from torch.distributed.tensor.experimental._attention import set_rotate_method
 
                 set_rotate_method(self.how)
-                stack.enter_context(context_parallel(self.member.mesh, buffers=whole, buffer_seq_dims=[2] * len(whole)))
+                stack.enter_context(
+                    context_parallel(
+                        self.member.mesh, buffers=whole, buffer_seq_dims=[2] * len(whole)
+                    )
+                )
             stack.enter_context(sdpa_kernel(self.kernel))
             arrays = [x.detach().clone() for x in whole]
             yield [x.requires_grad_(self.backward) for x in arrays[:3]] + arrays[3:]
@@ -154,7 +162,9 @@ class Attention:
             q, k, v = self.drawn(length)
             each = q.shape[1] // k.shape[1]
             with sdpa_kernel(SDPBackend.MATH):
-                wide = (x.float().repeat_interleave(n, 1) for x, n in ((q, 1), (k, each), (v, each)))
+                wide = (
+                    x.float().repeat_interleave(n, 1) for x, n in ((q, 1), (k, each), (v, each))
+                )
                 want = F.scaled_dot_product_attention(*wide, is_causal=True)
             with self.local(length, want) as (q, k, v, want):
                 error = ((self.call(q, k, v).detach().float() - want).norm() / want.norm()).item()
@@ -173,7 +183,11 @@ class Attention:
             return {}
         with self.local(self.request["length"]) as (q, k, v):
             g = torch.randn_like(q)
-            return timed(self.plan, lambda: self.call(q, k, v, g), None if self.alone else self.member.control)
+            return timed(
+                self.plan,
+                lambda: self.call(q, k, v, g),
+                None if self.alone else self.member.control,
+            )
 
 
 def timed(plan: tuple[int, int], call, group) -> dict:
@@ -210,7 +224,10 @@ def rates(request: dict, device: torch.device) -> dict:
     name = torch.cuda.get_device_name() if CUDA else "cpu"
     said = {"device": name, "version": f"torch {torch.__version__}"}
     flops = 2 * size**3 / ms(lambda: x @ x) * 1e3
-    return said | {"flops": flops, "bytes": 2 * source.nbytes / ms(lambda: target.copy_(source)) * 1e3}
+    return said | {
+        "flops": flops,
+        "bytes": 2 * source.nbytes / ms(lambda: target.copy_(source)) * 1e3,
+    }
 
 
 def follow(rank: int, world: int, port: int, kind: type[Member]) -> None:

@@ -48,7 +48,11 @@ class Decoder:
         torch.manual_seed(0)
         dtype, width = FLOATS[model["dtype"]], model["embed_dim"]
         self.heads, self.groups = model["num_heads"], model["num_kv_heads"]
-        self.size, self.rows, self.attention = model.get("head_dim") or width // self.heads, rows, attention
+        self.size, self.rows, self.attention = (
+            model.get("head_dim") or width // self.heads,
+            rows,
+            attention,
+        )
 
         def matrix(outputs, inputs):
             return torch.randn(outputs, inputs, device=DEVICE, dtype=dtype) * inputs**-0.5
@@ -61,7 +65,9 @@ class Decoder:
             for _ in range(model["num_layers"])
         ]  # fmt: skip
         shape = (rows, self.groups, slots, self.size)
-        self.cache = [tuple(torch.randn(shape, device=DEVICE, dtype=dtype) for _ in "kv") for _ in self.layers]
+        self.cache = [
+            tuple(torch.randn(shape, device=DEVICE, dtype=dtype) for _ in "kv") for _ in self.layers
+        ]
         angle = torch.arange(slots)[:, None] * 5e5 ** (-torch.arange(0, self.size, 2) / self.size)
         self.cos, self.sin = angle.cos().to(DEVICE, dtype), angle.sin().to(DEVICE, dtype)
         self.places = torch.arange(slots, device=DEVICE)
@@ -75,7 +81,9 @@ class Decoder:
         seen = (self.places <= place)[None, None, None]
         for (qkv, out, up, down), (keys, values) in zip(self.layers, self.cache, strict=True):
             q, k, v = (
-                (normed(x) @ qkv.T).view(self.rows, -1, 1, self.size).split((self.heads, self.groups, self.groups), 1)
+                (normed(x) @ qkv.T)
+                .view(self.rows, -1, 1, self.size)
+                .split((self.heads, self.groups, self.groups), 1)
             )
             keys.index_copy_(2, place, turned(k, cos, sin))
             values.index_copy_(2, place, v)
@@ -121,7 +129,10 @@ class Steps:
         slots = request["prompt"] + request["new"]
         self.prompt, self.new = request["prompt"], request["new"]
         self.decoder = Decoder(
-            request["model"], request["rows"] * request.get("readers", 1), slots, request["row"].split()[2]
+            request["model"],
+            request["rows"] * request.get("readers", 1),
+            slots,
+            request["row"].split()[2],
         )
         options: dict = {"coordinate_descent_tuning": True} if CUDA else {}
         if "autotuned" in request["row"]:
@@ -195,7 +206,9 @@ def prompt_row(request: dict):
     # Heads that a kernel does not group are repeated, apart from what is timed.
     q, k, v = (torch.randn(request["rows"], decoder.heads, length, decoder.size, device=DEVICE, dtype=dtype)
                for _ in heads)  # fmt: skip
-    backends = [SDPBackend.CUDNN_ATTENTION] if CUDA else [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    backends = (
+        [SDPBackend.CUDNN_ATTENTION] if CUDA else [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    )
 
     def call():
         for qkv, out, up, down in decoder.layers:

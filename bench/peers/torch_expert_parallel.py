@@ -24,7 +24,7 @@ class Sent(torch.autograd.Function):
     """Rows that go to the devices in turn, so many to each; gradients go back."""
 
     @staticmethod
-    def forward(ctx, x, out_sizes, in_sizes):  # noqa: ANN001
+    def forward(ctx, x, out_sizes, in_sizes):
         """Sends `in_sizes` rows to each device, receives `out_sizes` from each."""
         ctx.sizes = in_sizes, out_sizes
         out = x.new_empty(sum(out_sizes), x.shape[1])
@@ -32,7 +32,7 @@ class Sent(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, g):  # noqa: ANN001
+    def backward(ctx, g):
         """Sends the other way."""
         return Sent.apply(g, *ctx.sizes), None, None
 
@@ -76,7 +76,9 @@ class Layer:
         down = mine(width**-0.5, experts, width, depth).requires_grad_()
         g = mine(1.0, shape["tokens"], depth)
         expert = torch.from_numpy(routes(shape, shape["skew"])).to(member.device).chunk(of)[share]
-        weight = torch.full(expert.shape, 1 / shape["k"], device=member.device, dtype=dtype, requires_grad=True)
+        weight = torch.full(
+            expert.shape, 1 / shape["k"], device=member.device, dtype=dtype, requires_grad=True
+        )
         return x, weight, up, down, g, expert
 
     def forward(self, x, weight, up, down, expert):
@@ -90,8 +92,13 @@ class Layer:
         else:
             world = self.member.world
             theirs = torch.empty_like(sizes)
-            dist.all_to_all_single(theirs, sizes)  # how many rows each device has for each expert of this one
-            ins, outs = sizes.view(world, -1).sum(1).tolist(), theirs.view(world, -1).sum(1).tolist()
+            dist.all_to_all_single(
+                theirs, sizes
+            )  # how many rows each device has for each expert of this one
+            ins, outs = (
+                sizes.view(world, -1).sum(1).tolist(),
+                theirs.view(world, -1).sum(1).tolist(),
+            )
             local = torch.arange(len(up), device=x.device).repeat(world).repeat_interleave(theirs)
             back = local.argsort(stable=True)
             got = Sent.apply(x[token], outs, ins)
@@ -131,7 +138,10 @@ class Layer:
             want = want + share * ((F.silu(gate) * value) @ down[number])
         want.backward(whole[4].double())
         share, of = (0, 1) if alone else (self.member.rank, self.member.world)
-        pairs = [(out, want), *zip((each.grad for each in args[:4]), (each.grad for each in leaves), strict=True)]
+        pairs = [
+            (out, want),
+            *zip((each.grad for each in args[:4]), (each.grad for each in leaves), strict=True),
+        ]
         for got, right in pairs:
             right = right.detach().chunk(of)[share]
             error = ((got.detach().double() - right).norm() / right.norm()).item()
@@ -142,7 +152,9 @@ class Layer:
         """Times it; what is not a call is not timed."""
         if self.alone and self.member.rank:
             return {}
-        return timed(self.plan, lambda: self.call(*self.args), None if self.alone else self.member.control)
+        return timed(
+            self.plan, lambda: self.call(*self.args), None if self.alone else self.member.control
+        )
 
 
 class Expert(Member):

@@ -30,16 +30,24 @@ def wait() -> float:
 
 def drawn(request: dict, *shape: int, scale: float = 1.0):
     """Draws an array that a gradient is asked for."""
-    return (torch.randn(*shape, device=DEVICE) * scale).to(FLOATS[request["dtype"]]).requires_grad_()
+    return (
+        (torch.randn(*shape, device=DEVICE) * scale).to(FLOATS[request["dtype"]]).requires_grad_()
+    )
 
 
 def product(request: dict):
     """Returns a grouped product's function, its arguments, and what it should be."""
     order, sizes = (torch.from_numpy(x).to(DEVICE) for x in choices(request))
     ends = sizes.cumsum(0).to(torch.int32)
-    tokens, k, depth, width, experts = (request[name] for name in ("tokens", "k", "depth", "width", "experts"))
+    tokens, k, depth, width, experts = (
+        request[name] for name in ("tokens", "k", "depth", "width", "experts")
+    )
     if request["row"] == "torch dense":
-        return torch.matmul, [drawn(request, tokens * k, depth), drawn(request, depth, width, scale=depth**-0.5)], None
+        return (
+            torch.matmul,
+            [drawn(request, tokens * k, depth), drawn(request, depth, width, scale=depth**-0.5)],
+            None,
+        )
     x = drawn(request, tokens if "scattermoe" in request["row"] else tokens * k, depth)
     w = drawn(request, experts, depth, width, scale=depth**-0.5)
     if "scattermoe" in request["row"]:
@@ -53,7 +61,11 @@ def product(request: dict):
 
         rows = x.detach()[order.long() // k]
         return scattered, [x, w], by_loop(rows, w.detach(), sizes)
-    return (lambda x, w: torch._grouped_mm(x, w, offs=ends)), [x, w], by_loop(x.detach(), w.detach(), sizes)
+    return (
+        (lambda x, w: torch._grouped_mm(x, w, offs=ends)),
+        [x, w],
+        by_loop(x.detach(), w.detach(), sizes),
+    )
 
 
 def by_loop(x, w, sizes):
@@ -63,7 +75,9 @@ def by_loop(x, w, sizes):
 
 def layer(request: dict):
     """Returns the layer's function, its arguments, and nothing to compare it with."""
-    tokens, k, depth, width, experts = (request[name] for name in ("tokens", "k", "depth", "width", "experts"))
+    tokens, k, depth, width, experts = (
+        request[name] for name in ("tokens", "k", "depth", "width", "experts")
+    )
     x, router = drawn(request, tokens, depth), drawn(request, depth, experts, scale=0.02)
 
     def routed(x, router):
@@ -73,8 +87,14 @@ def layer(request: dict):
     if "scattermoe" in request["row"]:
         from scattermoe.mlp import GLUMLP
 
-        mlp = GLUMLP(depth, width, experts, k, activation=F.silu).to(DEVICE, FLOATS[request["dtype"]])
-        return (lambda x, router, *_: mlp(x, *routed(x, router))), [x, router, *mlp.parameters()], None
+        mlp = GLUMLP(depth, width, experts, k, activation=F.silu).to(
+            DEVICE, FLOATS[request["dtype"]]
+        )
+        return (
+            (lambda x, router, *_: mlp(x, *routed(x, router))),
+            [x, router, *mlp.parameters()],
+            None,
+        )
     up = drawn(request, experts, depth, 2 * width, scale=0.02)
     down = drawn(request, experts, width, depth, scale=0.02)
 
@@ -84,7 +104,9 @@ def layer(request: dict):
         token = order // k
         ends = torch.bincount(expert.flatten(), minlength=experts).cumsum(0).to(torch.int32)
         gate, value = torch._grouped_mm(x[token], up, offs=ends).chunk(2, -1)
-        out = torch._grouped_mm(F.silu(gate) * value, down, offs=ends) * weight.flatten()[order, None]
+        out = (
+            torch._grouped_mm(F.silu(gate) * value, down, offs=ends) * weight.flatten()[order, None]
+        )
         return torch.zeros_like(x).index_add(0, token, out)
 
     return torch.compile(run) if "compiled" in request["row"] else run, [x, router, up, down], None
@@ -97,7 +119,9 @@ class Call:
         """Calls it until it is compiled, and compares a product with a loop over experts."""
         torch.manual_seed(0)
         self.both = request["direction"] == "fwd+bwd"
-        self.function, self.args, want = (product if request["kind"] == "product" else layer)(request)
+        self.function, self.args, want = (product if request["kind"] == "product" else layer)(
+            request
+        )
         self.g, begin = None, wait()
         if CUDA:
             torch.cuda.reset_peak_memory_stats()
@@ -111,7 +135,9 @@ class Call:
         if CUDA:
             self.made["peak_bytes"] = torch.cuda.max_memory_allocated()
         if want is not None:
-            self.made["error"] = ((y.detach().float() - want.float()).norm() / want.float().norm()).item()
+            self.made["error"] = (
+                (y.detach().float() - want.float()).norm() / want.float().norm()
+            ).item()
 
     def call(self):
         """Computes the result, and all gradients."""

@@ -46,7 +46,9 @@ class Block(nn.Module):
         q = self.q(h).view(batch, length, self.heads, self.size).transpose(1, 2)
         k, v = self.kv(h).view(batch, length, 2, self.kv_heads, self.size).permute(2, 0, 3, 1, 4)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.kv_heads != self.heads)
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=self.kv_heads != self.heads
+        )
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         h = self.mlp_norm(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
@@ -60,11 +62,16 @@ class Llama(nn.Module):
         width, heads = shape["embed_dim"], shape["num_heads"]
         self.embedding = nn.Embedding(shape["vocab_size"], width)
         self.blocks = nn.ModuleList(
-            [Block(width, heads, shape["num_kv_heads"], shape["mlp_dim"]) for _ in range(shape["num_layers"])]
+            [
+                Block(width, heads, shape["num_kv_heads"], shape["mlp_dim"])
+                for _ in range(shape["num_layers"])
+            ]
         )
         self.norm = nn.RMSNorm(width, eps=1e-5)
         half = width // heads // 2
-        angles = torch.outer(torch.arange(shape["seq_len"]), shape["rope_theta"] ** (-torch.arange(half) / half))
+        angles = torch.outer(
+            torch.arange(shape["seq_len"]), shape["rope_theta"] ** (-torch.arange(half) / half)
+        )
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
         nn.init.normal_(self.embedding.weight, std=0.02)
@@ -104,11 +111,17 @@ def worker(rank: int, world: int, port: int, shape: dict) -> None:
     if CUDA:
         torch.cuda.set_device(device)
     backend = "nccl" if CUDA else "gloo"
-    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    dist.init_process_group(
+        backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
+    )
     model = sharded(shape, device, world)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=CUDA)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=CUDA
+    )
     size = (4, 2, shape["rows"], shape["seq_len"])
-    data = torch.randint(0, shape["vocab_size"], size, generator=torch.Generator().manual_seed(rank)).to(device)
+    data = torch.randint(
+        0, shape["vocab_size"], size, generator=torch.Generator().manual_seed(rank)
+    ).to(device)
     count, loss = 0, torch.zeros(())
 
     def step():

@@ -37,7 +37,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Learned positions, tied head, mean cross entropy."""
 
-    def __init__(self, vocab_size: int, seq_len: int, embed_dim: int, num_layers: int, num_heads: int):
+    def __init__(
+        self, vocab_size: int, seq_len: int, embed_dim: int, num_layers: int, num_heads: int
+    ):
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, embed_dim)
         self.positions = nn.Embedding(seq_len, embed_dim)

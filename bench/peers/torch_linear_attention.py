@@ -55,21 +55,29 @@ def function_of(request: dict):
     if name == "fla gated_delta_rule":
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-        return lambda q, k, v, g, beta: chunk_gated_delta_rule(q, k, v, g, beta.to(q.dtype), scale=1.0)[0]
+        return lambda q, k, v, g, beta: chunk_gated_delta_rule(
+            q, k, v, g, beta.to(q.dtype), scale=1.0
+        )[0]
     if name.endswith("siging"):
-        from mlstm_kernels.torch.chunkwise.triton_xl_chunk_siging import mlstm_siging_chunkwise__xl_chunk as mlstm_sig
+        from mlstm_kernels.torch.chunkwise.triton_xl_chunk_siging import (
+            mlstm_siging_chunkwise__xl_chunk as mlstm_sig,
+        )
 
         how = dict(chunk_size=128, normalize=False)
         return lambda q, k, v, f, i: mlstm_sig(q, k, v, i, f, autocast_kernel_dtype=q.dtype, **how)
     if name.endswith("limit"):
-        from mlstm_kernels.torch.chunkwise.triton_limit_chunk import mlstm_chunkwise__limit_chunk as mlstm
+        from mlstm_kernels.torch.chunkwise.triton_limit_chunk import (
+            mlstm_chunkwise__limit_chunk as mlstm,
+        )
 
         size = 64
     else:
         from mlstm_kernels.torch.chunkwise.triton_xl_chunk import mlstm_chunkwise__xl_chunk as mlstm
 
         size = 128
-    return lambda q, k, v, forget, gate: mlstm(q, k, v, gate, forget, chunk_size=size, autocast_kernel_dtype=q.dtype)
+    return lambda q, k, v, forget, gate: mlstm(
+        q, k, v, gate, forget, chunk_size=size, autocast_kernel_dtype=q.dtype
+    )
 
 
 def arranged(name: str, given: list) -> list:
@@ -106,7 +114,9 @@ def truth_of_mlstm(q, k, v, forget, gate, g, sigmoid: bool):
     decay = torch.nn.functional.logsigmoid(forget).cumsum(-1)
     written = torch.nn.functional.logsigmoid(gate) if sigmoid else gate
     logs = decay[..., :, None] - decay[..., None, :] + written[..., None, :]
-    logs = logs.masked_fill(torch.ones(logs.shape[-2:], device=logs.device).triu(1).bool(), -torch.inf)
+    logs = logs.masked_fill(
+        torch.ones(logs.shape[-2:], device=logs.device).triu(1).bool(), -torch.inf
+    )
     largest = torch.zeros_like(logs[..., :1]) if sigmoid else logs.detach().amax(-1, keepdim=True)
     weight = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5 * (logs - largest).exp()
     norm = 1.0 if sigmoid else torch.maximum(weight.sum(-1, keepdim=True).abs(), (-largest).exp())
@@ -125,7 +135,9 @@ class Call:
         here = {name: torch.from_numpy(x.copy()).to(DEVICE) for name, x in made.items()}
         dtype = FLOATS[request["dtype"]]
         self.names = [name for name in ("q", "k", "v", *linear_cases.WIDE) if name in here]
-        self.args = [here[name] if name in linear_cases.WIDE else here[name].to(dtype) for name in self.names]
+        self.args = [
+            here[name] if name in linear_cases.WIDE else here[name].to(dtype) for name in self.names
+        ]
         self.args = [x.detach().requires_grad_() for x in arranged(request["row"], self.args)]
         g = here["g"].to(dtype)
         self.g = g.transpose(1, 2).contiguous() if "mlstm" in request["row"] else g
@@ -195,7 +207,10 @@ class Rows:
     def __call__(self, request: dict) -> dict:
         """Answers one request."""
         if request["do"] == "rates":
-            return {"device": torch.cuda.get_device_name() if CUDA else "cpu", "version": f"torch {torch.__version__}"}
+            return {
+                "device": torch.cuda.get_device_name() if CUDA else "cpu",
+                "version": f"torch {torch.__version__}",
+            }
         if request["do"] == "make":
             row = self.held[request["name"]] = Call(request)
             return row.made

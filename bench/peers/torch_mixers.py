@@ -21,7 +21,10 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int, length: int):
         super().__init__()
         self.heads, self.length = heads, length
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.qkv, self.out = (
+            nn.Linear(width, 3 * width, bias=False),
+            nn.Linear(width, width, bias=False),
+        )
 
     def empty(self, like):
         """The cache of one row."""
@@ -44,7 +47,10 @@ class Lstm(nn.Module):
     def __init__(self, width: int, heads: int, length: int):
         super().__init__()
         units = round((-5 + 89**0.5) / 8 * width)
-        self.lstm, self.out = nn.LSTM(width, units, batch_first=True), nn.Linear(units, width, bias=False)
+        self.lstm, self.out = (
+            nn.LSTM(width, units, batch_first=True),
+            nn.Linear(units, width, bias=False),
+        )
 
     def empty(self, like):
         """The state of one row."""
@@ -61,11 +67,20 @@ class Model(nn.Module):
 
     def __init__(self, mixer, embed_dim, num_layers, num_heads, mlp_dim, length):
         super().__init__()
-        self.embedding, self.head = nn.Embedding(VOCAB, embed_dim), nn.Linear(embed_dim, VOCAB, bias=False)
-        self.mixers = nn.ModuleList([mixer(embed_dim, num_heads, length) for _ in range(num_layers)])
+        self.embedding, self.head = (
+            nn.Embedding(VOCAB, embed_dim),
+            nn.Linear(embed_dim, VOCAB, bias=False),
+        )
+        self.mixers = nn.ModuleList(
+            [mixer(embed_dim, num_heads, length) for _ in range(num_layers)]
+        )
         self.norms = nn.ModuleList([nn.RMSNorm(embed_dim) for _ in range(2 * num_layers + 1)])
-        self.up = nn.ModuleList([nn.Linear(embed_dim, 2 * mlp_dim, bias=False) for _ in range(num_layers)])
-        self.down = nn.ModuleList([nn.Linear(mlp_dim, embed_dim, bias=False) for _ in range(num_layers)])
+        self.up = nn.ModuleList(
+            [nn.Linear(embed_dim, 2 * mlp_dim, bias=False) for _ in range(num_layers)]
+        )
+        self.down = nn.ModuleList(
+            [nn.Linear(mlp_dim, embed_dim, bias=False) for _ in range(num_layers)]
+        )
 
     def forward(self, tokens, caches=None):
         """Logits [B, T, V], caches."""
@@ -116,10 +131,16 @@ def measure(mixer, size: dict) -> dict:
         found["decode"] = milliseconds(lambda: model(data[:1, :1], caches), size["spend_s"], device)
     kept = [part for cache in caches for part in (cache if isinstance(cache, tuple) else (cache,))]
     known = {"params": sum(p.numel() for p in model.parameters())}
-    return found | {"known": known | {"cache_bytes": sum(p.numel() * p.element_size() for p in kept)}}
+    return found | {
+        "known": known | {"cache_bytes": sum(p.numel() * p.element_size() for p in kept)}
+    }
 
 
 if __name__ == "__main__":
     torch.manual_seed(0)
     asked = json.loads(sys.argv[1])
-    print(json.dumps({f"torch {n}": measure(m, asked) for n, m in (("attention", Attention), ("lstm", Lstm))}))
+    print(
+        json.dumps(
+            {f"torch {n}": measure(m, asked) for n, m in (("attention", Attention), ("lstm", Lstm))}
+        )
+    )

@@ -78,7 +78,9 @@ def cross_entropy(logits, targets):
 class Run:
     """A schedule over stages, and the batch that it takes."""
 
-    def __init__(self, member: Member, model: dict, length: int, rows: int, m: int, kind: str, dtype):
+    def __init__(
+        self, member: Member, model: dict, length: int, rows: int, m: int, kind: str, dtype
+    ):
         """Builds this process's stages."""
         name, each, vee = KINDS[kind]
         world, rank = member.world, member.rank
@@ -89,13 +91,16 @@ class Run:
             parts = [Part(model, length, range(n * size, (n + 1) * size)) for n in numbers]
         self.parts = [part.to_device(member.device, dtype) for part in parts]
         stages = [
-            PipelineStage(part, n, self.count, member.device) for part, n in zip(self.parts, numbers, strict=True)
+            PipelineStage(part, n, self.count, member.device)
+            for part, n in zip(self.parts, numbers, strict=True)
         ]
         make = getattr(schedules, name)
         self.schedule = make(stages[0] if each == 1 else stages, m, loss_fn=cross_entropy)
         generator = torch.Generator().manual_seed(1)
         shape = 2, rows * m, length
-        self.tokens, self.targets = torch.randint(0, model["vocab_size"], shape, generator=generator).to(member.device)
+        self.tokens, self.targets = torch.randint(
+            0, model["vocab_size"], shape, generator=generator
+        ).to(member.device)
         self.has_first, self.has_last = 0 in numbers, self.count - 1 in numbers
         self.numbers, self.size = numbers, size
 
@@ -126,7 +131,15 @@ class Pipeline(Member):
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         start = wait()
-        run = Run(self, request["model"], request["length"], request["rows"], m, kind, FLOATS[request["dtype"]])
+        run = Run(
+            self,
+            request["model"],
+            request["length"],
+            request["rows"],
+            m,
+            kind,
+            FLOATS[request["dtype"]],
+        )
         taken, loss = [], 0.0
         first = 0.0
         for index in range(2 + request["timings"]):
@@ -166,7 +179,9 @@ class Pipeline(Member):
                     continue
                 error = (own[name] - param.grad).abs().max() / param.grad.abs().max()
                 if not error < TOLERANCE:
-                    raise ValueError(f"{kind}'s gradient of {name} is {error:.1e} off that of the whole model")
+                    raise ValueError(
+                        f"{kind}'s gradient of {name} is {error:.1e} off that of the whole model"
+                    )
 
 
 def tables(devices: int, m: int) -> dict:
@@ -175,7 +190,11 @@ def tables(devices: int, m: int) -> dict:
     for kind, (name, each, _) in KINDS.items():
         maker = object.__new__(getattr(schedules, name))
         maker.pp_group_size, maker.n_local_stages, maker.num_stages = devices, each, devices * each
-        maker._num_stages, maker._n_microbatches, maker.number_of_rounds = devices * each, m, max(1, m // devices)
+        maker._num_stages, maker._n_microbatches, maker.number_of_rounds = (
+            devices * each,
+            m,
+            max(1, m // devices),
+        )
         maker.microbatches_per_round, maker._stages = devices, [None] * each
         try:
             if each == 1:

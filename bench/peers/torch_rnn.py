@@ -15,7 +15,9 @@ import time
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")  # what accelerated-scan's warp kernel is built for
+os.environ.setdefault(
+    "TORCH_CUDA_ARCH_LIST", "9.0"
+)  # what accelerated-scan's warp kernel is built for
 os.environ["JAX_PLATFORMS"] = "cpu"  # JAX computes references here, and leaves the card alone
 
 import harness  # noqa: E402
@@ -89,7 +91,11 @@ def copy_rate(request: dict) -> dict:
     y = torch.empty_like(x)
     ms = median(lambda _: y.copy_(x), request["spend_s"])["ms"]
     device = torch.cuda.get_device_name() if CUDA else "cpu"
-    return {"rate": 8 * x.numel() / ms * 1e3, "device": device, "version": f"torch {torch.__version__}"}
+    return {
+        "rate": 8 * x.numel() / ms * 1e3,
+        "device": device,
+        "version": f"torch {torch.__version__}",
+    }
 
 
 # -- affine scans ------------------------------------------------------------------------------------------------------
@@ -99,14 +105,24 @@ def accelerated_scan(kind: str):
     """`accelerated_scan.scalar` (Triton) or `.warp` (CUDA, built by nvcc at the first call); arrays (B, C, T)."""
     import importlib
 
-    scan = importlib.import_module(f"accelerated_scan.{'scalar' if kind == 'triton' else 'warp'}").scan
-    return scan, lambda a, b, g: (x.transpose(1, 2).contiguous() for x in (a, b, g)), lambda x: x.transpose(1, 2)
+    scan = importlib.import_module(
+        f"accelerated_scan.{'scalar' if kind == 'triton' else 'warp'}"
+    ).scan
+    return (
+        scan,
+        lambda a, b, g: (x.transpose(1, 2).contiguous() for x in (a, b, g)),
+        lambda x: x.transpose(1, 2),
+    )
 
 
 def transposed_scan(kind: str):
     """The same from arrays (B, T, C), and back to them: what its layout costs a model that has this one."""
     scan, arrange, restore = accelerated_scan(kind)
-    return (lambda a, b: restore(scan(*list(arrange(a, b, b))[:2])).contiguous()), lambda *x: x, lambda x: x
+    return (
+        (lambda a, b: restore(scan(*list(arrange(a, b, b))[:2])).contiguous()),
+        lambda *x: x,
+        lambda x: x,
+    )
 
 
 def hgrn(kind: str):
@@ -114,7 +130,11 @@ def hgrn(kind: str):
     import fla.ops.hgrn as ops
 
     function = ops.chunk_hgrn if kind == "chunk" else ops.fused_recurrent_hgrn
-    return lambda g, x: function(x, g)[0], lambda a, b, g: (a.float().log().to(a.dtype), b, g), lambda x: x
+    return (
+        lambda g, x: function(x, g)[0],
+        lambda a, b, g: (a.float().log().to(a.dtype), b, g),
+        lambda x: x,
+    )
 
 
 def block_scan(_: str):
@@ -122,9 +142,17 @@ def block_scan(_: str):
     from pararnn.solvers.scan import scan_block2
 
     def arrange(a, b, g):
-        return a.permute(0, 1, 3, 4, 2).contiguous(), b.transpose(2, 3).contiguous(), g.transpose(2, 3).contiguous()
+        return (
+            a.permute(0, 1, 3, 4, 2).contiguous(),
+            b.transpose(2, 3).contiguous(),
+            g.transpose(2, 3).contiguous(),
+        )
 
-    return functools.partial(scan_block2, backend="triton" if CUDA else "eager"), arrange, lambda x: x.transpose(2, 3)
+    return (
+        functools.partial(scan_block2, backend="triton" if CUDA else "eager"),
+        arrange,
+        lambda x: x.transpose(2, 3),
+    )
 
 
 SCANS = {
@@ -178,7 +206,9 @@ def affine_row(request: dict) -> dict:
     compile_s = time.perf_counter() - start
     if backward and name == "fla hgrn":
         out[0] = out[0] / a  # by the decay, as the reference is
-    error = harness.error_of([lanes(value) for value in out], expected[1:] if backward else expected[:1])
+    error = harness.error_of(
+        [lanes(value) for value in out], expected[1:] if backward else expected[:1]
+    )
     del out
     result = timed(both if backward else scan, [(x, y)], request["spend_s"])
     return result | {"compile_s": compile_s, "error": error}
@@ -216,7 +246,9 @@ def pararnn_cell(cell: str, w: dict, dtype):
     import pararnn.solvers.vjp as vjp
 
     n = len(next(iter(w.values())))
-    module = (pararnn.ParaGRU if cell == "para_gru" else pararnn.ParaLSTM)(1, n, max_recurrent_norm=None)
+    module = (pararnn.ParaGRU if cell == "para_gru" else pararnn.ParaLSTM)(
+        1, n, max_recurrent_norm=None
+    )
     names = {"z": "a_z", "r": "a_r", "n": "a_n"} if cell == "para_gru" else {
         "f": "a_f", "z": "a_z", "o": "a_o", "pf": "c_f", "po": "c_o",
     }  # fmt: skip
@@ -243,7 +275,10 @@ def pararnn_row(request: dict) -> dict:
         solve = functools.partial(sequential_apply, module)
     else:
         config = NewtonConfig(
-            max_iters=int(row[2].removeprefix("K=")), scan_backend=row[1], residual_atol=None, residual_fail=None
+            max_iters=int(row[2].removeprefix("K=")),
+            scan_backend=row[1],
+            residual_atol=None,
+            residual_fail=None,
         )
         solve = functools.partial(newton_apply, module, config=config)
     import numpy as np
@@ -252,7 +287,9 @@ def pararnn_row(request: dict) -> dict:
     cotangent = torch.from_numpy(g).to(DEVICE, dtype).transpose(0, 1).contiguous()
     parameters = tuple(module.parameters())
     backward = request["direction"] == "fwd+bwd"
-    inputs = [(x.clone().requires_grad_(backward),) for _ in range(harness.copies_beyond_cache(x.nbytes))]
+    inputs = [
+        (x.clone().requires_grad_(backward),) for _ in range(harness.copies_beyond_cache(x.nbytes))
+    ]
 
     def forward(x):
         with torch.no_grad():
@@ -270,7 +307,9 @@ def pararnn_row(request: dict) -> dict:
         gates = both(*inputs[0])[0].detach().transpose(0, 1).float().cpu().chunk(3, -1)
         error = harness.error_of([gate[..., :4].numpy() for gate in gates], dxs)
     else:
-        error = harness.error_of([forward(*inputs[0]).transpose(0, 1)[..., :4].float().cpu().numpy()], [ys])
+        error = harness.error_of(
+            [forward(*inputs[0]).transpose(0, 1)[..., :4].float().cpu().numpy()], [ys]
+        )
     return result | {"error": error, "iterations": config.max_iters}
 
 
@@ -279,15 +318,21 @@ def cudnn_row(request: dict) -> dict:
     cell, (length, batch, n) = request["cell"], (request[k] for k in ("length", "batch", "n"))
     w, xs, g = cell_case(cell, length, batch, n, request["scale"])
     dtype, backward = FLOATS[request["dtype"]], request["direction"] == "fwd+bwd"
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = "tf32" in request["row"]
-    module = {"gru": torch.nn.GRU, "lstm": torch.nn.LSTM, "tanh": torch.nn.RNN}[cell](n, n, bias=False)
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = (
+        "tf32" in request["row"]
+    )
+    module = {"gru": torch.nn.GRU, "lstm": torch.nn.LSTM, "tanh": torch.nn.RNN}[cell](
+        n, n, bias=False
+    )
     with torch.no_grad():
         module.weight_ih_l0.copy_(torch.from_numpy(w["w"].T))
         module.weight_hh_l0.copy_(torch.from_numpy(w["u"].T))
     module = module.to(DEVICE, dtype)
     x = torch.from_numpy(xs).to(DEVICE, dtype)
     cotangent = torch.from_numpy(g).to(DEVICE, dtype)
-    inputs = [(x.clone().requires_grad_(backward),) for _ in range(harness.copies_beyond_cache(x.nbytes))]
+    inputs = [
+        (x.clone().requires_grad_(backward),) for _ in range(harness.copies_beyond_cache(x.nbytes))
+    ]
     pieces, parameters = range(0, length, 32768), tuple(module.parameters())
 
     def run(x, module=module):

@@ -46,7 +46,9 @@ def random_model(model: dict):
             max_position_embeddings=model.get("max_seq_len", 131072), tie_word_embeddings=True, **shape,
         )  # fmt: skip
     with torch.device(DEVICE):
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, model["dtype"]))
+        return transformers.AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, model["dtype"])
+        )
 
 
 def loaded(folder: str):
@@ -61,7 +63,9 @@ class Row:
         """Loads the model and runs once, which compiles what is compiled."""
         row, self.rows, self.new = request["row"], request["rows"], request["new"]
         self.is_whole = request["kind"] == "drafts"
-        self.model = loaded(request["folder"]) if "folder" in request else random_model(request["model"])
+        self.model = (
+            loaded(request["folder"]) if "folder" in request else random_model(request["model"])
+        )
         self.model.eval()
         if "prompts" in request:
             prompts = torch.tensor(request["prompts"])
@@ -72,17 +76,25 @@ class Row:
         if "assistant" in row:
             assistant = loaded(request["assistant"]).eval()
             options = assistant.generation_config
-            options.num_assistant_tokens, options.num_assistant_tokens_schedule = request["length"], "constant"
+            options.num_assistant_tokens, options.num_assistant_tokens_schedule = (
+                request["length"],
+                "constant",
+            )
             options.assistant_confidence_threshold = 0.0
             self.options["assistant_model"] = assistant
         if "lookup" in row:
-            self.options |= {"prompt_lookup_num_tokens": request["length"], "max_matching_ngram_size": 4}
+            self.options |= {
+                "prompt_lookup_num_tokens": request["length"],
+                "max_matching_ngram_size": 4,
+            }
         self.cache = None
         if "static" in row or "compiled" in row:
             slots = self.prompts.shape[1] + self.new
             self.cache = transformers.StaticCache(config=self.model.config, max_cache_len=slots)
         if "compiled" in row:
-            compiles = transformers.CompileConfig(mode="reduce-overhead" if CUDA else "default", fullgraph=False)
+            compiles = transformers.CompileConfig(
+                mode="reduce-overhead" if CUDA else "default", fullgraph=False
+            )
             compiles._compile_all_devices = True
             self.options["compile_config"] = compiles
         for _ in range(2):  # a captured graph is recorded by the second call
@@ -111,7 +123,11 @@ class Row:
         middle = wait()
         self.generate(self.new)
         first, whole = middle - begin, wait() - middle
-        return {"first_ms": 1e3 * first, "ms": 1e3 * whole, "steps": (self.new - 1) * (len(self.prompts) // self.rows)}
+        return {
+            "first_ms": 1e3 * first,
+            "ms": 1e3 * whole,
+            "steps": (self.new - 1) * (len(self.prompts) // self.rows),
+        }
 
 
 held: dict = {}
@@ -123,9 +139,10 @@ def answer(request: dict) -> dict:
         begin = wait()
         row = held[request["name"]] = Row(request)
         tokens = [text.tolist() for text in row.tokens] if "folder" in request else None
-        return {"compile_s": wait() - begin, "version": f"transformers {transformers.__version__}"} | (
-            {"tokens": tokens} if tokens else {}
-        )
+        return {
+            "compile_s": wait() - begin,
+            "version": f"transformers {transformers.__version__}",
+        } | ({"tokens": tokens} if tokens else {})
     if request["do"] == "drop":
         held.clear()
         torch._dynamo.reset()

@@ -40,10 +40,15 @@ def answer(request: dict) -> dict:
         bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     with torch.device(DEVICE):
-        net = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if is_low else torch.float32)
+        net = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16 if is_low else torch.float32
+        )
         tokens = torch.randint(model["vocab_size"], (request["rows"], request["length"]))
     net.train()
-    optimizer, compiled = torch.optim.AdamW(net.parameters(), lr=1e-5, fused=True), torch.compile(net)
+    optimizer, compiled = (
+        torch.optim.AdamW(net.parameters(), lr=1e-5, fused=True),
+        torch.compile(net),
+    )
 
     def step():
         with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=not is_low):
@@ -70,9 +75,17 @@ def answer(request: dict) -> dict:
         taken.append(1e3 * (wait() - begin) / calls)
     if not torch.isfinite(loss):
         raise ValueError("the loss is not finite")
-    said = {"ms": statistics.median(taken), "least_ms": min(taken), "rounds": taken, "compile_s": compile_s}
+    said = {
+        "ms": statistics.median(taken),
+        "least_ms": min(taken),
+        "rounds": taken,
+        "compile_s": compile_s,
+    }
     if CUDA:
-        said |= {"step_bytes": torch.cuda.max_memory_allocated(), "held_bytes": torch.cuda.max_memory_reserved()}
+        said |= {
+            "step_bytes": torch.cuda.max_memory_allocated(),
+            "held_bytes": torch.cuda.max_memory_reserved(),
+        }
     note = f"torch {torch.__version__}, transformers {transformers.__version__}"
     return said | {"note": note, "device": torch.cuda.get_device_name() if CUDA else "cpu"}
 

@@ -168,11 +168,22 @@ def broken(state: State, y: Array, x: Array) -> Array:
 
 def _sprites() -> np.ndarray:
     night = (25, 25, 45)
-    colors = (night, picture.RED, picture.ORANGE, picture.YELLOW, picture.GREEN, picture.WHITE, (90, 90, 110))
+    colors = (
+        night,
+        picture.RED,
+        picture.ORANGE,
+        picture.YELLOW,
+        picture.GREEN,
+        picture.WHITE,
+        (90, 90, 110),
+    )
     plain = [sprites.plain(color, TILE) for color in colors]
     dotted = [sprites.stamp("## ##", picture.PURPLE, color, TILE) for color in colors]
     bricks = range(BRICK, BRICK + ROWS)
-    pages = [sprites.framed(page, night) if i % DOT in bricks else page for i, page in enumerate(plain + dotted)]
+    pages = [
+        sprites.framed(page, night) if i % DOT in bricks else page
+        for i, page in enumerate(plain + dotted)
+    ]
     return np.stack(pages)
 
 

@@ -117,7 +117,9 @@ class Skittles:
     def start(self, key: PRNGKey) -> SkittlesState:
         """Nothing has come yet; `key` is not used."""
         zero = jnp.zeros((), jnp.int32)
-        return SkittlesState(jnp.zeros((self.side,) * 2, bool), zero + self.side // 2, zero > 0, zero)
+        return SkittlesState(
+            jnp.zeros((self.side,) * 2, bool), zero + self.side // 2, zero > 0, zero
+        )
 
     def move(self, key: PRNGKey, state: SkittlesState, action: Array) -> SkittlesState:
         """The player moves as all comes down by a row, of which the first is drawn; consumes `key`."""
@@ -215,7 +217,9 @@ class BattleShip:
         """Both ships anywhere, along rows or columns, apart; consumes `key`."""
         fleets = _fleets(self.side)
         ships = jnp.asarray(fleets)[jax.random.randint(key, (), 0, len(fleets))]
-        return BattleShipState(ships, jnp.zeros_like(ships), jnp.full((), -1, jnp.int32), jnp.zeros((), jnp.int32))
+        return BattleShipState(
+            ships, jnp.zeros_like(ships), jnp.full((), -1, jnp.int32), jnp.zeros((), jnp.int32)
+        )
 
     def move(self, key: PRNGKey, state: BattleShipState, action: Array) -> BattleShipState:
         """Shoots; `key` is not used."""
@@ -237,7 +241,9 @@ class BattleShip:
 
     def board(self, state: BattleShipState, full: bool) -> Array:
         """Ships and shots, or the last shot."""
-        board = jnp.where(state.shot, jnp.where(state.ships, HIT, MISS), jnp.where(state.ships, SHIP, EMPTY))
+        board = jnp.where(
+            state.shot, jnp.where(state.ships, HIT, MISS), jnp.where(state.ships, SHIP, EMPTY)
+        )
         place = jnp.arange(self.actions).reshape(self.side, self.side)
         return board if full else jnp.where(place == state.last, board, EMPTY)
 
@@ -316,7 +322,9 @@ class Arcade:
 
     def render(self, state: Any, params: Params) -> Array:
         """The full view, four times as large."""
-        return picture.tiles(self.game.board(state, True), SPRITES).repeat(4, axis=0).repeat(4, axis=1)
+        return (
+            picture.tiles(self.game.board(state, True), SPRITES).repeat(4, axis=0).repeat(4, axis=1)
+        )
 
     def _action_mask(self, state: Any, params: Params) -> Array:
         return self.game.legal(state)
@@ -335,13 +343,29 @@ def _fleets(side: int) -> np.ndarray:
             ship[row, column : column + length] = True
             yield from (ship, ship.T)
 
-    return np.stack([long | short for long, short in itertools.product(lying(3), lying(2)) if not (long & short).any()])
+    return np.stack(
+        [
+            long | short
+            for long, short in itertools.product(lying(3), lying(2))
+            if not (long & short).any()
+        ]
+    )
 
 
 def _sprites() -> np.ndarray:
     night = (25, 25, 45)
-    colors = (night, picture.WHITE, picture.RED, picture.GREEN, picture.PURPLE, picture.BLUE, picture.ORANGE)
-    return np.stack([sprites.plain(color, TILE) for color in (*colors, picture.GRAY, (90, 90, 110))])
+    colors = (
+        night,
+        picture.WHITE,
+        picture.RED,
+        picture.GREEN,
+        picture.PURPLE,
+        picture.BLUE,
+        picture.ORANGE,
+    )
+    return np.stack(
+        [sprites.plain(color, TILE) for color in (*colors, picture.GRAY, (90, 90, 110))]
+    )
 
 
 SPRITES = _sprites()

@@ -96,7 +96,9 @@ class MineSweeper:
     @property
     def name(self) -> str:
         """With its size and view."""
-        return f"MineSweeper-{self.size}x{self.size}-{self.observed}{'' if self.pixels else '-cells'}"
+        return (
+            f"MineSweeper-{self.size}x{self.size}-{self.observed}{'' if self.pixels else '-cells'}"
+        )
 
     @property
     def default_params(self) -> Params:
@@ -124,14 +126,22 @@ class MineSweeper:
 
     def sample_level(self, key: PRNGKey, params: Params) -> Array:
         """Where the mines are, bool `[n, n]`; consumes `key`."""
-        here = jnp.arange(self.size**2)[:, None] == distinct(key, self.size**2, self.num_mines)[None]
+        here = (
+            jnp.arange(self.size**2)[:, None] == distinct(key, self.size**2, self.num_mines)[None]
+        )
         return jnp.any(here, axis=1).reshape(self.size, self.size)
 
     def init_level(self, key: PRNGKey, level: Array, params: Params) -> State:
         """All closed over the given mines; consumes `key` if `first_safe`."""
         nowhere, safe = jnp.full((), -1, jnp.int32), jnp.cumsum(~level.reshape(-1))
-        spare = jnp.argmax(safe > jax.random.randint(key, (), 0, safe[-1])) if self.first_safe else nowhere
-        return State(level, jnp.zeros_like(level), nowhere, jnp.zeros((), jnp.int32), spare.astype(jnp.int32))
+        spare = (
+            jnp.argmax(safe > jax.random.randint(key, (), 0, safe[-1]))
+            if self.first_safe
+            else nowhere
+        )
+        return State(
+            level, jnp.zeros_like(level), nowhere, jnp.zeros((), jnp.int32), spare.astype(jnp.int32)
+        )
 
     def transition(self, key: PRNGKey, state: State, action: Array, params: Params) -> State:
         """Opens a cell; deterministic."""
@@ -140,7 +150,9 @@ class MineSweeper:
         if self.first_safe:
             moved = (mines & ~here) | (cells == state.spare)
             mines = jnp.where((state.time == 0) & jnp.any(mines & here), moved, mines)
-        after = State(mines, state.opened | here, jnp.asarray(action, jnp.int32), state.time + 1, state.spare)
+        after = State(
+            mines, state.opened | here, jnp.asarray(action, jnp.int32), state.time + 1, state.spare
+        )
         return unless(self.terminal(state, params), after, state)
 
     def observe(self, key: PRNGKey, state: State, action: Array | None, params: Params) -> Array:
@@ -151,7 +163,9 @@ class MineSweeper:
     def reward(self, state: State, action: Array, next_state: State, params: Params) -> Array:
         """See the module's table."""
         row, column = action // self.size, action % self.size
-        earned = jnp.where(next_state.mines[row, column], -params.mine_cost, 1 / (self.size**2 - self.num_mines))
+        earned = jnp.where(
+            next_state.mines[row, column], -params.mine_cost, 1 / (self.size**2 - self.num_mines)
+        )
         earned = jnp.where(state.opened[row, column], -params.repeat_cost / self.size**2, earned)
         if self.rewards == "sparse":
             ends = self.terminal(next_state, params) | self.truncated(next_state, params)
@@ -161,7 +175,10 @@ class MineSweeper:
     def outcome(self, state: State, params: Params) -> Array:
         """All that an episode has earned so far, float32 `[]`."""
         safe, repeats = jnp.sum(state.opened & ~state.mines), state.time - jnp.sum(state.opened)
-        lost = jnp.any(state.opened & state.mines) * params.mine_cost + repeats * params.repeat_cost / self.size**2
+        lost = (
+            jnp.any(state.opened & state.mines) * params.mine_cost
+            + repeats * params.repeat_cost / self.size**2
+        )
         return (safe / (self.size**2 - self.num_mines) - lost).astype(jnp.float32)
 
     def heuristic(self, state: State, params: Params) -> Array:
@@ -184,7 +201,9 @@ class MineSweeper:
         """The sprite of every cell as the twin sees it, int32 `[n, n]`."""
         around = jnp.pad(state.mines.astype(jnp.int32), 1)
         n = self.size
-        counts = sum(around[i : i + n, j : j + n] for i in range(3) for j in range(3) if (i, j) != (1, 1))
+        counts = sum(
+            around[i : i + n, j : j + n] for i in range(3) for j in range(3) if (i, j) != (1, 1)
+        )
         number = jnp.where(state.mines, BLOWN, NUMBER + counts)
         if self.observed == "full":
             return jnp.where(state.opened, number, jnp.where(state.mines, MINE, CLOSED))
@@ -200,9 +219,20 @@ class MineSweeper:
 
 def _sprites() -> np.ndarray:
     edge, open_cell = (110, 110, 110), (225, 225, 225)
-    colors = (open_cell, picture.BLUE, picture.GREEN, picture.RED, picture.PURPLE, picture.BROWN, picture.ORANGE)
+    colors = (
+        open_cell,
+        picture.BLUE,
+        picture.GREEN,
+        picture.RED,
+        picture.PURPLE,
+        picture.BROWN,
+        picture.ORANGE,
+    )
     colors += (picture.BLACK, picture.GRAY)
-    pages = [sprites.plain((165, 165, 165), TILE), sprites.stamp(sprites.MINE, picture.BLACK, (165, 165, 165), TILE)]
+    pages = [
+        sprites.plain((165, 165, 165), TILE),
+        sprites.stamp(sprites.MINE, picture.BLACK, (165, 165, 165), TILE),
+    ]
     pages.append(sprites.stamp(sprites.MINE, picture.BLACK, picture.RED, TILE))
     pages += [sprites.stamp(sprites.FIGURES[str(i)], colors[i], open_cell, TILE) for i in range(9)]
     return np.stack([sprites.framed(page, edge) for page in pages])

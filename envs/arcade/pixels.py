@@ -53,7 +53,9 @@ class CardPixels:
     def __post_init__(self):
         check_fields(self)
         if not isinstance(self.game, Autoencode | CountRecall):
-            raise UsageError(f"CardPixels draws Autoencode and CountRecall, not {type(self.game).__name__}")
+            raise UsageError(
+                f"CardPixels draws Autoencode and CountRecall, not {type(self.game).__name__}"
+            )
         if self.game.num_kinds > MAX_KINDS or self.game.num_cards > MAX_CARDS:
             raise UsageError(
                 f"CardPixels draws at most {MAX_KINDS} kinds and {MAX_CARDS} cards, "
@@ -104,7 +106,9 @@ class CardPixels:
 
     def board(self, state: Any) -> Array:
         """The sprite of every cell, int32 `[rows, columns]`: in the first row what is in sight, below what was."""
-        front, below = self._coding(state) if isinstance(self.game, Autoencode) else self._counting(state)
+        front, below = (
+            self._coding(state) if isinstance(self.game, Autoencode) else self._counting(state)
+        )
         below = below if self.observed == "full" else jnp.full_like(below, BACK)
         return jnp.concatenate([front[None], below])
 
@@ -120,7 +124,9 @@ class CardPixels:
 
     def _counting(self, state: CountRecallState) -> tuple[Array, Array]:
         queries = self.game.num_cards // self.game.num_kinds - state.queries_left
-        dealt = [FIGURE + count // power % 10 for count in (state.counts, queries) for power in (10, 1)]
+        dealt = [
+            FIGURE + count // power % 10 for count in (state.counts, queries) for power in (10, 1)
+        ]
         front = jnp.full(5, TABLE).at[0].set(SUIT + state.card).at[2].set(GOLD + state.query)
         return front, jnp.stack([SUIT + jnp.arange(self.game.num_kinds), *dealt], 1)
 
@@ -144,7 +150,9 @@ class CartPolePixels(MaskedCartPole):
         """Pixels."""
         return Box(0, 255, (SIDE, SIDE, 3), jnp.uint8)
 
-    def observe(self, key: PRNGKey, state: CartPoleState, action: Array | None, params: CartPoleParams) -> Array:
+    def observe(
+        self, key: PRNGKey, state: CartPoleState, action: Array | None, params: CartPoleParams
+    ) -> Array:
         """The picture; `key` is not used."""
         return drawn(state, params, self.observed == "full")
 
@@ -158,7 +166,9 @@ class NoisyCartPolePixels(CartPolePixels):
         """200 steps, noise 0.1."""
         return NoisyParams()
 
-    def observe(self, key: PRNGKey, state: CartPoleState, action: Array | None, params: NoisyParams) -> Array:
+    def observe(
+        self, key: PRNGKey, state: CartPoleState, action: Array | None, params: NoisyParams
+    ) -> Array:
         """The picture; consumes `key` if `observed` is "partial"."""
         if self.observed == "full":
             return drawn(state, params, True)
@@ -171,11 +181,17 @@ def drawn(state: CartPoleState, params: CartPoleParams, velocities: bool) -> Arr
     cart = jnp.stack([16 + 12 * state.x / params.max_x, jnp.asarray(27.0, state.x.dtype)])
     tip = cart + 18 * jnp.stack([jnp.sin(4 * state.theta), -jnp.cos(4 * state.theta)])
     image = picture.rectangle(
-        picture.canvas(SIDE, SIDE), cart - jnp.asarray([4.0, 2.0]), cart + jnp.asarray([4.0, 2.0]), picture.BLACK
+        picture.canvas(SIDE, SIDE),
+        cart - jnp.asarray([4.0, 2.0]),
+        cart + jnp.asarray([4.0, 2.0]),
+        picture.BLACK,
     )
     image = picture.line(image, cart, tip, 2.0, picture.RED)
     if velocities:
-        for y, speed, color in ((1.0, state.x_dot, picture.BLUE), (4.0, state.theta_dot, picture.GREEN)):
+        for y, speed, color in (
+            (1.0, state.x_dot, picture.BLUE),
+            (4.0, state.theta_dot, picture.GREEN),
+        ):
             ends = jnp.sort(jnp.stack([jnp.zeros_like(speed), 14 * jnp.tanh(speed / 2)])) + 16
             low, high = (jnp.stack([ends[i], jnp.asarray(y + 2 * i, ends.dtype)]) for i in range(2))
             image = picture.rectangle(image, low, high, color)
@@ -188,9 +204,13 @@ def _cards() -> np.ndarray:
         for suit, bitmap in sprites.SUITS.items():
             color = picture.RED if suit in ("diamonds", "hearts") else picture.BLACK
             pages.append(sprites.stamp(bitmap, color, ground, TILE))
-    figures = [sprites.stamp(sprites.FIGURES[str(i)], picture.WHITE, table, TILE) for i in range(10)]
+    figures = [
+        sprites.stamp(sprites.FIGURES[str(i)], picture.WHITE, table, TILE) for i in range(10)
+    ]
     answer = sprites.stamp("### ..# .## ... .#.", picture.WHITE, picture.PURPLE, TILE)
-    return np.stack([sprites.plain(table, TILE), sprites.plain(picture.BLUE, TILE), answer, *pages, *figures])
+    return np.stack(
+        [sprites.plain(table, TILE), sprites.plain(picture.BLUE, TILE), answer, *pages, *figures]
+    )
 
 
 CARDS = _cards()

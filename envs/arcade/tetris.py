@@ -50,7 +50,9 @@ def _shapes() -> np.ndarray:
     """Cells of every piece after 0 to 3 turns, from its box's upper left corner, int32 `[7, 4, 4, 2]`."""
     pieces = ("####", "## ##", "### .#.", ".## ##.", "##. .##", "### #..", "### ..#")
     grids = [np.array([[mark == "#" for mark in row] for row in piece.split()]) for piece in pieces]
-    return np.array([[np.argwhere(np.rot90(grid, -turns)) for turns in range(4)] for grid in grids], np.int32)
+    return np.array(
+        [[np.argwhere(np.rot90(grid, -turns)) for turns in range(4)] for grid in grids], np.int32
+    )
 
 
 SHAPES = _shapes()
@@ -74,7 +76,10 @@ class Tetris:
     def start(self, key: PRNGKey) -> TetrisState:
         """An empty box and the first piece; consumes `key`."""
         zero = jnp.zeros((), jnp.int32)
-        stack, kind = jnp.zeros((ROWS, self.width), bool), jax.random.randint(key, (), 0, len(SHAPES))
+        stack, kind = (
+            jnp.zeros((ROWS, self.width), bool),
+            jax.random.randint(key, (), 0, len(SHAPES)),
+        )
         return TetrisState(stack, kind, zero, zero, zero + self.entry, zero, zero > 0, zero)
 
     @property
@@ -125,7 +130,9 @@ class Tetris:
 
     def earned(self, state: TetrisState, action: Array, following: TetrisState) -> Array:
         """A tenth for each row, until ten have vanished."""
-        return (jnp.minimum(following.lines, self.goal) - jnp.minimum(state.lines, self.goal)) / self.goal
+        return (
+            jnp.minimum(following.lines, self.goal) - jnp.minimum(state.lines, self.goal)
+        ) / self.goal
 
     def over(self, state: TetrisState) -> Array:
         """Ten rows have vanished, or the next piece does not fit."""
@@ -141,4 +148,7 @@ class Tetris:
         return jnp.concatenate([stack, wall.at[:, -1].set(lights)], 1)
 
 
-VARIANTS = {"Tetris": lambda: Arcade(Tetris()), "Tetris-Partial": lambda: Arcade(Tetris(), "partial")}
+VARIANTS = {
+    "Tetris": lambda: Arcade(Tetris()),
+    "Tetris-Partial": lambda: Arcade(Tetris(), "partial"),
+}

@@ -72,7 +72,9 @@ class Acrobot:
         theta1, theta2, speed1, speed2 = jax.random.uniform(key, (4,), jnp.float32, -0.1, 0.1)
         return AcrobotState(theta1, theta2, speed1, speed2, jnp.zeros((), jnp.int32))
 
-    def transition(self, key: PRNGKey, state: AcrobotState, action: Array, params: AcrobotParams) -> AcrobotState:
+    def transition(
+        self, key: PRNGKey, state: AcrobotState, action: Array, params: AcrobotParams
+    ) -> AcrobotState:
         """One fourth-order Runge-Kutta step, angles wrapped to ±pi, velocities clipped."""
         now = jnp.stack([state.theta1, state.theta2, state.theta1_dot, state.theta2_dot])
         torque = (action - 1).astype(now.dtype)
@@ -89,12 +91,16 @@ class Acrobot:
             state.time + 1,
         )
 
-    def observe(self, key: PRNGKey, state: AcrobotState, action: Array | None, params: AcrobotParams) -> Array:
+    def observe(
+        self, key: PRNGKey, state: AcrobotState, action: Array | None, params: AcrobotParams
+    ) -> Array:
         """Cosines, sines and velocities."""
         angles = [f(theta) for theta in (state.theta1, state.theta2) for f in (jnp.cos, jnp.sin)]
         return jnp.stack([*angles, state.theta1_dot, state.theta2_dot])
 
-    def reward(self, state: AcrobotState, action: Array, next_state: AcrobotState, params: AcrobotParams) -> Array:
+    def reward(
+        self, state: AcrobotState, action: Array, next_state: AcrobotState, params: AcrobotParams
+    ) -> Array:
         """-1, and 0 for the step that reaches the line."""
         return jnp.where(self.terminal(next_state, params), 0.0, -1.0)
 
@@ -114,12 +120,20 @@ class Acrobot:
         image = picture.line(picture.canvas(96, 96), (0.0, 28.0), (96.0, 28.0), 1.0, picture.GRAY)
         image = picture.line(image, pivot, joint, 6.0, picture.BLUE)
         image = picture.line(image, joint, tip, 6.0, picture.GREEN)
-        return picture.to_uint8(picture.disc(picture.disc(image, pivot, 3, picture.YELLOW), joint, 3, picture.YELLOW))
+        return picture.to_uint8(
+            picture.disc(picture.disc(image, pivot, 3, picture.YELLOW), joint, 3, picture.YELLOW)
+        )
 
     def _derivative(self, now: Array, torque: Array, params: AcrobotParams) -> Array:
         """Velocities and accelerations, by the equations of Sutton and Barto's book."""
         theta1, theta2, speed1, speed2 = now
-        m, length, center, inertia, g = params.mass, params.length, params.center, params.inertia, params.gravity
+        m, length, center, inertia, g = (
+            params.mass,
+            params.length,
+            params.center,
+            params.inertia,
+            params.gravity,
+        )
         cos2, sin2 = jnp.cos(theta2), jnp.sin(theta2)
         d1 = m * center**2 + m * (length**2 + center**2 + 2 * length * center * cos2) + 2 * inertia
         d2 = m * (center**2 + length * center * cos2) + inertia
@@ -127,7 +141,9 @@ class Acrobot:
         whirl = m * length * center * sin2
         phi1 = (m * center + m * length) * g * jnp.cos(theta1 - math.pi / 2) + phi2
         phi1 -= whirl * speed2**2 + 2 * whirl * speed2 * speed1
-        acc2 = (torque + d2 / d1 * phi1 - whirl * speed1**2 - phi2) / (m * center**2 + inertia - d2**2 / d1)
+        acc2 = (torque + d2 / d1 * phi1 - whirl * speed1**2 - phi2) / (
+            m * center**2 + inertia - d2**2 / d1
+        )
         return jnp.stack([speed1, speed2, -(d2 * acc2 + phi1) / d1, acc2])
 
 

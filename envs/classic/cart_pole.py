@@ -72,7 +72,9 @@ class CartPole:
         x, x_dot, theta, theta_dot = jax.random.uniform(key, (4,), jnp.float32, -0.05, 0.05)
         return CartPoleState(x, x_dot, theta, theta_dot, jnp.zeros((), jnp.int32))
 
-    def transition(self, key: PRNGKey, state: CartPoleState, action: Array, params: CartPoleParams) -> CartPoleState:
+    def transition(
+        self, key: PRNGKey, state: CartPoleState, action: Array, params: CartPoleParams
+    ) -> CartPoleState:
         """One Euler step."""
         force = jnp.where(action == 1, params.force, -params.force)
         mass, moment = params.cart_mass + params.pole_mass, params.pole_mass * params.half_length
@@ -89,11 +91,15 @@ class CartPole:
             state.time + 1,
         )
 
-    def observe(self, key: PRNGKey, state: CartPoleState, action: Array | None, params: CartPoleParams) -> Array:
+    def observe(
+        self, key: PRNGKey, state: CartPoleState, action: Array | None, params: CartPoleParams
+    ) -> Array:
         """The state without its clock."""
         return jnp.stack([state.x, state.x_dot, state.theta, state.theta_dot])
 
-    def reward(self, state: CartPoleState, action: Array, next_state: CartPoleState, params: CartPoleParams) -> Array:
+    def reward(
+        self, state: CartPoleState, action: Array, next_state: CartPoleState, params: CartPoleParams
+    ) -> Array:
         """1, also for the step in which the pole falls."""
         return jnp.where(self.terminal(state, params), 0.0, 1.0)
 
@@ -107,13 +113,17 @@ class CartPole:
 
     def render(self, state: CartPoleState, params: CartPoleParams) -> Array:
         """The cart, its pole and the track, uint8 `[80, 144, 3]`."""
-        image = picture.line(picture.canvas(80, 144), (0.0, 64.0), (144.0, 64.0), 1.0, picture.BLACK)
+        image = picture.line(
+            picture.canvas(80, 144), (0.0, 64.0), (144.0, 64.0), 1.0, picture.BLACK
+        )
         cart = jnp.stack([72 + state.x / params.max_x * 60, jnp.asarray(60.0, state.x.dtype)])
         image = picture.rectangle(
             image, cart - jnp.asarray([12.0, 5.0]), cart + jnp.asarray([12.0, 5.0]), picture.BLACK
         )
         tip = cart + 48 * jnp.stack([jnp.sin(state.theta), -jnp.cos(state.theta)])
-        return picture.to_uint8(picture.disc(picture.line(image, cart, tip, 5.0, picture.BROWN), cart, 3, picture.BLUE))
+        return picture.to_uint8(
+            picture.disc(picture.line(image, cart, tip, 5.0, picture.BROWN), cart, 3, picture.BLUE)
+        )
 
 
 VARIANTS = {"CartPole-v1": CartPole}

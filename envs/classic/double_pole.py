@@ -44,7 +44,16 @@ from jaxpar.types import Array, PRNGKey
 
 from .integrator import rk4
 
-__all__ = ["VARIANTS", "DoublePole", "Motion", "Params", "State", "damping_fitness", "generalisation_starts", "wobble"]
+__all__ = [
+    "VARIANTS",
+    "DoublePole",
+    "Motion",
+    "Params",
+    "State",
+    "damping_fitness",
+    "generalisation_starts",
+    "wobble",
+]
 
 SCALES = (4.8, 2.0, 0.52, 2.0, 0.52, 2.0)
 """What an observation divides x, x', theta_1, theta_1', theta_2, theta_2' by, as in NEAT 1.2.1."""
@@ -100,7 +109,12 @@ class State:
 
 def wobble(motion: Motion) -> Array:
     """|x| + |x'| + |theta_1| + |theta_1'|, what Gruau's fitness wants small."""
-    return jnp.abs(motion.x) + jnp.abs(motion.x_dot) + jnp.abs(motion.theta1) + jnp.abs(motion.theta1_dot)
+    return (
+        jnp.abs(motion.x)
+        + jnp.abs(motion.x_dot)
+        + jnp.abs(motion.theta1)
+        + jnp.abs(motion.theta1_dot)
+    )
 
 
 def damping_fitness(wobbles: Array, balanced: Array) -> Array:
@@ -142,7 +156,11 @@ class DoublePole:
     @property
     def name(self) -> str:
         """As in `VARIANTS`."""
-        parts = {"NoVelocities": not self.velocities, "Discrete": self.discrete, "Damping": self.damping}
+        parts = {
+            "NoVelocities": not self.velocities,
+            "Discrete": self.discrete,
+            "Damping": self.damping,
+        }
         return "-".join(["DoublePole", *(part for part, is_so in parts.items() if is_so)])
 
     @property
@@ -166,13 +184,17 @@ class DoublePole:
 
     def sample_level(self, key: PRNGKey, params: Params) -> Motion:
         """A start drawn uniformly from the box around `generalisation_starts`; consumes `key`."""
-        draw = jax.random.uniform(key, (4,), jnp.float32, -1, 1) * jnp.asarray(LEVEL_RANGE, jnp.float32)
+        draw = jax.random.uniform(key, (4,), jnp.float32, -1, 1) * jnp.asarray(
+            LEVEL_RANGE, jnp.float32
+        )
         return Motion(*draw, *jnp.zeros(2, jnp.float32))
 
     def init_level(self, key: PRNGKey, level: Motion, params: Params) -> State:
         """Starts from a motion; `key` is not needed."""
         motion = Motion(*(jnp.asarray(number, jnp.float32) for number in level))
-        return State(motion, jnp.zeros((), jnp.int32), jnp.zeros(WINDOW if self.damping else 0, jnp.float32))
+        return State(
+            motion, jnp.zeros((), jnp.int32), jnp.zeros(WINDOW if self.damping else 0, jnp.float32)
+        )
 
     def transition(self, key: PRNGKey, state: State, action: Array, params: Params) -> State:
         """0.02 s of physics under one force; deterministic."""
@@ -195,7 +217,9 @@ class DoublePole:
         """1, or the gain in Gruau's fitness, for a step that stays in balance; 0 for the one that fails."""
         gain = jnp.ones((), jnp.float32)
         if self.damping:
-            gain = damping_fitness(next_state.wobbles, next_state.time) - damping_fitness(state.wobbles, state.time)
+            gain = damping_fitness(next_state.wobbles, next_state.time) - damping_fitness(
+                state.wobbles, state.time
+            )
         return jnp.where(self.terminal(next_state, params), 0, gain)
 
     def terminal(self, state: State, params: Params) -> Array:
@@ -213,7 +237,9 @@ class DoublePole:
         motion = state.motion
 
         def pixel(x, y):
-            return picture.to_pixels(jnp.stack([x, y * jnp.ones_like(x)]), (-3.0, -0.5), (3.0, 1.5), HEIGHT, WIDTH)
+            return picture.to_pixels(
+                jnp.stack([x, y * jnp.ones_like(x)]), (-3.0, -0.5), (3.0, 1.5), HEIGHT, WIDTH
+            )
 
         x = jnp.asarray(motion.x, jnp.float32)
         limit = jnp.asarray(params.max_x, jnp.float32)

@@ -57,7 +57,11 @@ class MountainCar:
 
     def observation_space(self, params: CarParams) -> Box:
         """Position and velocity, float32 `[2]`."""
-        return Box((CarParams.min_position, -CarParams.max_speed), (CarParams.max_position, CarParams.max_speed), (2,))
+        return Box(
+            (CarParams.min_position, -CarParams.max_speed),
+            (CarParams.max_position, CarParams.max_speed),
+            (2,),
+        )
 
     def action_space(self, params: CarParams) -> Any:
         """Left, nothing, right."""
@@ -68,19 +72,29 @@ class MountainCar:
         position = jax.random.uniform(key, (), jnp.float32, -0.6, -0.4)
         return CarState(position, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32))
 
-    def transition(self, key: PRNGKey, state: CarState, action: Array, params: CarParams) -> CarState:
+    def transition(
+        self, key: PRNGKey, state: CarState, action: Array, params: CarParams
+    ) -> CarState:
         """Push, gravity along a cosine of the position, and a wall at the left that stops the car."""
-        velocity = state.velocity + self._push(action) * params.power - params.gravity * jnp.cos(3 * state.position)
+        velocity = (
+            state.velocity
+            + self._push(action) * params.power
+            - params.gravity * jnp.cos(3 * state.position)
+        )
         velocity = jnp.clip(velocity, -params.max_speed, params.max_speed)
         position = jnp.clip(state.position + velocity, params.min_position, params.max_position)
         at_wall = (position <= params.min_position) & (velocity < 0)
         return CarState(position, jnp.where(at_wall, 0, velocity), state.time + 1)
 
-    def observe(self, key: PRNGKey, state: CarState, action: Array | None, params: CarParams) -> Array:
+    def observe(
+        self, key: PRNGKey, state: CarState, action: Array | None, params: CarParams
+    ) -> Array:
         """Position and velocity."""
         return jnp.stack([state.position, state.velocity])
 
-    def reward(self, state: CarState, action: Array, next_state: CarState, params: CarParams) -> Array:
+    def reward(
+        self, state: CarState, action: Array, next_state: CarState, params: CarParams
+    ) -> Array:
         """-1."""
         return jnp.full((), -1.0)
 
@@ -106,12 +120,17 @@ class MountainCar:
         depth = track[:, 1][None] - (jnp.arange(80.0) + 0.5)[:, None]
         ground = jnp.clip(0.5 - depth, 0, 1)[..., None]
         image = (
-            picture.canvas(80, 144) * (1 - ground) + jnp.asarray(picture.GRAY, jnp.float32).reshape(1, 1, 3) * ground
+            picture.canvas(80, 144) * (1 - ground)
+            + jnp.asarray(picture.GRAY, jnp.float32).reshape(1, 1, 3) * ground
         )
         image = picture.line(image, goal, goal - jnp.asarray([0.0, 16.0]), 1.5, picture.BLACK)
-        flag = jnp.stack([goal + jnp.asarray(corner) for corner in ((0.0, -16.0), (9.0, -12.5), (0.0, -9.0))])
+        flag = jnp.stack(
+            [goal + jnp.asarray(corner) for corner in ((0.0, -16.0), (9.0, -12.5), (0.0, -9.0))]
+        )
         image = picture.polygon(image, flag, picture.YELLOW)
-        return picture.to_uint8(picture.disc(image, at(state.position) - jnp.asarray([0.0, 4.0]), 4, picture.RED))
+        return picture.to_uint8(
+            picture.disc(image, at(state.position) - jnp.asarray([0.0, 4.0]), 4, picture.RED)
+        )
 
     def _push(self, action: Array) -> Array:
         return action - 1
@@ -135,7 +154,9 @@ class MountainCarContinuous(MountainCar):
         """The push, float32 `[1]`; beyond its bounds it is clipped, though paid for in full."""
         return Box(-1.0, 1.0, (1,))
 
-    def reward(self, state: CarState, action: Array, next_state: CarState, params: CarParams) -> Array:
+    def reward(
+        self, state: CarState, action: Array, next_state: CarState, params: CarParams
+    ) -> Array:
         """100 at the goal, less 0.1 of the squared push."""
         return jnp.where(self.terminal(next_state, params), 100.0, 0.0) - 0.1 * action[0] ** 2
 

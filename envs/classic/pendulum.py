@@ -64,7 +64,9 @@ class Pendulum:
         theta, theta_dot = jax.random.uniform(key, (2,), jnp.float32, -1, 1)
         return PendulumState(theta * math.pi, theta_dot, jnp.zeros((), jnp.int32))
 
-    def transition(self, key: PRNGKey, state: PendulumState, action: Array, params: PendulumParams) -> PendulumState:
+    def transition(
+        self, key: PRNGKey, state: PendulumState, action: Array, params: PendulumParams
+    ) -> PendulumState:
         """One semi-implicit Euler step."""
         gravity = 3 * params.gravity / (2 * params.length) * jnp.sin(state.theta)
         drive = 3.0 / (params.mass * params.length**2) * self._torque(action, params)
@@ -72,11 +74,15 @@ class Pendulum:
         theta_dot = jnp.clip(theta_dot, -params.max_speed, params.max_speed)
         return PendulumState(state.theta + theta_dot * params.dt, theta_dot, state.time + 1)
 
-    def observe(self, key: PRNGKey, state: PendulumState, action: Array | None, params: PendulumParams) -> Array:
+    def observe(
+        self, key: PRNGKey, state: PendulumState, action: Array | None, params: PendulumParams
+    ) -> Array:
         """Cosine, sine, angular velocity."""
         return jnp.stack([jnp.cos(state.theta), jnp.sin(state.theta), state.theta_dot])
 
-    def reward(self, state: PendulumState, action: Array, next_state: PendulumState, params: PendulumParams) -> Array:
+    def reward(
+        self, state: PendulumState, action: Array, next_state: PendulumState, params: PendulumParams
+    ) -> Array:
         """Minus the squared angle from upright, 0.1 of the squared velocity, 0.001 of the squared torque."""
         angle = (state.theta + math.pi) % (2 * math.pi) - math.pi
         return -(angle**2 + 0.1 * state.theta_dot**2 + 0.001 * self._torque(action, params) ** 2)

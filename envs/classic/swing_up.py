@@ -88,7 +88,9 @@ class PendulumSwingUp:
         theta, spin = jax.random.uniform(key, (2,), jnp.float32, -1, 1) * params.start_spread
         return PendulumState(theta + jnp.pi, spin, jnp.zeros((), jnp.int32))
 
-    def transition(self, key: PRNGKey, state: PendulumState, action: Array, params: PendulumParams) -> PendulumState:
+    def transition(
+        self, key: PRNGKey, state: PendulumState, action: Array, params: PendulumParams
+    ) -> PendulumState:
         """One Runge-Kutta step of `dt` under one torque; deterministic."""
         torque = params.max_torque * jnp.clip(action[0], -1, 1)
         inertia = params.mass * params.length**2
@@ -101,11 +103,15 @@ class PendulumSwingUp:
         theta, spin = rk4(derivative, (state.theta, state.spin), params.dt)
         return PendulumState(theta, spin, state.time + 1)
 
-    def observe(self, key: PRNGKey, state: PendulumState, action: Array | None, params: PendulumParams) -> Array:
+    def observe(
+        self, key: PRNGKey, state: PendulumState, action: Array | None, params: PendulumParams
+    ) -> Array:
         """The numbers cos theta, sin theta, theta'."""
         return jnp.stack([jnp.cos(state.theta), jnp.sin(state.theta), state.spin])
 
-    def reward(self, state: PendulumState, action: Array, next_state: PendulumState, params: PendulumParams) -> Array:
+    def reward(
+        self, state: PendulumState, action: Array, next_state: PendulumState, params: PendulumParams
+    ) -> Array:
         """It is cos theta - 1 - weighted squares of theta' and the torque, the first two after the step."""
         torque = params.max_torque * jnp.clip(action[0], -1, 1)
         effort = params.spin_weight * next_state.spin**2 + params.torque_weight * torque**2
@@ -122,7 +128,9 @@ class PendulumSwingUp:
     def render(self, state: PendulumState, params: PendulumParams) -> Array:
         """Rod and bob; uint8 `[96, 96, 3]`."""
         bob = _plane(jnp.stack([jnp.sin(state.theta), jnp.cos(state.theta)]), 1.3)
-        image = picture.line(picture.canvas(SIDE, SIDE), (SIDE / 2, SIDE / 2), bob, 5, picture.BROWN)
+        image = picture.line(
+            picture.canvas(SIDE, SIDE), (SIDE / 2, SIDE / 2), bob, 5, picture.BROWN
+        )
         image = picture.disc(image, bob, 8, picture.RED)
         return picture.to_uint8(picture.disc(image, (SIDE / 2, SIDE / 2), 4, picture.BLACK))
 
@@ -185,7 +193,9 @@ class PointMass:
         """At rest at `level[0]` with the goal `level[1]`; `key` is not needed."""
         return PointState(level[0], jnp.zeros_like(level[0]), level[1], jnp.zeros((), jnp.int32))
 
-    def transition(self, key: PRNGKey, state: PointState, action: Array, params: PointParams) -> PointState:
+    def transition(
+        self, key: PRNGKey, state: PointState, action: Array, params: PointParams
+    ) -> PointState:
         """One Runge-Kutta step of `dt` under one force; deterministic."""
         force = params.max_force * jnp.clip(action, -1, 1)
 
@@ -196,11 +206,15 @@ class PointMass:
         position, velocity = rk4(derivative, (state.position, state.velocity), params.dt)
         return PointState(position, velocity, state.goal, state.time + 1)
 
-    def observe(self, key: PRNGKey, state: PointState, action: Array | None, params: PointParams) -> Array:
+    def observe(
+        self, key: PRNGKey, state: PointState, action: Array | None, params: PointParams
+    ) -> Array:
         """The way to go, and the velocity."""
         return jnp.concatenate([state.goal - state.position, state.velocity])
 
-    def reward(self, state: PointState, action: Array, next_state: PointState, params: PointParams) -> Array:
+    def reward(
+        self, state: PointState, action: Array, next_state: PointState, params: PointParams
+    ) -> Array:
         """Minus the squares of distance, weighted speed (both after the step) and weighted force."""
         force = params.max_force * jnp.clip(action, -1, 1)
         distance = jnp.sum((next_state.position - next_state.goal) ** 2)
@@ -219,7 +233,8 @@ class PointMass:
         """The goal as a ring, the mass as a disc with its velocity; uint8 `[96, 96, 3]`."""
         reach = 1.5 * params.arena
         goal, mass, ahead = (
-            _plane(point, reach) for point in (state.goal, state.position, state.position + 0.5 * state.velocity)
+            _plane(point, reach)
+            for point in (state.goal, state.position, state.position + 0.5 * state.velocity)
         )
         image = picture.disc(picture.canvas(SIDE, SIDE), goal, 8, picture.GREEN)
         image = picture.disc(image, goal, 5, picture.WHITE)

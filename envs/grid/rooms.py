@@ -24,7 +24,18 @@ from jaxpar.types import Array, PRNGKey, UsageError
 
 from . import scene, tiles
 
-__all__ = ["VARIANTS", "DoorKey", "Empty", "FourRooms", "GridWorld", "Level", "Memory", "Params", "State", "level_of"]
+__all__ = [
+    "VARIANTS",
+    "DoorKey",
+    "Empty",
+    "FourRooms",
+    "GridWorld",
+    "Level",
+    "Memory",
+    "Params",
+    "State",
+    "level_of",
+]
 
 _FLOOR, _WALL = tiles.code(tiles.FLOOR), tiles.code(tiles.WALL, tiles.GREY)
 _GOAL = tiles.code(tiles.GOAL, tiles.GREEN)
@@ -89,10 +100,14 @@ class Empty:
         grid[-2, -2] = _GOAL
         win = self.size * (self.size - 1) - 2
         if not self.random_start:
-            return level_of(jnp.asarray(grid), jnp.int32(self.size + 1), jnp.int32(0), jnp.int32(win))
+            return level_of(
+                jnp.asarray(grid), jnp.int32(self.size + 1), jnp.int32(0), jnp.int32(win)
+            )
         cell_key, direction_key = jax.random.split(key)
         cell = scene.free_cells(cell_key, jnp.asarray(grid), 1)[0]
-        return level_of(jnp.asarray(grid), cell, jax.random.randint(direction_key, (), 0, 4), jnp.int32(win))
+        return level_of(
+            jnp.asarray(grid), cell, jax.random.randint(direction_key, (), 0, 4), jnp.int32(win)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +145,11 @@ class DoorKey:
         grid[-2, -2] = _GOAL
         place = jnp.arange(size * size, dtype=jnp.int32).reshape(size, size)
         grid = jnp.where(place % size == wall, jnp.uint8(_WALL), grid)
-        grid = jnp.where(place == (1 + door) * size + wall, jnp.uint8(tiles.code(tiles.LOCKED, tiles.YELLOW)), grid)
+        grid = jnp.where(
+            place == (1 + door) * size + wall,
+            jnp.uint8(tiles.code(tiles.LOCKED, tiles.YELLOW)),
+            grid,
+        )
         grid = jnp.where(place == cell(thing), jnp.uint8(tiles.code(tiles.KEY, tiles.YELLOW)), grid)
         return level_of(grid, cell(agent), direction, jnp.int32(size * (size - 1) - 2))
 
@@ -152,7 +171,9 @@ class FourRooms:
         """Draws a level; consumes `key`. Every one can be solved."""
         size, middle = self.size, self.size // 2
         gap_key, cell_key, direction_key = jax.random.split(key, 3)
-        ends = jnp.asarray([middle - 1, size - middle - 2, middle - 1, size - middle - 2], jnp.int32)
+        ends = jnp.asarray(
+            [middle - 1, size - middle - 2, middle - 1, size - middle - 2], jnp.int32
+        )
         gaps = 1 + jax.random.randint(gap_key, (4,), 0, ends)
         grid = scene.room(size, size)
         grid[middle] = grid[:, middle] = _WALL
@@ -190,8 +211,14 @@ class Memory:
         """Draws a level; consumes `key`."""
         size, middle = self.size, self.size // 2
         end_key, rest_key = jax.random.split(key)
-        end = jax.random.randint(end_key, (), 4, size - 2) if self.random_length else jnp.int32(size - 3)
-        start, first, upper = jax.random.randint(rest_key, (3,), 0, jnp.stack([end, jnp.int32(2), jnp.int32(2)]))
+        end = (
+            jax.random.randint(end_key, (), 4, size - 2)
+            if self.random_length
+            else jnp.int32(size - 3)
+        )
+        start, first, upper = jax.random.randint(
+            rest_key, (3,), 0, jnp.stack([end, jnp.int32(2), jnp.int32(2)])
+        )
         place = jnp.arange(size * size, dtype=jnp.int32).reshape(size, size)
         row, column = place // size, place % size
         off = jnp.abs(row - middle)
@@ -199,14 +226,20 @@ class Memory:
         hallway = (off == 1) & (column >= 5) & (column < end)
         across = (column == end) & (off != 0) | (column == end + 2)
         grid = jnp.where(first_room | hallway | across, jnp.uint8(_WALL), scene.room(size, size))
-        things = jnp.asarray([tiles.code(tile, tiles.GREEN) for tile in (tiles.KEY, tiles.BALL)], jnp.uint8)
+        things = jnp.asarray(
+            [tiles.code(tile, tiles.GREEN) for tile in (tiles.KEY, tiles.BALL)], jnp.uint8
+        )
         grid = jnp.where((row == middle - 1) & (column == 1), things[first], grid)
         grid = jnp.where((row == middle - 2) & (column == end + 1), things[upper], grid)
         grid = jnp.where((row == middle + 2) & (column == end + 1), things[1 - upper], grid)
         above, below = (middle - 1) * size + end + 1, (middle + 1) * size + end + 1
         same = first == upper
         return level_of(
-            grid, middle * size + 1 + start, jnp.int32(0), jnp.where(same, above, below), jnp.where(same, below, above)
+            grid,
+            middle * size + 1 + start,
+            jnp.int32(0),
+            jnp.where(same, above, below),
+            jnp.where(same, below, above),
         )
 
 
@@ -221,7 +254,9 @@ class GridWorld:
     def __post_init__(self):
         check_fields(self)
         if self.view and self.view % 2 == 0:
-            raise UsageError(f"a view is an odd number of cells from 3 to 31, or 0 for the whole map, not {self.view}")
+            raise UsageError(
+                f"a view is an odd number of cells from 3 to 31, or 0 for the whole map, not {self.view}"
+            )
 
     @property
     def name(self) -> str:
@@ -264,7 +299,12 @@ class GridWorld:
         row, column = jax.random.randint(key, (2,), 1, size - 1)
         cell, grid = row * size + column, level.scene.grid
         place = jnp.arange(size * size, dtype=jnp.int32).reshape(size, size)
-        here = (place == cell) & (place != level.scene.cell) & (place != level.win) & (place != level.lose)
+        here = (
+            (place == cell)
+            & (place != level.scene.cell)
+            & (place != level.win)
+            & (place != level.lose)
+        )
         turned = jnp.where(here & (grid == _FLOOR), jnp.uint8(_WALL), grid)
         turned = jnp.where(here & (grid == _WALL), jnp.uint8(_FLOOR), turned)
         return level.replace(scene=level.scene.replace(grid=turned))
@@ -309,7 +349,9 @@ class GridWorld:
 
 def _variants() -> dict[str, Callable[..., GridWorld]]:
     layouts: dict[str, Any] = {f"Empty-{size}x{size}": Empty(size) for size in (5, 6, 8, 16)}
-    layouts |= {f"Empty-Random-{size}x{size}": Empty(size, random_start=True) for size in (5, 6, 8, 16)}
+    layouts |= {
+        f"Empty-Random-{size}x{size}": Empty(size, random_start=True) for size in (5, 6, 8, 16)
+    }
     layouts |= {f"DoorKey-{size}x{size}": DoorKey(size) for size in (5, 6, 8, 16)}
     layouts |= {f"Memory-S{size}": Memory(size) for size in (7, 9, 11, 13)}
     layouts |= {f"Memory-S{size}Random": Memory(size, random_length=True) for size in (13, 17)}

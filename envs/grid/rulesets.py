@@ -24,10 +24,21 @@ from jaxpar.types import Array, PRNGKey, UsageError
 
 from . import tiles
 
-__all__ = ["Ruleset", "Tree", "check", "distinct", "generate", "load_benchmark", "sample_ruleset", "save_benchmark"]
+__all__ = [
+    "Ruleset",
+    "Tree",
+    "check",
+    "distinct",
+    "generate",
+    "load_benchmark",
+    "sample_ruleset",
+    "save_benchmark",
+]
 
 NUM_KINDS = 12
-THINGS = np.array([tiles.code(tile, colour) for tile in tiles.PICKABLE for colour in range(1, 11)], np.uint8)
+THINGS = np.array(
+    [tiles.code(tile, colour) for tile in tiles.PICKABLE for colour in range(1, 11)], np.uint8
+)
 
 
 @flax.struct.dataclass
@@ -66,11 +77,15 @@ class Tree:
     def __post_init__(self):
         check_fields(self)
         if not self.kinds:
-            raise UsageError(f"the kinds of rules and goals are some of 1 to {NUM_KINDS - 1}, not {self.kinds}")
+            raise UsageError(
+                f"the kinds of rules and goals are some of 1 to {NUM_KINDS - 1}, not {self.kinds}"
+            )
         if self.false_rules and not self.distractors:
             raise UsageError("false rules are about distractors, of which this tree has none")
         if self.num_things > len(THINGS):
-            raise UsageError(f"{self} needs {self.num_things} different things, and there are {len(THINGS)}")
+            raise UsageError(
+                f"{self} needs {self.num_things} different things, and there are {len(THINGS)}"
+            )
 
     @classmethod
     def pick(cls) -> "Tree":
@@ -124,13 +139,19 @@ def _draw(key: PRNGKey, tree: Tree) -> Ruleset:
     drawn = jax.random.choice(kinds_key, kinds, (tree.num_nodes,))
     kept = jax.random.bernoulli(prune_key, tree.prune, (tree.num_nodes,))
     # One row at least: no checkpoint holds arrays of size 0.
-    rules, objects, first = [jnp.zeros((0 if tree.depth or tree.false_rules else 1, 4), jnp.uint8)], [], 0
+    rules, objects, first = (
+        [jnp.zeros((0 if tree.depth or tree.false_rules else 1, 4), jnp.uint8)],
+        [],
+        0,
+    )
     for level in range(tree.depth):
         here = slice(first, first + 2 ** (level + 1))
         first = here.stop
         inputs = things[first : first + 2 * (here.stop - here.start)].reshape(-1, 2)
         made, two = wanted & ~kept[here], drawn[here] >= 7
-        rule = jnp.stack([drawn[here], inputs[:, 0], jnp.where(two, inputs[:, 1], 0), things[here]], axis=1)
+        rule = jnp.stack(
+            [drawn[here], inputs[:, 0], jnp.where(two, inputs[:, 1], 0), things[here]], axis=1
+        )
         rules.append(jnp.where(made[:, None], rule, 0))
         objects.append(jnp.where(wanted & ~made, things[here], 0))
         wanted = jnp.stack([made, made & two], axis=1).reshape(-1)
@@ -139,7 +160,9 @@ def _draw(key: PRNGKey, tree: Tree) -> Ruleset:
     found = _compact(jnp.concatenate(objects))[: 2 ** (tree.depth + 1)]
     distractors = things[tree.num_nodes : tree.num_nodes + tree.distractors]
     return Ruleset(
-        rules=_compact(jnp.concatenate(rules)), goal=goal, objects=_compact(jnp.concatenate([found, distractors]))
+        rules=_compact(jnp.concatenate(rules)),
+        goal=goal,
+        objects=_compact(jnp.concatenate([found, distractors])),
     )
 
 
@@ -178,7 +201,9 @@ def distinct(key: PRNGKey, tree: Tree, num: int) -> Ruleset:
             ends = np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1]
             parts = np.split(found[:num], ends, axis=1)
             leaves = [part.reshape(num, *shape) for part, shape in zip(parts, shapes, strict=True)]
-            return jax.tree.unflatten(jax.tree.structure(drawn), [jnp.asarray(leaf) for leaf in leaves])
+            return jax.tree.unflatten(
+                jax.tree.structure(drawn), [jnp.asarray(leaf) for leaf in leaves]
+            )
         if len(found) == before:
             break
     raise UsageError(f"{tree} gives only about {len(found)} different rulesets, not {num}")
@@ -208,7 +233,9 @@ def load_benchmark(path: str | pathlib.Path) -> Ruleset:
         file = np.load(io.BytesIO(pathlib.Path(path).read_bytes()), allow_pickle=False)
         arrays = {name: file[name] for name in file.files}
     except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
-        raise UsageError(f"{path} is not a benchmark, a .npz of {', '.join(_RANKS)}: {error}") from None
+        raise UsageError(
+            f"{path} is not a benchmark, a .npz of {', '.join(_RANKS)}: {error}"
+        ) from None
     check(arrays, str(path))
     return Ruleset(**{name: jnp.asarray(array) for name, array in arrays.items()})
 
@@ -219,21 +246,30 @@ _RANKS = {"rules": 3, "goal": 2, "objects": 2}
 def check(arrays: dict[str, np.ndarray], name: str) -> None:
     """Refuses in one sentence arrays that are no rulesets: names, dtypes, shapes, kinds, bytes of things."""
     if set(arrays) != set(_RANKS):
-        raise UsageError(f"{name} must hold {', '.join(_RANKS)}, not {', '.join(sorted(arrays)) or 'nothing'}")
+        raise UsageError(
+            f"{name} must hold {', '.join(_RANKS)}, not {', '.join(sorted(arrays)) or 'nothing'}"
+        )
     for part, rank in _RANKS.items():
         array = arrays[part]
         if array.dtype != np.uint8 or array.ndim != rank:
-            raise UsageError(f"{name}: {part} must be uint8 of rank {rank}, not {array.dtype} {list(array.shape)}")
+            raise UsageError(
+                f"{name}: {part} must be uint8 of rank {rank}, not {array.dtype} {list(array.shape)}"
+            )
     rules, goal, objects = (arrays[part] for part in _RANKS)
     if not len(goal) or {len(rules), len(objects)} != {len(goal)}:
-        raise UsageError(f"{name}: {len(rules)} rules, {len(goal)} goals and {len(objects)} objects must be as many")
+        raise UsageError(
+            f"{name}: {len(rules)} rules, {len(goal)} goals and {len(objects)} objects must be as many"
+        )
     if rules.shape[2] != 4 or goal.shape[1] != 3:
-        raise UsageError(f"{name}: rules have 4 and goals 3 columns, not {rules.shape[2]} and {goal.shape[1]}")
+        raise UsageError(
+            f"{name}: rules have 4 and goals 3 columns, not {rules.shape[2]} and {goal.shape[1]}"
+        )
     things = np.isin(np.arange(256), THINGS)
     used = np.arange(256)[:, None] >= np.array([1, 7])  # which of a and b a kind reads
     bad = {
         f"a kind of rule above {NUM_KINDS - 1}": rules[..., 0] >= NUM_KINDS,
-        f"a goal whose kind is not 1 to {NUM_KINDS - 1}": (goal[:, 0] == 0) | (goal[:, 0] >= NUM_KINDS),
+        f"a goal whose kind is not 1 to {NUM_KINDS - 1}": (goal[:, 0] == 0)
+        | (goal[:, 0] >= NUM_KINDS),
         "a rule about what cannot be picked up": used[rules[..., 0]] & ~things[rules[..., 1:3]],
         "a rule that makes what cannot be picked up": (rules[..., 0] > 0) & ~things[rules[..., 3]],
         "a goal about what cannot be picked up": used[goal[:, 0]] & ~things[goal[:, 1:]],

@@ -25,7 +25,19 @@ from jaxpar.types import Array, PRNGKey
 
 from . import tiles
 
-__all__ = ["ACTIONS", "Scene", "act", "ahead", "free_cells", "legal", "neighbours", "room", "unpacked", "view", "whole"]
+__all__ = [
+    "ACTIONS",
+    "Scene",
+    "act",
+    "ahead",
+    "free_cells",
+    "legal",
+    "neighbours",
+    "room",
+    "unpacked",
+    "view",
+    "whole",
+]
 
 ACTIONS = ("left", "right", "forward", "pick", "put", "toggle")
 LEFT, RIGHT, FORWARD, PICK, PUT, TOGGLE = range(6)
@@ -57,7 +69,9 @@ def neighbours(width: int) -> tuple[int, int, int, int]:
 def ahead(scene: Scene) -> Array:
     """The cell before the agent."""
     width = scene.grid.shape[1]
-    return scene.cell + jax.lax.select_n(scene.direction, *(jnp.int32(step) for step in neighbours(width)))
+    return scene.cell + jax.lax.select_n(
+        scene.direction, *(jnp.int32(step) for step in neighbours(width))
+    )
 
 
 def _permitted(scene: Scene, thing: Array) -> tuple[Array, Array, Array, Array]:
@@ -86,7 +100,9 @@ def act(scene: Scene, action: Array) -> tuple[Scene, Array, Array]:
         ok & (action == code) for code, ok in enumerate((forward, pick, put, toggle), start=FORWARD)
     )
     turn = jnp.where(action == RIGHT, 1, 0) - jnp.where(action == LEFT, 1, 0)
-    door = jnp.where(thing >> 4 == tiles.OPEN, tiles.CLOSED, tiles.OPEN).astype(jnp.uint8) * 16 + (thing & 15)
+    door = jnp.where(thing >> 4 == tiles.OPEN, tiles.CLOSED, tiles.OPEN).astype(jnp.uint8) * 16 + (
+        thing & 15
+    )
     left_there = jnp.where(pick, jnp.uint8(_FLOOR), jnp.where(put, scene.pocket, door))
     place = jnp.arange(scene.grid.size, dtype=jnp.int32).reshape(scene.grid.shape)
     changed = Scene(
@@ -107,8 +123,12 @@ def view(scene: Scene, size: int, see_through: bool) -> Array:
     width, margin, half = scene.grid.shape[1], size - 1, size // 2
     padded = jnp.pad(scene.grid, margin, constant_values=_WALL)
     towards = scene.direction
-    top = scene.cell // width + jnp.where(towards == 1, margin, jnp.where(towards == 3, 0, margin - half))
-    left = scene.cell % width + jnp.where(towards == 0, margin, jnp.where(towards == 2, 0, margin - half))
+    top = scene.cell // width + jnp.where(
+        towards == 1, margin, jnp.where(towards == 3, 0, margin - half)
+    )
+    left = scene.cell % width + jnp.where(
+        towards == 0, margin, jnp.where(towards == 2, 0, margin - half)
+    )
     # A slice of whole rows and four fixed turns cost a sixth of gathering turned cells one by one (CPU).
     square = jax.lax.dynamic_slice(padded, (top, left), (size, size))
     seen = jax.lax.select_n(towards, *(jnp.rot90(square, turns) for turns in (1, 2, 3, 0)))
@@ -147,7 +167,9 @@ def _visible(clear: Array) -> Array:
         return rightward | (rightward << 1) | leftward | (leftward >> 1), lit | (leftward >> 1)
 
     def words_of(rows: Array, unroll: int) -> Array:
-        return jax.lax.scan(upwards, jnp.uint32(1 << (size // 2)), rows, reverse=True, unroll=unroll)[1]
+        return jax.lax.scan(
+            upwards, jnp.uint32(1 << (size // 2)), rows, reverse=True, unroll=unroll
+        )[1]
 
     # On CPUs unrolled rows would be computed again for each cell above them; on others a loop is a launch a row.
     words = jax.lax.platform_dependent(

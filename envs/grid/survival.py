@@ -127,7 +127,8 @@ def noise(key: PRNGKey) -> Noise:
     """One word a creature, cut into its parts; consumes `key`."""
     bits = jax.random.bits(key, (NUM_CREATURES,), jnp.uint32)
     direction, chance, down, right = (
-        (bits >> shift & mask).astype(jnp.int32) for shift, mask in ((0, 3), (2, 255), (10, 1023), (20, 1023))
+        (bits >> shift & mask).astype(jnp.int32)
+        for shift, mask in ((0, 3), (2, 255), (10, 1023), (20, 1023))
     )
     return Noise(direction=direction, chance=chance, down=down % 17 - 8, right=right % 17 - 8)
 
@@ -159,7 +160,10 @@ class Survival:
 
         These are the needs (4), the inventory (11), the direction, whether asleep, the tenth of the day.
         """
-        return Fields.of(image=Box(0, 11, (self.view, self.view, 2), jnp.uint8), status=Box(0, 9, (18,), jnp.uint8))
+        return Fields.of(
+            image=Box(0, 11, (self.view, self.view, 2), jnp.uint8),
+            status=Box(0, 9, (18,), jnp.uint8),
+        )
 
     def action_space(self, params: Params) -> Discrete:
         """`ACTIONS`."""
@@ -171,7 +175,9 @@ class Survival:
         ground, start = terrain.draw(terrain_key, self.size)
         index = jnp.arange(self.size**2, dtype=jnp.int32)
         scores = jnp.where(
-            (ground.reshape(-1) == GRASS) & (index != start), jax.random.uniform(cow_key, index.shape), -1
+            (ground.reshape(-1) == GRASS) & (index != start),
+            jax.random.uniform(cow_key, index.shape),
+            -1,
         )
         meadow, cells = jax.lax.top_k(scores, NUM_CREATURES)
         return State(
@@ -196,7 +202,9 @@ class Survival:
         return self._needs(lived, pain, params)
 
     def _ahead(self, state: State, direction: Array) -> Array:
-        return state.cell + jax.lax.select_n(direction, *(jnp.int32(step) for step in (1, self.size, -1, -self.size)))
+        return state.cell + jax.lax.select_n(
+            direction, *(jnp.int32(step) for step in (1, self.size, -1, -self.size))
+        )
 
     def action_mask(self, state: State, params: Params) -> Array:
         """The actions that do anything, and 0, bool `[16]`."""
@@ -208,13 +216,20 @@ class Survival:
         walks = ground | (np.arange(4) != state.facing)
         front, free = self._ahead(state, state.facing), ground[state.facing]
         faced, row, column = flat[front], front // self.size, front % self.size
-        shallow = (faced == WATER) & (jnp.minimum(row, column) > 0) & (jnp.maximum(row, column) < self.size - 1)
+        shallow = (
+            (faced == WATER)
+            & (jnp.minimum(row, column) > 0)
+            & (jnp.maximum(row, column) < self.size - 1)
+        )
         creature = ~empty[state.facing]
         goods, tools = state.inventory[:5], state.inventory[5:]
         needed = jnp.stack([jnp.ones((), bool), *(tools[np.array([0, 0, 1, 2])] > 0)])
         gathers = jnp.any((faced == np.array(GOODS, np.uint8)) & needed & (goods < MOST))
         drinks = (faced == WATER) & (state.needs[DRINK] < MOST)
-        around = flat[state.cell + np.array([down * self.size + right for down in (-1, 0, 1) for right in (-1, 0, 1)])]
+        around = flat[
+            state.cell
+            + np.array([down * self.size + right for down in (-1, 0, 1) for right in (-1, 0, 1)])
+        ]
         table, furnace = jnp.any(around == TABLE), jnp.any(around == FURNACE)
         paid = jnp.all(goods[None, :4] >= COSTS, axis=1)
         place = jnp.stack([free | (shallow & ~creature), free, free])
@@ -250,8 +265,12 @@ class Survival:
         placed = jnp.max(jnp.where(done[:3], PLACED, 0)).astype(jnp.uint8)
         place = jnp.arange(self.size**2, dtype=jnp.int32).reshape(self.size, self.size)
         made = jnp.where(dug, jnp.uint8(PATH), placed)
-        needs = state.needs + jnp.stack([jnp.int32(0), 6 * eaten, drunk.astype(jnp.int32), jnp.int32(0)])
-        events = jnp.concatenate([gathered, jnp.stack([drunk, eaten, jnp.any(killed & ~_IS_COW)]), done])
+        needs = state.needs + jnp.stack(
+            [jnp.int32(0), 6 * eaten, drunk.astype(jnp.int32), jnp.int32(0)]
+        )
+        events = jnp.concatenate(
+            [gathered, jnp.stack([drunk, eaten, jnp.any(killed & ~_IS_COW)]), done]
+        )
         return state.replace(
             terrain=jnp.where((place == front) & (made > 0), made, state.terrain),
             cell=jnp.where(walks, front, state.cell),
@@ -268,19 +287,32 @@ class Survival:
         size, flat = self.size, state.terrain.reshape(-1)
         row, column = state.cell // size, state.cell % size
         dark = self._tenth(state, params) >= 6
-        cells, vigour, rest, pain = state.creatures, state.vigour, jnp.maximum(state.rest - 1, 0), jnp.int32(0)
+        cells, vigour, rest, pain = (
+            state.creatures,
+            state.vigour,
+            jnp.maximum(state.rest - 1, 0),
+            jnp.int32(0),
+        )
         for index in range(NUM_CREATURES):
             cow = bool(_IS_COW[index])
             here, chance = cells[index], drawn.chance[index]
             down, right = row - here // size, column - here % size
             far = jnp.maximum(jnp.abs(down), jnp.abs(right))
             alive = (vigour[index] > 0) & (far <= 16)
-            chase = jnp.where(jnp.abs(down) > jnp.abs(right), jnp.where(down > 0, 1, 3), jnp.where(right > 0, 0, 2))
+            chase = jnp.where(
+                jnp.abs(down) > jnp.abs(right),
+                jnp.where(down > 0, 1, 3),
+                jnp.where(right > 0, 0, 2),
+            )
             hunts = (far <= 8) & (chance < params.chase) & (not cow)
             moves = hunts | (chance >= 256 - params.wander)
             direction = jnp.where(hunts, chase, drawn.direction[index])
-            goal = here + jax.lax.select_n(direction, *(jnp.int32(step) for step in (1, size, -1, -size)))
-            rate = params.cow_rate if cow else jnp.where(dark, params.night_rate, params.zombie_rate)
+            goal = here + jax.lax.select_n(
+                direction, *(jnp.int32(step) for step in (1, size, -1, -size))
+            )
+            rate = (
+                params.cow_rate if cow else jnp.where(dark, params.night_rate, params.zombie_rate)
+            )
             came_row, came_column = row + drawn.down[index], column + drawn.right[index]
             distance = jnp.maximum(jnp.abs(drawn.down[index]), jnp.abs(drawn.right[index]))
             inside = (came_row >= 0) & (came_row < size) & (came_column >= 0) & (came_column < size)
@@ -293,7 +325,9 @@ class Survival:
             vigour = vigour.at[index].set(life)
             if not cow:
                 bites = alive & (jnp.abs(down) + jnp.abs(right) == 1) & (rest[index] == 0)
-                pain = pain + jnp.where(bites, jnp.where(state.asleep, params.night_bite, params.bite), 0)
+                pain = pain + jnp.where(
+                    bites, jnp.where(state.asleep, params.night_bite, params.bite), 0
+                )
                 rest = rest.at[index].set(jnp.where(bites, 5, rest[index]))
         return state.replace(creatures=cells, vigour=vigour, rest=rest), pain
 
@@ -321,7 +355,9 @@ class Survival:
         """The tenth of the day, 0 to 9; it is dark from 6 on, and darkest in 7 and 8."""
         return state.time % params.day * 10 // params.day
 
-    def observe(self, key: PRNGKey, state: State, action: Array | None, params: Params) -> dict[str, Array]:
+    def observe(
+        self, key: PRNGKey, state: State, action: Array | None, params: Params
+    ) -> dict[str, Array]:
         """What is around and how one fares; `key` is not needed."""
         half, tenth = self.view // 2, self._tenth(state, params)
         row, column = state.cell // self.size, state.cell % self.size
@@ -332,7 +368,9 @@ class Survival:
         for index in range(NUM_CREATURES):
             cell = state.creatures[index]
             there = (down == cell // self.size - row) & (right == cell % self.size - column)
-            beings = jnp.where(there & (state.vigour[index] > 0), jnp.uint8(2 - _IS_COW[index]), beings)
+            beings = jnp.where(
+                there & (state.vigour[index] > 0), jnp.uint8(2 - _IS_COW[index]), beings
+            )
         reach = half - (tenth >= 6) - ((tenth == 7) | (tenth == 8))
         seen = np.maximum(np.abs(down), np.abs(right)) <= jnp.where(state.asleep, 0, reach)
         rest = jnp.stack([state.facing, state.asleep.astype(jnp.int32), tenth])
@@ -368,7 +406,9 @@ class Survival:
 
 def _at(state: State, cell: Array) -> Array:
     """Which creatures are at `cell` (broadcast), bool `[..., 8]`."""
-    creatures = jnp.broadcast_to(state.creatures, jnp.broadcast_shapes(cell.shape, state.creatures.shape))
+    creatures = jnp.broadcast_to(
+        state.creatures, jnp.broadcast_shapes(cell.shape, state.creatures.shape)
+    )
     return (creatures == cell) & jnp.broadcast_to(state.vigour > 0, creatures.shape)
 
 

@@ -43,15 +43,21 @@ def draw(key: PRNGKey, size: int) -> tuple[Array, Array]:
         water, rock = _majority(water, True), _majority(rock, False)
     kinds = jnp.where(height < beach, SAND, GRASS)
     kinds = jnp.where(
-        (kinds == GRASS) & (forest > woods) & jax.random.bernoulli(tree_key, 0.6, kinds.shape), TREE, kinds
+        (kinds == GRASS) & (forest > woods) & jax.random.bernoulli(tree_key, 0.6, kinds.shape),
+        TREE,
+        kinds,
     )
     kinds = jnp.where(rock, jnp.where(caves > hollow, PATH, STONE), kinds)
     kinds = jnp.where(water | (steps[:, None] == 1) | (steps[None, :] == 1), WATER, kinds)
     lottery = jnp.where(kinds == STONE, jax.random.uniform(ore_key, kinds.shape), -1.0)
-    kinds = jnp.where(lottery > 0.92, COAL, jnp.where((lottery >= 0) & (lottery < 0.03), IRON, kinds))
+    kinds = jnp.where(
+        lottery > 0.92, COAL, jnp.where((lottery >= 0) & (lottery < 0.03), IRON, kinds)
+    )
     kinds = jnp.where((lottery > 0.5) & (lottery < 0.505), DIAMOND, kinds)
     kinds, start, beside = _with_start(kinds)
-    hidden, cells = jax.lax.top_k(jnp.where((kinds == STONE) & ~beside, lottery, -1.0).reshape(-1), 3)
+    hidden, cells = jax.lax.top_k(
+        jnp.where((kinds == STONE) & ~beside, lottery, -1.0).reshape(-1), 3
+    )
     certain = jnp.where(hidden >= 0, jnp.asarray([COAL, IRON, DIAMOND]), kinds.reshape(-1)[cells])
     return kinds.reshape(-1).at[cells].set(certain).reshape(size, size).astype(jnp.uint8), start
 
@@ -96,7 +102,8 @@ def components(open_cells: Array) -> Array:
     def sweep(_: Array, label: Array) -> Array:
         padded = jnp.pad(label, 1, constant_values=-1)
         around = jnp.maximum(
-            jnp.maximum(padded[2:, 1:-1], padded[:-2, 1:-1]), jnp.maximum(padded[1:-1, 2:], padded[1:-1, :-2])
+            jnp.maximum(padded[2:, 1:-1], padded[:-2, 1:-1]),
+            jnp.maximum(padded[1:-1, 2:], padded[1:-1, :-2]),
         )
         return jnp.where(open_cells, jnp.maximum(label, around), -1)
 
@@ -105,7 +112,9 @@ def components(open_cells: Array) -> Array:
         return labels[1], jax.lax.fori_loop(0, 8, sweep, labels[1])
 
     first = jnp.where(open_cells, index, -1)
-    return jax.lax.while_loop(lambda labels: jnp.any(labels[0] != labels[1]), sweeps, sweeps((first, first)))[1]
+    return jax.lax.while_loop(
+        lambda labels: jnp.any(labels[0] != labels[1]), sweeps, sweeps((first, first))
+    )[1]
 
 
 def _with_start(kinds: Array) -> tuple[Array, Array, Array]:
@@ -117,7 +126,11 @@ def _with_start(kinds: Array) -> tuple[Array, Array, Array]:
     index = jnp.arange(size * size, dtype=jnp.int32).reshape(size, size)
     row, column = index // size, index % size
     label = components((kinds == GRASS) | (kinds == SAND) | (kinds == PATH))
-    area = jnp.zeros(size * size, jnp.int32).at[jnp.maximum(label, 0).reshape(-1)].add(label.reshape(-1) >= 0)
+    area = (
+        jnp.zeros(size * size, jnp.int32)
+        .at[jnp.maximum(label, 0).reshape(-1)]
+        .add(label.reshape(-1) >= 0)
+    )
     largest = (label == jnp.argmax(area)) & (label >= 0)
     distance = (row - size // 2) ** 2 + (column - size // 2) ** 2
     edge = jnp.minimum(jnp.minimum(row, column), size - 1 - jnp.maximum(row, column)) < 4

@@ -16,7 +16,23 @@ from jaxpar.types import Array
 
 __all__ = ["SPRITES", "member", "code", "bitmap", "picture"]
 
-NOTHING, FLOOR, WALL, GOAL, KEY, BALL, SQUARE, PYRAMID, HEXAGON, STAR, LAVA, OPEN, CLOSED, LOCKED, AGENT = range(15)
+(
+    NOTHING,
+    FLOOR,
+    WALL,
+    GOAL,
+    KEY,
+    BALL,
+    SQUARE,
+    PYRAMID,
+    HEXAGON,
+    STAR,
+    LAVA,
+    OPEN,
+    CLOSED,
+    LOCKED,
+    AGENT,
+) = range(15)
 NO_COLOUR, RED, GREEN, BLUE, PURPLE, YELLOW, GREY, ORANGE, WHITE, BROWN, PINK = range(11)
 NUM_COLOURS = 11
 

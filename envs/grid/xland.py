@@ -125,9 +125,13 @@ class XLand:
             raise UsageError(f"there are layouts of 1, 2, 4 and 9 rooms, not of {self.rooms}")
         smallest = 4 * _LATTICE[self.rooms][0] + 1
         if self.size < smallest:
-            raise UsageError(f"{self.rooms} rooms need a size of at least {smallest}, not {self.size}")
+            raise UsageError(
+                f"{self.rooms} rooms need a size of at least {smallest}, not {self.size}"
+            )
         if self.view and self.view % 2 == 0:
-            raise UsageError(f"a view is an odd number of cells from 3 to 31, or 0 for the whole map, not {self.view}")
+            raise UsageError(
+                f"a view is an odd number of cells from 3 to 31, or 0 for the whole map, not {self.view}"
+            )
 
     @property
     def name(self) -> str:
@@ -168,7 +172,14 @@ class XLand:
     def init_level(self, key: PRNGKey, level: Level, params: Params) -> State:
         """Begins the first trial of `level`; `key` is not needed."""
         zero = jnp.zeros((), jnp.int32)
-        return State(level=level, scene=level.scene, time=zero, trial=zero, won=jnp.zeros((), bool), spent=zero)
+        return State(
+            level=level,
+            scene=level.scene,
+            time=zero,
+            trial=zero,
+            won=jnp.zeros((), bool),
+            spent=zero,
+        )
 
     def init(self, key: PRNGKey, params: Params) -> State:
         """Begins a drawn level; consumes `key`."""
@@ -180,12 +191,16 @@ class XLand:
         grid = _rooms(door_key, self.size, self.rooms)
         num, room = ruleset.objects.shape[0], self.num_floor
         if num >= room:
-            raise UsageError(f"{self.name} has {room} cells of floor, too few for {num} objects and the agent")
+            raise UsageError(
+                f"{self.name} has {room} cells of floor, too few for {num} objects and the agent"
+            )
         cells = scene.free_cells(cell_key, grid, num + 1)
         things = jnp.where(ruleset.objects == 0, jnp.uint8(_FLOOR), ruleset.objects)
         grid = grid.reshape(-1).at[cells[:num]].set(things).reshape(grid.shape)
         direction = jax.random.randint(direction_key, (), 0, 4)
-        return scene.Scene(grid=grid, cell=cells[num], direction=direction, pocket=jnp.zeros((), jnp.uint8))
+        return scene.Scene(
+            grid=grid, cell=cells[num], direction=direction, pocket=jnp.zeros((), jnp.uint8)
+        )
 
     def transition(self, key: PRNGKey, state: State, action: Array, params: Params) -> State:
         """One action, the rules, the goal, and the next trial where one ended; consumes `key` if `shuffle`."""
@@ -203,7 +218,9 @@ class XLand:
             spent=jnp.where(over, time, 0),
         )
 
-    def observe(self, key: PRNGKey, state: State, action: Array | None, params: Params) -> dict[str, Array]:
+    def observe(
+        self, key: PRNGKey, state: State, action: Array | None, params: Params
+    ) -> dict[str, Array]:
         """The view or the map, and whether a trial begins; `key` is not needed."""
         if self.view:
             image = scene.view(state.scene, self.view, self.see_through)
@@ -235,7 +252,9 @@ class XLand:
         mark = (rows[:, :1] != 0) * jnp.uint8(tiles.code(tiles.GOAL, tiles.GREY))
         mark = mark.at[0].set(tiles.code(tiles.GOAL, tiles.GREEN))
         legend = jnp.pad(jnp.concatenate([mark, rows[:, 1:]], axis=1), ((0, 0), (0, width - 4)))
-        return tiles.picture(jnp.concatenate([scene.whole(state.scene), legend]), jnp.asarray(tiles.SPRITES))
+        return tiles.picture(
+            jnp.concatenate([scene.whole(state.scene), legend]), jnp.asarray(tiles.SPRITES)
+        )
 
 
 def _rooms(key: PRNGKey, size: int, rooms: int) -> Array:
@@ -264,7 +283,9 @@ def _rooms(key: PRNGKey, size: int, rooms: int) -> Array:
     return jnp.asarray(grid).reshape(-1).at[begins + step * places].set(doors).reshape(size, size)
 
 
-def _produce(body: scene.Scene, front: Array, action: Array, ruleset: Ruleset) -> tuple[scene.Scene, Array]:
+def _produce(
+    body: scene.Scene, front: Array, action: Array, ruleset: Ruleset
+) -> tuple[scene.Scene, Array]:
     """Applies the rules after `action` (-1 if it was illegal), and says whether the goal is reached.
 
     All that a rule can see is the pocket, a focus (the thing just put, else the agent's cell) and the focus' four
@@ -295,7 +316,9 @@ def _produce(body: scene.Scene, front: Array, action: Array, ruleset: Ruleset) -
     return body.replace(grid=grid, pocket=seen[0]), won
 
 
-def _holds(kind: Array, a: Array, b: Array, seen: list[Array], action: Array) -> tuple[Array, list, list, list]:
+def _holds(
+    kind: Array, a: Array, b: Array, seen: list[Array], action: Array
+) -> tuple[Array, list, list, list]:
     """Whether `kind` holds: in the pocket; of `a` on each side; of the focus as `a`, or as `b`, with each side."""
     pocket, focus, *around = seen
     held = (kind == 1) & (pocket == a) & (action == scene.PICK)
@@ -304,15 +327,24 @@ def _holds(kind: Array, a: Array, b: Array, seen: list[Array], action: Array) ->
     sides = [moved & ((kind == 2) | (kind == 3 + side)) & (around[side] == a) for side in range(4)]
     is_a, is_b = put & (focus == a), put & (focus == b)
     first = [is_a & ((kind == 7) | (kind == 8 + side)) & (around[side] == b) for side in range(4)]
-    second = [is_b & ((kind == 7) | (kind == 8 + (side + 2) % 4)) & (around[side] == a) for side in range(4)]
+    second = [
+        is_b & ((kind == 7) | (kind == 8 + (side + 2) % 4)) & (around[side] == a)
+        for side in range(4)
+    ]
     return held, sides, first, second
 
 
 def _variants() -> dict[str, Callable[..., XLand]]:
     rooms = ((1, 9), (1, 13), (2, 9), (4, 9), (4, 13), (9, 16))
-    trees = {"": rulesets.Tree(), "-Small": rulesets.Tree.small(), "-Medium": rulesets.Tree.medium()}
+    trees = {
+        "": rulesets.Tree(),
+        "-Small": rulesets.Tree.small(),
+        "-Medium": rulesets.Tree.medium(),
+    }
     made = {
-        f"XLand-R{num}-{size}x{size}{word}": functools.partial(XLand, size=size, rooms=num, tree=tree)
+        f"XLand-R{num}-{size}x{size}{word}": functools.partial(
+            XLand, size=size, rooms=num, tree=tree
+        )
         for num, size in rooms
         for word, tree in trees.items()
     }

@@ -119,16 +119,22 @@ class RepeatFirst:
         card, left = deal(key, full_deck(self.num_cards, self.num_kinds))
         return RepeatFirstState(card, card, left, jnp.zeros((), jnp.int32))
 
-    def transition(self, key: PRNGKey, state: RepeatFirstState, action: Array, params: Params) -> RepeatFirstState:
+    def transition(
+        self, key: PRNGKey, state: RepeatFirstState, action: Array, params: Params
+    ) -> RepeatFirstState:
         """Deals the next card; consumes `key`."""
         card, left = deal(key, state.left)
         return RepeatFirstState(card, state.first, left, state.time + 1)
 
-    def observe(self, key: PRNGKey, state: RepeatFirstState, action: Array | None, params: Params) -> Array:
+    def observe(
+        self, key: PRNGKey, state: RepeatFirstState, action: Array | None, params: Params
+    ) -> Array:
         """The card in sight."""
         return state.card
 
-    def reward(self, state: RepeatFirstState, action: Array, next_state: RepeatFirstState, params: Params) -> Array:
+    def reward(
+        self, state: RepeatFirstState, action: Array, next_state: RepeatFirstState, params: Params
+    ) -> Array:
         """For naming the first card."""
         return judged(action == state.first, 1 / (self.num_cards - 1), params)
 
@@ -164,7 +170,9 @@ class RepeatPrevious:
         check_fields(self)
         check_deck("RepeatPrevious", self.num_cards, self.num_kinds)
         if not self.k < self.num_cards:
-            raise UsageError(f"RepeatPrevious looks back k = 1 to {self.num_cards - 1} cards, not {self.k}")
+            raise UsageError(
+                f"RepeatPrevious looks back k = 1 to {self.num_cards - 1} cards, not {self.k}"
+            )
 
     @property
     def name(self) -> str:
@@ -187,7 +195,9 @@ class RepeatPrevious:
     def init(self, key: PRNGKey, params: Params) -> RepeatPreviousState:
         """Deals the first card; consumes `key`."""
         card, left = deal(key, full_deck(self.num_cards, self.num_kinds))
-        return RepeatPreviousState(jnp.zeros(self.k, jnp.int32).at[0].set(card), left, jnp.zeros((), jnp.int32))
+        return RepeatPreviousState(
+            jnp.zeros(self.k, jnp.int32).at[0].set(card), left, jnp.zeros((), jnp.int32)
+        )
 
     def transition(
         self, key: PRNGKey, state: RepeatPreviousState, action: Array, params: Params
@@ -197,12 +207,18 @@ class RepeatPrevious:
         time = state.time + 1
         return RepeatPreviousState(state.recent.at[time % self.k].set(card), left, time)
 
-    def observe(self, key: PRNGKey, state: RepeatPreviousState, action: Array | None, params: Params) -> Array:
+    def observe(
+        self, key: PRNGKey, state: RepeatPreviousState, action: Array | None, params: Params
+    ) -> Array:
         """The card in sight."""
         return state.recent[state.time % self.k]
 
     def reward(
-        self, state: RepeatPreviousState, action: Array, next_state: RepeatPreviousState, params: Params
+        self,
+        state: RepeatPreviousState,
+        action: Array,
+        next_state: RepeatPreviousState,
+        params: Params,
     ) -> Array:
         """For naming the oldest of the last k cards; 0 until there are k."""
         earned = judged(action == self.sought(state), 1 / (self.num_cards - self.k), params)
@@ -219,9 +235,13 @@ class RepeatPrevious:
     def render(self, state: RepeatPreviousState, params: Params) -> Array:
         """The last k cards, newest at the right, the answer on gold; uint8 `[48, 16 (k + 2), 3]`."""
         age = jnp.arange(self.k - 1, -1, -1)
-        row = face(state.recent[(state.time - age) % self.k], jnp.where(age == self.k - 1, GOLD, PLAIN))
+        row = face(
+            state.recent[(state.time - age) % self.k], jnp.where(age == self.k - 1, GOLD, PLAIN)
+        )
         row = jnp.where(age <= state.time, row, BACK)
-        return picture.tiles(jnp.zeros((3, self.k + 2), jnp.int32).at[1, 1:-1].set(row), faces(self.num_kinds))
+        return picture.tiles(
+            jnp.zeros((3, self.k + 2), jnp.int32).at[1, 1:-1].set(row), faces(self.num_kinds)
+        )
 
 
 @flax.struct.dataclass
@@ -274,7 +294,9 @@ class CountRecall:
         deck = full_deck(self.num_cards, self.num_kinds)
         return self._dealt(key, deck, deck, jnp.zeros_like(deck), jnp.zeros((), jnp.int32))
 
-    def transition(self, key: PRNGKey, state: CountRecallState, action: Array, params: Params) -> CountRecallState:
+    def transition(
+        self, key: PRNGKey, state: CountRecallState, action: Array, params: Params
+    ) -> CountRecallState:
         """Deals the next card and query; consumes `key`."""
         return self._dealt(key, state.left, state.queries_left, state.counts, state.time + 1)
 
@@ -285,11 +307,15 @@ class CountRecall:
         counts = counts + (jnp.arange(self.num_kinds) == card)
         return CountRecallState(card, query, left, queries_left, counts, time)
 
-    def observe(self, key: PRNGKey, state: CountRecallState, action: Array | None, params: Params) -> Array:
+    def observe(
+        self, key: PRNGKey, state: CountRecallState, action: Array | None, params: Params
+    ) -> Array:
         """Card and query."""
         return jnp.stack([state.card, state.query])
 
-    def reward(self, state: CountRecallState, action: Array, next_state: CountRecallState, params: Params) -> Array:
+    def reward(
+        self, state: CountRecallState, action: Array, next_state: CountRecallState, params: Params
+    ) -> Array:
         """For the count of the query in sight when the answer was given."""
         return judged(action == state.counts[state.query], 1 / (self.num_cards - 1), params)
 
@@ -301,7 +327,13 @@ class CountRecall:
         """Card, query on gold, and the answer in figures; uint8 `[48, 128, 3]`."""
         count = state.counts[state.query]
         figures = DIGIT + jnp.stack([count // 100 % 10, count // 10 % 10, count % 10])
-        table = jnp.zeros((3, 8), jnp.int32).at[1, 1].set(face(state.card)).at[1, 3].set(face(state.query, GOLD))
+        table = (
+            jnp.zeros((3, 8), jnp.int32)
+            .at[1, 1]
+            .set(face(state.card))
+            .at[1, 3]
+            .set(face(state.query, GOLD))
+        )
         return picture.tiles(table.at[1, 4:7].set(figures), faces(self.num_kinds))
 
 
@@ -353,19 +385,27 @@ class Autoencode:
         cards = jnp.zeros(self.num_cards, jnp.int8).at[0].set(card.astype(jnp.int8))
         return AutoencodeState(cards, left, jnp.zeros((), jnp.int32))
 
-    def transition(self, key: PRNGKey, state: AutoencodeState, action: Array, params: Params) -> AutoencodeState:
+    def transition(
+        self, key: PRNGKey, state: AutoencodeState, action: Array, params: Params
+    ) -> AutoencodeState:
         """Deals the next card while there is one; consumes `key`."""
         card, left = deal(key, state.left)
         time = state.time + 1
-        cards = state.cards.at[time].set(card.astype(jnp.int8), mode="drop")  # out of bounds after the last card
+        cards = state.cards.at[time].set(
+            card.astype(jnp.int8), mode="drop"
+        )  # out of bounds after the last card
         return AutoencodeState(cards, jnp.where(time < self.num_cards, left, state.left), time)
 
-    def observe(self, key: PRNGKey, state: AutoencodeState, action: Array | None, params: Params) -> Array:
+    def observe(
+        self, key: PRNGKey, state: AutoencodeState, action: Array | None, params: Params
+    ) -> Array:
         """Phase and card."""
         card = state.cards.at[state.time].get(mode="fill", fill_value=0)
         return jnp.stack([self.answering(state).astype(jnp.int32), card.astype(jnp.int32)])
 
-    def reward(self, state: AutoencodeState, action: Array, next_state: AutoencodeState, params: Params) -> Array:
+    def reward(
+        self, state: AutoencodeState, action: Array, next_state: AutoencodeState, params: Params
+    ) -> Array:
         """For the card whose turn it was; 0 while watching."""
         earned = judged(action == state.cards[self.turn(state)], 1 / self.num_cards, params)
         return jnp.where(self.answering(state), earned, 0.0)
@@ -386,9 +426,16 @@ class Autoencode:
         """All cards in rows of 13, the one to name on gold, others face down while answers are given."""
         place = jnp.arange(self.num_cards)
         answering, turn = self.answering(state), self.turn(state)
-        row = face(state.cards.astype(jnp.int32), jnp.where(answering & (place == turn), GOLD, PLAIN))
+        row = face(
+            state.cards.astype(jnp.int32), jnp.where(answering & (place == turn), GOLD, PLAIN)
+        )
         row = jnp.where((place <= state.time) & ~(answering & (place < turn)), row, BACK)
-        table = jnp.zeros(-(-self.num_cards // 13) * 13, jnp.int32).at[: self.num_cards].set(row).reshape(-1, 13)
+        table = (
+            jnp.zeros(-(-self.num_cards // 13) * 13, jnp.int32)
+            .at[: self.num_cards]
+            .set(row)
+            .reshape(-1, 13)
+        )
         return picture.tiles(jnp.pad(table, 1), faces(self.num_kinds))
 
 
@@ -411,9 +458,15 @@ def faces(num_kinds: int) -> np.ndarray:
             bitmap = sprites.SUITS[suit] if num_kinds <= 4 else sprites.FIGURES[RANKS[kind]]
             red = num_kinds <= 4 and suit in ("diamonds", "hearts")
             color = picture.RED if red else picture.BLACK
-            pages.append(sprites.framed(sprites.stamp(bitmap, color, ground, CARD, 1 + (num_kinds > 4)), table))
+            pages.append(
+                sprites.framed(
+                    sprites.stamp(bitmap, color, ground, CARD, 1 + (num_kinds > 4)), table
+                )
+            )
     back = sprites.framed(sprites.plain(picture.BLUE, CARD), table)
-    figures = [sprites.stamp(sprites.FIGURES[str(i)], picture.WHITE, table, CARD, 2) for i in range(10)]
+    figures = [
+        sprites.stamp(sprites.FIGURES[str(i)], picture.WHITE, table, CARD, 2) for i in range(10)
+    ]
     return np.stack([sprites.plain(table, CARD), back, *pages, *figures])
 
 

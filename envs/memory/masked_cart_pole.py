@@ -69,11 +69,15 @@ class MaskedCartPole(CartPole):
         """Unbounded: velocities are, and so is noise."""
         return Box(-np.inf, np.inf, (len(VIEWS[self.observed]),))
 
-    def observe(self, key: PRNGKey, state: CartPoleState, action: Array | None, params: CartPoleParams) -> Array:
+    def observe(
+        self, key: PRNGKey, state: CartPoleState, action: Array | None, params: CartPoleParams
+    ) -> Array:
         """The observed numbers, float32 `[2]` or `[4]`."""
         return observed_numbers(state, self.observed)
 
-    def reward(self, state: CartPoleState, action: Array, next_state: CartPoleState, params: CartPoleParams) -> Array:
+    def reward(
+        self, state: CartPoleState, action: Array, next_state: CartPoleState, params: CartPoleParams
+    ) -> Array:
         """1 / max_steps."""
         return super().reward(state, action, next_state, params) / params.max_steps
 
@@ -89,13 +93,20 @@ class NoisyCartPole(MaskedCartPole):
         """200 steps, noise 0.1."""
         return NoisyParams()
 
-    def observe(self, key: PRNGKey, state: CartPoleState, action: Array | None, params: NoisyParams) -> Array:
+    def observe(
+        self, key: PRNGKey, state: CartPoleState, action: Array | None, params: NoisyParams
+    ) -> Array:
         """The observed numbers with noise, float32 `[2]` or `[4]`; consumes `key`."""
         exact = observed_numbers(state, self.observed)
         return exact + params.noise * jax.random.normal(key, exact.shape)
 
     def log_likelihood(
-        self, obs: Array, state: CartPoleState, action: Array, next_state: CartPoleState, params: NoisyParams
+        self,
+        obs: Array,
+        state: CartPoleState,
+        action: Array,
+        next_state: CartPoleState,
+        params: NoisyParams,
     ) -> Array:
         """The density log p(obs | action, next state), a sum of normal log densities."""
         exact = observed_numbers(next_state, self.observed)

@@ -69,9 +69,13 @@ class Asterix:
             for z in (params.spawn_interval, params.move_interval, params.ramp_interval)
         )
         empty = jnp.zeros(SLOTS, jnp.int32), none, none, none
-        return AsterixState(zero + 5, zero + 5, *empty, spawn, move, spawn, move, ramp, zero, zero, zero > 0, zero)
+        return AsterixState(
+            zero + 5, zero + 5, *empty, spawn, move, spawn, move, ramp, zero, zero, zero > 0, zero
+        )
 
-    def move(self, key: PRNGKey, state: AsterixState, action: Array, params: AsterixParams) -> AsterixState:
+    def move(
+        self, key: PRNGKey, state: AsterixState, action: Array, params: AsterixParams
+    ) -> AsterixState:
         """Something may come; the player moves, then all else; consumes `key`."""
         columns, right, gold, there = self._spawned(key, state)
         y = jnp.clip(state.y + (action == 4) - (action == 2), 1, 8).astype(jnp.int32)
@@ -87,12 +91,16 @@ class Asterix:
         score, over = score + jnp.any(met & gold), over | jnp.any(met & ~gold)
         there = there & ~(met & gold)
 
-        ramping = jnp.asarray(params.ramping, bool) & ((state.spawn_interval > 1) | (state.move_interval > 1))
+        ramping = jnp.asarray(params.ramping, bool) & (
+            (state.spawn_interval > 1) | (state.move_interval > 1)
+        )
         waits, shrinks = ramping & (state.ramp_timer >= 0), ramping & (state.ramp_timer < 0)
         move_timer = jnp.where(moves, state.move_interval, state.move_timer) - 1
         spawn_timer = jnp.where(state.spawn_timer == 0, state.spawn_interval, state.spawn_timer) - 1
         faster = shrinks & (state.move_interval > 1) & (state.ramps % 2 == 1)
-        ramp_timer = jnp.where(waits, state.ramp_timer - 1, jnp.asarray(params.ramp_interval, jnp.int32))
+        ramp_timer = jnp.where(
+            waits, state.ramp_timer - 1, jnp.asarray(params.ramp_interval, jnp.int32)
+        )
         return AsterixState(
             y=y,
             x=x,

@@ -55,15 +55,29 @@ class Breakout:
 
     def start(self, key: PRNGKey, params: BreakoutParams) -> BreakoutState:
         """All bricks, the ball falling from one side; consumes `key`."""
-        right, zero = jax.random.choice(key, jnp.array([0, 1])).astype(jnp.int32), jnp.zeros((), jnp.int32)
+        right, zero = (
+            jax.random.choice(key, jnp.array([0, 1])).astype(jnp.int32),
+            jnp.zeros((), jnp.int32),
+        )
         y, x, no = zero + 3, 9 * right, zero > 0
-        return BreakoutState(jnp.ones((ROWS, SIDE), bool), y, x, y, x, 2 + right, zero + 4, no, zero, no, zero)
+        return BreakoutState(
+            jnp.ones((ROWS, SIDE), bool), y, x, y, x, 2 + right, zero + 4, no, zero, no, zero
+        )
 
-    def move(self, key: PRNGKey, state: BreakoutState, action: Array, params: BreakoutParams) -> BreakoutState:
+    def move(
+        self, key: PRNGKey, state: BreakoutState, action: Array, params: BreakoutParams
+    ) -> BreakoutState:
         """Moves the paddle, then the ball; deterministic."""
-        paddle = jnp.clip(state.paddle + (action == 2) - (action == 1), 0, SIDE - 1).astype(jnp.int32)
-        x, y = state.x + jnp.asarray(DX)[state.direction], state.y + jnp.asarray(DY)[state.direction]
-        direction = jnp.where((x < 0) | (x >= SIDE), jnp.asarray(MIRRORED)[state.direction], state.direction)
+        paddle = jnp.clip(state.paddle + (action == 2) - (action == 1), 0, SIDE - 1).astype(
+            jnp.int32
+        )
+        x, y = (
+            state.x + jnp.asarray(DX)[state.direction],
+            state.y + jnp.asarray(DY)[state.direction],
+        )
+        direction = jnp.where(
+            (x < 0) | (x >= SIDE), jnp.asarray(MIRRORED)[state.direction], state.direction
+        )
         direction = jnp.where(y < 0, jnp.asarray(FLIPPED)[direction], direction)
         x, ceiling, y = jnp.clip(x, 0, SIDE - 1), y < 0, jnp.maximum(y, 0)
 

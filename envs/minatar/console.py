@@ -119,7 +119,15 @@ class MinAtar:
 
 
 COLORS = np.array(
-    [picture.BLACK, picture.GREEN, picture.RED, picture.BROWN, picture.YELLOW, picture.ORANGE, picture.PURPLE]
+    [
+        picture.BLACK,
+        picture.GREEN,
+        picture.RED,
+        picture.BROWN,
+        picture.YELLOW,
+        picture.ORANGE,
+        picture.PURPLE,
+    ]
     + [picture.GRAY],
     np.uint8,
 )

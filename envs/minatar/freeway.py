@@ -55,13 +55,19 @@ class Freeway:
         """The player below the road; consumes `key`."""
         speeds, zero = self._speeds(key), jnp.zeros((), jnp.int32)
         timer = zero + jnp.asarray(params.player_interval, jnp.int32)
-        return FreewayState(zero + 9, jnp.zeros_like(speeds), jnp.abs(speeds), speeds, timer, zero, zero > 0, zero)
+        return FreewayState(
+            zero + 9, jnp.zeros_like(speeds), jnp.abs(speeds), speeds, timer, zero, zero > 0, zero
+        )
 
-    def move(self, key: PRNGKey, state: FreewayState, action: Array, params: FreewayParams) -> FreewayState:
+    def move(
+        self, key: PRNGKey, state: FreewayState, action: Array, params: FreewayParams
+    ) -> FreewayState:
         """The player moves, then the cars; consumes `key`."""
         moves = (state.move_timer == 0) & (action > 0)
         y = jnp.clip(state.y + jnp.where(moves, jnp.where(action == 1, -1, 1), 0), 0, SIDE - 1)
-        move_timer = jnp.where(moves, jnp.asarray(params.player_interval, jnp.int32), state.move_timer)
+        move_timer = jnp.where(
+            moves, jnp.asarray(params.player_interval, jnp.int32), state.move_timer
+        )
         crossed = y == 0
         speeds = jnp.where(crossed, self._speeds(key), state.speeds)
         timers = jnp.where(crossed, jnp.abs(speeds), state.timers)

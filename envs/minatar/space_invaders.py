@@ -64,9 +64,14 @@ class SpaceInvaders:
     def start(self, key: PRNGKey, params: SpaceInvadersParams) -> SpaceInvadersState:
         """A wave above, the player below; `key` is not used."""
         none, zero = jnp.zeros((SIDE, SIDE), bool), jnp.zeros((), jnp.int32)
-        moves, shot = (zero + jnp.asarray(z, jnp.int32) for z in (params.move_interval, params.enemy_shot_interval))
+        moves, shot = (
+            zero + jnp.asarray(z, jnp.int32)
+            for z in (params.move_interval, params.enemy_shot_interval)
+        )
         wave = none | WAVE
-        return SpaceInvadersState(zero + 5, none, none, wave, zero - 1, moves, moves, shot, zero, zero, zero > 0, zero)
+        return SpaceInvadersState(
+            zero + 5, none, none, wave, zero - 1, moves, moves, shot, zero, zero, zero > 0, zero
+        )
 
     def move(
         self, key: PRNGKey, state: SpaceInvadersState, action: Array, params: SpaceInvadersParams
@@ -83,7 +88,9 @@ class SpaceInvaders:
         edge = moves & jnp.any(jnp.where(left, state.aliens[:, 0], state.aliens[:, SIDE - 1]))
         over = over | (edge & jnp.any(state.aliens[SIDE - 1]))
         aside = jnp.where(left, jnp.roll(state.aliens, -1, 1), jnp.roll(state.aliens, 1, 1))
-        aliens = jnp.where(edge, jnp.roll(state.aliens, 1, 0), jnp.where(moves, aside, state.aliens))
+        aliens = jnp.where(
+            edge, jnp.roll(state.aliens, 1, 0), jnp.where(moves, aside, state.aliens)
+        )
         over = over | (moves & aliens[SIDE - 1, x])
         crowd = jnp.sum(state.aliens, dtype=jnp.int32)
 
@@ -93,8 +100,12 @@ class SpaceInvaders:
         hits = aliens & shots
         aliens, shots = aliens & ~hits, shots & ~hits
         cleared = ~jnp.any(aliens)
-        faster = cleared & jnp.asarray(params.ramping, bool) & (state.move_interval > LEAST_INTERVAL)
-        shot_timer = jnp.where(fires, jnp.asarray(params.shot_interval, jnp.int32), state.shot_timer)
+        faster = (
+            cleared & jnp.asarray(params.ramping, bool) & (state.move_interval > LEAST_INTERVAL)
+        )
+        shot_timer = jnp.where(
+            fires, jnp.asarray(params.shot_interval, jnp.int32), state.shot_timer
+        )
         enemy_interval = jnp.asarray(params.enemy_shot_interval, jnp.int32)
         return SpaceInvadersState(
             x=x,
@@ -103,7 +114,8 @@ class SpaceInvaders:
             aliens=aliens | (cleared & WAVE),
             direction=jnp.where(edge, -state.direction, state.direction),
             move_interval=state.move_interval - faster,
-            move_timer=jnp.where(moves, jnp.minimum(crowd, state.move_interval), state.move_timer) - 1,
+            move_timer=jnp.where(moves, jnp.minimum(crowd, state.move_interval), state.move_timer)
+            - 1,
             enemy_shot_timer=jnp.where(shoots, enemy_interval, state.enemy_shot_timer) - 1,
             shot_timer=(shot_timer - (shot_timer > 0)).astype(jnp.int32),
             score=state.score + jnp.sum(hits, dtype=jnp.int32),

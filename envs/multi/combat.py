@@ -30,7 +30,9 @@ from jaxpar.types import Array, PRNGKey, UsageError
 __all__ = ["KINDS", "VARIANTS", "Combat", "scripted"]
 
 KINDS = ("melee", "ranged", "healer")
-MOVES = np.array([[0, 0], [-1, 0], [1, 0], [0, -1], [0, 1]], np.int32)  # rest, up, down, left, right; then the targets
+MOVES = np.array(
+    [[0, 0], [-1, 0], [1, 0], [0, -1], [0, 1]], np.int32
+)  # rest, up, down, left, right; then the targets
 FAR = 1 << 20
 
 
@@ -103,7 +105,9 @@ class Combat:
         if not self.first or not self.second:
             raise UsageError("Combat needs at least one unit in each team.")
         if max(len(self.first), len(self.second)) > 2 * self.size:
-            raise UsageError(f"Combat needs room in two columns a team, which a size of {self.size} has not.")
+            raise UsageError(
+                f"Combat needs room in two columns a team, which a size of {self.size} has not."
+            )
 
     @property
     def num_agents(self) -> int:
@@ -142,7 +146,10 @@ class Combat:
     @property
     def targets(self) -> np.ndarray:
         """The unit that each of K choices means, int32 `[U, K]`, -1 where there is none."""
-        rows = [self.members(unit, own=kind == KINDS.index("healer")) for unit, kind in enumerate(self.kind)]
+        rows = [
+            self.members(unit, own=kind == KINDS.index("healer"))
+            for unit, kind in enumerate(self.kind)
+        ]
         return np.array([row + [-1] * (self.width - len(row)) for row in rows], np.int32)
 
     @property
@@ -162,7 +169,9 @@ class Combat:
 
     def observation_space(self, params: Params) -> Box:
         """Of all agents, `[N, ...]`."""
-        return Box(-float(self.size), float(self.size), (self.num_agents, 7 + 8 * (2 * self.width - 1)))
+        return Box(
+            -float(self.size), float(self.size), (self.num_agents, 7 + 8 * (2 * self.width - 1))
+        )
 
     def action_space(self, params: Params) -> Discrete:
         """Of all agents, `[N]`."""
@@ -177,14 +186,19 @@ class Combat:
             cells = distinct(place_key, 2 * self.size, count)
             places.append(jnp.stack([cells // 2, cells % 2 + side * (self.size - 2)], axis=1))
         health = self.by_unit(params.health)
-        return State(jnp.concatenate(places), health, jnp.zeros_like(health), jnp.zeros((), jnp.int32))
+        return State(
+            jnp.concatenate(places), health, jnp.zeros_like(health), jnp.zeros((), jnp.int32)
+        )
 
     def unit_mask(self, state: State, params: Params) -> Array:
         """The legal actions of all units, bool `[U, 5 + K]`; the dead rest."""
         alive, targets = state.health > 0, self.targets
         cells = state.position[:, None] + MOVES[None]
         inside = jnp.all((cells >= 0) & (cells < self.size), axis=-1)
-        taken = jnp.any(jnp.all(cells[:, :, None] == state.position[None, None], axis=-1) & alive[None, None], axis=-1)
+        taken = jnp.any(
+            jnp.all(cells[:, :, None] == state.position[None, None], axis=-1) & alive[None, None],
+            axis=-1,
+        )
         moves = (inside & ~taken & alive[:, None]).at[:, 0].set(True)
         distance = jnp.max(jnp.abs(state.position[:, None] - state.position[targets]), axis=-1)
         ready = alive & (state.pause == 0)
@@ -207,12 +221,16 @@ class Combat:
         acts, units = action >= len(MOVES), len(self.team)
         choice = jnp.maximum(action - len(MOVES), 0)
         target = jnp.take_along_axis(jnp.asarray(self.targets), choice[:, None], axis=1)
-        strength = self.by_unit(params.power) * np.where(self.kind == KINDS.index("healer"), 1, -1).astype(np.int32)
+        strength = self.by_unit(params.power) * np.where(
+            self.kind == KINDS.index("healer"), 1, -1
+        ).astype(np.int32)
         change = jnp.where(acts[:, None] & (target == np.arange(units)[None]), strength[:, None], 0)
         health = jnp.clip(state.health + jnp.sum(change, axis=0), 0, self.by_unit(params.health))
         cell = state.position + jnp.asarray(MOVES)[jnp.where(acts, 0, action)]
         moves = jnp.any(cell != state.position, axis=1)
-        same = jnp.all(cell[:, None] == cell[None], axis=-1) & ~np.eye(units, dtype=bool) & moves[None]
+        same = (
+            jnp.all(cell[:, None] == cell[None], axis=-1) & ~np.eye(units, dtype=bool) & moves[None]
+        )
         position = jnp.where(jnp.any(same, axis=1, keepdims=True), state.position, cell)
         pause = jnp.where(acts, self.by_unit(params.pause), jnp.maximum(state.pause - 1, 0))
         return State(position, health, pause, state.time + 1)
@@ -223,12 +241,16 @@ class Combat:
         health = state.health / self.by_unit(params.health)
         pause = state.pause / jnp.maximum(self.by_unit(params.pause), 1)
         kind = np.eye(len(KINDS), dtype=np.float32)[self.kind]
-        own = jnp.concatenate([state.position / (self.size - 1), jnp.stack([health, pause], axis=1), kind], axis=1)
+        own = jnp.concatenate(
+            [state.position / (self.size - 1), jnp.stack([health, pause], axis=1), kind], axis=1
+        )
         offset = state.position[seen] - state.position[:, None]
         sight = self.by_unit(params.sight)[:, None]
         visible = (seen >= 0) & alive[seen] & (jnp.max(jnp.abs(offset), axis=-1) <= sight)
         numbers = jnp.stack([jnp.ones_like(health)[seen], health[seen], pause[seen]], axis=-1)
-        others = jnp.concatenate([numbers[..., :1], offset / sight[..., None], numbers[..., 1:], kind[seen]], axis=-1)
+        others = jnp.concatenate(
+            [numbers[..., :1], offset / sight[..., None], numbers[..., 1:], kind[seen]], axis=-1
+        )
         others = jnp.where(visible[..., None], others, 0.0).reshape(len(self.team), -1)
         return jnp.where(alive[:, None], jnp.concatenate([own, others], axis=1), 0.0)[:count]
 
@@ -251,7 +273,9 @@ class Combat:
     def reward(self, state: State, action: Array, next_state: State, params: Params) -> Array:
         """The team's, for those who lived before the step."""
         sign = np.where(self.team == 0, 1.0, -1.0).astype(np.float32)
-        return jnp.where(state.health > 0, sign * self.team_reward(state, next_state, params), 0.0)[: self.num_agents]
+        return jnp.where(state.health > 0, sign * self.team_reward(state, next_state, params), 0.0)[
+            : self.num_agents
+        ]
 
     def terminal(self, state: State, params: Params) -> Array:
         """The dead have ended, and all have when one team is dead."""
@@ -266,7 +290,9 @@ class Combat:
         eighths = -(-8 * state.health // self.by_unit(params.health))
         index = jnp.where(state.health > 0, 1 + (3 * self.team + self.kind) * 9 + eighths, 0)
         grid = jnp.zeros((self.size, self.size), jnp.int32)
-        return picture.tiles(grid.at[state.position[:, 0], state.position[:, 1]].max(index), sprites())
+        return picture.tiles(
+            grid.at[state.position[:, 0], state.position[:, 1]].max(index), sprites()
+        )
 
 
 def rank(table: np.ndarray) -> np.ndarray:
@@ -332,7 +358,8 @@ VARIANTS = {
     "Combat-3v3": Combat,
     "Combat-5v5": lambda: Combat(*[("melee", "melee", "ranged", "ranged", "healer")] * 2),
     "Combat-5v6": lambda: Combat(
-        ("melee", "melee", "ranged", "ranged", "healer"), ("melee", "melee", "melee", "ranged", "ranged", "ranged")
+        ("melee", "melee", "ranged", "ranged", "healer"),
+        ("melee", "melee", "melee", "ranged", "ranged", "ranged"),
     ),
     "Combat-3v3-both": lambda: Combat(both=True),
 }

@@ -36,7 +36,9 @@ class Physics:
     max_steps: int = 25
 
 
-def contact_forces(position: Array, size: Array, others: Array, other_size: Array, params: Any) -> Array:
+def contact_forces(
+    position: Array, size: Array, others: Array, other_size: Array, params: Any
+) -> Array:
     """The force `[N, 2]` on discs at `position` `[N, 2]` with radii `size` `[N]` from those of `others` `[M, 2]`.
 
     `contact_force * margin * softplus((sum of radii - distance) / margin)` along the line between them; zero from a
@@ -61,7 +63,10 @@ def slow_down(velocity: Array, max_speed: Array) -> Array:
     """Velocities `[N, 2]` shortened to `max_speed` `[N]` where they are longer."""
     squared = jnp.square(velocity[:, 0]) + jnp.square(velocity[:, 1])
     fast = squared > jnp.square(max_speed)
-    return velocity * jnp.where(fast, max_speed / jnp.sqrt(jnp.where(fast, squared, 1.0)), 1.0)[:, None]
+    return (
+        velocity
+        * jnp.where(fast, max_speed / jnp.sqrt(jnp.where(fast, squared, 1.0)), 1.0)[:, None]
+    )
 
 
 def direction(action: Array, continuous: bool) -> Array:
@@ -69,7 +74,10 @@ def direction(action: Array, continuous: bool) -> Array:
     if continuous:
         action = jnp.clip(action, 0.0, 1.0)
         return jnp.stack([action[:, 2] - action[:, 1], action[:, 4] - action[:, 3]], axis=1)
-    right_up, left_down = action[:, None] == np.array([[2, 4]]), action[:, None] == np.array([[1, 3]])
+    right_up, left_down = (
+        action[:, None] == np.array([[2, 4]]),
+        action[:, None] == np.array([[1, 3]]),
+    )
     return right_up.astype(jnp.float32) - left_down.astype(jnp.float32)
 
 

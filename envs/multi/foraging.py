@@ -26,7 +26,9 @@ from jaxpar.types import Array, PRNGKey, UsageError
 
 __all__ = ["VARIANTS", "Foraging", "scripted"]
 
-MOVES = np.array([[0, 0], [-1, 0], [1, 0], [0, -1], [0, 1], [0, 0]], np.int32)  # rest, up, down, left, right, load
+MOVES = np.array(
+    [[0, 0], [-1, 0], [1, 0], [0, -1], [0, 1], [0, 0]], np.int32
+)  # rest, up, down, left, right, load
 LOAD = 5
 
 
@@ -95,7 +97,9 @@ class Foraging:
         """Refuses what cannot be built."""
         check_fields(self)
         if self.num_agents > self.size**2 - 1:
-            raise UsageError(f"{self.num_agents} agents and food need more cells than the {self.size**2} of this grid.")
+            raise UsageError(
+                f"{self.num_agents} agents and food need more cells than the {self.size**2} of this grid."
+            )
 
     @property
     def name(self) -> str:
@@ -117,12 +121,16 @@ class Foraging:
         """Of all agents, `[N, ...]`."""
         top = max(self.size - 1, self.max_strength * min(self.num_agents, 3))
         if self.view == "grid":
-            return Box(0, top, (self.num_agents, 3, 2 * self.reach + 1, 2 * self.reach + 1), jnp.int32)
+            return Box(
+                0, top, (self.num_agents, 3, 2 * self.reach + 1, 2 * self.reach + 1), jnp.int32
+            )
         return Box(-1.0, float(top), (self.num_agents, 3 * (self.num_food + self.num_agents)))
 
     def action_space(self, params: Params) -> Discrete:
         """Of all agents, `[N]`: rest, up, down, left, right, load."""
-        return Discrete(len(MOVES), (self.num_agents,), names=("rest", "up", "down", "left", "right", "load"))
+        return Discrete(
+            len(MOVES), (self.num_agents,), names=("rest", "up", "down", "left", "right", "load")
+        )
 
     def sample_level(self, key: PRNGKey, params: Params) -> Level:
         """Agents anywhere, then food off the walls and well apart, each uniform over what is left; consumes `key`.
@@ -139,12 +147,16 @@ class Foraging:
         free = inner & ~jnp.any(offsets(position, row, column) == 0, axis=0)
         food, room = [], []
         for place in jax.random.split(food_key, self.num_food):
-            cell = jax.random.categorical(place, jnp.where(free, 0.0, -jnp.inf).reshape(-1)).astype(jnp.int32)
+            cell = jax.random.categorical(place, jnp.where(free, 0.0, -jnp.inf).reshape(-1)).astype(
+                jnp.int32
+            )
             food.append(jnp.stack([cell // self.size, cell % self.size]))
             room.append(jnp.any(free))
             free &= offsets(food[-1][None], row, column)[0] > 2
         most = jnp.sum(jnp.sort(strength)[:3])
-        weight = jax.random.randint(weight_key, (self.num_food,), jnp.where(self.together, most, 1), most + 1)
+        weight = jax.random.randint(
+            weight_key, (self.num_food,), jnp.where(self.together, most, 1), most + 1
+        )
         return Level(position, strength, jnp.stack(food), jnp.where(jnp.stack(room), weight, 0))
 
     def init_level(self, key: PRNGKey, level: Level, params: Params) -> State:
@@ -160,22 +172,31 @@ class Foraging:
         """Bool `[N, 6]`: cells within the grid and without food (agents do not count), and food to load beside one."""
         target = state.position[:, None] + MOVES[None]
         inside = jnp.all((target >= 0) & (target < self.size), axis=-1)
-        food = jnp.any(jnp.all(target[:, :, None] == state.food[None, None], axis=-1) & state.left[None, None], axis=-1)
+        food = jnp.any(
+            jnp.all(target[:, :, None] == state.food[None, None], axis=-1) & state.left[None, None],
+            axis=-1,
+        )
         return (inside & ~food).at[:, LOAD].set(jnp.any(beside_food(state), axis=1))
 
     def transition(self, key: PRNGKey, state: State, action: Array, params: Params) -> State:
         """Deterministic; `key` is not used."""
         action = self.legal(state, action, params)
         target = state.position + jnp.asarray(MOVES)[action]
-        for _ in range(self.num_agents - 1):  # who has to stay may keep another out, at most N - 1 times in a row
-            same = jnp.all(target[:, None] == target[None], axis=-1) & ~np.eye(self.num_agents, dtype=bool)
+        for _ in range(
+            self.num_agents - 1
+        ):  # who has to stay may keep another out, at most N - 1 times in a row
+            same = jnp.all(target[:, None] == target[None], axis=-1) & ~np.eye(
+                self.num_agents, dtype=bool
+            )
             target = jnp.where(jnp.any(same, axis=1, keepdims=True), state.position, target)
         lifted, _ = lift(state, action)
         return state.replace(position=target, left=state.left & ~lifted, time=state.time + 1)
 
     def legal(self, state: State, action: Array, params: Params) -> Array:
         """Actions int32 `[N]`, those that the mask forbids turned into rests."""
-        allowed = jnp.take_along_axis(self.action_mask(state, params), action[:, None], axis=1)[:, 0]
+        allowed = jnp.take_along_axis(self.action_mask(state, params), action[:, None], axis=1)[
+            :, 0
+        ]
         return jnp.where(allowed, action, 0)
 
     def observe(self, key: PRNGKey, state: State, action: Array | None, params: Params) -> Array:
@@ -198,7 +219,9 @@ class Foraging:
         reading = (state.food[:, 0] * self.size + state.food[:, 1])[None]
         first = np.where(np.eye(count, dtype=bool), -1, np.arange(count)[None])
         food = rows(state.food, jnp.where(state.left, state.weight, 0), reading)
-        return jnp.concatenate([food, rows(state.position, state.strength, first)], axis=1).astype(jnp.float32)
+        return jnp.concatenate([food, rows(state.position, state.strength, first)], axis=1).astype(
+            jnp.float32
+        )
 
     def _grid(self, state: State) -> Array:
         span = np.arange(-self.reach, self.reach + 1, dtype=np.int32)
@@ -213,7 +236,9 @@ class Foraging:
             food = layer(centre, state.food, jnp.where(state.left, state.weight, 0))
             rows, columns = row + centre[0], column + centre[1]
             inside = (jnp.minimum(rows, columns) >= 0) & (jnp.maximum(rows, columns) < self.size)
-            return jnp.stack([agents, food, (inside & (agents == 0) & (food == 0)).astype(jnp.int32)])
+            return jnp.stack(
+                [agents, food, (inside & (agents == 0) & (food == 0)).astype(jnp.int32)]
+            )
 
         return jax.vmap(layers)(state.position)
 
@@ -238,8 +263,12 @@ class Foraging:
     def render(self, state: State, params: Params) -> Array:
         """Agents are blue squares, food is red, levels are dots, uint8 `[16 size, 16 size, 3]`."""
         grid = jnp.zeros((self.size, self.size), jnp.int32)
-        grid = grid.at[state.food[:, 0], state.food[:, 1]].add(jnp.where(state.left, jnp.minimum(state.weight, 9), 0))
-        grid = grid.at[state.position[:, 0], state.position[:, 1]].set(9 + jnp.minimum(state.strength, 9))
+        grid = grid.at[state.food[:, 0], state.food[:, 1]].add(
+            jnp.where(state.left, jnp.minimum(state.weight, 9), 0)
+        )
+        grid = grid.at[state.position[:, 0], state.position[:, 1]].set(
+            9 + jnp.minimum(state.strength, 9)
+        )
         return picture.tiles(grid, sprites())
 
 
@@ -250,7 +279,9 @@ def offsets(place: Array, row: np.ndarray, column: np.ndarray) -> Array:
 
 def beside_food(state: State) -> Array:
     """Whether an agent stands beside a food that is left, bool `[N, F]`."""
-    return (jnp.sum(jnp.abs(state.position[:, None] - state.food[None]), axis=-1) == 1) & state.left[None]
+    return (
+        jnp.sum(jnp.abs(state.position[:, None] - state.food[None]), axis=-1) == 1
+    ) & state.left[None]
 
 
 def lift(state: State, action: Array) -> tuple[Array, Array]:
@@ -292,7 +323,9 @@ def scripted(env: Foraging, state: State, params: Params) -> Array:
         def closer(_: int, way: Array) -> Array:
             edge = jnp.pad(way, 1, constant_values=far)
             around = jnp.stack([edge[:-2, 1:-1], edge[2:, 1:-1], edge[1:-1, :-2], edge[1:-1, 2:]])
-            return jnp.where(blocked & ~goal_here, far, jnp.minimum(way, jnp.min(around, axis=0) + 1))
+            return jnp.where(
+                blocked & ~goal_here, far, jnp.minimum(way, jnp.min(around, axis=0) + 1)
+            )
 
         return jax.lax.fori_loop(0, 3 * env.size, closer, jnp.where(goal_here, 0, far))
 
@@ -303,7 +336,9 @@ def scripted(env: Foraging, state: State, params: Params) -> Array:
         target = state.position[i][None] + MOVES[:LOAD]
         target = jnp.where(mask[i, :LOAD, None], target, state.position[i][None])
         length = way[target[:, 0], target[:, 1]]
-        action = jnp.where(apart[i, goal] == 1, LOAD, jnp.argmin(jnp.where(mask[i, :LOAD], length, far + 1)))
+        action = jnp.where(
+            apart[i, goal] == 1, LOAD, jnp.argmin(jnp.where(mask[i, :LOAD], length, far + 1))
+        )
         actions.append(action.astype(jnp.int32))
         places = places.at[i].add(jnp.asarray(MOVES)[action])
     return jnp.stack(actions)

@@ -130,7 +130,9 @@ class Spread:
 
     def init(self, key: PRNGKey, params: SpreadParams) -> State:
         """Everything at rest, uniform on the square from -1 to 1; consumes `key`."""
-        place = jax.random.uniform(key, (self.num_agents + self.num_landmarks, 2), minval=-1.0, maxval=1.0)
+        place = jax.random.uniform(
+            key, (self.num_agents + self.num_landmarks, 2), minval=-1.0, maxval=1.0
+        )
         agents, landmarks = place[: self.num_agents], place[self.num_agents :]
         return State(agents, jnp.zeros_like(agents), landmarks, jnp.zeros((), jnp.int32))
 
@@ -142,18 +144,24 @@ class Spread:
         position, velocity = move(state.position, state.velocity, force, params)
         return State(position, velocity, state.landmarks, state.time + 1)
 
-    def observe(self, key: PRNGKey, state: State, action: Array | None, params: SpreadParams) -> Array:
+    def observe(
+        self, key: PRNGKey, state: State, action: Array | None, params: SpreadParams
+    ) -> Array:
         """Deterministic; `key` is not used."""
         agents = state.position
         marks = state.landmarks[None] - agents[:, None]
         others = others_of(agents[None] - agents[:, None])
-        seen = [part.reshape(self.num_agents, -1) for part in (marks, others, jnp.zeros_like(others))]
+        seen = [
+            part.reshape(self.num_agents, -1) for part in (marks, others, jnp.zeros_like(others))
+        ]
         return jnp.concatenate([state.velocity, agents, *seen], axis=1)
 
     def reward(self, state: State, action: Array, next_state: State, params: SpreadParams) -> Array:
         """`(1 - ratio)` of minus the distances from landmarks to their nearest agents, `ratio` of minus collisions."""
         size = jnp.full(self.num_agents, params.size, jnp.float32)
-        hits = touching(next_state.position, size, next_state.position, size) & ~np.eye(self.num_agents, dtype=bool)
+        hits = touching(next_state.position, size, next_state.position, size) & ~np.eye(
+            self.num_agents, dtype=bool
+        )
         delta = next_state.landmarks[:, None] - next_state.position[None]
         nearest = jnp.min(jnp.square(delta[..., 0]) + jnp.square(delta[..., 1]), axis=1)
         cover = -jnp.sum(jnp.sqrt(nearest))
@@ -169,7 +177,9 @@ class Spread:
 
     def render(self, state: State, params: SpreadParams) -> Array:
         """Agents blue, landmarks dark, uint8 `[112, 112, 3]`."""
-        size = jnp.concatenate([jnp.full(self.num_agents, params.size), jnp.full(self.num_landmarks, 0.05)])
+        size = jnp.concatenate(
+            [jnp.full(self.num_agents, params.size), jnp.full(self.num_landmarks, 0.05)]
+        )
         colour = np.array([[115, 115, 220]] * self.num_agents + [[50, 50, 50]] * self.num_landmarks)
         return paint(jnp.concatenate([state.position, state.landmarks]), size, colour)
 
@@ -225,19 +235,27 @@ class Tag:
         """At rest; agents uniform on the square from -1 to 1, obstacles to 0.9; consumes `key`."""
         agent_key, obstacle_key = jax.random.split(key)
         agents = jax.random.uniform(agent_key, (self.num_agents, 2), minval=-1.0, maxval=1.0)
-        obstacles = jax.random.uniform(obstacle_key, (self.num_obstacles, 2), minval=-0.9, maxval=0.9)
+        obstacles = jax.random.uniform(
+            obstacle_key, (self.num_obstacles, 2), minval=-0.9, maxval=0.9
+        )
         return State(agents, jnp.zeros_like(agents), obstacles, jnp.zeros((), jnp.int32))
 
     def by_role(self, chasers: Any, prey: Any) -> Array:
         """One number a role, as float32 `[N]`."""
-        return jnp.where(np.arange(self.num_agents) < self.num_chasers, jnp.float32(chasers), jnp.float32(prey))
+        return jnp.where(
+            np.arange(self.num_agents) < self.num_chasers, jnp.float32(chasers), jnp.float32(prey)
+        )
 
     def transition(self, key: PRNGKey, state: State, action: Array, params: TagParams) -> State:
         """Deterministic; `key` is not used."""
         size = self.by_role(params.chaser_size, params.prey_size)
-        force = self.by_role(params.chaser_push, params.prey_push)[:, None] * direction(action, self.continuous)
+        force = self.by_role(params.chaser_push, params.prey_push)[:, None] * direction(
+            action, self.continuous
+        )
         entities = jnp.concatenate([state.position, state.landmarks])
-        sizes = jnp.concatenate([size, jnp.full(self.num_obstacles, params.obstacle_size, jnp.float32)])
+        sizes = jnp.concatenate(
+            [size, jnp.full(self.num_obstacles, params.obstacle_size, jnp.float32)]
+        )
         force = force + contact_forces(state.position, size, entities, sizes, params)
         position, velocity = move(state.position, state.velocity, force, params)
         velocity = slow_down(velocity, self.by_role(params.chaser_speed, params.prey_speed))
@@ -251,12 +269,19 @@ class Tag:
         fleeing = state.velocity[chasers:]
         to_chasers = jnp.broadcast_to(fleeing.reshape(-1), (chasers, 2 * self.num_prey))
         to_prey = others_of(jnp.broadcast_to(fleeing[None], (self.num_prey, self.num_prey, 2)))
-        to_prey = jnp.concatenate([to_prey.reshape(self.num_prey, -1), jnp.zeros((self.num_prey, 2))], axis=1)
-        return jnp.concatenate([state.velocity, agents, obstacles, others, jnp.concatenate([to_chasers, to_prey])], 1)
+        to_prey = jnp.concatenate(
+            [to_prey.reshape(self.num_prey, -1), jnp.zeros((self.num_prey, 2))], axis=1
+        )
+        return jnp.concatenate(
+            [state.velocity, agents, obstacles, others, jnp.concatenate([to_chasers, to_prey])], 1
+        )
 
     def reward(self, state: State, action: Array, next_state: State, params: TagParams) -> Array:
         """Chasers share 10 a touch; prey lose 10 a touch of theirs, and more and more outside of the arena."""
-        chasers, prey = next_state.position[: self.num_chasers], next_state.position[self.num_chasers :]
+        chasers, prey = (
+            next_state.position[: self.num_chasers],
+            next_state.position[self.num_chasers :],
+        )
         chaser_size = jnp.full(self.num_chasers, params.chaser_size, jnp.float32)
         prey_size = jnp.full(self.num_prey, params.prey_size, jnp.float32)
         caught = params.catch * touching(prey, prey_size, chasers, chaser_size)
@@ -274,7 +299,9 @@ class Tag:
     def render(self, state: State, params: TagParams) -> Array:
         """Chasers red, prey green, obstacles dark, uint8 `[112, 112, 3]`."""
         size = self.by_role(params.chaser_size, params.prey_size)
-        size = jnp.concatenate([jnp.full(self.num_obstacles, params.obstacle_size, jnp.float32), size])
+        size = jnp.concatenate(
+            [jnp.full(self.num_obstacles, params.obstacle_size, jnp.float32), size]
+        )
         kinds = [0] * self.num_obstacles + [1] * self.num_chasers + [2] * self.num_prey
         colour = np.array([[60, 60, 60], [220, 90, 90], [80, 190, 80]])[kinds]
         return paint(jnp.concatenate([state.landmarks, state.position]), size, colour)
@@ -283,7 +310,9 @@ class Tag:
 def outside(position: Array) -> Array:
     """The price of each coordinate for leaving the arena: 0 to 0.9, linear to 1, `exp(2 x - 2)` to at most 10."""
     x = jnp.abs(position)
-    return jnp.where(x < 0.9, 0.0, jnp.where(x < 1.0, (x - 0.9) * 10, jnp.minimum(jnp.exp(2 * x - 2), 10.0)))
+    return jnp.where(
+        x < 0.9, 0.0, jnp.where(x < 1.0, (x - 0.9) * 10, jnp.minimum(jnp.exp(2 * x - 2), 10.0))
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,23 +349,37 @@ class SpeakerListener:
         place_key, goal_key = jax.random.split(key)
         place = jax.random.uniform(place_key, (5, 2), minval=-1.0, maxval=1.0)
         goal = jax.random.randint(goal_key, (), 0, 3)
-        return TalkState(place[:2], jnp.zeros((2, 2)), place[2:], jnp.zeros((), jnp.int32), goal, jnp.zeros(3))
+        return TalkState(
+            place[:2], jnp.zeros((2, 2)), place[2:], jnp.zeros((), jnp.int32), goal, jnp.zeros(3)
+        )
 
-    def transition(self, key: PRNGKey, state: TalkState, action: Array, params: TalkParams) -> TalkState:
+    def transition(
+        self, key: PRNGKey, state: TalkState, action: Array, params: TalkParams
+    ) -> TalkState:
         """Deterministic; `key` is not used. There are no contacts."""
-        message = jnp.clip(action[0, :3], 0, 1) if self.continuous else (action[0] == np.arange(3)).astype(jnp.float32)
-        force = params.push * direction(action, self.continuous) * np.array([[0.0], [1.0]], np.float32)
+        message = (
+            jnp.clip(action[0, :3], 0, 1)
+            if self.continuous
+            else (action[0] == np.arange(3)).astype(jnp.float32)
+        )
+        force = (
+            params.push * direction(action, self.continuous) * np.array([[0.0], [1.0]], np.float32)
+        )
         position, velocity = move(state.position, state.velocity, force, params)
         return TalkState(position, velocity, state.landmarks, state.time + 1, state.goal, message)
 
-    def observe(self, key: PRNGKey, state: TalkState, action: Array | None, params: TalkParams) -> Array:
+    def observe(
+        self, key: PRNGKey, state: TalkState, action: Array | None, params: TalkParams
+    ) -> Array:
         """Deterministic; `key` is not used."""
         colour = jnp.where(np.arange(3) == state.goal, 0.65, 0.15)
         marks = (state.landmarks - state.position[1:]).reshape(-1)
         heard = jnp.concatenate([state.velocity[1], marks, state.message])
         return jnp.stack([jnp.concatenate([colour, jnp.zeros(8)]), heard])
 
-    def reward(self, state: TalkState, action: Array, next_state: TalkState, params: TalkParams) -> Array:
+    def reward(
+        self, state: TalkState, action: Array, next_state: TalkState, params: TalkParams
+    ) -> Array:
         """Minus the squared distance from the listener to the goal, for both."""
         squared = jnp.sum(jnp.square(next_state.landmarks - next_state.position[1:]), axis=1)
         return jnp.full(2, -jnp.sum(jnp.where(np.arange(3) == next_state.goal, squared, 0.0)))
@@ -354,14 +397,18 @@ class SpeakerListener:
         """`(state, params) -> bool [2, 5]`: three words, five pushes; missing where actions are continuous."""
         if self.continuous:
             raise AttributeError("continuous actions have no mask")
-        return lambda state, params: jnp.asarray(np.array([[True, True, True, False, False], [True] * 5]))
+        return lambda state, params: jnp.asarray(
+            np.array([[True, True, True, False, False], [True] * 5])
+        )
 
     def render(self, state: TalkState, params: TalkParams) -> Array:
         """Landmarks red, green, blue; the listener in the goal's pale colour, the speaker in its word's."""
         base = np.full((3, 3), 40) + 170 * np.eye(3, dtype=int)
         listener = jnp.take(jnp.asarray(base), state.goal, axis=0) // 2 + 120
         speaker = 60 + 180 * state.message
-        colour = jnp.concatenate([jnp.asarray(base), jnp.stack([speaker.astype(jnp.int32), listener])])
+        colour = jnp.concatenate(
+            [jnp.asarray(base), jnp.stack([speaker.astype(jnp.int32), listener])]
+        )
         size = np.array([0.05, 0.05, 0.05, 0.075, 0.075], np.float32)
         return paint(jnp.concatenate([state.landmarks, state.position]), jnp.asarray(size), colour)
 
@@ -370,7 +417,9 @@ def towards(target: Array, state: State, push: Any, continuous: bool, params: An
     """Actions `[N]` or `[N, 5]` that bring agents to rest at `target` `[N, 2]`: push while coasting ends elsewhere."""
     glide = params.dt / params.damping  # how far a velocity of one coasts
     miss = target - state.position - glide * state.velocity
-    reach = jnp.broadcast_to(push * params.dt * glide, (len(target),))  # how much one push moves the place of rest
+    reach = jnp.broadcast_to(
+        push * params.dt * glide, (len(target),)
+    )  # how much one push moves the place of rest
     if continuous:
         strength = jnp.clip(miss / reach[:, None], -1.0, 1.0)
         sides = jnp.stack([-strength, strength], axis=-1).reshape(-1, 4)
@@ -392,15 +441,21 @@ def scripted(env: Spread | Tag | SpeakerListener, state: Any, params: Any) -> Ar
     """
     if isinstance(env, Spread):
         if env.num_landmarks != env.num_agents:
-            raise UsageError(f"scripted play of Spread needs as many landmarks as agents, not {env.num_landmarks}.")
+            raise UsageError(
+                f"scripted play of Spread needs as many landmarks as agents, not {env.num_landmarks}."
+            )
         orders = np.array(list(itertools.permutations(range(env.num_agents))))
         places = state.landmarks[orders]
-        cost = jnp.sum(jnp.sqrt(jnp.sum(jnp.square(places - state.position[None]), axis=-1)), axis=1)
+        cost = jnp.sum(
+            jnp.sqrt(jnp.sum(jnp.square(places - state.position[None]), axis=-1)), axis=1
+        )
         return towards(places[jnp.argmin(cost)], state, params.push, env.continuous, params)
     if isinstance(env, SpeakerListener):
         target = jnp.broadcast_to(state.landmarks[state.goal], (2, 2))
         listener = towards(target, state, params.push, env.continuous, params)[1]
-        return jnp.stack([jax.nn.one_hot(state.goal, 5) if env.continuous else state.goal, listener])
+        return jnp.stack(
+            [jax.nn.one_hot(state.goal, 5) if env.continuous else state.goal, listener]
+        )
     chasers, prey = state.position[: env.num_chasers], state.position[env.num_chasers :]
     ahead = prey + 2 * params.dt * state.velocity[env.num_chasers :]
     apart = jnp.sum(jnp.square(chasers[:, None] - prey[None]), axis=-1)

@@ -67,18 +67,28 @@ class CryingBaby:
         """Not hungry."""
         return BabyState(jnp.zeros((), jnp.int32))
 
-    def transition(self, key: PRNGKey, state: BabyState, action: Array, params: BabyParams) -> BabyState:
+    def transition(
+        self, key: PRNGKey, state: BabyState, action: Array, params: BabyParams
+    ) -> BabyState:
         """A fed baby is not hungry, a hungry one stays so, and any other may become so."""
         ignored = jnp.where(state.hungry == 1, 1.0, params.becomes_hungry)
-        return BabyState(jax.random.bernoulli(key, jnp.where(action == FEED, 0.0, ignored)).astype(jnp.int32))
+        return BabyState(
+            jax.random.bernoulli(key, jnp.where(action == FEED, 0.0, ignored)).astype(jnp.int32)
+        )
 
-    def observe(self, key: PRNGKey, state: BabyState, action: Array | None, params: BabyParams) -> Array:
+    def observe(
+        self, key: PRNGKey, state: BabyState, action: Array | None, params: BabyParams
+    ) -> Array:
         """Whether it cries."""
         return jax.random.bernoulli(key, self._cries(state, params)).astype(jnp.int32)
 
-    def reward(self, state: BabyState, action: Array, next_state: BabyState, params: BabyParams) -> Array:
+    def reward(
+        self, state: BabyState, action: Array, next_state: BabyState, params: BabyParams
+    ) -> Array:
         """Of the hunger before the action, and of the action."""
-        cost = jnp.where(state.hungry == 1, params.hunger, 0.0) + jnp.where(action == FEED, params.feed, 0.0)
+        cost = jnp.where(state.hungry == 1, params.hunger, 0.0) + jnp.where(
+            action == FEED, params.feed, 0.0
+        )
         return cost.astype(jnp.float32)
 
     def terminal(self, state: BabyState, params: BabyParams) -> Array:
@@ -124,12 +134,16 @@ class CryingBaby:
         """A face, red when hungry, uint8 `[64, 64, 3]`."""
         hungry = state.hungry == 1
         image = picture.canvas(64, 64)
-        color = jnp.where(hungry, jnp.asarray(picture.RED), jnp.asarray(picture.YELLOW)).astype(jnp.float32)
+        color = jnp.where(hungry, jnp.asarray(picture.RED), jnp.asarray(picture.YELLOW)).astype(
+            jnp.float32
+        )
         image = picture.disc(image, (32.0, 32.0), 24.0, color)
         for side in (24.0, 40.0):
             image = picture.disc(image, (side, 26.0), 3.0, picture.BLACK)
         image = picture.disc(image, (32.0, 42.0), 6.0, picture.BLACK, visible=hungry)
-        return picture.to_uint8(picture.line(image, (26.0, 42.0), (38.0, 42.0), 2.0, picture.BLACK, visible=~hungry))
+        return picture.to_uint8(
+            picture.line(image, (26.0, 42.0), (38.0, 42.0), 2.0, picture.BLACK, visible=~hungry)
+        )
 
     def _cries(self, state: BabyState, params: BabyParams) -> Array:
         return jnp.where(state.hungry == 1, params.cries_when_hungry, params.cries_when_not)

@@ -75,9 +75,13 @@ class Crowd:
     def __post_init__(self) -> None:
         check_fields(self)
         if not 1 <= self.num_people <= (self.width - 2) * self.height:
-            raise UsageError(f"{self.num_people} people have no place in a hall of {self.width} x {self.height} cells")
+            raise UsageError(
+                f"{self.num_people} people have no place in a hall of {self.width} x {self.height} cells"
+            )
         if (self.width * self.height) ** self.num_people >= 2**31:
-            raise UsageError(f"{self.num_people} people on {self.width} x {self.height} cells stand in too many ways")
+            raise UsageError(
+                f"{self.num_people} people on {self.width} x {self.height} cells stand in too many ways"
+            )
 
     @property
     def name(self) -> str:
@@ -108,28 +112,43 @@ class Crowd:
         curious = jax.random.bernoulli(key, params.curious, (self.num_people,))
         return CrowdState(robot, jnp.asarray(self.places, jnp.int32), curious)
 
-    def transition(self, key: PRNGKey, state: CrowdState, action: Array, params: CrowdParams) -> CrowdState:
+    def transition(
+        self, key: PRNGKey, state: CrowdState, action: Array, params: CrowdParams
+    ) -> CrowdState:
         """The robot moves, then the people around it."""
         corner = jnp.asarray([self.width - 1, self.height - 1], jnp.int32)
         robot = jnp.clip(state.robot + jnp.asarray(MOVES, jnp.int32)[action], 0, corner)
         toward = robot[None] - state.people
         near = jnp.max(jnp.abs(toward), axis=1) <= self.reach
-        moves = near & ((jax.random.uniform(key, (self.num_people,)) < params.follow) | (action == CALL))
+        moves = near & (
+            (jax.random.uniform(key, (self.num_people,)) < params.follow) | (action == CALL)
+        )
         sign = jnp.where(state.curious & (action != CALL), 1, -1)
         step = jnp.where(moves[:, None], sign[:, None] * jnp.sign(toward), 0)
         people = jnp.clip(state.people + step, 0, corner[None])
         over = self.terminal(state, params)
-        return CrowdState(jnp.where(over, state.robot, robot), jnp.where(over, state.people, people), state.curious)
+        return CrowdState(
+            jnp.where(over, state.robot, robot),
+            jnp.where(over, state.people, people),
+            state.curious,
+        )
 
     def _cells(self, state: CrowdState) -> Array:
         return state.people[:, 1] * self.width + state.people[:, 0]
 
-    def observe(self, key: PRNGKey, state: CrowdState, action: Array | None, params: CrowdParams) -> Array:
+    def observe(
+        self, key: PRNGKey, state: CrowdState, action: Array | None, params: CrowdParams
+    ) -> Array:
         """Where everybody stands."""
         return self._cells(state)
 
     def log_likelihood(
-        self, obs: Array, state: CrowdState, action: Array, next_state: CrowdState, params: CrowdParams
+        self,
+        obs: Array,
+        state: CrowdState,
+        action: Array,
+        next_state: CrowdState,
+        params: CrowdParams,
     ) -> Array:
         """0 or -inf."""
         return jnp.where(jnp.all(obs == self._cells(next_state)), 0.0, -jnp.inf)
@@ -139,7 +158,9 @@ class Crowd:
         digits = (self.width * self.height) ** np.arange(self.num_people)
         return jnp.sum(obs * jnp.asarray(digits, jnp.int32), dtype=jnp.int32)
 
-    def reward(self, state: CrowdState, action: Array, next_state: CrowdState, params: CrowdParams) -> Array:
+    def reward(
+        self, state: CrowdState, action: Array, next_state: CrowdState, params: CrowdParams
+    ) -> Array:
         """See the module."""
         hit = jnp.any(jnp.all(next_state.people == next_state.robot[None], axis=1))
         earned = params.step_reward + jnp.where(action == CALL, params.call_reward, 0.0)
@@ -158,7 +179,9 @@ class Crowd:
             jnp.abs(goal - state.robot).sum().astype(jnp.float32),
             jnp.asarray(params.discount, jnp.float32),
         )
-        paid = jnp.where(discount < 1, (1 - discount**steps) / jnp.maximum(1 - discount, 1e-6), steps)
+        paid = jnp.where(
+            discount < 1, (1 - discount**steps) / jnp.maximum(1 - discount, 1e-6), steps
+        )
         value = params.step_reward * paid + params.goal_reward * discount ** (steps - 1)
         return jnp.where(self.terminal(state, params), 0.0, value).astype(jnp.float32)
 
@@ -180,8 +203,12 @@ class Crowd:
 
 @functools.cache
 def _places(env: Crowd) -> np.ndarray:
-    cells = np.random.default_rng(env.layout).permutation((env.width - 2) * env.height)[: env.num_people]
-    return np.stack([1 + cells % (env.width - 2), cells // (env.width - 2)], axis=1).astype(np.int32)
+    cells = np.random.default_rng(env.layout).permutation((env.width - 2) * env.height)[
+        : env.num_people
+    ]
+    return np.stack([1 + cells % (env.width - 2), cells // (env.width - 2)], axis=1).astype(
+        np.int32
+    )
 
 
 VARIANTS = {"Crowd": Crowd}

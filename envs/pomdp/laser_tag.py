@@ -76,11 +76,17 @@ class LaserTag:
         check_fields(self)
         cells = self.width * self.height
         if self.num_obstacles > cells - 2:
-            raise UsageError(f"{self.num_obstacles} obstacles leave no room on {self.width} x {self.height} cells")
+            raise UsageError(
+                f"{self.num_obstacles} obstacles leave no room on {self.width} x {self.height} cells"
+            )
         if np.prod(np.asarray(self._readings(), np.int64)) >= 2**31:
-            raise UsageError(f"a floor of {self.width} x {self.height} has too many observations to be numbered")
+            raise UsageError(
+                f"a floor of {self.width} x {self.height} has too many observations to be numbered"
+            )
         if self.start is not None and not self.start < cells - self.num_obstacles:
-            raise UsageError(f"start is a cell from 0 to {cells - self.num_obstacles - 1}, not {self.start}")
+            raise UsageError(
+                f"start is a cell from 0 to {cells - self.num_obstacles - 1}, not {self.start}"
+            )
 
     @property
     def name(self) -> str:
@@ -122,21 +128,29 @@ class LaserTag:
         away = cells[opponent] - cells[robot]
         right, up = (jnp.where(d > 0, 1.0, jnp.where(d < 0, 0.0, 0.5)) for d in away)
         half = (1 - params.stay) / 2
-        return jnp.stack([half * up, half * right, half * (1 - up), half * (1 - right), jnp.asarray(params.stay)])
+        return jnp.stack(
+            [half * up, half * right, half * (1 - up), half * (1 - right), jnp.asarray(params.stay)]
+        )
 
-    def transition(self, key: PRNGKey, state: LaserTagState, action: Array, params: LaserTagParams) -> LaserTagState:
+    def transition(
+        self, key: PRNGKey, state: LaserTagState, action: Array, params: LaserTagParams
+    ) -> LaserTagState:
         """Both move at once; a tag that hits ends it."""
         hit = state.tagged | ((action == TAG) & (state.robot == state.opponent))
         moves = jnp.asarray(_floor(self)[1], jnp.int32)
         chances = jnp.cumsum(self.flight(state.robot, state.opponent, params))
         way = jnp.sum(jax.random.uniform(key) * chances[-1] >= chances)
         robot, opponent = moves[state.robot, action], moves[state.opponent, way]
-        return LaserTagState(jnp.where(hit, state.robot, robot), jnp.where(hit, state.opponent, opponent), hit)
+        return LaserTagState(
+            jnp.where(hit, state.robot, robot), jnp.where(hit, state.opponent, opponent), hit
+        )
 
     def _ranges(self, state: LaserTagState) -> Array:
         return jnp.asarray(_floor(self)[2])[state.robot, state.opponent]
 
-    def observe(self, key: PRNGKey, state: LaserTagState, action: Array | None, params: LaserTagParams) -> Array:
+    def observe(
+        self, key: PRNGKey, state: LaserTagState, action: Array | None, params: LaserTagParams
+    ) -> Array:
         """Eight readings, int32 `[8]`; after a reset, too."""
         ranges = self._ranges(state)
         short = jnp.abs(params.noise * jax.random.normal(key, (8,)))
@@ -144,11 +158,18 @@ class LaserTag:
         return jnp.where(state.robot == state.opponent, 0, 1 + reading.astype(jnp.int32))
 
     def log_likelihood(
-        self, obs: Array, state: LaserTagState, action: Array, next_state: LaserTagState, params: LaserTagParams
+        self,
+        obs: Array,
+        state: LaserTagState,
+        action: Array,
+        next_state: LaserTagState,
+        params: LaserTagParams,
     ) -> Array:
         """Of eight independent readings."""
         ranges, reading = self._ranges(next_state), obs.astype(jnp.float32) - 1
-        low = jnp.where(reading > 0, jax.scipy.stats.norm.cdf((reading - ranges) / params.noise), 0.0)
+        low = jnp.where(
+            reading > 0, jax.scipy.stats.norm.cdf((reading - ranges) / params.noise), 0.0
+        )
         high = jax.scipy.stats.norm.cdf((jnp.minimum(reading + 1, ranges) - ranges) / params.noise)
         chance = jnp.where((reading >= 0) & (reading < ranges), 2 * (high - low), 0.0)
         same = jnp.where(jnp.all(obs == 0), 0.0, -jnp.inf)
@@ -161,7 +182,9 @@ class LaserTag:
             number = number * count + obs[beam]
         return number
 
-    def reward(self, state: LaserTagState, action: Array, next_state: LaserTagState, params: LaserTagParams) -> Array:
+    def reward(
+        self, state: LaserTagState, action: Array, next_state: LaserTagState, params: LaserTagParams
+    ) -> Array:
         """See the module."""
         tag = jnp.where(state.robot == state.opponent, params.tag_reward, params.miss_reward)
         earned = jnp.where(action == TAG, tag, params.move_reward)
@@ -175,17 +198,26 @@ class LaserTag:
         """What a robot earns that walks around the obstacles to the opponent while it stays, and tags."""
         steps = jnp.asarray(_floor(self)[3])[state.robot, state.opponent].astype(jnp.float32)
         discount = jnp.asarray(params.discount, jnp.float32)
-        walked = jnp.where(discount < 1, (1 - discount**steps) / jnp.maximum(1 - discount, 1e-6), steps)
+        walked = jnp.where(
+            discount < 1, (1 - discount**steps) / jnp.maximum(1 - discount, 1e-6), steps
+        )
         value = params.move_reward * walked + params.tag_reward * discount**steps
         return jnp.where(state.tagged, 0.0, value).astype(jnp.float32)
 
     def render(self, state: LaserTagState, params: LaserTagParams) -> Array:
         """The floor with north up, the opponent red and the robot blue, uint8 `[16 height, 16 width, 3]`."""
         image = picture.canvas(16 * self.height, 16 * self.width, picture.GRAY)
-        corners = np.stack([self.cells[:, 0] * 16, (self.height - 1 - self.cells[:, 1]) * 16], axis=1)
+        corners = np.stack(
+            [self.cells[:, 0] * 16, (self.height - 1 - self.cells[:, 1]) * 16], axis=1
+        )
         for x, y in corners.tolist():
-            image = picture.rectangle(image, (x + 1.0, y + 1.0), (x + 15.0, y + 15.0), picture.WHITE)
-        for cell, radius, color in ((state.opponent, 6.0, picture.RED), (state.robot, 4.0, picture.BLUE)):
+            image = picture.rectangle(
+                image, (x + 1.0, y + 1.0), (x + 15.0, y + 15.0), picture.WHITE
+            )
+        for cell, radius, color in (
+            (state.opponent, 6.0, picture.RED),
+            (state.robot, 4.0, picture.BLUE),
+        ):
             image = picture.disc(image, jnp.asarray(corners, jnp.float32)[cell] + 8, radius, color)
         return picture.to_uint8(image)
 
@@ -193,12 +225,17 @@ class LaserTag:
 @functools.cache
 def _floor(env: LaserTag) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Places of the C free cells, moves `[C, 5]` among them, beams' ranges `[C, C, 8]`, steps between them `[C, C]`."""
-    taken = np.random.default_rng(env.layout).permutation(env.width * env.height)[: env.num_obstacles]
+    taken = np.random.default_rng(env.layout).permutation(env.width * env.height)[
+        : env.num_obstacles
+    ]
     free = np.setdiff1d(np.arange(env.width * env.height), taken)
     cells = np.stack([free % env.width, free // env.width], axis=1)
     index = {tuple(cell): i for i, cell in enumerate(cells.tolist())}
     moves = np.asarray(
-        [[index.get((x + dx, y + dy), i) for dx, dy in (*BEAMS[:4], (0, 0))] for (x, y), i in index.items()]
+        [
+            [index.get((x + dx, y + dy), i) for dx, dy in (*BEAMS[:4], (0, 0))]
+            for (x, y), i in index.items()
+        ]
     )
     ranges = np.empty((len(cells), len(cells), 8), np.float32)
     for (x, y), i in index.items():

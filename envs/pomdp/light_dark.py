@@ -94,7 +94,9 @@ class LightDark:
         half = self.radius // 2
         return LightDarkState(jax.random.randint(key, (), -half, half + 1), jnp.zeros((), bool))
 
-    def transition(self, key: PRNGKey, state: LightDarkState, action: Array, params: LightDarkParams) -> LightDarkState:
+    def transition(
+        self, key: PRNGKey, state: LightDarkState, action: Array, params: LightDarkParams
+    ) -> LightDarkState:
         """Deterministic."""
         steps = jnp.asarray((-self.big_step, -1, 0, 1, self.big_step), jnp.int32)
         place = jnp.clip(state.place + steps[action], -self.radius, self.radius)
@@ -104,13 +106,20 @@ class LightDark:
     def _noise(self, state: LightDarkState, params: LightDarkParams) -> Array:
         return jnp.abs(state.place - self.light).astype(jnp.float32) + params.min_noise
 
-    def observe(self, key: PRNGKey, state: LightDarkState, action: Array | None, params: LightDarkParams) -> Array:
+    def observe(
+        self, key: PRNGKey, state: LightDarkState, action: Array | None, params: LightDarkParams
+    ) -> Array:
         """The place, with noise; after a reset, too."""
         noise = self._noise(state, params) * jax.random.normal(key)
         return (state.place.astype(jnp.float32) + noise).astype(jnp.float32)
 
     def log_likelihood(
-        self, obs: Array, state: LightDarkState, action: Array, next_state: LightDarkState, params: LightDarkParams
+        self,
+        obs: Array,
+        state: LightDarkState,
+        action: Array,
+        next_state: LightDarkState,
+        params: LightDarkParams,
     ) -> Array:
         """The normal density."""
         place = next_state.place.astype(jnp.float32)
@@ -123,7 +132,11 @@ class LightDark:
         ).astype(jnp.int32)
 
     def reward(
-        self, state: LightDarkState, action: Array, next_state: LightDarkState, params: LightDarkParams
+        self,
+        state: LightDarkState,
+        action: Array,
+        next_state: LightDarkState,
+        params: LightDarkParams,
     ) -> Array:
         """See the module."""
         stopped = jnp.where(state.place == 0, params.right_reward, params.wrong_reward)
@@ -137,13 +150,18 @@ class LightDark:
     def _steps(self, distance: Array) -> Array:
         """The fewest steps over a distance, walls apart, int32."""
         big = self.big_step
-        under, over = distance // big + distance % big, distance // big + 1 + big - distance % big  # too far, and back
+        under, over = (
+            distance // big + distance % big,
+            distance // big + 1 + big - distance % big,
+        )  # too far, and back
         return jnp.minimum(under, over)
 
     def _after(self, steps: Array, params: LightDarkParams) -> Array:
         """What is earned by that many steps and a stop at 0, float32."""
         steps, discount = steps.astype(jnp.float32), jnp.asarray(params.discount, jnp.float32)
-        paid = jnp.where(discount < 1, (1 - discount**steps) / jnp.maximum(1 - discount, 1e-6), steps)
+        paid = jnp.where(
+            discount < 1, (1 - discount**steps) / jnp.maximum(1 - discount, 1e-6), steps
+        )
         return params.step_reward * paid + params.right_reward * discount**steps
 
     def heuristic(self, state: LightDarkState, params: LightDarkParams) -> Array:
@@ -170,7 +188,10 @@ class LightDark:
         """The line, light at the light and at 0 a mark; uint8 `[32, 2 (2 radius + 1), 3]`."""
         places = np.arange(-self.radius, self.radius + 1)
         shade = 255 * np.exp(-np.abs(places - self.light) / 15)
-        image = jnp.asarray(np.broadcast_to(np.repeat(shade, 2)[None, :, None], (32, 2 * len(places), 3)), jnp.float32)
+        image = jnp.asarray(
+            np.broadcast_to(np.repeat(shade, 2)[None, :, None], (32, 2 * len(places), 3)),
+            jnp.float32,
+        )
         zero = 2.0 * self.radius + 1
         image = picture.rectangle(image, (zero - 1, 0.0), (zero + 1, 32.0), picture.GREEN)
         x = 2 * (state.place + self.radius).astype(jnp.float32) + 1

@@ -125,13 +125,22 @@ class Mars:
 
     def action_space(self, params: MarsParams) -> Discrete:
         """Pairs."""
-        own = ("north", "east", "south", "west", "sample", *(f"check {i}" for i in range(self.base - 5)))
+        own = (
+            "north",
+            "east",
+            "south",
+            "west",
+            "sample",
+            *(f"check {i}" for i in range(self.base - 5)),
+        )
         return Discrete(self.base**2, names=tuple(f"{a}, {b}" for a in own for b in own))
 
     def init(self, key: PRNGKey, params: MarsParams) -> MarsState:
         """Both at the west edge, every rock good or bad."""
         real = self._bit(jnp.arange(self.num_rocks)).sum(0, dtype=jnp.uint32)
-        return MarsState(jnp.asarray(self.starts), jax.random.bits(key, real.shape, jnp.uint32) & real)
+        return MarsState(
+            jnp.asarray(self.starts), jax.random.bits(key, real.shape, jnp.uint32) & real
+        )
 
     def _bit(self, rock: Array) -> Array:
         """Words `[..., W]` with the bit of that rock; none for a negative one."""
@@ -163,25 +172,37 @@ class Mars:
         place = state.place.astype(jnp.int32)
         return jnp.asarray(_rock_at(self))[place[:, 1], place[:, 0]]
 
-    def transition(self, key: PRNGKey, state: MarsState, action: Array, params: MarsParams) -> MarsState:
+    def transition(
+        self, key: PRNGKey, state: MarsState, action: Array, params: MarsParams
+    ) -> MarsState:
         """Deterministic."""
         acts = self._acts(action)
         taken = self._bit(jnp.where(acts == SAMPLE, self._under(state), -1))
-        return MarsState(self._moved(state, acts)[0].astype(jnp.int8), state.good & ~(taken[0] | taken[1]))
+        return MarsState(
+            self._moved(state, acts)[0].astype(jnp.int8), state.good & ~(taken[0] | taken[1])
+        )
 
-    def reward(self, state: MarsState, action: Array, next_state: MarsState, params: MarsParams) -> Array:
+    def reward(
+        self, state: MarsState, action: Array, next_state: MarsState, params: MarsParams
+    ) -> Array:
         """Of both rovers together."""
         acts, under, gone = self._acts(action), self._under(state), self._gone(state)
         samples = (acts == SAMPLE) & ~gone
         first = jnp.stack([jnp.ones((), bool), ~(samples[0] & (under[0] == under[1]))])
-        paid = jnp.where(self._is_good(state.good, under) & first, params.good_reward, params.bad_reward)
+        paid = jnp.where(
+            self._is_good(state.good, under) & first, params.good_reward, params.bad_reward
+        )
         paid = jnp.where(under >= 0, paid, params.illegal_reward)
         place, off = self._moved(state, acts)
-        moved = jnp.where(off, params.illegal_reward, jnp.where(place[:, 0] >= self.size, params.exit_reward, 0.0))
+        moved = jnp.where(
+            off, params.illegal_reward, jnp.where(place[:, 0] >= self.size, params.exit_reward, 0.0)
+        )
         earned = jnp.where(samples, paid, jnp.where((acts < SAMPLE) & ~gone, moved, 0.0))
         return jnp.sum(earned).astype(jnp.float32)
 
-    def _reading(self, state: MarsState, action: Array, params: MarsParams) -> tuple[Array, Array, Array]:
+    def _reading(
+        self, state: MarsState, action: Array, params: MarsParams
+    ) -> tuple[Array, Array, Array]:
         """Of each rover `[2]`: it reads nothing, how often it would read rightly, what is right."""
         acts = self._acts(action)
         rock = jnp.clip(acts - SAMPLE - 1, 0, self.num_rocks - 1)
@@ -190,7 +211,9 @@ class Mars:
         truth = jnp.where(self._is_good(state.good, rock), GOOD, BAD)
         return (acts <= SAMPLE) | self._gone(state), accuracy, truth
 
-    def observe(self, key: PRNGKey, state: MarsState, action: Array | None, params: MarsParams) -> Array:
+    def observe(
+        self, key: PRNGKey, state: MarsState, action: Array | None, params: MarsParams
+    ) -> Array:
         """Both readings; nothing but after a check."""
         if action is None:
             return jnp.asarray(3 * NOTHING + NOTHING, jnp.int32)
@@ -216,7 +239,9 @@ class Mars:
     def action_mask(self, state: MarsState, params: MarsParams) -> Array:
         """Pairs of what each may do: no move off the map but eastwards, no sampling without a rock."""
         x, y = state.place[:, 0], state.place[:, 1]
-        moves = jnp.stack([y < self.size - 1, x >= 0, y > 0, x > 0, self._under(state) >= 0], axis=1)
+        moves = jnp.stack(
+            [y < self.size - 1, x >= 0, y > 0, x > 0, self._under(state) >= 0], axis=1
+        )
         mine = jnp.concatenate([moves, jnp.ones((2, self.num_rocks), bool)], axis=1)
         mine = jnp.where(self._gone(state)[:, None], (jnp.arange(self.base) == 0)[None], mine)
         return (mine[0][:, None] & mine[1][None, :]).reshape(-1)
@@ -226,12 +251,16 @@ class Mars:
         place, discount = state.place.astype(jnp.int32), jnp.asarray(params.discount, jnp.float32)
         far = 4 * self.size
         good = self._is_good(state.good, jnp.arange(self.num_rocks))
-        steps = jnp.where(good[None], jnp.abs(place[:, None] - jnp.asarray(self.map)[None]).sum(-1), far)
+        steps = jnp.where(
+            good[None], jnp.abs(place[:, None] - jnp.asarray(self.map)[None]).sum(-1), far
+        )
         gone = self._gone(state)
         steps = jnp.where(gone[:, None], far, steps)
         nearest = jnp.argmin(steps, axis=1)
         shared = (nearest[0] == nearest[1]) & ~jnp.any(gone) & jnp.any(good)
-        later = jnp.argmax(steps.min(axis=1))  # of two at one rock, the one that comes later looks for another
+        later = jnp.argmax(
+            steps.min(axis=1)
+        )  # of two at one rock, the one that comes later looks for another
         other = (jnp.arange(2) == later)[:, None] & (jnp.arange(self.num_rocks)[None] == nearest[0])
         steps = jnp.where(shared & other, far, steps).min(axis=1)
         exit_steps = self.size - 1 - place[:, 0]
@@ -265,7 +294,9 @@ class Mars:
 def _layout(env: Mars) -> np.ndarray:
     if env.rocks is not None:
         return np.asarray(env.rocks, np.int32)
-    free = [i for i in range(env.size**2) if [i % env.size, i // env.size] not in env.starts.tolist()]
+    free = [
+        i for i in range(env.size**2) if [i % env.size, i // env.size] not in env.starts.tolist()
+    ]
     cells = np.random.default_rng(env.layout).choice(free, env.num_rocks, replace=False)
     return np.stack([cells % env.size, cells // env.size], axis=1).astype(np.int32)
 

@@ -154,7 +154,9 @@ class Navigation:
     ) -> NavigationState:
         """A step, unless it fails."""
         fails = (jax.random.uniform(key) < params.slip) | self.terminal(state, params)
-        return state.replace(place=jnp.where(fails, state.place, self._tried(state, action)[0].astype(jnp.int8)))
+        return state.replace(
+            place=jnp.where(fails, state.place, self._tried(state, action)[0].astype(jnp.int8))
+        )
 
     def _look(self, state: NavigationState) -> Array:
         """Which of the eight cells around are obstacles, bool `[8]`."""
@@ -162,13 +164,22 @@ class Navigation:
         obstacle, outside = self._is_blocked(state, cells)
         return obstacle & ~outside
 
-    def observe(self, key: PRNGKey, state: NavigationState, action: Array | None, params: NavigationParams) -> Array:
+    def observe(
+        self, key: PRNGKey, state: NavigationState, action: Array | None, params: NavigationParams
+    ) -> Array:
         """Each of the eight bits may be wrong; after a reset, too."""
         wrong = jax.random.uniform(key, (8,)) < params.blur
-        return jnp.sum(jnp.where(self._look(state) ^ wrong, 128 >> np.arange(8), 0), dtype=jnp.int32)
+        return jnp.sum(
+            jnp.where(self._look(state) ^ wrong, 128 >> np.arange(8), 0), dtype=jnp.int32
+        )
 
     def log_likelihood(
-        self, obs: Array, state: NavigationState, action: Array, next_state: NavigationState, params: NavigationParams
+        self,
+        obs: Array,
+        state: NavigationState,
+        action: Array,
+        next_state: NavigationState,
+        params: NavigationParams,
     ) -> Array:
         """Eight independent looks."""
         seen = (obs >> np.arange(7, -1, -1)) & 1 > 0
@@ -177,7 +188,11 @@ class Navigation:
         return jax.scipy.special.xlogy(wrong, blur) + jax.scipy.special.xlog1py(8 - wrong, -blur)
 
     def reward(
-        self, state: NavigationState, action: Array, next_state: NavigationState, params: NavigationParams
+        self,
+        state: NavigationState,
+        action: Array,
+        next_state: NavigationState,
+        params: NavigationParams,
     ) -> Array:
         """See the module."""
         bump = (1 - params.slip) * params.bump_reward + params.slip * params.step_reward
@@ -212,14 +227,18 @@ class Navigation:
         def dry(carry: tuple) -> Array:
             return carry[2] & ~jnp.any(carry[0] & robot)
 
-        wet, steps, _ = jax.lax.while_loop(dry, spread, (goal, jnp.zeros((), jnp.int32), jnp.ones((), bool)))
+        wet, steps, _ = jax.lax.while_loop(
+            dry, spread, (goal, jnp.zeros((), jnp.int32), jnp.ones((), bool))
+        )
         return jnp.where(jnp.any(wet & robot), steps, -1)
 
     def heuristic(self, state: NavigationState, params: NavigationParams) -> Array:
         """What the shortest way earns whose steps never fail."""
         steps, discount = self.distance(state), jnp.asarray(params.discount, jnp.float32)
         before = jnp.maximum(steps - 1, 0).astype(jnp.float32)
-        paid = jnp.where(discount < 1, (1 - discount**before) / jnp.maximum(1 - discount, 1e-6), before)
+        paid = jnp.where(
+            discount < 1, (1 - discount**before) / jnp.maximum(1 - discount, 1e-6), before
+        )
         value = params.step_reward * paid + params.goal_reward * discount**before
         value = jnp.where(steps < 0, params.stuck_value, value)
         return jnp.where(self.terminal(state, params), 0.0, value).astype(jnp.float32)
@@ -228,12 +247,17 @@ class Navigation:
         """Known obstacles black, others gray, the goal green and the robot blue, uint8 `[8 n, 8 n, 3]`."""
         bits = (state.blocked[:, None].astype(jnp.int32) >> jnp.arange(self.size)[None]) & 1 > 0
         bits = bits.at[state.place[0], state.place[1]].set(False)
-        gray, black = jnp.asarray(picture.GRAY, jnp.float32), jnp.asarray(picture.BLACK, jnp.float32)
+        gray, black = (
+            jnp.asarray(picture.GRAY, jnp.float32),
+            jnp.asarray(picture.BLACK, jnp.float32),
+        )
         shade = jnp.where(self.known[..., None], black.reshape(1, 1, 3), gray.reshape(1, 1, 3))
         cells = jnp.where(bits[..., None], shade, 255.0)
         image = jnp.repeat(jnp.repeat(cells, 8, axis=0), 8, axis=1)
         row, column = self.goal
-        image = picture.rectangle(image, (8.0 * column, 8.0 * row), (8.0 * column + 8, 8.0 * row + 8), picture.GREEN)
+        image = picture.rectangle(
+            image, (8.0 * column, 8.0 * row), (8.0 * column + 8, 8.0 * row + 8), picture.GREEN
+        )
         center = 8 * state.place[::-1].astype(jnp.float32) + 4
         return picture.to_uint8(picture.disc(image, center, 3.0, picture.BLUE))
 
@@ -249,11 +273,18 @@ def _known(env: Navigation) -> np.ndarray:
     size = env.size
     known = np.zeros((size, size), bool)
     known[size // 2] = True
-    free = [cell for cell in range(size**2) if cell // size != size // 2 and cell != env.goal[0] * size + env.goal[1]]
+    free = [
+        cell
+        for cell in range(size**2)
+        if cell // size != size // 2 and cell != env.goal[0] * size + env.goal[1]
+    ]
     cells = np.random.default_rng(env.layout).permutation(free)[: env.num_obstacles]
     known[cells // size, cells % size] = True
     return known
 
 
-VARIANTS = {"Navigation-13": Navigation, "Navigation-5": lambda **fields: Navigation(5, 2, **fields)}
+VARIANTS = {
+    "Navigation-13": Navigation,
+    "Navigation-5": lambda **fields: Navigation(5, 2, **fields),
+}
 """Names and the environments behind them."""

@@ -27,7 +27,19 @@ __all__ = ["VARIANTS", "RockSample", "RockSampleParams", "RockSampleState"]
 
 STANDARD = {
     (7, 8): ((2, 0), (0, 1), (3, 1), (6, 3), (2, 4), (3, 4), (5, 5), (1, 6)),
-    (11, 11): ((0, 3), (0, 7), (1, 8), (2, 4), (3, 3), (3, 8), (4, 3), (5, 8), (6, 1), (9, 3), (9, 9)),
+    (11, 11): (
+        (0, 3),
+        (0, 7),
+        (1, 8),
+        (2, 4),
+        (3, 3),
+        (3, 8),
+        (4, 3),
+        (5, 8),
+        (6, 1),
+        (9, 3),
+        (9, 9),
+    ),
 }
 MOVES = ((0, 1), (1, 0), (0, -1), (-1, 0))
 SAMPLE = 4
@@ -60,8 +72,12 @@ class RockSampleParams:
 
 def check_rocks(rocks: tuple[tuple[int, int], ...] | None, num_rocks: int, size: int) -> None:
     """Refuses rocks, if any are given, that are not `num_rocks` different cells of the map."""
-    if rocks is not None and (len(set(rocks)) != num_rocks or not all(0 <= c < size for rock in rocks for c in rock)):
-        raise UsageError(f"rocks must be {num_rocks} different cells (x, y), each from 0 to {size - 1}")
+    if rocks is not None and (
+        len(set(rocks)) != num_rocks or not all(0 <= c < size for rock in rocks for c in rock)
+    ):
+        raise UsageError(
+            f"rocks must be {num_rocks} different cells (x, y), each from 0 to {size - 1}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +101,9 @@ class RockSample:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.num_rocks > self.size**2:
-            raise UsageError(f"{self.num_rocks} rocks have no place on {self.size} x {self.size} cells; take 1 to all")
+            raise UsageError(
+                f"{self.num_rocks} rocks have no place on {self.size} x {self.size} cells; take 1 to all"
+            )
         check_rocks(self.rocks, self.num_rocks, self.size)
 
     @property
@@ -105,7 +123,9 @@ class RockSample:
             return np.asarray(self.rocks, np.int32)
         if (self.size, self.num_rocks) in STANDARD:
             return np.asarray(STANDARD[self.size, self.num_rocks], np.int32)
-        cells = np.random.default_rng(self.layout).choice(self.size**2, self.num_rocks, replace=False)
+        cells = np.random.default_rng(self.layout).choice(
+            self.size**2, self.num_rocks, replace=False
+        )
         return np.stack([cells % self.size, cells // self.size], axis=1).astype(np.int32)
 
     def with_rocks(self, state: RockSampleState, good: Array) -> RockSampleState:
@@ -118,13 +138,21 @@ class RockSample:
 
     def action_space(self, params: RockSampleParams) -> Discrete:
         """Four moves, sample, k checks."""
-        names = ("north", "east", "south", "west", "sample", *(f"check {i}" for i in range(self.num_rocks)))
+        names = (
+            "north",
+            "east",
+            "south",
+            "west",
+            "sample",
+            *(f"check {i}" for i in range(self.num_rocks)),
+        )
         return Discrete(len(names), names=names)
 
     def init(self, key: PRNGKey, params: RockSampleParams) -> RockSampleState:
         """West edge, every rock good or bad."""
         return RockSampleState(
-            jnp.asarray([0, self.size // 2], jnp.int32), jax.random.bernoulli(key, shape=(self.num_rocks,))
+            jnp.asarray([0, self.size // 2], jnp.int32),
+            jax.random.bernoulli(key, shape=(self.num_rocks,)),
         )
 
     def _moved(self, state: RockSampleState, action: Array) -> tuple[Array, Array]:
@@ -160,7 +188,9 @@ class RockSample:
     def _silent(self, state: RockSampleState, action: Array, params: RockSampleParams) -> Array:
         return (action <= SAMPLE) | self.terminal(state, params)
 
-    def observe(self, key: PRNGKey, state: RockSampleState, action: Array | None, params: RockSampleParams) -> Array:
+    def observe(
+        self, key: PRNGKey, state: RockSampleState, action: Array | None, params: RockSampleParams
+    ) -> Array:
         """Nothing but after a check."""
         if action is None:
             return jnp.asarray(NOTHING, jnp.int32)
@@ -169,7 +199,12 @@ class RockSample:
         return jnp.where(self._silent(state, action, params), NOTHING, seen).astype(jnp.int32)
 
     def log_likelihood(
-        self, obs: Array, state: RockSampleState, action: Array, next_state: RockSampleState, params: RockSampleParams
+        self,
+        obs: Array,
+        state: RockSampleState,
+        action: Array,
+        next_state: RockSampleState,
+        params: RockSampleParams,
     ) -> Array:
         """Of a reading; no check, no reading."""
         accuracy = self._accuracy(next_state.place, action, params)
@@ -179,7 +214,11 @@ class RockSample:
         return jnp.log(jnp.where(silent, jnp.where(obs == NOTHING, 1.0, 0.0), chance))
 
     def reward(
-        self, state: RockSampleState, action: Array, next_state: RockSampleState, params: RockSampleParams
+        self,
+        state: RockSampleState,
+        action: Array,
+        next_state: RockSampleState,
+        params: RockSampleParams,
     ) -> Array:
         """See the module."""
         under = self._under(state)
@@ -198,7 +237,9 @@ class RockSample:
         """No move off the map but eastwards, no sampling where there is no rock; everything once it is over."""
         x, y = state.place[0], state.place[1]
         moves = jnp.stack([y < self.size - 1, x >= 0, y > 0, x > 0, jnp.any(self._under(state))])
-        return jnp.concatenate([moves | self.terminal(state, params), jnp.ones((self.num_rocks,), bool)])
+        return jnp.concatenate(
+            [moves | self.terminal(state, params), jnp.ones((self.num_rocks,), bool)]
+        )
 
     def heuristic(self, state: RockSampleState, params: RockSampleParams) -> Array:
         """Discounted: the nearest good rock, else the way out.
@@ -206,7 +247,9 @@ class RockSample:
         Not what all good rocks together would pay: a planner that is promised those never fetches one.
         """
         discount = jnp.asarray(params.discount, jnp.float32)
-        steps = jnp.where(state.good, jnp.abs(jnp.asarray(self.map) - state.place[None]).sum(1), 4 * self.size).min()
+        steps = jnp.where(
+            state.good, jnp.abs(jnp.asarray(self.map) - state.place[None]).sum(1), 4 * self.size
+        ).min()
         rock = params.nearest_reward * discount ** steps.astype(jnp.float32)
         out = params.exit_reward * discount ** (self.size - 1 - state.place[0]).astype(jnp.float32)
         value = jnp.where(jnp.any(state.good), rock, out)
@@ -220,7 +263,9 @@ class RockSample:
         """
         discount = jnp.asarray(params.discount, jnp.float32)
         steps = jnp.abs(jnp.asarray(self.map) - state.place[None]).sum(1)
-        order = jnp.sort(jnp.where(state.good, steps, 8 * self.size * self.num_rocks))  # bad ones never
+        order = jnp.sort(
+            jnp.where(state.good, steps, 8 * self.size * self.num_rocks)
+        )  # bad ones never
         wait = 2 * jnp.arange(self.num_rocks)
         times = jax.lax.cummax(order - wait) + wait
         paid = jnp.arange(self.num_rocks) < jnp.sum(state.good)
@@ -269,7 +314,9 @@ class RockSample:
             "discount": float(params.discount),
         }
 
-    def _tabular_move(self, place: Any, good: Any, bits: Any, action: int, params: RockSampleParams) -> tuple[Any, Any]:
+    def _tabular_move(
+        self, place: Any, good: Any, bits: Any, action: int, params: RockSampleParams
+    ) -> tuple[Any, Any]:
         """The next state's index (None: left) and the reward, by plain rules."""
         kinds, (x, y) = 2**self.num_rocks, place
         here = (y * self.size + x) * kinds

@@ -109,15 +109,25 @@ class SubHunt:
         middle = jnp.full((2,), (self.size + 1) // 2 - 1, jnp.int32)
         return SubHuntState(middle, target, bound, jnp.zeros((), bool), jnp.zeros((), bool))
 
-    def outcomes(self, state: SubHuntState, action: Array, params: SubHuntParams) -> tuple[Array, Array]:
+    def outcomes(
+        self, state: SubHuntState, action: Array, params: SubHuntParams
+    ) -> tuple[Array, Array]:
         """What a step can bring: three next places of the target, int32 `[3, 2]`, and chances `[4]`, last of a kill."""
-        ahead, left, right = (jnp.asarray(DIRECTIONS, jnp.int32)[(state.bound + turn) % 4] for turn in (0, -1, 1))
-        places = jnp.clip(state.target[None] + ahead[None] + jnp.stack([ahead, left, right]), 0, self.size - 1)
+        ahead, left, right = (
+            jnp.asarray(DIRECTIONS, jnp.int32)[(state.bound + turn) % 4] for turn in (0, -1, 1)
+        )
+        places = jnp.clip(
+            state.target[None] + ahead[None] + jnp.stack([ahead, left, right]), 0, self.size - 1
+        )
         near = jnp.linalg.norm((state.target - state.own).astype(jnp.float32)) <= params.kill_radius
-        kills = jnp.where(near & (action == ENGAGE), jnp.where(state.aware, params.aware_kill, 1.0), 0.0)
+        kills = jnp.where(
+            near & (action == ENGAGE), jnp.where(state.aware, params.aware_kill, 1.0), 0.0
+        )
         return places, jnp.append(jnp.asarray([0.5, 0.25, 0.25]) * (1 - kills), kills)
 
-    def transition(self, key: PRNGKey, state: SubHuntState, action: Array, params: SubHuntParams) -> SubHuntState:
+    def transition(
+        self, key: PRNGKey, state: SubHuntState, action: Array, params: SubHuntParams
+    ) -> SubHuntState:
         """Both move, unless the target is killed."""
         places, chances = self.outcomes(state, action, params)
         drawn = jnp.sum(jax.random.uniform(key) >= jnp.cumsum(chances[:3]))
@@ -132,24 +142,37 @@ class SubHunt:
             killed=state.killed | (killed & ~over),
         )
 
-    def _beams(self, state: SubHuntState, action: Array, params: SubHuntParams) -> tuple[Array, Array]:
+    def _beams(
+        self, state: SubHuntState, action: Array, params: SubHuntParams
+    ) -> tuple[Array, Array]:
         """Mean and standard deviation of each beam, `[8]`."""
         offset = state.target - state.own
         distance = jnp.linalg.norm(offset.astype(jnp.float32))
-        beam = jnp.asarray(_beam_of(self.size))[offset[0] + self.size - 1, offset[1] + self.size - 1]
+        beam = jnp.asarray(_beam_of(self.size))[
+            offset[0] + self.size - 1, offset[1] + self.size - 1
+        ]
         pinged = action == PING
         seen = (jnp.arange(8) == beam) & (pinged | (distance <= params.passive_radius))
         mean = jnp.where(seen, distance, jnp.where(pinged, float(self.size), params.passive_radius))
         found = jnp.where(pinged, params.active_noise, params.detected_noise)
-        return mean, jnp.where(seen, found, jnp.where(pinged, params.active_noise, params.passive_noise))
+        return mean, jnp.where(
+            seen, found, jnp.where(pinged, params.active_noise, params.passive_noise)
+        )
 
-    def observe(self, key: PRNGKey, state: SubHuntState, action: Array | None, params: SubHuntParams) -> Array:
+    def observe(
+        self, key: PRNGKey, state: SubHuntState, action: Array | None, params: SubHuntParams
+    ) -> Array:
         """Eight beams, float32 `[8]`; after a reset without a ping."""
         mean, noise = self._beams(state, jnp.asarray(ENGAGE) if action is None else action, params)
         return mean + noise * jax.random.normal(key, (8,))
 
     def log_likelihood(
-        self, obs: Array, state: SubHuntState, action: Array, next_state: SubHuntState, params: SubHuntParams
+        self,
+        obs: Array,
+        state: SubHuntState,
+        action: Array,
+        next_state: SubHuntState,
+        params: SubHuntParams,
     ) -> Array:
         """Of eight independent normal numbers."""
         mean, noise = self._beams(next_state, action, params)
@@ -160,9 +183,13 @@ class SubHunt:
         low = jnp.clip(obs.min(), -self.size, self.size) + self.size
         return (8 * jnp.floor(low / params.key_width) + jnp.argmin(obs)).astype(jnp.int32)
 
-    def reward(self, state: SubHuntState, action: Array, next_state: SubHuntState, params: SubHuntParams) -> Array:
+    def reward(
+        self, state: SubHuntState, action: Array, next_state: SubHuntState, params: SubHuntParams
+    ) -> Array:
         """Of a kill."""
-        return jnp.where(next_state.killed & ~state.killed, params.kill_reward, 0.0).astype(jnp.float32)
+        return jnp.where(next_state.killed & ~state.killed, params.kill_reward, 0.0).astype(
+            jnp.float32
+        )
 
     def _ahead(self, state: SubHuntState) -> Array:
         """Cells between the target and the edge it is bound for."""

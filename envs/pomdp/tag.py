@@ -24,11 +24,17 @@ from jaxpar.types import Array, PRNGKey
 
 __all__ = ["VARIANTS", "Tag", "TagParams", "TagState"]
 
-CELLS = np.asarray([(x, y) for y in range(2) for x in range(10)] + [(x, y) for y in range(2, 5) for x in range(5, 8)])
+CELLS = np.asarray(
+    [(x, y) for y in range(2) for x in range(10)]
+    + [(x, y) for y in range(2, 5) for x in range(5, 8)]
+)
 INDEX = {tuple(cell): i for i, cell in enumerate(CELLS.tolist())}
 DIRECTIONS = ((0, 1), (1, 0), (0, -1), (-1, 0))
 MOVES = np.asarray(
-    [[INDEX.get((x + dx, y + dy), i) for dx, dy in DIRECTIONS] for i, (x, y) in enumerate(CELLS.tolist())]
+    [
+        [INDEX.get((x + dx, y + dy), i) for dx, dy in DIRECTIONS]
+        for i, (x, y) in enumerate(CELLS.tolist())
+    ]
 )
 TAG, SEEN = 4, len(CELLS)
 SEARCH = 4
@@ -90,9 +96,13 @@ class Tag:
         dx, dy = cells[opponent] - cells[robot]
         half = (1 - params.stay) / 2
         up, right = (jnp.where(d > 0, 1.0, jnp.where(d < 0, 0.0, 0.5)) for d in (dy, dx))
-        return jnp.stack([half * up, half * right, half * (1 - up), half * (1 - right), jnp.asarray(params.stay)])
+        return jnp.stack(
+            [half * up, half * right, half * (1 - up), half * (1 - right), jnp.asarray(params.stay)]
+        )
 
-    def transition(self, key: PRNGKey, state: TagState, action: Array, params: TagParams) -> TagState:
+    def transition(
+        self, key: PRNGKey, state: TagState, action: Array, params: TagParams
+    ) -> TagState:
         """Both move at once; a tag that hits ends it."""
         hit = state.tagged | ((action == TAG) & (state.robot == state.opponent))
         moves = jnp.asarray(MOVES, jnp.int32)
@@ -101,10 +111,14 @@ class Tag:
         way = jnp.sum(jax.random.uniform(key) * chances[-1] >= chances)
         opponent = jnp.where(way >= 4, state.opponent, moves[state.opponent, jnp.minimum(way, 3)])
         return TagState(
-            jnp.where(hit, state.robot, robot), jnp.where(hit, state.opponent, opponent), jnp.asarray(hit, bool)
+            jnp.where(hit, state.robot, robot),
+            jnp.where(hit, state.opponent, opponent),
+            jnp.asarray(hit, bool),
         )
 
-    def observe(self, key: PRNGKey, state: TagState, action: Array | None, params: TagParams) -> Array:
+    def observe(
+        self, key: PRNGKey, state: TagState, action: Array | None, params: TagParams
+    ) -> Array:
         """Exact."""
         return jnp.where(state.robot == state.opponent, SEEN, state.robot).astype(jnp.int32)
 
@@ -115,7 +129,9 @@ class Tag:
         seen = jnp.where(next_state.robot == next_state.opponent, SEEN, next_state.robot)
         return jnp.where(obs == seen, 0.0, -jnp.inf)
 
-    def reward(self, state: TagState, action: Array, next_state: TagState, params: TagParams) -> Array:
+    def reward(
+        self, state: TagState, action: Array, next_state: TagState, params: TagParams
+    ) -> Array:
         """See the module."""
         tag = jnp.where(state.robot == state.opponent, params.tag_reward, params.miss_reward)
         earned = jnp.where(action == TAG, tag, params.move_reward)
@@ -148,8 +164,12 @@ class Tag:
         away = jnp.abs(cells[state.robot] - cells[state.opponent]).sum()
         steps = jnp.where(away > 0, away + search, 0).astype(jnp.float32)
         discount = jnp.asarray(params.discount, jnp.float32)
-        walked = jnp.where(discount < 1, (1 - discount**steps) / jnp.maximum(1 - discount, 1e-6), steps)
-        return jnp.where(state.tagged, 0.0, params.move_reward * walked + params.tag_reward * discount**steps)
+        walked = jnp.where(
+            discount < 1, (1 - discount**steps) / jnp.maximum(1 - discount, 1e-6), steps
+        )
+        return jnp.where(
+            state.tagged, 0.0, params.move_reward * walked + params.tag_reward * discount**steps
+        )
 
     def tabular(self, params: TagParams) -> dict[str, Any]:
         """States robot * 29 + opponent, then the one of having tagged; 842 in all."""
@@ -170,7 +190,9 @@ class Tag:
                 for axis, ways in ((1, (0, 2)), (0, (1, 3))):
                     for way, sign in zip(ways, (1, -1), strict=True):
                         share = 0.5 if away[axis] == 0 else float(sign * away[axis] > 0)
-                        transition[action, s, to * SEEN + MOVES[opponent, way]] += (1 - stay) / 2 * share
+                        transition[action, s, to * SEEN + MOVES[opponent, way]] += (
+                            (1 - stay) / 2 * share
+                        )
         transition[:, -1, -1], observation[:, -1, SEEN], reward[:, -1] = 1, 1, 0
         start = np.append(np.full(count - 1, 1 / (count - 1)), 0.0)
         return {
@@ -186,8 +208,13 @@ class Tag:
         image = picture.canvas(80, 160, picture.GRAY)
         corners = CELLS * 16
         for x, y in corners.tolist():
-            image = picture.rectangle(image, (x + 1.0, 65.0 - y), (x + 15.0, 79.0 - y), picture.WHITE)
-        for cell, radius, color in ((state.opponent, 6.0, picture.RED), (state.robot, 4.0, picture.BLUE)):
+            image = picture.rectangle(
+                image, (x + 1.0, 65.0 - y), (x + 15.0, 79.0 - y), picture.WHITE
+            )
+        for cell, radius, color in (
+            (state.opponent, 6.0, picture.RED),
+            (state.robot, 4.0, picture.BLUE),
+        ):
             x, y = jnp.asarray(corners, jnp.float32)[cell]
             image = picture.disc(image, jnp.stack([x + 8, 72 - y]), radius, color)
         return picture.to_uint8(image)

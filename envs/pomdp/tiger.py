@@ -66,16 +66,24 @@ class Tiger:
         """Either door."""
         return TigerState(jax.random.bernoulli(key).astype(jnp.int32))
 
-    def transition(self, key: PRNGKey, state: TigerState, action: Array, params: TigerParams) -> TigerState:
+    def transition(
+        self, key: PRNGKey, state: TigerState, action: Array, params: TigerParams
+    ) -> TigerState:
         """The tiger stays while one listens, else it is placed anew."""
         return TigerState(jnp.where(action == LISTEN, state.tiger, self.init(key, params).tiger))
 
-    def observe(self, key: PRNGKey, state: TigerState, action: Array | None, params: TigerParams) -> Array:
+    def observe(
+        self, key: PRNGKey, state: TigerState, action: Array | None, params: TigerParams
+    ) -> Array:
         """The tiger's side, if one listened and heard right; either side after a door or a reset."""
         right = self._accuracy(action, params)
-        return jnp.where(jax.random.bernoulli(key, right), state.tiger, 1 - state.tiger).astype(jnp.int32)
+        return jnp.where(jax.random.bernoulli(key, right), state.tiger, 1 - state.tiger).astype(
+            jnp.int32
+        )
 
-    def reward(self, state: TigerState, action: Array, next_state: TigerState, params: TigerParams) -> Array:
+    def reward(
+        self, state: TigerState, action: Array, next_state: TigerState, params: TigerParams
+    ) -> Array:
         """Of the side on which the tiger was."""
         opened = jnp.where(action - OPEN_LEFT == state.tiger, params.eaten, params.free)
         return jnp.where(action == LISTEN, params.listen, opened).astype(jnp.float32)
@@ -85,7 +93,12 @@ class Tiger:
         return jnp.zeros((), bool)
 
     def log_likelihood(
-        self, obs: Array, state: TigerState, action: Array, next_state: TigerState, params: TigerParams
+        self,
+        obs: Array,
+        state: TigerState,
+        action: Array,
+        next_state: TigerState,
+        params: TigerParams,
     ) -> Array:
         """Of hearing `obs` with the tiger at `next_state`."""
         right = self._accuracy(action, params)
@@ -98,7 +111,9 @@ class Tiger:
     def upper_bound(self, state: TigerState, params: TigerParams) -> Array:
         """The return if the tiger is seen: the other door at every step, or a listen if that is better."""
         most = jnp.maximum(jnp.asarray(params.free, jnp.float32), params.listen)
-        return jnp.where(params.discount < 1, most / jnp.maximum(1 - params.discount, 1e-6), jnp.inf)
+        return jnp.where(
+            params.discount < 1, most / jnp.maximum(1 - params.discount, 1e-6), jnp.inf
+        )
 
     def tabular(self, params: TigerParams) -> dict[str, Any]:
         """The whole model."""
@@ -125,7 +140,9 @@ class Tiger:
             here, center = state.tiger == door, jnp.asarray([left + 16.0, 34.0])
             image = picture.disc(image, center, 10.0, picture.ORANGE, visible=here)
             for side in (-4.0, 4.0):
-                image = picture.disc(image, center + jnp.asarray([side, -2.0]), 2.0, picture.BLACK, visible=here)
+                image = picture.disc(
+                    image, center + jnp.asarray([side, -2.0]), 2.0, picture.BLACK, visible=here
+                )
             image = picture.disc(image, center, 7.0, picture.YELLOW, visible=~here)
         return picture.to_uint8(image)
 

@@ -54,19 +54,28 @@ def score_many(
     """
     check_value("rules", rules, OneOf(RULES), str)
     count, given, target = len(texts), np.asarray(numbers, np.int64), np.asarray(targets, np.int64)
-    if given.ndim not in (1, 2) or target.ndim > 1 or {count} != {count, *given.shape[:-1], *target.shape}:
+    if (
+        given.ndim not in (1, 2)
+        or target.ndim > 1
+        or {count} != {count, *given.shape[:-1], *target.shape}
+    ):
         raise UsageError(
             f"{count} answers take numbers [N] or [{count}, N] and targets [] or [{count}], "
             f"not {list(given.shape)} and {list(target.shape)}"
         )
     if given.size and not (given.min() > 0 and given.max() < 10**9):
         raise UsageError("numbers must be over 0 and below 10^9")
-    given, target = np.broadcast_to(given, (count, given.shape[-1])), np.broadcast_to(target, (count,))
+    given, target = (
+        np.broadcast_to(given, (count, given.shape[-1])),
+        np.broadcast_to(target, (count,)),
+    )
     result = np.full(count, NO_EXPRESSION, np.uint8)
 
     def one_by_one(rows: np.ndarray) -> None:
         for row in rows:
-            verdict = score(texts[row], given[row].tolist(), int(target[row]), rules=rules, use_all=use_all)
+            verdict = score(
+                texts[row], given[row].tolist(), int(target[row]), rules=rules, use_all=use_all
+            )
             result[row] = REASONS.index(verdict.reason)
 
     for start in range(0, count, CHUNK):
@@ -76,7 +85,9 @@ def score_many(
                 one_by_one(rows + start)
             elif (order := postfix(tokens.shape(rows[0]))) is not None:
                 values, rows = tokens.values(rows), rows + start
-                same = _same_numbers(values, given[rows], use_all)  # none was given that is too long: -1
+                same = _same_numbers(
+                    values, given[rows], use_all
+                )  # none was given that is too long: -1
                 result[rows[~same]] = OTHER_NUMBERS
                 rows, values = rows[same], values[same]
                 codes = _evaluate(order, values, target[rows], rules) if len(rows) else result[:0]
@@ -131,14 +142,18 @@ class _Tokens:
 
     def groups(self) -> Iterator[tuple[np.ndarray, bool]]:
         """The answers of each shape, and whether they truly have one: found by a hash, confirmed token by token."""
-        weights = np.random.default_rng(0).integers(1 << 63, size=self.lengths.max(), dtype=np.uint64)
+        weights = np.random.default_rng(0).integers(
+            1 << 63, size=self.lengths.max(), dtype=np.uint64
+        )
         place = np.arange(len(self.codes)) - np.repeat(self.first, self.lengths)
         order = np.add.reduceat(weights[place] * self.codes, self.first)
         rows = np.argsort(order, kind="stable")
         for group in np.split(rows, np.flatnonzero(np.diff(order[rows])) + 1):
             length = self.lengths[group[0]]
             alike = self.lengths[group] == length
-            begin = np.minimum(self.first[group], len(self.codes) - length)  # of others, which are not alike
+            begin = np.minimum(
+                self.first[group], len(self.codes) - length
+            )  # of others, which are not alike
             shape = self.codes[self.first[group[0]] : self.first[group[0]] + length]
             alike &= (sliding_window_view(self.codes, length)[begin] == shape).all(axis=1)
             yield group[alike], True
@@ -147,7 +162,9 @@ class _Tokens:
 
     def shape(self, row: int) -> str:
         """An answer with n for every number."""
-        return self.codes[self.first[row] : self.first[row] + self.lengths[row] - 1].tobytes().decode()
+        return (
+            self.codes[self.first[row] : self.first[row] + self.lengths[row] - 1].tobytes().decode()
+        )
 
     def values(self, rows: np.ndarray) -> np.ndarray:
         """The numbers of answers of one shape, int64 `[R, K]`."""
@@ -178,7 +195,9 @@ def _same_numbers(values: np.ndarray, given: np.ndarray, use_all: bool) -> np.nd
     return (used <= (values[:, :, None] == given[:, None]).sum(axis=2)).all(axis=1)
 
 
-def _evaluate(tokens: Sequence[str], values: np.ndarray, target: np.ndarray, rules: str) -> np.ndarray | None:
+def _evaluate(
+    tokens: Sequence[str], values: np.ndarray, target: np.ndarray, rules: str
+) -> np.ndarray | None:
     """What answers of one shape, with numbers int64 `[R, K]`, are, uint8 `[R]`; None where int64 may overflow.
 
     Fractions are not reduced; `top` and `low` bound numerators and denominators.

@@ -18,8 +18,17 @@ def moves(num_numbers: int) -> np.ndarray:
     For every i < j, in this order: i + j, i * j, i - j, j - i, i / j, j / i.
     """
     i, j = np.triu_indices(num_numbers, 1)
-    kinds = ((i, j, ADD), (i, j, MULTIPLY), (i, j, SUBTRACT), (j, i, SUBTRACT), (i, j, DIVIDE), (j, i, DIVIDE))
-    return np.concatenate([np.stack([a, b, np.full_like(a, op)], axis=1) for a, b, op in kinds]).astype(np.int32)
+    kinds = (
+        (i, j, ADD),
+        (i, j, MULTIPLY),
+        (i, j, SUBTRACT),
+        (j, i, SUBTRACT),
+        (i, j, DIVIDE),
+        (j, i, DIVIDE),
+    )
+    return np.concatenate(
+        [np.stack([a, b, np.full_like(a, op)], axis=1) for a, b, op in kinds]
+    ).astype(np.int32)
 
 
 def legal_moves(num: Array, den: Array, left: Array, rules: str, most: int = MOST) -> Array:
@@ -30,7 +39,11 @@ def legal_moves(num: Array, den: Array, left: Array, rules: str, most: int = MOS
     product = jnp.abs(a) <= room[j]
     if rules == "rational":
         low_room = most // den
-        bottom, left_fits, right_fits = b <= low_room[j], jnp.abs(a) <= low_room[j], jnp.abs(c) <= low_room[i]
+        bottom, left_fits, right_fits = (
+            b <= low_room[j],
+            jnp.abs(a) <= low_room[j],
+            jnp.abs(c) <= low_room[i],
+        )
         x, y, both = a * d, c * b, bottom & left_fits & right_fits
         product &= bottom
         forth = left_fits & (b <= room[j]) & (c != 0)
@@ -39,10 +52,16 @@ def legal_moves(num: Array, den: Array, left: Array, rules: str, most: int = MOS
         x, y, both = a, c, jnp.ones(len(i), bool)
         forth = (c != 0) & (jax.lax.rem(a, jnp.where(c == 0, 1, c)) == 0)
         back = (a != 0) & (jax.lax.rem(c, jnp.where(a == 0, 1, a)) == 0)
-    summed, less, more = both & _fits(x, y, most), both & _fits(x, -y, most), both & _fits(-x, y, most)
+    summed, less, more = (
+        both & _fits(x, y, most),
+        both & _fits(x, -y, most),
+        both & _fits(-x, y, most),
+    )
     if rules == "natural":
         less, more = less & (x > y), more & (y > x)
-    return jnp.concatenate([summed, product, less, more, forth, back]) & jnp.tile(left[i] & left[j], 6)
+    return jnp.concatenate([summed, product, less, more, forth, back]) & jnp.tile(
+        left[i] & left[j], 6
+    )
 
 
 def _fits(x: Array, y: Array, most: int) -> Array:

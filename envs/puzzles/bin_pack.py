@@ -74,7 +74,9 @@ def check_container(sides: tuple[int, ...], num_items: int) -> None:
         raise UsageError(f"a container has three sides, whole numbers over 0, not {sides}")
     volume = sides[0] * sides[1] * sides[2]
     if not num_items <= volume <= MOST_VOLUME:
-        raise UsageError(f"the container {sides} holds {volume}, which must be from {num_items}, its items, to 2^30")
+        raise UsageError(
+            f"the container {sides} holds {volume}, which must be from {num_items}, its items, to 2^30"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +93,9 @@ class Split:
     def __post_init__(self) -> None:
         """Refuses containers that cannot be cut so often."""
         check_fields(self)
-        object.__setattr__(self, "container", tuple(self.container))  # OmegaConf makes lists of tuples
+        object.__setattr__(
+            self, "container", tuple(self.container)
+        )  # OmegaConf makes lists of tuples
         check_container(self.container, self.num_items)
 
     def __call__(self, key: PRNGKey) -> Level:
@@ -134,7 +138,9 @@ def given(*problems: tuple[tuple[int, int, int], tuple[tuple[int, int, int], ...
     for container, items in problems:
         check_container(container, 1)
         for item in items:
-            if len(item) != 3 or not all(isinstance(x, int) and 0 < x <= container[c] for c, x in enumerate(item)):
+            if len(item) != 3 or not all(
+                isinstance(x, int) and 0 < x <= container[c] for c, x in enumerate(item)
+            ):
                 raise UsageError(
                     f"an item has three sides, whole numbers from 1 to the container's {container}, not {item}"
                 )
@@ -193,7 +199,9 @@ class BinPack:
 
     def item_moves(self, params: Params) -> np.ndarray:
         """Of each action the rows of its space and of its item, int32 `[A, 3]`, all of kind 0."""
-        space, item = np.divmod(np.arange(self.num_spaces * self.num_items, dtype=np.int32), np.int32(self.num_items))
+        space, item = np.divmod(
+            np.arange(self.num_spaces * self.num_items, dtype=np.int32), np.int32(self.num_items)
+        )
         return np.stack([np.zeros_like(space), space, self.num_spaces + item], axis=1)
 
     def sample_level(self, key: PRNGKey, params: Params) -> Level:
@@ -244,14 +252,23 @@ class BinPack:
         lower, upper = -state.reach[:, :3], state.reach[:, 3:]
         spaces = jnp.ones((self.num_spaces, 1), bool), upper[:, :1] > 0, upper - lower, lower
         items = jnp.zeros((self.num_items, 1), bool), ~self.packed(state)[:, None], state.level.size
-        rows = [jnp.concatenate(part, axis=1) for part in (spaces, (*items, jnp.maximum(state.corner, 0)))]
+        rows = [
+            jnp.concatenate(part, axis=1)
+            for part in (spaces, (*items, jnp.maximum(state.corner, 0)))
+        ]
         scale = jnp.concatenate([jnp.ones(2), state.level.container, state.level.container])
         return (jnp.concatenate(rows) / scale[None]).astype(jnp.float32)
 
     def reward(self, state: State, action: Array, next_state: State, params: Params) -> Array:
         """What the outcome grew by, or all of it at the end."""
         before, after = self.outcome(state, params), self.outcome(next_state, params)
-        return earned(self.rewards, before, after, self.terminal(state, params), self.terminal(next_state, params))
+        return earned(
+            self.rewards,
+            before,
+            after,
+            self.terminal(state, params),
+            self.terminal(next_state, params),
+        )
 
     def terminal(self, state: State, params: Params) -> Array:
         """Nothing fits any more, or an illegal action ended it."""
@@ -286,7 +303,9 @@ class BinPack:
         is met, and leaves it at the greatest lower one.
         """
         across, up = np.array([-1, 1, 0]) / 2**0.5, np.array([-1, -1, 2]) / 6**0.5
-        v, u = np.mgrid[0.52:-0.52:192j, -0.52:0.52:192j][..., None]  # of a diagonal of 1, which is seen under an angle
+        v, u = np.mgrid[0.52:-0.52:192j, -0.52:0.52:192j][
+            ..., None
+        ]  # of a diagonal of 1, which is seen under an angle
         scale = 1 / jnp.linalg.norm(state.level.container.astype(jnp.float32))
         sides = state.level.container * scale
         start = (sides / 2)[None, None] + (u * across + v * up)  # [192, 192, 3]
@@ -299,10 +318,18 @@ class BinPack:
         n, light = self.num_items, np.array([0.8, 0.65, 1.0])
         hues = [colorsys.hsv_to_rgb(i * 0.618 % 1, 0.5 + 0.2 * (i % 2), 0.92) for i in range(n)]
         face = jnp.argmin(jnp.take_along_axis(enters, which[None, :, :, None], axis=0)[0], axis=2)
-        item = 255 * jnp.asarray(np.array(hues, np.float32))[which] * jnp.asarray(light)[face][..., None]
+        item = (
+            255
+            * jnp.asarray(np.array(hues, np.float32))[which]
+            * jnp.asarray(light)[face][..., None]
+        )
         far = jnp.max(-start, axis=2) < jnp.min(sides[None, None] - start, axis=2)
-        wall = jnp.where(far, 200 + 40 * jnp.asarray(light)[jnp.argmax(-start, axis=2)], 255.0)[..., None]
-        return picture.to_uint8(jnp.where((jnp.max(seen, axis=0) > -jnp.inf)[..., None], item, wall))
+        wall = jnp.where(far, 200 + 40 * jnp.asarray(light)[jnp.argmax(-start, axis=2)], 255.0)[
+            ..., None
+        ]
+        return picture.to_uint8(
+            jnp.where((jnp.max(seen, axis=0) > -jnp.inf)[..., None], item, wall)
+        )
 
 
 def without(reach: Array, lower: Array, upper: Array, least: Array) -> tuple[Array, Array]:
@@ -321,23 +348,38 @@ def without(reach: Array, lower: Array, upper: Array, least: Array) -> tuple[Arr
         least: sides that a space must have to be kept, `[3]`.
     """
     num, faces, bits = len(reach), np.arange(6), (1 << np.arange(6)).astype(np.uint8)
-    cut = jnp.concatenate([-upper, lower])  # what the part before each face has instead of the space's own number
+    cut = jnp.concatenate(
+        [-upper, lower]
+    )  # what the part before each face has instead of the space's own number
     met = jnp.all(reach > cut[None], axis=1)
-    beyond = sum(jnp.where(reach[:, None, d] > reach[None, :, d], bits[d], np.uint8(0)) for d in faces)  # [E, E]
+    beyond = sum(
+        jnp.where(reach[:, None, d] > reach[None, :, d], bits[d], np.uint8(0)) for d in faces
+    )  # [E, E]
     alone = beyond & (beyond - 1) == 0
-    covers = jnp.sum(jnp.where(cut[None] <= reach, bits[None], np.uint8(0)), axis=1, dtype=jnp.uint8)
+    covers = jnp.sum(
+        jnp.where(cut[None] <= reach, bits[None], np.uint8(0)), axis=1, dtype=jnp.uint8
+    )
     nested = jnp.where(alone, beyond & covers[None], np.uint8(0))
     nested = jax.lax.reduce(nested, np.uint8(0), jax.lax.bitwise_or, (1,))
     sides = reach[:, :3] + reach[:, 3:]
     wide = sides >= least[None]
-    part = cut[None] + jnp.roll(reach, 3, axis=1) >= jnp.concatenate([least, least])[None]  # [E, 6], along its own axis
+    part = (
+        cut[None] + jnp.roll(reach, 3, axis=1) >= jnp.concatenate([least, least])[None]
+    )  # [E, 6], along its own axis
     others = jnp.stack([wide[:, (d + 1) % 3] & wide[:, (d + 2) % 3] for d in faces], axis=1)
-    new = (met[:, None] & part & others & (nested[:, None] & bits[None] == 0)).T.reshape(-1)  # face by face
+    new = (met[:, None] & part & others & (nested[:, None] & bits[None] == 0)).T.reshape(
+        -1
+    )  # face by face
     stays = ~met & jnp.all(wide, axis=1)
     # Counts are as narrow as they can be: comparing and summing [E, 6 E] of them is most of the work.
     small = np.uint8 if 6 * num < 256 else np.int32
-    count, free = jnp.cumsum(new, dtype=small), jnp.cumsum(~stays, dtype=small)  # of free slots up to each, itself too
-    source = jnp.sum(count[None] < free[:, None], axis=1, dtype=small).astype(jnp.int32)  # new parts before its own
+    count, free = (
+        jnp.cumsum(new, dtype=small),
+        jnp.cumsum(~stays, dtype=small),
+    )  # of free slots up to each, itself too
+    source = jnp.sum(count[None] < free[:, None], axis=1, dtype=small).astype(
+        jnp.int32
+    )  # new parts before its own
     face, space = source // num, source % num
     parts = jnp.where(face[:, None] == faces[None], cut[None], reach[space])
     parts = jnp.where((source < 6 * num)[:, None], parts, 0)

@@ -75,12 +75,16 @@ class Connector:
     @property
     def size(self) -> int:
         """N."""
-        return check_generator("Connector", self.generator, Wires, "RandomWalks, given_wires(...)").free.shape[0]
+        return check_generator(
+            "Connector", self.generator, Wires, "RandomWalks, given_wires(...)"
+        ).free.shape[0]
 
     @property
     def num_agents(self) -> int:
         """N."""
-        return check_generator("Connector", self.generator, Wires, "RandomWalks, given_wires(...)").starts.shape[0]
+        return check_generator(
+            "Connector", self.generator, Wires, "RandomWalks, given_wires(...)"
+        ).starts.shape[0]
 
     @property
     def name(self) -> str:
@@ -106,9 +110,14 @@ class Connector:
 
     def init_level(self, key: PRNGKey, level: Wires, params: Params) -> State:
         """Paths of one cell; deterministic."""
-        starts, targets = jnp.asarray(level.starts, jnp.int32), jnp.asarray(level.targets, jnp.int32)
+        starts, targets = (
+            jnp.asarray(level.starts, jnp.int32),
+            jnp.asarray(level.targets, jnp.int32),
+        )
         owner = self._drawn(jnp.zeros((self.size, self.size), jnp.int8), starts)
-        return State(owner, starts, targets, jnp.zeros(self.num_agents, bool), jnp.zeros((), jnp.int32))
+        return State(
+            owner, starts, targets, jnp.zeros(self.num_agents, bool), jnp.zeros((), jnp.int32)
+        )
 
     def init(self, key: PRNGKey, params: Params) -> State:
         """The first state of a level that is drawn; consumes `key`."""
@@ -128,7 +137,9 @@ class Connector:
         """Resting, and steps onto what is free, bool `[N, 5]`."""
         around = jnp.asarray(next_cells(self.size))[state.heads]
         free = jnp.append((state.owner == 0).reshape(-1), False)[around]
-        others = (around[:, :, None] == state.targets.reshape(1, 1, -1)) & ~np.eye(self.num_agents, dtype=bool)[:, None]
+        others = (around[:, :, None] == state.targets.reshape(1, 1, -1)) & ~np.eye(
+            self.num_agents, dtype=bool
+        )[:, None]
         walks = (state.heads != state.targets)[:, None] & ~jnp.any(others, axis=-1)
         return (free & walks).at[:, 0].set(True)
 
@@ -136,17 +147,28 @@ class Connector:
         """All step at once; deterministic."""
         take = jnp.asarray(action)[:, None]
         legal = jnp.take_along_axis(self.action_mask(state, params), take, axis=1)[:, 0]
-        wanted = jnp.take_along_axis(jnp.asarray(next_cells(self.size))[state.heads], take, axis=1)[:, 0]
+        wanted = jnp.take_along_axis(jnp.asarray(next_cells(self.size))[state.heads], take, axis=1)[
+            :, 0
+        ]
         over = self.terminal(state, params)[0]
         heads = jnp.where(claimed(wanted, legal & (action > 0)), wanted, state.heads)
-        moved = state.replace(owner=self._drawn(state.owner, heads), heads=heads, time=state.time + 1)
-        return unless(over | ~jnp.all(legal), moved, state).replace(illegal=state.illegal | (~legal & ~over))
+        moved = state.replace(
+            owner=self._drawn(state.owner, heads), heads=heads, time=state.time + 1
+        )
+        return unless(over | ~jnp.all(legal), moved, state).replace(
+            illegal=state.illegal | (~legal & ~over)
+        )
 
     def observe(self, key: PRNGKey, state: State, action: Array | None, params: Params) -> Array:
         """All of the board, as each agent sees it."""
         number = np.arange(1, self.num_agents + 1, dtype=np.int8).reshape(-1, 1, 1)
-        own = jnp.stack([state.owner[None] == number, self._places(state.heads), self._places(state.targets)], axis=-1)
-        return jnp.concatenate([own, jnp.any(own, axis=0, keepdims=True) & ~own], axis=-1).astype(jnp.int8)
+        own = jnp.stack(
+            [state.owner[None] == number, self._places(state.heads), self._places(state.targets)],
+            axis=-1,
+        )
+        return jnp.concatenate([own, jnp.any(own, axis=0, keepdims=True) & ~own], axis=-1).astype(
+            jnp.int8
+        )
 
     def reward(self, state: State, action: Array, next_state: State, params: Params) -> Array:
         """See the module's table, float32 `[N]`."""
@@ -172,19 +194,31 @@ class Connector:
         """What the team can still earn: the share of agents that have not arrived and are not shut in, float32 `[]`."""
         can = jnp.any(self.action_mask(state, params)[:, 1:], axis=1)
         paid = 0.0 if self.rewards == "dense" else jnp.sum(self.outcome(state, params))
-        return jnp.where(self.terminal(state, params)[0], 0.0, jnp.mean(can) + paid).astype(jnp.float32)
+        return jnp.where(self.terminal(state, params)[0], 0.0, jnp.mean(can) + paid).astype(
+            jnp.float32
+        )
 
     def render(self, state: State, params: Params) -> Array:
         """Paths in the colours of their agents, heads as discs, targets as rings; uint8 `[16 n, 16 n, 3]`."""
         number = np.arange(self.num_agents).reshape(-1, 1, 1) % len(COLORS)
         head, target = self._places(state.heads), self._places(state.targets)
         kind = jnp.where(head, 3 + 3 * number, jnp.where(target, 2 + 3 * number, 0))
-        path = jnp.where(state.owner > 0, 1 + 3 * ((state.owner.astype(jnp.int32) - 1) % len(COLORS)), 0)
+        path = jnp.where(
+            state.owner > 0, 1 + 3 * ((state.owner.astype(jnp.int32) - 1) % len(COLORS)), 0
+        )
         marks = jnp.max(kind, axis=0)
         return picture.tiles(jnp.where(marks > 0, marks, path), SPRITES)
 
 
-COLORS = (picture.RED, picture.BLUE, picture.GREEN, picture.ORANGE, picture.PURPLE, picture.BROWN, (40, 170, 170))
+COLORS = (
+    picture.RED,
+    picture.BLUE,
+    picture.GREEN,
+    picture.ORANGE,
+    picture.PURPLE,
+    picture.BROWN,
+    (40, 170, 170),
+)
 
 
 def _sprites() -> np.ndarray:

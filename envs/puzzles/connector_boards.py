@@ -31,7 +31,9 @@ class Wires:
 
 def next_cells(size: int) -> np.ndarray:
     """Cells int32 `[n^2 + 1, 5]` that rest, up, right, down, left lead to; n^2 is outside."""
-    return np.concatenate([np.arange(size**2 + 1)[:, None], neighbours(size, size)], axis=1).astype(np.int32)
+    return np.concatenate([np.arange(size**2 + 1)[:, None], neighbours(size, size)], axis=1).astype(
+        np.int32
+    )
 
 
 def claimed(wanted: Array, moves: Array) -> Array:
@@ -69,7 +71,9 @@ class RandomWalks:
 
         nothing = jnp.zeros(self.num_agents, jnp.int32)
         first = key, Wires(jnp.ones((self.size, self.size), bool), nothing, nothing)
-        return jax.lax.while_loop(lambda carry: jnp.any(carry[1].starts == carry[1].targets), again, first)[1]
+        return jax.lax.while_loop(
+            lambda carry: jnp.any(carry[1].starts == carry[1].targets), again, first
+        )[1]
 
     def attempt(self, key: PRNGKey) -> tuple[Wires, Array]:
         """One board, on which agents may be there from the start, and actions int32 `[walked, N]` that solve it."""
@@ -79,7 +83,9 @@ class RandomWalks:
         lengths = jax.random.randint(length_key, (self.num_agents,), 1, self.walked + 1)
         free = jnp.append(~jnp.any(cells[:, None] == starts[None], axis=1), False)
 
-        def walk(carry: tuple[Array, Array], drawn: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
+        def walk(
+            carry: tuple[Array, Array], drawn: tuple[Array, Array]
+        ) -> tuple[tuple[Array, Array], Array]:
             (heads, free), (time, chance) = carry, drawn
             around = table[heads]
             open_ways = free[around].at[:, 0].set(False) & (time < lengths)[:, None]
@@ -90,7 +96,10 @@ class RandomWalks:
             free &= ~jnp.any(np.arange(self.size**2 + 1)[:, None] == heads[None], axis=1)
             return (heads, free), jnp.where(moves, way, 0)
 
-        times = np.arange(self.walked), jax.random.uniform(walk_key, (self.walked, self.num_agents, 5))
+        times = (
+            np.arange(self.walked),
+            jax.random.uniform(walk_key, (self.walked, self.num_agents, 5)),
+        )
         (heads, _), actions = jax.lax.scan(walk, (starts, free), times)
         return Wires(jnp.ones((self.size, self.size), bool), starts, heads), actions
 
@@ -112,19 +121,30 @@ def given_wires(*texts: str, searched: int = 200_000) -> Given:
         if (
             not lower
             or len(set(lower)) < len(lower)
-            or sorted(signs.replace(".", "")) != sorted("".join(lower + [sign.upper() for sign in lower]))
+            or sorted(signs.replace(".", ""))
+            != sorted("".join(lower + [sign.upper() for sign in lower]))
         ):
             raise UsageError(
                 f"a board of Connector has dots, and every letter once small and once capital, not {lines}"
             )
-        starts, targets = ([signs.index(x) for x in each] for each in (lower, [sign.upper() for sign in lower]))
+        starts, targets = (
+            [signs.index(x) for x in each] for each in (lower, [sign.upper() for sign in lower])
+        )
         if searched and connect(size, starts, targets, searched) == []:
             raise UsageError(f"no paths that do not cross join all pairs of {lines}")
-        levels.append(Wires(np.ones((size, size), bool), np.asarray(starts, np.int32), np.asarray(targets, np.int32)))
+        levels.append(
+            Wires(
+                np.ones((size, size), bool),
+                np.asarray(starts, np.int32),
+                np.asarray(targets, np.int32),
+            )
+        )
     return Given.of(*levels)
 
 
-def connect(size: int, starts: list[int], targets: list[int], searched: int = 200_000) -> list[list[int]] | None:
+def connect(
+    size: int, starts: list[int], targets: list[int], searched: int = 200_000
+) -> list[list[int]] | None:
     """Disjoint paths found by depth-first search on the host; [] if there are none, None if the search is too long."""
     table, paths, steps = neighbours(size, size).tolist(), [[start] for start in starts], 0
     taken = {*starts, *targets, size**2}

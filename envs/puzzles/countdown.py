@@ -37,7 +37,18 @@ from .given import Generator, Given, check_generator
 from .items import as_items
 from .rewards import REWARDS, earned, unless
 
-__all__ = ["VARIANTS", "Countdown", "Level", "Reverse", "Uniform", "given", "moves", "score", "score_many", "solve"]
+__all__ = [
+    "VARIANTS",
+    "Countdown",
+    "Level",
+    "Reverse",
+    "Uniform",
+    "given",
+    "moves",
+    "score",
+    "score_many",
+    "solve",
+]
 
 
 @flax.struct.dataclass
@@ -95,7 +106,9 @@ class Uniform:
         check_fields(self)
         _check_range(self.low, self.high)
         if not self.least <= self.most <= 10**6:
-            raise UsageError(f"targets are from least to most, at most 10^6, not from {self.least} to {self.most}")
+            raise UsageError(
+                f"targets are from least to most, at most 10^6, not from {self.least} to {self.most}"
+            )
 
     def __call__(self, key: PRNGKey) -> Level:
         """Draws; consumes `key`."""
@@ -122,7 +135,9 @@ class Reverse:
         check_fields(self)
         _check_range(self.low, self.high)
         if not self.high <= self.most <= 10**6:
-            raise UsageError(f"most={self.most} must be at least high={self.high}, and at most 10^6")
+            raise UsageError(
+                f"most={self.most} must be at least high={self.high}, and at most 10^6"
+            )
 
     def __call__(self, key: PRNGKey) -> Level:
         """Draws; consumes `key`."""
@@ -145,7 +160,10 @@ def _check_range(low: int, high: int) -> None:
 
 
 def given(
-    *problems: tuple[tuple[int, ...], int], rules: str = "rational", use_all: bool = True, solvable: bool = True
+    *problems: tuple[tuple[int, ...], int],
+    rules: str = "rational",
+    use_all: bool = True,
+    solvable: bool = True,
 ) -> Given:
     """A generator of given problems `(numbers, target)`, all with as many numbers.
 
@@ -160,7 +178,9 @@ def given(
             )
         if solvable and solve(numbers, target, rules=rules, use_all=use_all) is None:
             raise UsageError(f"{target} cannot be made from {numbers} by the {rules} rules")
-    return Given.of(*(Level(np.asarray(numbers, np.int32), np.int32(target)) for numbers, target in problems))
+    return Given.of(
+        *(Level(np.asarray(numbers, np.int32), np.int32(target)) for numbers, target in problems)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +212,9 @@ class Countdown:
     @property
     def num_numbers(self) -> int:
         """N."""
-        return check_generator("Countdown", self.generator, Level, "Reverse, Uniform, given(...)").numbers.shape[0]
+        return check_generator(
+            "Countdown", self.generator, Level, "Reverse, Uniform, given(...)"
+        ).numbers.shape[0]
 
     @property
     def name(self) -> str:
@@ -224,7 +246,10 @@ class Countdown:
         """No move made; deterministic."""
         num = jnp.asarray(level.numbers, jnp.int32)
         den, left, no = jnp.ones_like(num), jnp.ones(num.shape, bool), jnp.zeros((), bool)
-        legal, target = legal_moves(num, den, left, self.rules), jnp.asarray(level.target, jnp.int32)
+        legal, target = (
+            legal_moves(num, den, left, self.rules),
+            jnp.asarray(level.target, jnp.int32),
+        )
         return State(num, den, left, target, legal, no, no, jnp.zeros((), jnp.int32))
 
     def init(self, key: PRNGKey, params: Params) -> State:
@@ -241,7 +266,10 @@ class Countdown:
         move, slot = jnp.asarray(moves(self.num_numbers))[action], np.arange(self.num_numbers)
         top, low = apply_move(state.num, state.den, move, self.rules)
         left = state.left & (slot != move[1])
-        num, den = jnp.where(slot == move[0], top, state.num), jnp.where(slot == move[0], low, state.den)
+        num, den = (
+            jnp.where(slot == move[0], top, state.num),
+            jnp.where(slot == move[0], low, state.den),
+        )
         solved = (top == state.target) & (low == 1)
         if self.use_all:
             solved &= jnp.sum(left) == 1
@@ -255,14 +283,25 @@ class Countdown:
         value, goal = num / den, state.target.astype(jnp.float32)
         target = jnp.arange(len(num)) == len(num) - 1
         logs = jnp.sign(num) * jnp.log1p(jnp.abs(num)), jnp.log(den.astype(jnp.float32))
-        columns = (target, jnp.clip(value / 100, -10, 10), *logs, jnp.clip((value - goal) / goal, -8, 8))
+        columns = (
+            target,
+            jnp.clip(value / 100, -10, 10),
+            *logs,
+            jnp.clip((value - goal) / goal, -8, 8),
+        )
         there = jnp.append(state.left, True)
         return jnp.where(there[:, None], as_items(there, *columns), 0.0)
 
     def reward(self, state: State, action: Array, next_state: State, params: Params) -> Array:
         """See the module's table."""
         ends = self.terminal(next_state, params), self.terminal(state, params)
-        return earned(self.rewards, self.outcome(state, params), self.outcome(next_state, params), ends[1], ends[0])
+        return earned(
+            self.rewards,
+            self.outcome(state, params),
+            self.outcome(next_state, params),
+            ends[1],
+            ends[0],
+        )
 
     def terminal(self, state: State, params: Params) -> Array:
         """Solved, ended by an illegal action, or no legal move left."""
@@ -282,7 +321,9 @@ class Countdown:
     def heuristic(self, state: State, params: Params) -> Array:
         """The promise as a guess of the chance to solve it, less what dense rewards have already paid."""
         paid = self.outcome(state, params) if self.rewards == "dense" else 0.0
-        return jnp.where(self.terminal(state, params), 0.0, self.promise(state) - paid).astype(jnp.float32)
+        return jnp.where(self.terminal(state, params), 0.0, self.promise(state) - paid).astype(
+            jnp.float32
+        )
 
     def render(self, state: State, params: Params) -> Array:
         """Numbers that are left, below them the target, green if solved, red if over; uint8 `[12 (N + 1), W, 3]`."""
@@ -291,13 +332,19 @@ class Countdown:
         if self.rules == "rational":
             below = _figures(den)
             lengths = jnp.sum(below != BLANK, axis=0)
-            below = jnp.take_along_axis(below, (np.arange(10)[:, None] - lengths[None]) % 10, axis=0)  # from the left
+            below = jnp.take_along_axis(
+                below, (np.arange(10)[:, None] - lengths[None]) % 10, axis=0
+            )  # from the left
             broken = (den > 1)[None]
-            rows = jnp.concatenate([rows, jnp.where(broken, SLASH, BLANK), jnp.where(broken, below, BLANK)])
+            rows = jnp.concatenate(
+                [rows, jnp.where(broken, SLASH, BLANK), jnp.where(broken, below, BLANK)]
+            )
         fate = jnp.where(state.solved, 2, jnp.where(self.terminal(state, params), 3, 1))
         ground = jnp.append(jnp.where(state.left, 0, 4), fate)
         there = jnp.append(state.left, True)
-        return picture.tiles(jnp.where(there[None], rows, BLANK).T + len(SIGNS) * ground[:, None], SPRITES)
+        return picture.tiles(
+            jnp.where(there[None], rows, BLANK).T + len(SIGNS) * ground[:, None], SPRITES
+        )
 
 
 def _figures(values: Array) -> Array:
@@ -306,12 +353,19 @@ def _figures(values: Array) -> Array:
     return jnp.where((parts > 0) | (POWERS == 1)[:, None], parts % 10 + 1, BLANK)
 
 
-SIGNS = ["... ... ... ... ...", *(FIGURES[str(i)] for i in range(10)), "... ... ### ... ...", "..# ..# .#. #.. #.."]
+SIGNS = [
+    "... ... ... ... ...",
+    *(FIGURES[str(i)] for i in range(10)),
+    "... ... ### ... ...",
+    "..# ..# .#. #.. #..",
+]
 BLANK, MINUS, SLASH = 0, 11, 12
 POWERS = 10 ** np.arange(9, -1, -1, dtype=np.int32)
 GROUNDS = ((255, 255, 255), (250, 235, 170), (150, 220, 160), (240, 160, 150), (215, 215, 215))
 """Of a number, of the target as long as it is open, solved and missed, and of a place that is used up."""
-SPRITES = np.stack([stamp(sign, picture.BLACK, ground, 12, 2) for ground in GROUNDS for sign in SIGNS])
+SPRITES = np.stack(
+    [stamp(sign, picture.BLACK, ground, 12, 2) for ground in GROUNDS for sign in SIGNS]
+)
 
 VARIANTS = {
     "Countdown-3": lambda: Countdown(Reverse(3)),

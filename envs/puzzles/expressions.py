@@ -63,7 +63,11 @@ def postfix(text: str) -> list[str] | None:
         elif token in RANK or token == ")":
             if not after_value:
                 return None
-            while waiting and waiting[-1] != "(" and (token == ")" or RANK[waiting[-1]] >= RANK[token]):
+            while (
+                waiting
+                and waiting[-1] != "("
+                and (token == ")" or RANK[waiting[-1]] >= RANK[token])
+            ):
                 out.append(waiting.pop())
             if token != ")":
                 waiting.append(token)
@@ -72,7 +76,9 @@ def postfix(text: str) -> list[str] | None:
             else:
                 waiting.pop()
             after_value = token == ")"
-        elif after_value or not (token[0] in "0123456789" or token == "n"):  # n: any number, in a shape
+        elif after_value or not (
+            token[0] in "0123456789" or token == "n"
+        ):  # n: any number, in a shape
             return None
         else:
             out.append(token)
@@ -82,7 +88,9 @@ def postfix(text: str) -> list[str] | None:
     return out + waiting[::-1]
 
 
-def score(text: str, numbers: Sequence[int], target: int, *, rules: str = "rational", use_all: bool = True) -> Verdict:
+def score(
+    text: str, numbers: Sequence[int], target: int, *, rules: str = "rational", use_all: bool = True
+) -> Verdict:
     """Judges one answer exactly; 10 to 20 us.
 
     Args:
@@ -99,9 +107,14 @@ def score(text: str, numbers: Sequence[int], target: int, *, rules: str = "ratio
     tokens = None if re.search("[nN]", text) else postfix(text)
     if tokens is None:
         return Verdict(REASONS[NO_EXPRESSION])
-    if any(len(token) > 4000 for token in tokens):  # Python refuses to read such numbers; nobody gave them
+    if any(
+        len(token) > 4000 for token in tokens
+    ):  # Python refuses to read such numbers; nobody gave them
         return Verdict(REASONS[OTHER_NUMBERS])
-    used, given = Counter(int(token) for token in tokens if token not in RANK), Counter(map(int, numbers))
+    used, given = (
+        Counter(int(token) for token in tokens if token not in RANK),
+        Counter(map(int, numbers)),
+    )
     if used != given if use_all else used - given:
         return Verdict(REASONS[OTHER_NUMBERS])
     values: list[Fraction] = []
@@ -120,7 +133,15 @@ def score(text: str, numbers: Sequence[int], target: int, *, rules: str = "ratio
 
 def combine(a: Fraction, b: Fraction, operator: str) -> Fraction:
     """`a operator b`; b is not 0 where it divides."""
-    return a + b if operator == "+" else a - b if operator == "-" else a * b if operator == "*" else a / b
+    return (
+        a + b
+        if operator == "+"
+        else a - b
+        if operator == "-"
+        else a * b
+        if operator == "*"
+        else a / b
+    )
 
 
 def is_legal(value: Fraction, rules: str) -> bool:
@@ -128,7 +149,9 @@ def is_legal(value: Fraction, rules: str) -> bool:
     return rules == "rational" or (value.denominator == 1 and (rules == "integer" or value > 0))
 
 
-def solve(numbers: Sequence[int], target: int, *, rules: str = "rational", use_all: bool = True) -> str | None:
+def solve(
+    numbers: Sequence[int], target: int, *, rules: str = "rational", use_all: bool = True
+) -> str | None:
     """An answer that `score` accepts, by search through all pairs and operations; None if there is none.
 
     Multisets of values that were seen are not searched again. Four numbers take 5 ms, five 0.2 s, six several seconds.

@@ -54,7 +54,9 @@ class Given:
         packed = []
         for number, level in enumerate(levels):
             leaves, tree = jax.tree.flatten(jax.tree.map(np.asarray, level))
-            packed.append((tree, tuple((leaf.dtype.str, leaf.shape, leaf.tobytes()) for leaf in leaves)))
+            packed.append(
+                (tree, tuple((leaf.dtype.str, leaf.shape, leaf.tobytes()) for leaf in leaves))
+            )
             (first_tree, first), kinds = packed[0], [leaf[:2] for leaf in packed[-1][1]]
             if (tree, kinds) != (first_tree, [leaf[:2] for leaf in first]):
                 raise UsageError(
@@ -66,7 +68,9 @@ class Given:
     def levels(self) -> tuple[PyTree, ...]:
         """The instances as NumPy arrays."""
         return tuple(
-            jax.tree.unflatten(self.tree, [np.frombuffer(b, dtype).reshape(shape) for dtype, shape, b in level])
+            jax.tree.unflatten(
+                self.tree, [np.frombuffer(b, dtype).reshape(shape) for dtype, shape, b in level]
+            )
             for level in self.leaves
         )
 

@@ -24,7 +24,10 @@ def _stacked(*parts: Array) -> Array:
 
 
 def _chosen(*parts: Array) -> Array:
-    at, found = np.arange(len(parts)), jnp.broadcast_to(parts[0][:, None], (len(parts[0]), len(parts)))
+    at, found = (
+        np.arange(len(parts)),
+        jnp.broadcast_to(parts[0][:, None], (len(parts[0]), len(parts))),
+    )
     for number, part in enumerate(parts[1:], 1):
         found = jnp.where(at == number, part[:, None], found)
     return found

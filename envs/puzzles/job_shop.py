@@ -80,7 +80,9 @@ class Random:
         draw, place = jax.random.uniform(order_key, shape), np.arange(self.num_machines)
         ahead = draw[:, :, None] > draw[:, None]
         tie = (draw[:, :, None] == draw[:, None]) & (place[:, None] > place[None])[None]
-        machine = jnp.sum(ahead | tie, axis=2).astype(jnp.int32)  # ranks of numbers are a permutation
+        machine = jnp.sum(ahead | tie, axis=2).astype(
+            jnp.int32
+        )  # ranks of numbers are a permutation
         return Level(machine, jax.random.randint(duration_key, shape, 1, self.longest + 1))
 
 
@@ -98,12 +100,18 @@ def orlib(*texts: str) -> Given:
 
 def _read(text: str) -> Level:
     rows = [line.split() for line in text.splitlines()]
-    rows = [[int(word) for word in row] for row in rows if row and all(word.isdecimal() for word in row)]
+    rows = [
+        [int(word) for word in row] for row in rows if row and all(word.isdecimal() for word in row)
+    ]
     if not rows or len(rows[0]) != 2:
-        raise UsageError("an instance of the OR-library begins with its numbers of jobs and machines")
+        raise UsageError(
+            "an instance of the OR-library begins with its numbers of jobs and machines"
+        )
     (jobs, machines), *table = rows
     if len(table) != jobs or any(len(row) != 2 * machines for row in table):
-        raise UsageError(f"{jobs} jobs on {machines} machines take {jobs} rows of {2 * machines} whole numbers")
+        raise UsageError(
+            f"{jobs} jobs on {machines} machines take {jobs} rows of {2 * machines} whole numbers"
+        )
     level = np.array(table, np.int64).reshape(jobs, machines, 2)
     if (np.sort(level[:, :, 0], axis=1) != np.arange(machines)).any():
         raise UsageError(f"every job must pass every machine, 0 to {machines - 1}, once")
@@ -149,7 +157,9 @@ class JobShop:
     @property
     def sizes(self) -> tuple[int, int]:
         """J and M."""
-        return check_generator("JobShop", self.generator, Level, "Random, orlib(text)").machine.shape
+        return check_generator(
+            "JobShop", self.generator, Level, "Random, orlib(text)"
+        ).machine.shape
 
     @property
     def name(self) -> str:
@@ -180,7 +190,12 @@ class JobShop:
         level = Level(jnp.asarray(level.machine, jnp.int32), jnp.asarray(level.duration, jnp.int32))
         each_job, each_machine = jnp.zeros(jobs, jnp.int32), jnp.zeros(machines, jnp.int32)
         return State(
-            level, jnp.full((jobs, machines), -1, jnp.int32), each_job, each_job, each_machine, jnp.zeros((), bool)
+            level,
+            jnp.full((jobs, machines), -1, jnp.int32),
+            each_job,
+            each_job,
+            each_machine,
+            jnp.zeros((), bool),
         )
 
     def init(self, key: PRNGKey, params: Params) -> State:
@@ -199,7 +214,11 @@ class JobShop:
         machine = state.level.machine[action, step]
         start = jnp.maximum(state.job_free[action], state.machine_free[machine])
         end = start + state.level.duration[action, step]
-        job, on, at = np.arange(jobs) == action, np.arange(machines) == machine, np.arange(machines) == step
+        job, on, at = (
+            np.arange(jobs) == action,
+            np.arange(machines) == machine,
+            np.arange(machines) == step,
+        )
         moved = state.replace(
             start=jnp.where(job[:, None] & at[None], start, state.start),
             num_done=state.num_done + job,
@@ -214,29 +233,46 @@ class JobShop:
         job_left, machine_left = self.work_left(state)
         here = (np.arange(machines)[None] == state.num_done[:, None]) & legal[:, None]
         on = jnp.any(
-            here[:, :, None] & (state.level.machine[:, :, None] == np.arange(machines)[None, None]), axis=1
+            here[:, :, None] & (state.level.machine[:, :, None] == np.arange(machines)[None, None]),
+            axis=1,
         )  # [J, M]
         duration = jnp.sum(jnp.where(here, state.level.duration, 0), axis=1)
-        start = jnp.where(legal, jnp.maximum(state.job_free, jnp.max(on * state.machine_free[None], axis=1)), 0)
+        start = jnp.where(
+            legal, jnp.maximum(state.job_free, jnp.max(on * state.machine_free[None], axis=1)), 0
+        )
         load = jnp.sum(on * machine_left[None], axis=1)
-        horizon = jnp.maximum(jnp.max(jnp.sum(state.level.duration, axis=1)), jnp.max(self.loads(state.level)))
+        horizon = jnp.maximum(
+            jnp.max(jnp.sum(state.level.duration, axis=1)), jnp.max(self.loads(state.level))
+        )
         times = jnp.stack([duration, start, job_left, load], axis=1) / horizon
-        return jnp.concatenate([legal[:, None].astype(jnp.float32), times, on.astype(jnp.float32)], axis=1)
+        return jnp.concatenate(
+            [legal[:, None].astype(jnp.float32), times, on.astype(jnp.float32)], axis=1
+        )
 
     def loads(self, level: Level, left: Array | bool = True) -> Array:
         """The durations of operations that are `left` `[J, M]`, summed by machine, int32 `[M]`."""
         on = level.machine[:, :, None] == np.arange(self.sizes[1])[None, None]
-        return jnp.sum(jnp.where(on, jnp.where(left, level.duration, 0)[:, :, None], 0), axis=(0, 1))
+        return jnp.sum(
+            jnp.where(on, jnp.where(left, level.duration, 0)[:, :, None], 0), axis=(0, 1)
+        )
 
     def work_left(self, state: State) -> tuple[Array, Array]:
         """Durations that are not scheduled yet, by job int32 `[J]` and by machine int32 `[M]`."""
         left = state.start < 0
-        return jnp.sum(jnp.where(left, state.level.duration, 0), axis=1), self.loads(state.level, left)
+        return jnp.sum(jnp.where(left, state.level.duration, 0), axis=1), self.loads(
+            state.level, left
+        )
 
     def reward(self, state: State, action: Array, next_state: State, params: Params) -> Array:
         """What the outcome fell by, or all of it at the end."""
         before, after = self.outcome(state, params), self.outcome(next_state, params)
-        return earned(self.rewards, before, after, self.terminal(state, params), self.terminal(next_state, params))
+        return earned(
+            self.rewards,
+            before,
+            after,
+            self.terminal(state, params),
+            self.terminal(next_state, params),
+        )
 
     def terminal(self, state: State, params: Params) -> Array:
         """All is scheduled, or an illegal action ended it."""
@@ -254,7 +290,9 @@ class JobShop:
     def upper_bound(self, state: State, params: Params) -> Array:
         """Minus the time that the rest of every job and of every machine takes alone, float32 `[]`."""
         job_left, machine_left = self.work_left(state)
-        least = jnp.maximum(jnp.max(state.job_free + job_left), jnp.max(state.machine_free + machine_left))
+        least = jnp.maximum(
+            jnp.max(state.job_free + job_left), jnp.max(state.machine_free + machine_left)
+        )
         more = self.makespan(state) - least if self.rewards == "dense" else -least
         return jnp.where(self.terminal(state, params), 0, more).astype(jnp.float32)
 
@@ -268,17 +306,23 @@ class JobShop:
         Uint8 `[16 M, 240, 3]`.
         """
         jobs, machines = self.sizes
-        alone = jnp.maximum(jnp.max(jnp.sum(state.level.duration, axis=1)), jnp.max(self.loads(state.level)))
+        alone = jnp.maximum(
+            jnp.max(jnp.sum(state.level.duration, axis=1)), jnp.max(self.loads(state.level))
+        )
         time = (np.arange(240) / 240 * jnp.maximum(2 * alone, self.makespan(state)))[None, None]
         start, end = state.start[:, :, None], (state.start + state.level.duration)[:, :, None]
         busy = (start >= 0) & (time >= start) & (time < end)  # [J, M, 240]
         on = state.level.machine[:, :, None] == np.arange(machines)[None, None]
         who = jnp.max(
-            jnp.where(busy[:, :, None] & on[..., None], np.arange(1, jobs + 1)[:, None, None, None], 0), (0, 1)
+            jnp.where(
+                busy[:, :, None] & on[..., None], np.arange(1, jobs + 1)[:, None, None, None], 0
+            ),
+            (0, 1),
         )
         colors = [(235, 235, 235)]
         colors += [
-            tuple(255 * x for x in colorsys.hsv_to_rgb(j / jobs, 0.6 + 0.3 * (j % 2), 0.85)) for j in range(jobs)
+            tuple(255 * x for x in colorsys.hsv_to_rgb(j / jobs, 0.6 + 0.3 * (j % 2), 0.85))
+            for j in range(jobs)
         ]
         rows = jnp.asarray(np.array(colors, np.uint8))[who].repeat(16, axis=0)
         return jnp.where((np.arange(16 * machines) % 16 == 15)[:, None, None], jnp.uint8(255), rows)

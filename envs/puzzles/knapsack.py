@@ -98,7 +98,9 @@ class Integer:
         """Refuses sums beyond int32 or float32's whole numbers."""
         check_fields(self)
         if self.num_items * self.most > 2**24:
-            raise UsageError(f"num_items * most = {self.num_items * self.most} must be at most 2^24")
+            raise UsageError(
+                f"num_items * most = {self.num_items * self.most} must be at most 2^24"
+            )
 
     def __call__(self, key: PRNGKey) -> Level:
         """Draws; consumes `key`."""
@@ -117,9 +119,13 @@ def given(*problems: tuple[tuple[float, ...], tuple[float, ...], float]) -> Give
     kind, levels = np.int32 if whole else np.float32, []
     for weights, values, capacity in problems:
         if len(weights) != len(values) or not weights or min(*weights, *values) <= 0:
-            raise UsageError(f"Knapsack takes as many weights as values, all over 0, not {weights} and {values}")
+            raise UsageError(
+                f"Knapsack takes as many weights as values, all over 0, not {weights} and {values}"
+            )
         if min(weights) > capacity:
-            raise UsageError(f"no item fits into a sack of capacity {capacity}: the least weight is {min(weights)}")
+            raise UsageError(
+                f"no item fits into a sack of capacity {capacity}: the least weight is {min(weights)}"
+            )
         levels.append(Level(np.asarray(weights, kind), np.asarray(values, kind), kind(capacity)))
     return Given.of(*levels)
 
@@ -147,7 +153,9 @@ class Knapsack:
     @property
     def num_items(self) -> int:
         """N."""
-        return check_generator("Knapsack", self.generator, Level, "Items, Integer, given(...)").weight.shape[0]
+        return check_generator(
+            "Knapsack", self.generator, Level, "Items, Integer, given(...)"
+        ).weight.shape[0]
 
     @property
     def name(self) -> str:
@@ -175,7 +183,13 @@ class Knapsack:
         """An empty sack; deterministic."""
         level = jax.tree.map(jnp.asarray, level)
         greatest = jnp.stack([jnp.max(level.weight), jnp.max(level.value)]).astype(jnp.float32)
-        return State(level, greatest, jnp.zeros(level.weight.shape, bool), level.capacity, jnp.zeros((), bool))
+        return State(
+            level,
+            greatest,
+            jnp.zeros(level.weight.shape, bool),
+            level.capacity,
+            jnp.zeros((), bool),
+        )
 
     def init(self, key: PRNGKey, params: Params) -> State:
         """The first state of a level that is drawn; consumes `key`."""
@@ -194,7 +208,10 @@ class Knapsack:
 
     def observe(self, key: PRNGKey, state: State, action: Array | None, params: Params) -> Array:
         """All of the state, scaled."""
-        weight, value = state.level.weight.astype(jnp.float32), state.level.value.astype(jnp.float32)
+        weight, value = (
+            state.level.weight.astype(jnp.float32),
+            state.level.value.astype(jnp.float32),
+        )
         weight_scale, value_scale = 1 / state.greatest
         tight = jnp.clip(weight * (1 / jnp.maximum(state.room.astype(jnp.float32), 1e-6)), 0, 2)
         fits = self.action_mask(state, params)
@@ -203,7 +220,13 @@ class Knapsack:
     def reward(self, state: State, action: Array, next_state: State, params: Params) -> Array:
         """What the outcome grew by, or all of it at the end."""
         before, after = self.outcome(state, params), self.outcome(next_state, params)
-        return earned(self.rewards, before, after, self.terminal(state, params), self.terminal(next_state, params))
+        return earned(
+            self.rewards,
+            before,
+            after,
+            self.terminal(state, params),
+            self.terminal(next_state, params),
+        )
 
     def terminal(self, state: State, params: Params) -> Array:
         """Nothing fits any more, or an illegal action ended it."""
@@ -216,11 +239,18 @@ class Knapsack:
 
     def upper_bound(self, state: State, params: Params) -> Array:
         """Dantzig's bound: as if items could be cut, in the order of value by weight; float32 `[]`, O(N^2)."""
-        weight, value = state.level.weight.astype(jnp.float32), state.level.value.astype(jnp.float32)
+        weight, value = (
+            state.level.weight.astype(jnp.float32),
+            state.level.value.astype(jnp.float32),
+        )
         free, place = self.action_mask(state, params), np.arange(self.num_items)
         dear = (value / weight)[None] > (value / weight)[:, None]
-        same = ((value / weight)[None] == (value / weight)[:, None]) & (place[None] < place[:, None])
-        ahead = jnp.sum(jnp.where((dear | same) & free[None], weight[None], 0.0), axis=1)  # weight taken before each
+        same = ((value / weight)[None] == (value / weight)[:, None]) & (
+            place[None] < place[:, None]
+        )
+        ahead = jnp.sum(
+            jnp.where((dear | same) & free[None], weight[None], 0.0), axis=1
+        )  # weight taken before each
         share = jnp.clip((state.room.astype(jnp.float32) - ahead) / weight, 0, 1)
         more = jnp.sum(jnp.where(free, share * value, 0.0))
         paid = 0.0 if self.rewards == "dense" else self.outcome(state, params)

@@ -74,12 +74,16 @@ def cube_turns(size: int, half_turns: bool = False) -> np.ndarray:
     points = []
     for face in FACES:
         out, right, down = map(np.array, AXES[face])
-        points += [tuple((out * size + x * right + y * down).tolist()) for y in along for x in along]
+        points += [
+            tuple((out * size + x * right + y * down).tolist()) for y in along for x in along
+        ]
     place, rows = {point: i for i, point in enumerate(points)}, []
     for face in FACES:
         axis, quarter = np.array(AXES[face][0]), np.arange(len(points))
         for i, point in enumerate(points):
-            if np.dot(axis, point) >= size - 1:  # the outer layer: its face, and the rim of the four around it
+            if (
+                np.dot(axis, point) >= size - 1
+            ):  # the outer layer: its face, and the rim of the four around it
                 turned = axis * np.dot(axis, point) - np.cross(axis, point)
                 quarter[place[tuple(turned.tolist())]] = i
         rows += [quarter, np.argsort(quarter)] + ([quarter[quarter]] if half_turns else [])
@@ -114,18 +118,29 @@ class Scramble:
 
     def __call__(self, key: PRNGKey) -> Cube:
         """Draws; consumes `key`."""
-        table, per_face = jnp.asarray(cube_turns(self.size, self.half_turns)), 3 if self.half_turns else 2
+        table, per_face = (
+            jnp.asarray(cube_turns(self.size, self.half_turns)),
+            3 if self.half_turns else 2,
+        )
         first_key, key = jax.random.split(key)
         first = jax.random.randint(first_key, (), 0, len(table))
         skipped = per_face if self.half_turns else 1
         drawn = jax.random.randint(key, (self.moves - 1,), 0, len(table) - skipped)
         solved = jnp.repeat(jnp.arange(6, dtype=jnp.int8), self.size**2)
 
-        most = jax.random.randint(jax.random.fold_in(key, 0), (), self.least, self.moves + 1) if self.least else None
+        most = (
+            jax.random.randint(jax.random.fold_in(key, 0), (), self.least, self.moves + 1)
+            if self.least
+            else None
+        )
 
-        def turn(carry: tuple[Array, Array], made: tuple[Array, Array]) -> tuple[tuple[Array, Array], None]:
+        def turn(
+            carry: tuple[Array, Array], made: tuple[Array, Array]
+        ) -> tuple[tuple[Array, Array], None]:
             (board, last), (draw, place) = carry, made
-            forbidden = last // per_face * per_face if self.half_turns else last ^ 1  # a turn and its inverse are pairs
+            forbidden = (
+                last // per_face * per_face if self.half_turns else last ^ 1
+            )  # a turn and its inverse are pairs
             move = draw + skipped * (draw >= forbidden)
             turned = board[table[move]]
             return (turned if most is None else jnp.where(place < most, turned, board), move), None
@@ -148,10 +163,14 @@ def given_cubes(*scrambles: str, size: int = 3) -> Given:
         board = np.repeat(np.arange(6, dtype=np.int8), size**2)
         for name in scramble.split():
             if name not in names:
-                raise UsageError(f"{name!r} is no turn of a cube; turns are U R F D L B, each alone or with ' or 2")
+                raise UsageError(
+                    f"{name!r} is no turn of a cube; turns are U R F D L B, each alone or with ' or 2"
+                )
             board = board[cube_turns(size, True)[names.index(name)]]
         if misplaced(board) == 0:
-            raise UsageError(f"the turns {scramble!r} leave the cube solved, so that there is nothing to do")
+            raise UsageError(
+                f"the turns {scramble!r} leave the cube solved, so that there is nothing to do"
+            )
         levels.append(Cube(board.reshape(6, size, size)))
     return Given.of(*levels)
 
@@ -180,7 +199,9 @@ class RubiksCube:
     @property
     def size(self) -> int:
         """N."""
-        return check_generator("RubiksCube", self.generator, Cube, "Scramble, given_cubes(...)").stickers.shape[-1]
+        return check_generator(
+            "RubiksCube", self.generator, Cube, "Scramble, given_cubes(...)"
+        ).stickers.shape[-1]
 
     @property
     def name(self) -> str:
@@ -223,7 +244,9 @@ class RubiksCube:
         """Turns a face; deterministic."""
         order = jnp.asarray(cube_turns(self.size, self.half_turns))[action]
         board = state.stickers.reshape(-1)[order]
-        moved = State(board.reshape(state.stickers.shape), state.first, misplaced(board), state.time + 1)
+        moved = State(
+            board.reshape(state.stickers.shape), state.first, misplaced(board), state.time + 1
+        )
         return unless(self.terminal(state, params), moved, state)
 
     def observe(self, key: PRNGKey, state: State, action: Array | None, params: Params) -> Array:
@@ -248,7 +271,9 @@ class RubiksCube:
         """What dense rewards have paid so far, float32 `[]`."""
         last = jnp.where(state.wrong == 0, 1.0, 0.0)
         ends = self.terminal(state, params) | self.truncated(state, params)
-        return jnp.where(ends, last, (state.first - state.wrong) / (2 * state.stickers.size)).astype(jnp.float32)
+        return jnp.where(
+            ends, last, (state.first - state.wrong) / (2 * state.stickers.size)
+        ).astype(jnp.float32)
 
     def heuristic(self, state: State, params: Params) -> Array:
         """The share that is right, as a guess of the chance to solve it, less what dense rewards have already paid."""
@@ -265,7 +290,14 @@ class RubiksCube:
 
 
 def _sprites() -> np.ndarray:
-    colors = ((245, 245, 245), picture.RED, picture.GREEN, picture.YELLOW, picture.ORANGE, picture.BLUE)
+    colors = (
+        (245, 245, 245),
+        picture.RED,
+        picture.GREEN,
+        picture.YELLOW,
+        picture.ORANGE,
+        picture.BLUE,
+    )
     pages = np.full((7, 16, 16, 3), 40, np.uint8)
     for page, color in zip(pages, colors, strict=False):
         page[1:15, 1:15] = color

@@ -27,7 +27,16 @@ from ..arcade.sprites import FIGURES, framed, stamp
 from .given import Generator, Given, check_generator
 from .rewards import REWARDS, earned, unless
 
-__all__ = ["VARIANTS", "Shuffle", "SlidingTile", "Tiles", "given_tiles", "manhattan", "slide", "slides"]
+__all__ = [
+    "VARIANTS",
+    "Shuffle",
+    "SlidingTile",
+    "Tiles",
+    "given_tiles",
+    "manhattan",
+    "slide",
+    "slides",
+]
 
 
 @flax.struct.dataclass
@@ -73,7 +82,9 @@ def manhattan(tiles: Array) -> Array:
     size = round(len(tiles) ** 0.5)
     row, column = np.divmod(np.arange(size**2), size)
     apart = abs(row[:, None] - row[None]) + abs(column[:, None] - column[None])
-    apart = np.concatenate([np.zeros((1, size**2), np.int32), apart[:-1].astype(np.int32)])  # the gap has none
+    apart = np.concatenate(
+        [np.zeros((1, size**2), np.int32), apart[:-1].astype(np.int32)]
+    )  # the gap has none
     return jnp.sum(jnp.asarray(apart)[tiles.astype(jnp.int32), np.arange(size**2)])
 
 
@@ -109,7 +120,9 @@ class Shuffle:
         tiles = jax.random.permutation(key, self.size**2).astype(jnp.int8)
         one_two = jnp.where((tiles == 1) | (tiles == 2), 3 - tiles, tiles)
         tiles = jnp.where(_is_odd(tiles), one_two, tiles)
-        again = jnp.where(manhattan(tiles) == 0, slide(tiles, jnp.int32(0))[0], tiles)  # one of 181,440 and more
+        again = jnp.where(
+            manhattan(tiles) == 0, slide(tiles, jnp.int32(0))[0], tiles
+        )  # one of 181,440 and more
         return Tiles(again.reshape(self.size, self.size))
 
 
@@ -131,12 +144,22 @@ def given_tiles(*boards: np.ndarray) -> Given:
     levels = []
     for board in boards:
         tiles = np.asarray(board, np.int8)
-        if tiles.ndim != 2 or tiles.shape[0] != tiles.shape[1] or sorted(tiles.flat) != list(range(tiles.size)):
-            raise UsageError(f"sliding tiles take a board [n, n] of the numbers 0 to n^2 - 1, not {tiles.tolist()}")
+        if (
+            tiles.ndim != 2
+            or tiles.shape[0] != tiles.shape[1]
+            or sorted(tiles.flat) != list(range(tiles.size))
+        ):
+            raise UsageError(
+                f"sliding tiles take a board [n, n] of the numbers 0 to n^2 - 1, not {tiles.tolist()}"
+            )
         if bool(_is_odd(tiles.reshape(-1))):
-            raise UsageError(f"no moves solve the tiles {tiles.tolist()}: two of them would have to change places")
+            raise UsageError(
+                f"no moves solve the tiles {tiles.tolist()}: two of them would have to change places"
+            )
         if np.array_equal(tiles.flat[:-1], np.arange(1, tiles.size)):
-            raise UsageError(f"the tiles {tiles.tolist()} are in order, so that there is nothing to do")
+            raise UsageError(
+                f"the tiles {tiles.tolist()} are in order, so that there is nothing to do"
+            )
         levels.append(Tiles(tiles))
     return Given.of(*levels)
 
@@ -163,7 +186,9 @@ class SlidingTile:
     @property
     def size(self) -> int:
         """N."""
-        return check_generator("SlidingTile", self.generator, Tiles, "Shuffle, given_tiles(...)").tiles.shape[-1]
+        return check_generator(
+            "SlidingTile", self.generator, Tiles, "Shuffle, given_tiles(...)"
+        ).tiles.shape[-1]
 
     @property
     def name(self) -> str:
@@ -230,7 +255,9 @@ class SlidingTile:
         """What dense rewards have paid so far, float32 `[]`."""
         last = jnp.where(state.illegal, -params.illegal_cost, jnp.where(state.wrong == 0, 1.0, 0.0))
         ends = self.terminal(state, params) | self.truncated(state, params)
-        return jnp.where(ends, last, (state.first - state.wrong) / (2 * farthest(self.size))).astype(jnp.float32)
+        return jnp.where(
+            ends, last, (state.first - state.wrong) / (2 * farthest(self.size))
+        ).astype(jnp.float32)
 
     def heuristic(self, state: State, params: Params) -> Array:
         """The share that is right, as a guess of the chance to solve it, less what dense rewards have already paid."""
@@ -251,7 +278,13 @@ def _sprites() -> np.ndarray:
         for number in range(1, 64):
             digits = [FIGURES[digit].split() for digit in str(number)]
             pages.append(
-                stamp(" ".join(".".join(d[row] for d in digits) for row in range(5)), (60, 50, 40), ground, 24, 2)
+                stamp(
+                    " ".join(".".join(d[row] for d in digits) for row in range(5)),
+                    (60, 50, 40),
+                    ground,
+                    24,
+                    2,
+                )
             )
     return np.stack([framed(page, (60, 50, 40)) for page in pages])
 

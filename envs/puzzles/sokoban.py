@@ -84,7 +84,9 @@ class Sokoban:
     @property
     def shape(self) -> tuple[int, int]:
         """H and W."""
-        return check_generator("Sokoban", self.generator, Room, "ReversePlay, given_levels(...)").walls.shape
+        return check_generator(
+            "Sokoban", self.generator, Room, "ReversePlay, given_levels(...)"
+        ).walls.shape
 
     @property
     def name(self) -> str:
@@ -110,9 +112,13 @@ class Sokoban:
 
     def init_level(self, key: PRNGKey, level: Room, params: Params) -> State:
         """No move made; deterministic."""
-        walls, goals, boxes = (jnp.asarray(grid, bool) for grid in (level.walls, level.goals, level.boxes))
+        walls, goals, boxes = (
+            jnp.asarray(grid, bool) for grid in (level.walls, level.goals, level.boxes)
+        )
         no, zero = jnp.zeros((), bool), jnp.zeros((), jnp.int32)
-        return State(walls, goals, boxes, jnp.asarray(level.player, jnp.int32), home(level), no, zero)
+        return State(
+            walls, goals, boxes, jnp.asarray(level.player, jnp.int32), home(level), no, zero
+        )
 
     def init(self, key: PRNGKey, params: Params) -> State:
         """The first state of a level that is drawn; consumes `key`."""
@@ -155,16 +161,22 @@ class Sokoban:
         solved = jnp.all(state.boxes == state.goals)
         last = jnp.where(state.illegal, -params.illegal_cost, jnp.where(solved, 1.0, 0.0))
         ends = self.terminal(state, params) | self.truncated(state, params)
-        return jnp.where(ends, last, (home(state) - state.first) / (2 * jnp.sum(state.goals))).astype(jnp.float32)
+        return jnp.where(
+            ends, last, (home(state) - state.first) / (2 * jnp.sum(state.goals))
+        ).astype(jnp.float32)
 
     def heuristic(self, state: State, params: Params) -> Array:
         """1 / (1 + d / 8), where d is the way of all boxes to their nearest goals, less what is already paid."""
         row, column = np.divmod(np.arange(state.walls.size), state.walls.shape[1])
-        apart = (abs(row[:, None] - row[None]) + abs(column[:, None] - column[None])).astype(np.int32)
+        apart = (abs(row[:, None] - row[None]) + abs(column[:, None] - column[None])).astype(
+            np.int32
+        )
         nearest = jnp.min(jnp.where(state.goals.reshape(1, -1), apart, state.walls.size), axis=1)
         way = jnp.sum(jnp.where(state.boxes.reshape(-1), nearest, 0))
         paid = self.outcome(state, params) if self.rewards == "dense" else 0.0
-        return jnp.where(self.terminal(state, params), 0.0, 1 / (1 + way / 8) - paid).astype(jnp.float32)
+        return jnp.where(self.terminal(state, params), 0.0, 1 / (1 + way / 8) - paid).astype(
+            jnp.float32
+        )
 
     def render(self, state: State, params: Params) -> Array:
         """Walls gray, goals red, boxes brown, green where they belong, the player blue; uint8 `[16 H, 16 W, 3]`."""

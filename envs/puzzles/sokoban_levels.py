@@ -75,7 +75,9 @@ class ReversePlay:
             room = self.attempt(key)
             return next_key, room, home(room) == self.boxes
 
-        nothing = jnp.zeros((self.size, self.size), bool)  # the program has one attempt, which is most of it
+        nothing = jnp.zeros(
+            (self.size, self.size), bool
+        )  # the program has one attempt, which is most of it
         first = key, Room(nothing, nothing, nothing, jnp.zeros((), jnp.int32)), jnp.ones((), bool)
         return jax.lax.while_loop(lambda carry: carry[2], again, first)[1]
 
@@ -97,9 +99,13 @@ class ReversePlay:
         (_, floor), _ = jax.lax.scan(
             carve, (middle, jnp.asarray(cells == self.size // 2 * (self.size + 1))), directions
         )
-        order = jnp.argsort(jnp.where(floor, jax.random.uniform(place_key, (self.size**2,)), 2.0)).astype(jnp.int32)
+        order = jnp.argsort(
+            jnp.where(floor, jax.random.uniform(place_key, (self.size**2,)), 2.0)
+        ).astype(jnp.int32)
         goals = jnp.any(cells[:, None] == order[None, : self.boxes], axis=1)
-        fits = jnp.sum(floor) > self.boxes  # else a box or the player would stand in a wall: drawn again
+        fits = (
+            jnp.sum(floor) > self.boxes
+        )  # else a box or the player would stand in a wall: drawn again
         start = goals, order[self.boxes], goals, order[self.boxes], jnp.zeros((), jnp.int32)
 
         def play(carry: tuple[Array, ...], chance: Array) -> tuple[tuple[Array, ...], None]:
@@ -116,8 +122,13 @@ class ReversePlay:
             kept, kept_player = jnp.where(keeps, boxes, kept), jnp.where(keeps, player, kept_player)
             return (boxes, player, kept, kept_player, jnp.maximum(most, off)), None
 
-        (_, _, boxes, player, _), _ = jax.lax.scan(play, start, jax.random.uniform(play_key, (self.played, 5)))
-        grids = [jnp.reshape(grid, (self.size, self.size)) for grid in (~floor, goals, jnp.where(fits, boxes, goals))]
+        (_, _, boxes, player, _), _ = jax.lax.scan(
+            play, start, jax.random.uniform(play_key, (self.played, 5))
+        )
+        grids = [
+            jnp.reshape(grid, (self.size, self.size))
+            for grid in (~floor, goals, jnp.where(fits, boxes, goals))
+        ]
         return Room(*grids, player)
 
 
@@ -136,7 +147,10 @@ def given_levels(*texts: str, searched: int = 200_000) -> Given:
             a search of at most `searched` positions has shown that it has no solution.
     """
     lines = [[line.rstrip() for line in text.splitlines() if line.strip()] for text in texts]
-    height, width = max(map(len, lines), default=0), max((len(line) for level in lines for line in level), default=0)
+    height, width = (
+        max(map(len, lines), default=0),
+        max((len(line) for level in lines for line in level), default=0),
+    )
     rooms = []
     for level in lines:
         grid = np.full((height, width), "#")
@@ -162,7 +176,10 @@ def given_levels(*texts: str, searched: int = 200_000) -> Given:
 
 def solve(room: Room, searched: int = 1_000_000) -> list[int] | None:
     """A shortest solution by breadth-first search on the host; [] if there is none, None if the search is too long."""
-    table, walls = neighbours(*np.shape(room.walls)).tolist(), [*np.asarray(room.walls).reshape(-1).tolist(), True]
+    table, walls = (
+        neighbours(*np.shape(room.walls)).tolist(),
+        [*np.asarray(room.walls).reshape(-1).tolist(), True],
+    )
     boxes, goals = (frozenset(np.flatnonzero(grid).tolist()) for grid in (room.boxes, room.goals))
     start = int(room.player), boxes
     came, queue = {start: (start, -1)}, [start]

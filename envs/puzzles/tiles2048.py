@@ -63,9 +63,14 @@ def slide_left(tiles: Array) -> tuple[Array, Array]:
     """Moves rows int8 `[..., n]` to the left: what they become, and int32 `[...]`, the sum of their merges."""
     cells = _pushed([tiles[..., i] for i in range(tiles.shape[-1])])
     score = jnp.zeros(tiles.shape[:-1], jnp.int32)
-    for i in range(len(cells) - 1):  # a cell that has merged leaves a zero behind it, so that it merges only once
+    for i in range(
+        len(cells) - 1
+    ):  # a cell that has merged leaves a zero behind it, so that it merges only once
         same = (cells[i] == cells[i + 1]) & (cells[i] > 0)
-        cells[i], cells[i + 1] = cells[i] + same.astype(jnp.int8), jnp.where(same, jnp.int8(0), cells[i + 1])
+        cells[i], cells[i + 1] = (
+            cells[i] + same.astype(jnp.int8),
+            jnp.where(same, jnp.int8(0), cells[i + 1]),
+        )
         score += jnp.where(same, jnp.left_shift(jnp.int32(1), cells[i].astype(jnp.int32)), 0)
     return jnp.stack(_pushed(cells), axis=-1), score
 
@@ -109,7 +114,9 @@ def new_tile(key: PRNGKey, tiles: Array, four: Array | float) -> Array:
     rank = jnp.cumsum(empty.astype(jnp.int8), dtype=jnp.int8)
     chosen = jnp.minimum(jnp.floor(where * rank[-1]).astype(jnp.int8), rank[-1] - 1)
     here = empty & (rank == chosen + 1)
-    return jnp.where(here.reshape(tiles.shape), jnp.where(which < four, jnp.int8(2), jnp.int8(1)), tiles)
+    return jnp.where(
+        here.reshape(tiles.shape), jnp.where(which < four, jnp.int8(2), jnp.int8(1)), tiles
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,14 +145,21 @@ def given_boards(*boards: np.ndarray) -> Given:
     for board in boards:
         board = np.asarray(board, np.int64)
         if board.ndim != 2 or board.shape[0] != board.shape[1] or not 2 <= len(board) <= 8:
-            raise UsageError(f"2048 takes a board [n, n] with n from 2 to 8, not {list(board.shape)}")
+            raise UsageError(
+                f"2048 takes a board [n, n] with n from 2 to 8, not {list(board.shape)}"
+            )
         powers = np.round(np.log2(np.maximum(board, 1))).astype(np.int8)
-        if np.any(np.where(powers > 0, 2 ** powers.astype(np.int64), 0) != board) or powers.max() > len(board) ** 2 + 1:
+        if (
+            np.any(np.where(powers > 0, 2 ** powers.astype(np.int64), 0) != board)
+            or powers.max() > len(board) ** 2 + 1
+        ):
             raise UsageError(
                 f"tiles are 0 or 2, 4, 8 ... 2^{len(board) ** 2 + 1}, not {sorted(set(board.reshape(-1).tolist()))}"
             )
         if not any(_legal_slides(powers)):
-            raise UsageError("no move changes a given board of 2048, so that there is nothing to play")
+            raise UsageError(
+                "no move changes a given board of 2048, so that there is nothing to play"
+            )
         levels.append(Board(powers))
     return Given.of(*levels)
 
@@ -171,7 +185,9 @@ class Tiles2048:
     @property
     def size(self) -> int:
         """N."""
-        return check_generator("2048", self.generator, Board, "Start, given_boards(...)").tiles.shape[0]
+        return check_generator(
+            "2048", self.generator, Board, "Start, given_boards(...)"
+        ).tiles.shape[0]
 
     @property
     def name(self) -> str:
@@ -197,7 +213,9 @@ class Tiles2048:
 
     def init_level(self, key: PRNGKey, level: Board, params: Params) -> State:
         """Nothing scored; deterministic."""
-        return State(jnp.asarray(level.tiles, jnp.int8), jnp.zeros((), jnp.int32), jnp.zeros((), bool))
+        return State(
+            jnp.asarray(level.tiles, jnp.int8), jnp.zeros((), jnp.int32), jnp.zeros((), bool)
+        )
 
     def init(self, key: PRNGKey, params: Params) -> State:
         """The first state of a level that is drawn; consumes `key`."""
@@ -217,7 +235,9 @@ class Tiles2048:
         tiles = new_tile(key, jnp.where(upright, moved.T, moved), params.four)
         after = State(tiles, state.score + jnp.sum(merged), state.illegal)
         over = self.terminal(state, params)
-        return unless(over | ~mask[action], after, state).replace(illegal=state.illegal | (~mask[action] & ~over))
+        return unless(over | ~mask[action], after, state).replace(
+            illegal=state.illegal | (~mask[action] & ~over)
+        )
 
     def observe(self, key: PRNGKey, state: State, action: Array | None, params: Params) -> Array:
         """All tiles."""
@@ -226,7 +246,9 @@ class Tiles2048:
     def reward(self, state: State, action: Array, next_state: State, params: Params) -> Array:
         """See the module's table."""
         over, ends = self.terminal(state, params), self.terminal(next_state, params)
-        return earned(self.rewards, self.outcome(state, params), self.outcome(next_state, params), over, ends)
+        return earned(
+            self.rewards, self.outcome(state, params), self.outcome(next_state, params), over, ends
+        )
 
     def terminal(self, state: State, params: Params) -> Array:
         """Nothing moves, or an illegal action was taken."""
@@ -239,7 +261,10 @@ class Tiles2048:
     def heuristic(self, state: State, params: Params) -> Array:
         """The greatest tile times the share of cells that are empty or equal to the next, and what is to be paid."""
         tiles = state.tiles
-        pairs = [tiles[:, 1:] * (tiles[:, 1:] == tiles[:, :-1]), tiles[1:] * (tiles[1:] == tiles[:-1])]
+        pairs = [
+            tiles[:, 1:] * (tiles[:, 1:] == tiles[:, :-1]),
+            tiles[1:] * (tiles[1:] == tiles[:-1]),
+        ]
         room = (jnp.sum(tiles == 0) + sum(jnp.sum(pair > 0) for pair in pairs)) / self.size**2
         paid = 0.0 if self.rewards == "dense" else self.outcome(state, params)
         guess = room * jnp.exp2(jnp.max(tiles).astype(jnp.float32)) + paid
@@ -255,7 +280,10 @@ def _sprites() -> np.ndarray:
     for power in range(1, 20):
         digits = [FIGURES[digit].split() for digit in str(2**power)]
         rows = [".".join(digit[row] for digit in digits) for row in range(5)]
-        warm, share = np.array([(238, 228, 218), (240, 130, 50), (90, 20, 60)], float), min(power / 8, 2 - 1e-6)
+        warm, share = (
+            np.array([(238, 228, 218), (240, 130, 50), (90, 20, 60)], float),
+            min(power / 8, 2 - 1e-6),
+        )
         ground = warm[int(share)] + (share - int(share)) * (warm[int(share) + 1] - warm[int(share)])
         ink = (70, 60, 50) if power < 5 else picture.WHITE
         pages.append(stamp(" ".join(rows), ink, ground, 28, 2 if len(digits) < 4 else 1))

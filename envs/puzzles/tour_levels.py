@@ -73,7 +73,9 @@ class Demands:
         check_fields(self)
         check_generator("Demands", self.places, Cities, "Uniform, Clustered")
         if self.capacity < self.most:
-            raise UsageError(f"a vehicle of capacity={self.capacity} cannot carry a demand of most={self.most}")
+            raise UsageError(
+                f"a vehicle of capacity={self.capacity} cannot carry a demand of most={self.most}"
+            )
 
     def __call__(self, key: PRNGKey) -> Customers:
         """Draws; consumes `key`."""
@@ -113,7 +115,9 @@ def _read(text: str) -> Cities:
             except ValueError:
                 raise UsageError(f"TSPLIB's sections hold numbers, not {line!r}") from None
     if said.get("EDGE_WEIGHT_TYPE") != "EUC_2D":
-        raise UsageError(f"only EDGE_WEIGHT_TYPE EUC_2D is read, not {said.get('EDGE_WEIGHT_TYPE')}")
+        raise UsageError(
+            f"only EDGE_WEIGHT_TYPE EUC_2D is read, not {said.get('EDGE_WEIGHT_TYPE')}"
+        )
     places = tables.get("NODE_COORD_SECTION", [])
     count = said.get("DIMENSION", "none")
     if str(len(places)) != count or any(len(row) != 3 for row in places):
@@ -126,7 +130,12 @@ def _read(text: str) -> Cities:
         return Cities(place)
     demands = {row[0]: row[1] for row in tables.get("DEMAND_SECTION", []) if len(row) == 2}
     depots = [row[0] for row in tables.get("DEPOT_SECTION", []) if row and row[0] != -1]
-    if set(demands) != set(numbers) or len(depots) != 1 or depots[0] not in demands or "CAPACITY" not in said:
+    if (
+        set(demands) != set(numbers)
+        or len(depots) != 1
+        or depots[0] not in demands
+        or "CAPACITY" not in said
+    ):
         raise UsageError("a CVRP has a CAPACITY, a demand for every node, and one depot among them")
     capacity, first = int(said["CAPACITY"]), numbers.index(depots[0])
     order = [first, *(i for i in range(len(numbers)) if i != first)]

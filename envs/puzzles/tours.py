@@ -96,7 +96,9 @@ class Tours:
     @property
     def level(self) -> Cities:
         """Shapes of the generator's levels."""
-        return check_generator("Tours", self.generator, Cities, "Uniform, Clustered, Demands, tsplib(text)")
+        return check_generator(
+            "Tours", self.generator, Cities, "Uniform, Clustered, Demands, tsplib(text)"
+        )
 
     @property
     def num_places(self) -> int:
@@ -132,10 +134,17 @@ class Tours:
 
     def init_level(self, key: PRNGKey, level: Cities, params: Params) -> State:
         """At place 0, fully loaded; deterministic."""
-        place, n, zero = jnp.asarray(level.place, jnp.float32), self.num_places, jnp.zeros((), jnp.int32)
+        place, n, zero = (
+            jnp.asarray(level.place, jnp.float32),
+            self.num_places,
+            jnp.zeros((), jnp.int32),
+        )
         demand, capacity = jnp.zeros(n, jnp.int32), zero
         if isinstance(level, Customers):
-            demand, capacity = jnp.asarray(level.demand, jnp.int32), jnp.asarray(level.capacity, jnp.int32)
+            demand, capacity = (
+                jnp.asarray(level.demand, jnp.int32),
+                jnp.asarray(level.capacity, jnp.int32),
+            )
         none, no = jnp.full(n, -1, jnp.int32), jnp.zeros(n, bool)
         start, corner = jnp.asarray(np.arange(n) == 0), jnp.min(place, axis=0)
         return State(
@@ -192,7 +201,13 @@ class Tours:
     def reward(self, state: State, action: Array, next_state: State, params: Params) -> Array:
         """What the outcome fell by, or all of it at the end."""
         before, after = self.outcome(state, params), self.outcome(next_state, params)
-        return earned(self.rewards, before, after, self.terminal(state, params), self.terminal(next_state, params))
+        return earned(
+            self.rewards,
+            before,
+            after,
+            self.terminal(state, params),
+            self.terminal(next_state, params),
+        )
 
     def terminal(self, state: State, params: Params) -> Array:
         """All is visited, or an illegal action ended it."""
@@ -224,11 +239,17 @@ class Tours:
         Uint8 `[160, 160, 3]`.
         """
         side = jnp.maximum(jnp.max(state.span), 1e-6)
-        place = picture.to_pixels((state.place - state.corner[None]) / side, (-0.06, -0.06), (1.06, 1.06), 160, 160)
+        place = picture.to_pixels(
+            (state.place - state.corner[None]) / side, (-0.06, -0.06), (1.06, 1.06), 160, 160
+        )
         n = self.num_places
-        gray, blue = (jnp.broadcast_to(jnp.array(color), (n, 3)) for color in (picture.GRAY, picture.BLUE))
+        gray, blue = (
+            jnp.broadcast_to(jnp.array(color), (n, 3)) for color in (picture.GRAY, picture.BLUE)
+        )
         starts, colors = jnp.tile(place, (2, 1)), jnp.concatenate([gray, blue])
-        ends = jnp.concatenate([jnp.broadcast_to(place[:1], (n, 2)), place[jnp.maximum(state.came_from, 0)]])
+        ends = jnp.concatenate(
+            [jnp.broadcast_to(place[:1], (n, 2)), place[jnp.maximum(state.came_from, 0)]]
+        )
         there = jnp.concatenate([state.went_back, state.came_from >= 0])
 
         def draw(image: Array, way: tuple[Array, Array, Array, Array]) -> tuple[Array, None]:
@@ -236,7 +257,9 @@ class Tours:
             return picture.line(image, start, end, 2.0, color, visible=visible), None
 
         image, _ = jax.lax.scan(draw, picture.canvas(160, 160), (starts, ends, colors, there))
-        marks = jnp.where(state.visited[:, None], jnp.array([picture.GREEN]), jnp.array([picture.RED]))
+        marks = jnp.where(
+            state.visited[:, None], jnp.array([picture.GREEN]), jnp.array([picture.RED])
+        )
         marks = jnp.where((np.arange(n) == 0)[:, None], jnp.array([picture.BLACK]), marks)
 
         def dot(image: Array, mark: tuple[Array, Array]) -> tuple[Array, None]:

@@ -93,8 +93,14 @@ def rank_candidates(
         findings.append(Finding(candidate, memory.peak, time, verdict))
         jobs[number] = job
     if not jobs:
-        raise UsageError("no candidate is legal: " + (findings[0].reason if findings else "none was given."))
-    order = [n for n in sorted(jobs, key=lambda n: findings[n].step_s or 0.0) if findings[n].verdict == "slower"]
+        raise UsageError(
+            "no candidate is legal: " + (findings[0].reason if findings else "none was given.")
+        )
+    order = [
+        n
+        for n in sorted(jobs, key=lambda n: findings[n].step_s or 0.0)
+        if findings[n].verdict == "slower"
+    ]
     fitting = 0
     for number in order[: 3 * compiled]:
         if fitting == compiled:
@@ -113,5 +119,9 @@ def rank_candidates(
 
 def _rank(finding: Finding) -> tuple[int, float]:
     place = ("fits", "slower", "over", "does not fit", "not legal").index(finding.verdict)
-    predicted = finding.estimate.roofline.step_s if finding.estimate and finding.estimate.roofline else finding.step_s
+    predicted = (
+        finding.estimate.roofline.step_s
+        if finding.estimate and finding.estimate.roofline
+        else finding.step_s
+    )
     return place, math.inf if predicted is None else predicted

@@ -132,7 +132,11 @@ def estimate(job: Job, *, effort: str = "low", chip: Chip | None = None) -> Esti
     jaxpr = job.trace()
     flops = flops_of(jaxpr)
     memory, traffic = analyse(job, jaxpr)
-    notes = [f"{flops.unknown_loops} loops of unknown length count once."] if flops.unknown_loops else []
+    notes = (
+        [f"{flops.unknown_loops} loops of unknown length count once."]
+        if flops.unknown_loops
+        else []
+    )
     crossing: tuple[hlo.Crossing, ...] = ()
     peak, seconds = memory.peak, 0.0
     if effort != "none":
@@ -146,7 +150,9 @@ def estimate(job: Job, *, effort: str = "low", chip: Chip | None = None) -> Esti
                 notes.append("collectives in a loop of unknown length count once.")
         elif job.mesh.size > 1:
             crossing = traffic.crossings
-            notes.append("the program was refused for want of memory; its collectives are estimated from the jaxpr.")
+            notes.append(
+                "the program was refused for want of memory; its collectives are estimated from the jaxpr."
+            )
     elif job.mesh.size > 1:
         crossing = traffic.crossings
         notes.append("collectives are estimated from the jaxpr: only a compiler knows them.")
@@ -168,7 +174,9 @@ def estimate(job: Job, *, effort: str = "low", chip: Chip | None = None) -> Esti
         crossings=crossing,
         compile_s=seconds,
         compiled=effort != "none",
-        roofline=None if chip is None else roofline(traffic, crossing, chip, job.mesh, job.model_flops),
+        roofline=None
+        if chip is None
+        else roofline(traffic, crossing, chip, job.mesh, job.model_flops),
         notes=tuple(notes),
     )
 
@@ -200,7 +208,9 @@ def compile_job(job: Job, effort: str = "low") -> Compilation:
                 None if axes is None else named_shardings(shape, axes)
                 for shape, axes in zip(shapes, job.out_axes, strict=True)
             )
-        step = jax.jit(job.step, donate_argnums=job.donate, in_shardings=shardings, out_shardings=outs)
+        step = jax.jit(
+            job.step, donate_argnums=job.donate, in_shardings=shardings, out_shardings=outs
+        )
         options = dict(job.options or {}) | EFFORTS[effort]
         if platform() == "tpu":
             # A libtpu that is newer than jaxlib writes instructions that jaxlib cannot print; libtpu itself can.
@@ -227,14 +237,18 @@ def compile_job(job: Job, effort: str = "low") -> Compilation:
     return Compilation(compiled, text, float(stats.peak_memory_in_bytes if on_tpu else peak), None)
 
 
-def compile_lowered(lowered: jax.stages.Lowered, options: dict[str, bool | int | float | str]) -> jax.stages.Compiled:
+def compile_lowered(
+    lowered: jax.stages.Lowered, options: dict[str, bool | int | float | str]
+) -> jax.stages.Compiled:
     """Compiles; options of `EFFORTS` that this version of the compiler does not know are left out."""
     while True:
         try:
             return lowered.compile(compiler_options=options or None)
         except jax.errors.JaxRuntimeError as error:
             unknown = re.search(r"No such compile option: '(\w+)'", str(error))
-            if not unknown or unknown[1] not in {name for effort in EFFORTS.values() for name in effort}:
+            if not unknown or unknown[1] not in {
+                name for effort in EFFORTS.values() for name in effort
+            }:
                 raise
             options = {name: value for name, value in options.items() if name != unknown[1]}
 

@@ -70,7 +70,10 @@ class Collective(NamedTuple):
     @property
     def bytes(self) -> int:
         """Returns the bytes of `shapes`: the whole payload on one device, in one execution."""
-        bits = (math.prod(shape) * _bits(dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
+        bits = (
+            math.prod(shape) * _bits(dtype)
+            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        )
         return sum(bits) // 8
 
 
@@ -147,7 +150,9 @@ def crossings(found: list[Collective]) -> tuple[Crossing, ...]:
         key = one.kind, "+".join(one.axes) if one.axes else "?"
         count[key] += one.trips
         size[key] += one.trips * one.bytes
-    return tuple(Crossing(kind, axes, count[kind, axes], total) for (kind, axes), total in size.most_common())
+    return tuple(
+        Crossing(kind, axes, count[kind, axes], total) for (kind, axes), total in size.most_common()
+    )
 
 
 def dependencies(text: str) -> dict[str, Node]:
@@ -159,14 +164,20 @@ def dependencies(text: str) -> dict[str, Node]:
     program, entry = _computations(text)
 
     def inside(found: _Instruction) -> frozenset[str]:
-        called = (name for names in _CALLED.findall(found.rest) for name in re.findall(r"[\w.\-]+", names))
-        return frozenset({found.op}).union(*(inside(one) for name in called for one in program.get(name, ())))
+        called = (
+            name for names in _CALLED.findall(found.rest) for name in re.findall(r"[\w.\-]+", names)
+        )
+        return frozenset({found.op}).union(
+            *(inside(one) for name in called for one in program.get(name, ()))
+        )
 
     nodes: dict[str, Node] = {}
     for found in program[entry] if entry else ():  # each after its operands
         before = [name.partition("#")[0] for name in found.operands]
         known = [name for name in before if name in nodes]
-        nodes[found.name] = Node(inside(found), frozenset(known).union(*(nodes[name].waits for name in known)))
+        nodes[found.name] = Node(
+            inside(found), frozenset(known).union(*(nodes[name].waits for name in known))
+        )
     return nodes
 
 
@@ -212,16 +223,28 @@ def replica_groups(text: str, num_devices: int) -> list[tuple[int, ...]]:
     if text.startswith("["):
         shape, rest = _match(r"\[([\d,]+)\]<=(\S*?\](?:T\([\d,]+\))?)", text).groups()
         return [tuple(row) for row in _iota(rest).reshape(_numbers(shape)).tolist()]
-    found = _match(r"mesh\[(?P<sizes>[^\]]*)\](?:, device_ids=\((?P<ids>[^{]*)\))? \{(?P<axes>[^}]*)\}", text)
+    found = _match(
+        r"mesh\[(?P<sizes>[^\]]*)\](?:, device_ids=\((?P<ids>[^{]*)\))? \{(?P<axes>[^}]*)\}", text
+    )
     sizes = [(name, int(size)) for name, size in re.findall(r"'([^']+)'=(\d+)", found["sizes"])]
     ids = found["ids"]
-    order = np.arange(num_devices) if not ids else _iota(ids) if ids.startswith("[") else np.array(_numbers(ids))
+    order = (
+        np.arange(num_devices)
+        if not ids
+        else _iota(ids)
+        if ids.startswith("[")
+        else np.array(_numbers(ids))
+    )
     # An axis in parts is cut into (before, part, after), so that every grouped axis is whole.
     grouped = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", found["axes"])
     shape, inside = [], []
     for name, size in sizes:
         cuts = {1, size}
-        spans = [(int(pre), int(pre) * int(part)) if pre else (1, size) for axis, pre, part in grouped if axis == name]
+        spans = [
+            (int(pre), int(pre) * int(part)) if pre else (1, size)
+            for axis, pre, part in grouped
+            if axis == name
+        ]
         cuts |= {cut for span in spans for cut in span}
         for low, high in itertools.pairwise(sorted(cuts)):
             shape.append(high // low)
@@ -251,7 +274,9 @@ def _flops_of(found: _Instruction, shapes: dict[str, str]) -> float:
     """Operations of one instruction: two for each entry of the result and each number summed into it."""
     if found.op == "dot":
         contracted = _dimensions(r"lhs_contracting_dims=\{([\d,]*)\}", found.rest)
-    elif found.op == "custom-call" and "gemm" in found.rest.partition("custom_call_target=")[2][:40]:
+    elif (
+        found.op == "custom-call" and "gemm" in found.rest.partition("custom_call_target=")[2][:40]
+    ):
         contracted = _dimensions(r'"lhs_contracting_dimensions":\[([^\]]*)\]', found.rest)
     elif found.op == "convolution":
         return 2.0 * _size_of(found.shape) * _numbers_summed(found, shapes)
@@ -343,7 +368,9 @@ def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str | None]
             begin = head.end()
             end = _closing(line, begin) + 1 if line[begin] == "(" else line.find(" ", begin)
             op, _, _ = line[end:].strip().partition("(")
-            current.append(_Instruction(head["name"], line[begin:end], op, line[line.find("(", end) :]))
+            current.append(
+                _Instruction(head["name"], line[begin:end], op, line[line.find("(", end) :])
+            )
     return program, entry
 
 
@@ -354,9 +381,14 @@ def _times(program: dict[str, list[_Instruction]], entry: str | None) -> collect
     def visit(computation: str, count: int) -> None:
         times[computation] += count
         for found in program.get(computation, ()):
-            if found.op in ("async-done", "async-update"):  # they name what `async-start` has called
+            if found.op in (
+                "async-done",
+                "async-update",
+            ):  # they name what `async-start` has called
                 continue
-            inner = (_trips(program, program[computation], found) or 1) if found.op == "while" else 1
+            inner = (
+                (_trips(program, program[computation], found) or 1) if found.op == "while" else 1
+            )
             for names in _CALLED.findall(found.rest):
                 for name in re.findall(r"[\w.\-]+", names):
                     visit(name, count * inner)
@@ -368,7 +400,9 @@ def _times(program: dict[str, list[_Instruction]], entry: str | None) -> collect
 
 def _is_repetition(computation: str, instructions: list[_Instruction]) -> bool:
     """Whether a computation repeats, for the scheduler, a collective that another one starts."""
-    return computation.startswith("async_collective_fusion") or any(_REPEATED.search(i.rest) for i in instructions)
+    return computation.startswith("async_collective_fusion") or any(
+        _REPEATED.search(i.rest) for i in instructions
+    )
 
 
 def _payload(
@@ -397,10 +431,14 @@ def _payload(
 
 def _moving(text: str, mesh: Mesh) -> tuple[str, ...]:
     """Returns the axes along which a permutation's pairs of devices differ."""
-    pairs = np.array(re.findall(r"\{(\d+),(\d+)\}", text[: text.find("}}") + 2]), int).reshape(-1, 2)
+    pairs = np.array(re.findall(r"\{(\d+),(\d+)\}", text[: text.find("}}") + 2]), int).reshape(
+        -1, 2
+    )
     sizes = tuple(mesh.shape[name] for name in mesh.axis_names)
     source, target = (np.unravel_index(pairs[:, i], sizes) for i in (0, 1))
-    return tuple(name for name, a, b in zip(mesh.axis_names, source, target, strict=True) if (a != b).any())
+    return tuple(
+        name for name, a, b in zip(mesh.axis_names, source, target, strict=True) if (a != b).any()
+    )
 
 
 def _elements(shape: str) -> list[str]:
@@ -417,11 +455,15 @@ def _elements(shape: str) -> list[str]:
     return [re.sub(r"/\*.*?\*/", "", part).strip() for part in out]
 
 
-def _trips(program: dict[str, list[_Instruction]], around: list[_Instruction], loop: _Instruction) -> int | None:
+def _trips(
+    program: dict[str, list[_Instruction]], around: list[_Instruction], loop: _Instruction
+) -> int | None:
     """Returns how often `loop` runs: XLA's own note, else the bound that its condition compares the counter with."""
     if note := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.rest):
         return int(note[1])
-    condition, body = (re.search(rf"\b{part}=%?([\w.\-]+)", loop.rest) for part in ("condition", "body"))
+    condition, body = (
+        re.search(rf"\b{part}=%?([\w.\-]+)", loop.rest) for part in ("condition", "body")
+    )
     if not condition or not body or condition[1] not in program or body[1] not in program:
         return None
     inside = {found.name: found for found in program[condition[1]]}
@@ -451,12 +493,20 @@ def _entry_of(around: list[_Instruction], name: str, index: int) -> int | None:
     """Returns entry `index` of the tuple `name` if it is a constant."""
     known = {found.name: found for found in around}
     made = known.get(name)
-    return _constant(known, known.get(made.operands[index])) if made is not None and made.op == "tuple" else None
+    return (
+        _constant(known, known.get(made.operands[index]))
+        if made is not None and made.op == "tuple"
+        else None
+    )
 
 
 def _constant(known: dict[str, _Instruction], found: _Instruction | None) -> int | None:
     """Returns the value of an integer constant, looked for through copies."""
     while found is not None and found.op in ("copy", "bitcast") and found.operands:
         found = known.get(found.operands[0])
-    value = re.match(r"\((-?\d+)\)", found.rest) if found is not None and found.op == "constant" else None
+    value = (
+        re.match(r"\((-?\d+)\)", found.rest)
+        if found is not None and found.op == "constant"
+        else None
+    )
     return int(value[1]) if value else None

@@ -100,8 +100,13 @@ def placements(job: Job) -> list[Placement]:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         held = math.prod(sharding.shard_shape(leaf.shape)) * _itemsize(leaf)
         spec = (*sharding.spec, *(None,) * (len(leaf.shape) - len(sharding.spec)))
-        used = {logical: entry for logical, entry in zip(axes, spec, strict=True) if entry is not None}
-        rule = "; ".join(f"{logical} -> {'+'.join(table[logical])}" for logical in used) or "no rule splits it"
+        used = {
+            logical: entry for logical, entry in zip(axes, spec, strict=True) if entry is not None
+        }
+        rule = (
+            "; ".join(f"{logical} -> {'+'.join(table[logical])}" for logical in used)
+            or "no rule splits it"
+        )
         rows.append(Placement(name, job.group(name), tuple(leaf.shape), spec, held, rule))
     return rows
 

@@ -104,7 +104,10 @@ class JobLayout(ArrayLayout):
         leaves, shardings = jax.tree.leaves(job.args), jax.tree.leaves(job.shardings())
         flat_axes = jax.tree.structure(job.args).flatten_up_to(job.axes)
         for leaf, sharding, logical in zip(leaves, shardings, flat_axes, strict=True):
-            spec = [entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in sharding.spec]
+            spec = [
+                entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+                for entry in sharding.spec
+            ]
             spec += [()] * (len(leaf.shape) - len(spec))
             for start in range(len(leaf.shape) - 1):  # a slice of stacked layers lies as they do
                 self._exact.setdefault(tuple(leaf.shape[start:]), tuple(spec[start:]))
@@ -124,14 +127,18 @@ class JobLayout(ArrayLayout):
                 if dim and dim % self._parts(over) == 0 and (count % dim == 0 or dim % count == 0):
                     out[place], taken = over, set(over)
                     for later in range(place + 1, len(shape)):
-                        out[later] = tuple(axis for axis in self._split.get(shape[later], ()) if axis not in taken)
+                        out[later] = tuple(
+                            axis for axis in self._split.get(shape[later], ()) if axis not in taken
+                        )
                         taken |= set(out[later])
                     return tuple(out)
         return tuple(out)
 
     def bytes(self, aval: AbstractValue) -> float:
         """Returns an array's bytes on one device."""
-        return bytes_of(aval) / math.prod(self._parts(entry) for entry in self.axes(tuple(getattr(aval, "shape", ()))))
+        return bytes_of(aval) / math.prod(
+            self._parts(entry) for entry in self.axes(tuple(getattr(aval, "shape", ())))
+        )
 
     def _parts(self, axes: tuple[str, ...]) -> int:
         return math.prod(self.sizes[axis] for axis in axes)

@@ -54,7 +54,9 @@ class Partial:
 
     def __post_init__(self):
         if self.op not in OPS:
-            raise UsageError(f"a partial value of op {self.op!r} is unknown; legal are {', '.join(OPS)}.")
+            raise UsageError(
+                f"a partial value of op {self.op!r} is unknown; legal are {', '.join(OPS)}."
+            )
 
 
 Placement = Mapping[str, Split | Broadcast | Partial]
@@ -117,14 +119,20 @@ class _View:
         return math.prod(self.sizes[axis] for axis in axes)
 
     def fits(self, state: _State) -> bool:
-        return not any(size % self.count(nest) for size, nest in zip(self.shape, state.nests, strict=True))
+        return not any(
+            size % self.count(nest) for size, nest in zip(self.shape, state.nests, strict=True)
+        )
 
     def local_bytes(self, state: _State) -> int:
         return self.itemsize * math.prod(self.shape) // math.prod(map(self.count, state.nests))
 
 
 def conversion(
-    source: Placement, target: Placement, shape: Sequence[int], dtype: DTypeLike, sizes: Mapping[str, int]
+    source: Placement,
+    target: Placement,
+    shape: Sequence[int],
+    dtype: DTypeLike,
+    sizes: Mapping[str, int],
 ) -> list[ConversionStep]:
     """Returns the steps that turn `source` into `target` with the fewest bytes sent a device.
 
@@ -145,26 +153,36 @@ def conversion(
     """
     shape, dtype = tuple(shape), jnp.dtype(dtype)
     first, last = (_state(placement, shape, dtype, sizes) for placement in (source, target))
-    names = {axis for state in (first, last) for axis in (*itertools.chain(*state.nests), *state.partial)}
+    names = {
+        axis for state in (first, last) for axis in (*itertools.chain(*state.nests), *state.partial)
+    }
     axes = {axis: size for axis, size in sizes.items() if axis in names}
     view = _View(shape, dtype.itemsize, axes, tuple(op for op in OPS if op in (first.op, last.op)))
     return [_step(view, *edge) for edge in _cheapest(view, first, last)]
 
 
-def _state(placement: Placement, shape: tuple[int, ...], dtype: DTypeLike, sizes: Mapping[str, int]) -> _State:
+def _state(
+    placement: Placement, shape: tuple[int, ...], dtype: DTypeLike, sizes: Mapping[str, int]
+) -> _State:
     """Checks a placement and brings it into the search's form."""
     nests: list[tuple[str, ...]] = [()] * len(shape)
     ops = sorted({where.op for where in placement.values() if isinstance(where, Partial)})
     if len(ops) > 1:
-        raise UsageError(f"a placement with partial ops {' and '.join(ops)} depends on their order; use one op.")
+        raise UsageError(
+            f"a placement with partial ops {' and '.join(ops)} depends on their order; use one op."
+        )
     if ops and not jnp.issubdtype(dtype, jnp.number):
         raise UsageError(f"a partial value needs numbers, not {dtype}.")
     for axis, where in placement.items():
         if axis not in sizes:
-            raise UsageError(f"placement names unknown mesh axis {axis!r}; the mesh has {', '.join(sizes)}.")
+            raise UsageError(
+                f"placement names unknown mesh axis {axis!r}; the mesh has {', '.join(sizes)}."
+            )
         if isinstance(where, Split):
             if not 0 <= where.dim < len(shape):
-                raise UsageError(f"{axis}={where} splits dimension {where.dim} of an array of shape {shape}.")
+                raise UsageError(
+                    f"{axis}={where} splits dimension {where.dim} of an array of shape {shape}."
+                )
             nests[where.dim] += (axis,) if sizes[axis] > 1 else ()
     for dim, nest in enumerate(nests):
         parts = math.prod(sizes[axis] for axis in nest)
@@ -175,7 +193,9 @@ def _state(placement: Placement, shape: tuple[int, ...], dtype: DTypeLike, sizes
                 f"dimension {dim} of size {shape[dim]} does not divide over {'*'.join(nest)}={parts}; "
                 f"the nearest legal sizes are {choices}."
             )
-    partial = tuple(sorted(a for a, where in placement.items() if isinstance(where, Partial) and sizes[a] > 1))
+    partial = tuple(
+        sorted(a for a, where in placement.items() if isinstance(where, Partial) and sizes[a] > 1)
+    )
     return _State(tuple(nests), partial, ops[0] if partial else None)
 
 
@@ -210,12 +230,16 @@ _Move = tuple[str, tuple[str, ...], Fraction, _State]
 
 def _moves(view: _View, state: _State) -> Iterator[_Move]:
     """Every single step from a placement, with its bytes."""
-    for move in itertools.chain(_local(view, state), _from_split(view, state), _from_partial(view, state)):
+    for move in itertools.chain(
+        _local(view, state), _from_split(view, state), _from_partial(view, state)
+    ):
         if view.fits(move[3]):
             yield move
     parts = tuple(map(view.count, state.nests))
     held = Fraction(view.local_bytes(state))
-    for nests in _arrangements(view, parts, tuple(axis for axis in view.sizes if axis not in state.partial)):
+    for nests in _arrangements(
+        view, parts, tuple(axis for axis in view.sizes if axis not in state.partial)
+    ):
         if nests != state.nests:
             axes = {axis for nest in (*state.nests, *nests) for axis in nest}
             ordered = tuple(axis for axis in view.sizes if axis in axes)
@@ -243,7 +267,12 @@ def _local(view: _View, state: _State) -> Iterator[_Move]:
     for dim, nest in enumerate(state.nests):
         if nest:
             for op in ops:
-                yield "pad", nest[-1:], Fraction(0), _with_partial(_with_nest(state, dim, nest[:-1]), nest[-1], op)
+                yield (
+                    "pad",
+                    nest[-1:],
+                    Fraction(0),
+                    _with_partial(_with_nest(state, dim, nest[:-1]), nest[-1], op),
+                )
 
 
 def _from_split(view: _View, state: _State) -> Iterator[_Move]:
@@ -256,7 +285,12 @@ def _from_split(view: _View, state: _State) -> Iterator[_Move]:
             yield "all-gather", axes, (n - 1) * held, less
             for other, onto in enumerate(state.nests):
                 if other != dim:
-                    yield "all-to-all", axes, (n - 1) * held / n, _with_nest(less, other, (*onto, *axes))
+                    yield (
+                        "all-to-all",
+                        axes,
+                        (n - 1) * held / n,
+                        _with_nest(less, other, (*onto, *axes)),
+                    )
 
 
 def _from_partial(view: _View, state: _State) -> Iterator[_Move]:
@@ -282,7 +316,9 @@ def _arrangements(view: _View, parts: tuple[int, ...], axes: tuple[str, ...]) ->
     for number in range(len(axes) + 1):
         for nest in itertools.permutations(axes, number):
             if view.count(nest) == parts[0]:
-                for rest in _arrangements(view, parts[1:], tuple(axis for axis in axes if axis not in nest)):
+                for rest in _arrangements(
+                    view, parts[1:], tuple(axis for axis in axes if axis not in nest)
+                ):
                     yield (nest, *rest)
 
 

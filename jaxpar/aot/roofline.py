@@ -59,7 +59,11 @@ class Roofline:
 
 
 def roofline(
-    traffic: Traffic, crossings: Iterable[Crossing], chip: Chip, mesh: Mesh, model_flops: float = 0.0
+    traffic: Traffic,
+    crossings: Iterable[Crossing],
+    chip: Chip,
+    mesh: Mesh,
+    model_flops: float = 0.0,
 ) -> Roofline:
     """Returns the prediction for one step.
 
@@ -73,7 +77,11 @@ def roofline(
     flops, bandwidth = MATMUL_SHARE * chip.flops, HBM_SHARE * chip.hbm_bandwidth
     links: dict[str, float] = collections.defaultdict(float)
     for found in crossings:
-        count = math.prod(mesh.shape[axis] for axis in found.axes.split("+")) if found.axes != "?" else mesh.size
+        count = (
+            math.prod(mesh.shape[axis] for axis in found.axes.split("+"))
+            if found.axes != "?"
+            else mesh.size
+        )
         moved = found.bytes * _MOVED.get(found.kind, (count - 1) / count)
         if found.kind == "all-reduce":  # a reduce-scatter and an all-gather
             moved *= (count - 1) / count

@@ -12,7 +12,16 @@ from typing import Any, NamedTuple
 
 from jaxpar.types import Device, UsageError
 
-__all__ = ["CHIPS", "Chip", "Topology", "chip_of", "devices", "hbm_bytes", "parse_topology", "status_of"]
+__all__ = [
+    "CHIPS",
+    "Chip",
+    "Topology",
+    "chip_of",
+    "devices",
+    "hbm_bytes",
+    "parse_topology",
+    "status_of",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +55,9 @@ class Chip:
     options: tuple[tuple[str, Any], ...] = ()
 
 
-_MEGACORE = (("chip_config_name", "megacore"),)  # libtpu would show each v4 chip as two devices, and JAX refuses those
+_MEGACORE = (
+    ("chip_config_name", "megacore"),
+)  # libtpu would show each v4 chip as two devices, and JAX refuses those
 
 # TPU v5e, v5p and v6e: "How to scale your model", its table of TPU specs; v4: Jouppi et al., arXiv:2304.01433, table 4,
 # and the same book; tpu7x: Google Cloud's TPU7x page (a chip: 2307 TFLOP/s, 192 GB, 7.37 TB/s, 1.2 TB/s of ICI over
@@ -96,11 +107,15 @@ def parse_topology(text: str) -> Topology:
     chip = CHIPS.get(found[1]) if found else None
     if found is None or chip is None:
         legal = ", ".join(f"{chip.name}:{chip.example}" for chip in CHIPS.values())
-        raise UsageError(f"topology={text!r} is unknown; legal are a kind of chip and a shape, such as {legal}.")
+        raise UsageError(
+            f"topology={text!r} is unknown; legal are a kind of chip and a shape, such as {legal}."
+        )
     shape = tuple(int(size) for size in found[2].split("x"))
     if len(shape) != (chip.dims or 1) or min(shape) < 1:
         what = f"{chip.dims} sizes joined by x" if chip.dims else "a number of GPUs"
-        raise UsageError(f"topology={text!r}: {chip.name} takes {what}, such as {chip.name}:{chip.example}.")
+        raise UsageError(
+            f"topology={text!r}: {chip.name} takes {what}, such as {chip.name}:{chip.example}."
+        )
     return Topology(f"{chip.name}:{found[2]}", chip, shape)
 
 
@@ -114,7 +129,9 @@ def devices(topology: Topology) -> list[Device]:
       UsageError: If libtpu is not installed, or does not know the shape.
     """
     if topology.offline:
-        raise UsageError(f"{topology.text} has no compiler outside its own machine; it is estimated analytically.")
+        raise UsageError(
+            f"{topology.text} has no compiler outside its own machine; it is estimated analytically."
+        )
     if importlib.util.find_spec("libtpu") is None:
         raise UsageError(
             f"topology={topology.text} needs libtpu; install it with `pip install libtpu` (it needs no TPU)."
@@ -130,8 +147,14 @@ def devices(topology: Topology) -> list[Device]:
         options["chips_per_host_bounds"] = [1, 1, 1]
     try:
         with _quiet():
-            return list(topologies.get_topology_desc(f"{topology.chip.name}:{shape}", "tpu", **options).devices)
-    except Exception as error:  # jaxlib raises its own kind, and libtpu says in many lines what it dislikes
+            return list(
+                topologies.get_topology_desc(
+                    f"{topology.chip.name}:{shape}", "tpu", **options
+                ).devices
+            )
+    except (
+        Exception
+    ) as error:  # jaxlib raises its own kind, and libtpu says in many lines what it dislikes
         if "INVALID_ARGUMENT" in str(error):
             example = f"{topology.chip.name}:{topology.chip.example}"
             raise UsageError(

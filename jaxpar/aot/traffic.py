@@ -26,11 +26,38 @@ from jaxpar.lower.jaxprs import array_of, inner_jaxpr
 
 __all__ = ["ArrayLayout", "Traffic", "traffic_of"]
 
-_VIEWS = {"reshape", "squeeze", "expand_dims", "transpose", "slice", "dynamic_slice", "copy", "rev", "split", "name"}
+_VIEWS = {
+    "reshape",
+    "squeeze",
+    "expand_dims",
+    "transpose",
+    "slice",
+    "dynamic_slice",
+    "copy",
+    "rev",
+    "split",
+    "name",
+}
 _VIEWS |= {"stop_gradient", "optimization_barrier", "copy_p", "pvary", "mesh_cast", "reshard"}
 _CUTS = {"slice", "dynamic_slice", "gather", "split"}
-_HEAVY = {"sort", "cumsum", "cumprod", "cummax", "cumlogsumexp", "top_k", "fft", "ffi_call", "scatter", "scatter-add"}
-_SUMS = {"psum": "all-reduce", "psum_invariant": "all-reduce", "pmax": "all-reduce", "all_gather": "all-gather"}
+_HEAVY = {
+    "sort",
+    "cumsum",
+    "cumprod",
+    "cummax",
+    "cumlogsumexp",
+    "top_k",
+    "fft",
+    "ffi_call",
+    "scatter",
+    "scatter-add",
+}
+_SUMS = {
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "all_gather": "all-gather",
+}
 _LOOPS = {"scan", "while", "cond"}
 
 
@@ -60,7 +87,9 @@ class Traffic(NamedTuple):
 
     def seconds(self, flops: float, bandwidth: float) -> float:
         """Returns the time of the kernels one after the other, each bound by arithmetic or by memory."""
-        return sum(count * max(f / flops, b / bandwidth) for (f, b), count in self.operations.items())
+        return sum(
+            count * max(f / flops, b / bandwidth) for (f, b), count in self.operations.items()
+        )
 
 
 class ArrayLayout:
@@ -146,7 +175,9 @@ class _Program:
         self.crossings: dict[tuple[str, str], Any] = collections.defaultdict(lambda: np.zeros(2))
 
     def run(self, jaxpr: Jaxpr) -> Traffic:
-        known = {var: _Value(self.layout.bytes(var.aval)) for var in (*jaxpr.invars, *jaxpr.constvars)}
+        known = {
+            var: _Value(self.layout.bytes(var.aval)) for var in (*jaxpr.invars, *jaxpr.constvars)
+        }
         arguments = set(known.values())
         self._inline(jaxpr, known, self.layout, self.num_devices)
         outs = [known[var] for var in jaxpr.outvars if not isinstance(var, Literal)]
@@ -158,7 +189,9 @@ class _Program:
         self._results(outs, arguments, end)
         if self.donated is not None:
             self._take_over(jaxpr, known, born, end)
-        found = [Crossing(*kind, int(count), int(size)) for kind, (count, size) in self.crossings.items()]
+        found = [
+            Crossing(*kind, int(count), int(size)) for kind, (count, size) in self.crossings.items()
+        ]
         found.sort(key=lambda one: -one.bytes)
         return Traffic(dict(self.operations), self._peak(born, end), tuple(found))
 
@@ -170,9 +203,13 @@ class _Program:
             ins = [value(atom) for atom in eqn.invars]
             body = None if eqn.primitive.name in (*_LOOPS, "pallas_call") else inner_jaxpr(eqn)
             if body is not None:
-                inner = dict(zip(body.invars, ins, strict=True)) | {var: _Value(0.0) for var in body.constvars}
+                inner = dict(zip(body.invars, ins, strict=True)) | {
+                    var: _Value(0.0) for var in body.constvars
+                }
                 blocks = shards(eqn) > 1 or eqn.primitive.name == "shard_map"
-                self._inline(body, inner, ArrayLayout() if blocks else layout, 1 if blocks else devices)
+                self._inline(
+                    body, inner, ArrayLayout() if blocks else layout, 1 if blocks else devices
+                )
                 for var, atom in zip(eqn.outvars, body.outvars, strict=True):
                     known[var] = inner[atom] if not isinstance(atom, Literal) else _Value(0.0)
                 continue
@@ -191,7 +228,9 @@ class _Program:
                 value.sinks |= flow
         for node in self.nodes:
             for value in () if _is_heavy(node) else node.ins:
-                value.passing |= any(out.sinks == value.sinks and out.size <= value.size for out in node.outs)
+                value.passing |= any(
+                    out.sinks == value.sinks and out.size <= value.size for out in node.outs
+                )
 
     def _visit(self, place: int, node: _Node, born: dict[_Value, int]) -> None:
         name = node.eqn.primitive.name
@@ -210,21 +249,27 @@ class _Program:
             else:
                 written = sum(out.size for out in node.outs)
             # What one device does: inside a block the jaxpr is one device's already.
-            flops = (matmul_flops(node.eqn) if name != "pallas_call" else _kernel_flops(node.eqn)) or 0.0
+            flops = (
+                matmul_flops(node.eqn) if name != "pallas_call" else _kernel_flops(node.eqn)
+            ) or 0.0
             self.operations[flops / node.devices, read + written] += 1
             if name == "dot_general":
                 self._sum(node)
             return
         reads: dict[_Value, float] = {}
         for value in node.ins:
-            for source, amount in ({value: value.size} if value.reads is None else value.reads).items():
+            for source, amount in (
+                {value: value.size} if value.reads is None else value.reads
+            ).items():
                 reads[source] = max(reads.get(source, 0.0), amount)
         if name in _CUTS:
             reads = {source: min(amount, node.outs[0].size) for source, amount in reads.items()}
         total = sum(reads.values())
         for out in node.outs:
             out.reads = reads
-            out.view = name in _VIEWS and all(value.reads is None or value.view for value in node.ins[:1])
+            out.view = name in _VIEWS and all(
+                value.reads is None or value.view for value in node.ins[:1]
+            )
             count = len(out.sinks)
             gathered = name == "sharding_constraint" and out.size > 1.01 * node.ins[0].size
             shared = not out.passing and count * total > total + (1 + count) * out.size
@@ -237,7 +282,11 @@ class _Program:
                 over = [axis for entry in lies for axis in entry if axis not in kept]
                 self._cross("all-gather", over, out.size)
             elif name in _SUMS:
-                self._cross(_SUMS[name], node.eqn.params.get("axes", node.eqn.params.get("axis_name", ())), out.size)
+                self._cross(
+                    _SUMS[name],
+                    node.eqn.params.get("axes", node.eqn.params.get("axis_name", ())),
+                    out.size,
+                )
 
     def _fetch(self, value: _Value, place: int, born: dict[_Value, int]) -> float:
         """Returns what a kernel reads of a value, after writing it to memory if it must be there."""
@@ -301,7 +350,9 @@ class _Program:
         split = node.layout.axes(node.eqn.invars[0].aval.shape)
         over = [axis for dim in contract for axis in split[dim]]
         # A gradient of weights comes whole out of its product, and is cut as its parameter afterwards.
-        whole = {axis for entry in node.layout.axes(node.eqn.outvars[0].aval.shape) for axis in entry} & set(over)
+        whole = {
+            axis for entry in node.layout.axes(node.eqn.outvars[0].aval.shape) for axis in entry
+        } & set(over)
         parts = math.prod(node.layout.sizes[axis] for axis in whole)
         self._cross("reduce-scatter" if whole else "all-reduce", over, node.outs[0].size * parts)
 
@@ -314,9 +365,15 @@ class _Program:
         """Adds a loop's body times its length, or a conditional's dearest branch."""
         params, name = node.eqn.params, node.eqn.primitive.name
         if name == "cond":
-            body, length = max((b.jaxpr for b in params["branches"]), key=lambda b: flops_of(b).total), 1
+            body, length = (
+                max((b.jaxpr for b in params["branches"]), key=lambda b: flops_of(b).total),
+                1,
+            )
         else:
-            body, length = params["jaxpr" if name == "scan" else "body_jaxpr"].jaxpr, params.get("length", 1)
+            body, length = (
+                params["jaxpr" if name == "scan" else "body_jaxpr"].jaxpr,
+                params.get("length", 1),
+            )
         inner = _Program(node.layout, node.devices).run(body)
         for kind, axes, count, size in inner.crossings:
             self.crossings[kind, axes] += np.array([count, size]) * length

@@ -22,11 +22,27 @@
 """
 
 from jaxpar._renamed import renamed
-from jaxpar.decode.accept import Accepted, Drawn, Verdict, coupled, expected_length, rejection, verdict
+from jaxpar.decode.accept import (
+    Accepted,
+    Drawn,
+    Verdict,
+    coupled,
+    expected_length,
+    rejection,
+    verdict,
+)
 from jaxpar.decode.automaton import Automaton, automaton_of, regex_automaton
 from jaxpar.decode.beam import Beams, Found, beam_search
 from jaxpar.decode.cost import DecodingCost, decoding_cost, tokens_read
-from jaxpar.decode.draft import CopyDraft, Draft, JacobiDraft, LookaheadDraft, ModelDraft, NoDraft, Proposal
+from jaxpar.decode.draft import (
+    CopyDraft,
+    Draft,
+    JacobiDraft,
+    LookaheadDraft,
+    ModelDraft,
+    NoDraft,
+    Proposal,
+)
 from jaxpar.decode.generate import Generated, generate
 from jaxpar.decode.model import TokenModel
 from jaxpar.decode.noise import gumbel, token_keys

@@ -122,20 +122,33 @@ def rejection(
     check_value("drawn", drawn, OneOf(get_args(Drawn)), str)
     if drawn != "top" and (draft_logits is None or draft_logits.shape != logits.shape):
         shape = None if draft_logits is None else list(draft_logits.shape)
-        raise UsageError(f"draft_logits must have the shape {list(logits.shape)} unless drawn='top', not {shape}.")
-    p, q = _softmax(logits), None if drawn == "top" or draft_logits is None else _softmax(draft_logits)
+        raise UsageError(
+            f"draft_logits must have the shape {list(logits.shape)} unless drawn='top', not {shape}."
+        )
+    p, q = (
+        _softmax(logits),
+        None if drawn == "top" or draft_logits is None else _softmax(draft_logits),
+    )
     accept = jax.vmap(lambda p, q, tokens: verdict(p, q, tokens, tree, drawn).accept)(p, q, tokens)
     test_key, bonus_key = jax.random.split(key)
 
     # One key a position: of the nodes at one depth only the children of one are ever tried, told apart by their rank.
     places = positions[:, None] + jnp.asarray(tree.depth[_parents(tree)], positions.dtype)[None]
-    seeds_of, lineages = (jnp.broadcast_to(each[:, None], places.shape) for each in (seeds, lineage))
+    seeds_of, lineages = (
+        jnp.broadcast_to(each[:, None], places.shape) for each in (seeds, lineage)
+    )
     keys = token_keys(test_key, seeds_of, places, lineages)
-    draw = jax.vmap(lambda each, rank: jax.random.uniform(jax.random.fold_in(each, rank), (), jnp.float32))
+    draw = jax.vmap(
+        lambda each, rank: jax.random.uniform(jax.random.fold_in(each, rank), (), jnp.float32)
+    )
     last = _walk(accept, jax.vmap(draw, (0, None))(keys, jnp.asarray(tree.rank)), tree)
 
-    def left(p, q, tokens, node):  # computed once more, which costs less than to keep it of every node
-        return _tried(p[node], None if q is None else q[node], _drafts(tokens, node, tree), drawn)[1]
+    def left(
+        p, q, tokens, node
+    ):  # computed once more, which costs less than to keep it of every node
+        return _tried(p[node], None if q is None else q[node], _drafts(tokens, node, tree), drawn)[
+            1
+        ]
 
     end = positions + jnp.asarray(tree.depth, positions.dtype)[last]
     noise = gumbel(bonus_key, seeds, end, lineage, logits.shape[-1])
@@ -144,7 +157,11 @@ def rejection(
 
 
 def verdict(
-    p: Float[Array, "T V"], q: Float[Array, "T V"] | None, tokens: Int[Array, " T"], tree: Tree, drawn: Drawn
+    p: Float[Array, "T V"],
+    q: Float[Array, "T V"] | None,
+    tokens: Int[Array, " T"],
+    tree: Tree,
+    drawn: Drawn,
 ) -> Verdict:
     """Returns what `rejection` draws from: a pure function, so that its law can be enumerated.
 
@@ -161,9 +178,13 @@ def verdict(
       tree: Its shape.
       drawn: How children were drawn.
     """
-    inner = np.flatnonzero((tree.children >= 0).any(1))  # most nodes of a bushy tree are leaves, and nothing to try
+    inner = np.flatnonzero(
+        (tree.children >= 0).any(1)
+    )  # most nodes of a bushy tree are leaves, and nothing to try
     laws = p[inner], None if q is None else q[inner]
-    chances, left = jax.vmap(lambda p, q, tokens: _tried(p, q, tokens, drawn))(*laws, _drafts(tokens, inner, tree))
+    chances, left = jax.vmap(lambda p, q, tokens: _tried(p, q, tokens, drawn))(
+        *laws, _drafts(tokens, inner, tree)
+    )
     row = np.searchsorted(inner, tree.parents[1:])
     accept = jnp.concatenate([jnp.ones_like(chances, shape=1), chances[row, tree.rank[1:]]])
     return Verdict(accept, p.at[inner].set(left))
@@ -182,7 +203,9 @@ def _check(scores: Array, tokens: Array, tree: Tree) -> None:
     size = tree.size
     if tokens.shape[1:] != (size,) or scores.shape[:2] != tokens.shape:
         shapes = f"{list(scores.shape)} and {list(tokens.shape)}"
-        raise UsageError(f"a tree of {size} nodes needs scores [B, {size}, V] and tokens [B, {size}], not {shapes}.")
+        raise UsageError(
+            f"a tree of {size} nodes needs scores [B, {size}, V] and tokens [B, {size}], not {shapes}."
+        )
 
 
 def _parents(tree: Tree) -> Int[np.ndarray, " T"]:
@@ -190,7 +213,9 @@ def _parents(tree: Tree) -> Int[np.ndarray, " T"]:
     return np.array([0, *tree.parents[1:]])
 
 
-def _drafts(tokens: Int[Array, " T"], nodes: Array | np.ndarray, tree: Tree) -> Int[Array, "*nodes C"]:
+def _drafts(
+    tokens: Int[Array, " T"], nodes: Array | np.ndarray, tree: Tree
+) -> Int[Array, "*nodes C"]:
     """Tokens of the children of some nodes, -1 where there is none."""
     children = jnp.asarray(tree.children)[nodes]
     return jnp.where(children >= 0, tokens[children], -1)
@@ -217,7 +242,9 @@ def _tried(
     return chances, left
 
 
-def _walk(accept: Float[Array, "B T"], uniforms: Float[Array, "B T"], tree: Tree) -> Int[Array, " B"]:
+def _walk(
+    accept: Float[Array, "B T"], uniforms: Float[Array, "B T"], tree: Tree
+) -> Int[Array, " B"]:
     """The node where each row's walk ends, a draft passing where its uniform number is under its probability."""
     passes = uniforms < accept
     tried = ~(passes[:, None, :] & tree.elders[None]).any(-1)  # no sibling before it was accepted
@@ -235,7 +262,9 @@ def _kept(tokens: Array, bonus: Array, last: Array, tree: Tree) -> Accepted:
     """The path to the node where each row's walk ended, with its tokens and the bonus token after them."""
     paths = np.pad(tree.paths, ((0, 0), (0, tree.size - tree.paths.shape[1])), constant_values=-1)
     path, count = jnp.asarray(paths, jnp.int32)[last], jnp.asarray(tree.depth + 1, jnp.int32)[last]
-    drafts = jnp.take_along_axis(tokens, jnp.maximum(jnp.roll(path, -1, axis=1), 0), 1)  # those after the root
+    drafts = jnp.take_along_axis(
+        tokens, jnp.maximum(jnp.roll(path, -1, axis=1), 0), 1
+    )  # those after the root
     place, end = jnp.arange(tree.size)[None], count[:, None] - 1
     new = jnp.where(place < end, drafts, jnp.where(place == end, bonus[:, None], 0))
     return Accepted(new.astype(jnp.int32), count, path)

@@ -40,7 +40,9 @@ class Automaton(NamedTuple):
         """Returns the state after one more token of each row; -1, out of which nothing leads, where it was illegal."""
         return jnp.where(state < 0, -1, self.table[jnp.maximum(state, 0), token])
 
-    def allowed(self, state: Int[Array, "..."], left: Int[Array, "..."] | None = None) -> Bool[Array, "... V"]:
+    def allowed(
+        self, state: Int[Array, "..."], left: Int[Array, "..."] | None = None
+    ) -> Bool[Array, "... V"]:
         """Returns which tokens may be drawn, as `jaxpar.decode.process` takes it.
 
         Args:
@@ -51,7 +53,9 @@ class Automaton(NamedTuple):
         after = jnp.where((state < 0)[..., None], -1, self.table[jnp.maximum(state, 0)])
         if left is None:
             return after >= 0
-        return (after >= 0) & (self.distance[jnp.maximum(after, 0)] < jnp.broadcast_to(left, state.shape)[..., None])
+        return (after >= 0) & (
+            self.distance[jnp.maximum(after, 0)] < jnp.broadcast_to(left, state.shape)[..., None]
+        )
 
     def may_end(self, state: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Returns where the text is whole as it stands."""
@@ -84,7 +88,9 @@ def automaton_of(
     names = _reached(transitions, start)
     states = len(names) + (stop_token is not None)
     if states * vocab_size > MAX_ENTRIES:
-        raise UsageError(f"a table of {states} states and {vocab_size} tokens is over {MAX_ENTRIES} entries.")
+        raise UsageError(
+            f"a table of {states} states and {vocab_size} tokens is over {MAX_ENTRIES} entries."
+        )
     table = np.full((states, vocab_size), -1, np.int32)
     for name, state in names.items():
         for token, after in transitions.get(name, {}).items():
@@ -101,7 +107,9 @@ def automaton_of(
     return Automaton(jnp.asarray(table), jnp.asarray(distance))
 
 
-def regex_automaton(pattern: str, vocabulary: Sequence[bytes | None], stop_token: int | None = None) -> Automaton:
+def regex_automaton(
+    pattern: str, vocabulary: Sequence[bytes | None], stop_token: int | None = None
+) -> Automaton:
     """Returns the automaton of the texts that match a whole regular expression, in UTF-8.
 
     Args:
@@ -117,7 +125,9 @@ def regex_automaton(pattern: str, vocabulary: Sequence[bytes | None], stop_token
     try:
         outlines = importlib.import_module("outlines_core")
     except ImportError:
-        raise UsageError("regular expressions need outlines-core: pip install 'jaxpar[regex]'.") from None
+        raise UsageError(
+            "regular expressions need outlines-core: pip install 'jaxpar[regex]'."
+        ) from None
     # outlines-core 0.2.14 forgets what may follow a state in which a text may end, but for another such state: of
     # "a(bc)?" it lets "a" alone through. So texts end here by a character of their own, and nothing follows that.
     stop, end = len(vocabulary), len(vocabulary) + 1
@@ -131,7 +141,10 @@ def regex_automaton(pattern: str, vocabulary: Sequence[bytes | None], stop_token
         raise UsageError(f"outlines-core makes no automaton of {pattern!r}: {error}.") from None
     found, over = index.get_transitions(), index.get_final_states()
     ends = {state for state, row in found.items() if row.get(end) in over}
-    transitions = {s: {token: after for token, after in row.items() if token < stop} for s, row in found.items()}
+    transitions = {
+        s: {token: after for token, after in row.items() if token < stop}
+        for s, row in found.items()
+    }
     return automaton_of(transitions, index.get_initial_state(), ends, len(vocabulary), stop_token)
 
 

@@ -102,10 +102,20 @@ def beam_search(
     if start < 1:
         raise UsageError("the prompt has no tokens; give at least one.")
     if model.max_positions is not None and start + room > model.max_positions:
-        raise UsageError(f"{start} prompt and {room} new tokens are over the model's {model.max_positions} positions.")
-    lengths = jnp.full((rows,), start, jnp.int32) if prompt_lengths is None else jnp.asarray(prompt_lengths, jnp.int32)
-    prompt = jnp.where(jnp.arange(start)[None] < lengths[:, None], jnp.asarray(prompt, jnp.int32), 0)
-    logits, reading = begin(model, params, prompt, lengths, room=width * room, readers=1, block=block)
+        raise UsageError(
+            f"{start} prompt and {room} new tokens are over the model's {model.max_positions} positions."
+        )
+    lengths = (
+        jnp.full((rows,), start, jnp.int32)
+        if prompt_lengths is None
+        else jnp.asarray(prompt_lengths, jnp.int32)
+    )
+    prompt = jnp.where(
+        jnp.arange(start)[None] < lengths[:, None], jnp.asarray(prompt, jnp.int32), 0
+    )
+    logits, reading = begin(
+        model, params, prompt, lengths, room=width * room, readers=1, block=block
+    )
     params, reading = model.held(params), _shared(reading, width)
     stops = jnp.asarray([-1, *stop_tokens], jnp.int32)
     text = jnp.repeat(jnp.pad(prompt, ((0, 0), (0, room)))[:, None], width, axis=1)
@@ -121,13 +131,23 @@ def beam_search(
         last = (lengths + state.count - 1)[:, None, None]
         tokens = jnp.take_along_axis(state.text, last, 2).reshape(-1, 1)
         logits, reading = look(model, params, state.reading, tokens, chain(0))
-        reading = keep(model, params, reading, tokens, jnp.zeros_like(tokens), jnp.ones((rows * width,), jnp.int32))
+        reading = keep(
+            model,
+            params,
+            reading,
+            tokens,
+            jnp.zeros_like(tokens),
+            jnp.ones((rows * width,), jnp.int32),
+        )
         return select(dataclasses.replace(state, reading=reading), logits)
 
     def goes_on(state: _State):
-        best = state.log_probs.max(1)  # the best that could come of it: nothing more is lost, at the kinder length
+        best = state.log_probs.max(
+            1
+        )  # the best that could come of it: nothing more is lost, at the kinder length
         kindest = jnp.maximum(
-            best / (state.count + 1.0) ** beams.length_penalty, best / float(room) ** beams.length_penalty
+            best / (state.count + 1.0) ** beams.length_penalty,
+            best / float(room) ** beams.length_penalty,
         )
         return (state.count < room) & (kindest > state.ended.scores.min(1)).any()
 
@@ -135,8 +155,12 @@ def beam_search(
     state = jax.lax.while_loop(goes_on, step, state)
     # What reached the end of its room competes with what ended.
     count = jnp.full((rows, width), state.count)
-    scores = jnp.where(state.count >= room, state.log_probs / float(room) ** beams.length_penalty, -jnp.inf)
-    return _best(state.ended, Found(state.text, lengths[:, None] + count, state.log_probs, scores), width)
+    scores = jnp.where(
+        state.count >= room, state.log_probs / float(room) ** beams.length_penalty, -jnp.inf
+    )
+    return _best(
+        state.ended, Found(state.text, lengths[:, None] + count, state.log_probs, scores), width
+    )
 
 
 def _select(state: _State, logits: Array, lengths: Array, beams: Beams, stops: Array) -> _State:
@@ -150,8 +174,15 @@ def _select(state: _State, logits: Array, lengths: Array, beams: Beams, stops: A
     place = (lengths + state.count)[:, None]
     text = text.at[jnp.arange(rows)[:, None], jnp.arange(text.shape[1])[None], place].set(token)
     stopped, count = jnp.isin(token, stops), state.count + 1
-    scores = jnp.where(stopped, likely / count.astype(likely.dtype) ** beams.length_penalty, -jnp.inf)
-    new = Found(text, jnp.broadcast_to(place + 1, scores.shape), likely.astype(jnp.float32), scores.astype(jnp.float32))
+    scores = jnp.where(
+        stopped, likely / count.astype(likely.dtype) ** beams.length_penalty, -jnp.inf
+    )
+    new = Found(
+        text,
+        jnp.broadcast_to(place + 1, scores.shape),
+        likely.astype(jnp.float32),
+        scores.astype(jnp.float32),
+    )
     log_probs, alive = jax.lax.top_k(jnp.where(stopped, -jnp.inf, likely), width)
     parent = jnp.take_along_axis(parent, alive, 1)
     return _State(
@@ -184,7 +215,9 @@ def _shared(reading: Reading, width: int) -> Reading:
     view = tables.View(each(view.seen), each(view.offset), each(view.write), each(view.position))
     slots = jnp.repeat((forest.place >= 0)[:, None], width, axis=1)
     layers = tuple(
-        layer if isinstance(layer, BlockCache) else jax.tree.map(lambda x: jnp.repeat(x, width, axis=0), layer)
+        layer
+        if isinstance(layer, BlockCache)
+        else jax.tree.map(lambda x: jnp.repeat(x, width, axis=0), layer)
         for layer in reading.layers
     )
     return Reading(forest, dataclasses.replace(view, slots=slots), layers)
@@ -197,6 +230,7 @@ def _reordered(reading: Reading, parent: Array) -> Reading:
     slots = jnp.take_along_axis(reading.view.slots, parent[..., None, None], 1)
     flat = (jnp.arange(rows)[:, None] * width + parent).reshape(-1)
     layers = tuple(
-        layer if isinstance(layer, BlockCache) else jax.tree.map(lambda x: x[flat], layer) for layer in reading.layers
+        layer if isinstance(layer, BlockCache) else jax.tree.map(lambda x: x[flat], layer)
+        for layer in reading.layers
     )
     return Reading(reading.forest, dataclasses.replace(reading.view, slots=slots), layers)

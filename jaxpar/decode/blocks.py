@@ -99,12 +99,18 @@ class BlockCache:
     view: View | None = None
     memory: PyTree = None
     policy: CachePolicy | None = flax.struct.field(pytree_node=False, default=None)
-    merge: Callable[[LogSumExp], LogSumExp] = flax.struct.field(pytree_node=False, default=merge_parts)
+    merge: Callable[[LogSumExp], LogSumExp] = flax.struct.field(
+        pytree_node=False, default=merge_parts
+    )
 
     @classmethod
-    def empty(cls, rows: int, num_heads: int, blocks: int, block: int, head_dim: int, dtype: DTypeLike) -> "BlockCache":
+    def empty(
+        cls, rows: int, num_heads: int, blocks: int, block: int, head_dim: int, dtype: DTypeLike
+    ) -> "BlockCache":
         """Returns blocks of zeros."""
-        zeros = constrain(jnp.zeros((rows, num_heads, blocks, block, head_dim), dtype), *BLOCK_AXES, name="cache")
+        zeros = constrain(
+            jnp.zeros((rows, num_heads, blocks, block, head_dim), dtype), *BLOCK_AXES, name="cache"
+        )
         return cls(zeros, zeros)
 
     @classmethod
@@ -127,11 +133,20 @@ class BlockCache:
         `context.visible` says which of the T tokens each sees. Cost: every block is read once a row, whoever sees it,
         and 4 B R T H N b K operations.
         """
-        assert self.view is not None and self.forest is not None and self.keys is not None and self.values is not None
+        assert (
+            self.view is not None
+            and self.forest is not None
+            and self.keys is not None
+            and self.values is not None
+        )
         view, positions = self.view, context.positions
-        own = jnp.take_along_axis(view.offset, jnp.maximum(view.write, 0)[..., None], 2).reshape(-1, 1)
+        own = jnp.take_along_axis(view.offset, jnp.maximum(view.write, 0)[..., None], 2).reshape(
+            -1, 1
+        )
         k = rule.rotate(k, positions - own)
-        if self.policy is None and split_k.has_kernel(rule, self.keys.dtype, self.keys.shape[3], self.keys.shape[4]):
+        if self.policy is None and split_k.has_kernel(
+            rule, self.keys.dtype, self.keys.shape[3], self.keys.shape[4]
+        ):
             parts = split_k.attend_forest(
                 q, self.keys, self.values, k, v, rule, self.forest, view, positions, context.visible
             )
@@ -150,9 +165,13 @@ class BlockCache:
         each = [jax.tree.map(lambda x: x[index], parts) for index in range(len(parts.max))]  # noqa: B023
         if self.merge is not merge_parts:
             return merge(self.merge(jax.tree.map(lambda x: x[:-1], parts)), each[-1])
-        return functools.reduce(merge, each)  # elementwise: a GPU does it and takes the mean in one go
+        return functools.reduce(
+            merge, each
+        )  # elementwise: a GPU does it and takes the mean in one go
 
-    def _past(self, q, rule: PositionRule, positions: Array, slopes: Array | None) -> tuple[LogSumExp, PyTree]:
+    def _past(
+        self, q, rule: PositionRule, positions: Array, slopes: Array | None
+    ) -> tuple[LogSumExp, PyTree]:
         """The sums of [B R, T] queries over the blocks, [B, R T, H, ...], and what the policy remembers then."""
         keys, values, view = self.keys, self.values, self.view
         assert keys is not None and values is not None and view is not None
@@ -167,28 +186,40 @@ class BlockCache:
         if chosen.kept is not None:
             places = jnp.where(chosen.kept, places, -1)
 
-        def of_readers(places):  # [B, R, n, b] -> which of them the [B R, T] queries see, [B, n, R T, b]
+        def of_readers(
+            places,
+        ):  # [B, R, n, b] -> which of them the [B R, T] queries see, [B, n, R T, b]
             flat = jnp.moveaxis(places, 2, 0).reshape(places.shape[2], rows * readers, -1)
             seen = jax.vmap(lambda places: rule.visible(positions, places))(flat)
             bias = None
             if slopes is not None:
-                bias = jax.vmap(functools.partial(slopes_bias, slopes, positions))(flat)  # [n, B R, H, T, b]
-                bias = jnp.moveaxis(bias.reshape(-1, rows, readers, heads, length, bias.shape[-1]), (1, 3), (0, 2))
+                bias = jax.vmap(functools.partial(slopes_bias, slopes, positions))(
+                    flat
+                )  # [n, B R, H, T, b]
+                bias = jnp.moveaxis(
+                    bias.reshape(-1, rows, readers, heads, length, bias.shape[-1]), (1, 3), (0, 2)
+                )
                 bias = bias.reshape(rows, -1, heads, readers * length, bias.shape[-1])
-            return jnp.moveaxis(seen.reshape(-1, rows, readers * length, seen.shape[-1]), 0, 1), bias
+            return jnp.moveaxis(
+                seen.reshape(-1, rows, readers * length, seen.shape[-1]), 0, 1
+            ), bias
 
         seen, bias = of_readers(places)
         seen = seen[:, None]
         if chosen.blocks is not None:
             if bias is not None:
-                raise UsageError("blocks cannot be chosen where positions are slopes; leave the policy out.")
+                raise UsageError(
+                    "blocks cannot be chosen where positions are slopes; leave the policy out."
+                )
             index = chosen.blocks[..., None, None]
             keys, values = (jnp.take_along_axis(x, index, 2) for x in (keys, values))
             seen = jnp.take_along_axis(seen, index, 2)
             turned = self._of_chosen(turned, chosen.blocks)
         states, scores = attend_blocks(turned, keys, values, seen, bias, rule.cap)
         if self.policy is not None:
-            memory = self.policy.attended(memory, scores, positions.reshape(rows, readers, length)[..., 0])
+            memory = self.policy.attended(
+                memory, scores, positions.reshape(rows, readers, length)[..., 0]
+            )
         # [B, G, T, H/G, ...] -> [B, T, H, ...], after the blocks are added up
         merged = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 2), self.merge(states))
         return jax.tree.map(lambda x: x.reshape(*x.shape[:2], heads, *x.shape[4:]), merged), memory
@@ -249,11 +280,17 @@ class BlockCache:
             # Row by row and head by head, so that no device asks another for what it writes, and a TPU leaves the cache
             # where it is. Indices go along: without such an axis heads would be one window, for which it lays it anew.
             new = jnp.moveaxis(new.reshape(rows, -1, *new.shape[2:]), 2, 1).astype(old.dtype)
-            if flat.size == 1:  # a copy of one line to one place, at half the time of a scatter on a GPU
+            if (
+                flat.size == 1
+            ):  # a copy of one line to one place, at half the time of a scatter on a GPU
                 at = (0, 0, flat[0, 0] // size, flat[0, 0] % size, 0)
                 is_kept = flat[0, 0] < old.shape[2] * size
-                new = jnp.where(is_kept, new[:, :, None], jax.lax.dynamic_slice(old, at, new[:, :, None].shape))
-                return constrain(jax.lax.dynamic_update_slice(old, new, at), *BLOCK_AXES, name="cache")
+                new = jnp.where(
+                    is_kept, new[:, :, None], jax.lax.dynamic_slice(old, at, new[:, :, None].shape)
+                )
+                return constrain(
+                    jax.lax.dynamic_update_slice(old, new, at), *BLOCK_AXES, name="cache"
+                )
             old = jax.vmap(jax.vmap(line))(old, new, jnp.broadcast_to(flat[:, None], new.shape[:3]))
             return constrain(old, *BLOCK_AXES, name="cache")
 
@@ -262,7 +299,13 @@ class BlockCache:
         if self.policy is not None:
             memory = self.policy.stored(memory, k.reshape(rows, -1, *k.shape[2:]), flat // size)
         return dataclasses.replace(
-            self, keys=put(keys, k), values=put(values, v), memory=memory, new=None, forest=None, view=None
+            self,
+            keys=put(keys, k),
+            values=put(values, v),
+            memory=memory,
+            new=None,
+            forest=None,
+            view=None,
         )
 
     def clear(self, fresh: Bool[Array, "B N"]) -> "BlockCache":

@@ -43,8 +43,14 @@ def tokens_read(prompt: int, new: int, budget: int | None = None) -> int:
     for name, value in {"prompt": prompt, "new": new, "budget": budget}.items():
         if value is not None and value < 0:
             raise UsageError(f"{name}={value} tokens must be at least 0.")
-    short = new if budget is None else min(max(budget - prompt, 0), new)  # tokens that read less than the budget
-    return short * prompt + short * (short - 1) // 2 + (0 if budget is None else (new - short) * budget)
+    short = (
+        new if budget is None else min(max(budget - prompt, 0), new)
+    )  # tokens that read less than the budget
+    return (
+        short * prompt
+        + short * (short - 1) // 2
+        + (0 if budget is None else (new - short) * budget)
+    )
 
 
 def decoding_cost(
@@ -85,5 +91,9 @@ def decoding_cost(
     is_shared = shared and budget is None
     read = samples * own - (samples - 1) * new * prompt * is_shared
     token = 2 * num_layers * num_kv_heads * head_dim * itemsize
-    flops = samples * (2.0 * num_params * new + num_layers * num_heads * head_dim * (4.0 * own + 2.0 * means))
-    return DecodingCost(flops, float(num_params * itemsize * new), token * (read + samples * means / 2))
+    flops = samples * (
+        2.0 * num_params * new + num_layers * num_heads * head_dim * (4.0 * own + 2.0 * means)
+    )
+    return DecodingCost(
+        flops, float(num_params * itemsize * new), token * (read + samples * means / 2)
+    )

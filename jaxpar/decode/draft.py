@@ -50,9 +50,20 @@ from jaxpar.fields import AtLeast, OneOf, check_fields, field
 from jaxpar.nn.stack import PseudoTokens
 from jaxpar.types import PyTree
 
-__all__ = ["CopyDraft", "Decide", "Draft", "JacobiDraft", "LookaheadDraft", "ModelDraft", "NoDraft", "Proposal"]
+__all__ = [
+    "CopyDraft",
+    "Decide",
+    "Draft",
+    "JacobiDraft",
+    "LookaheadDraft",
+    "ModelDraft",
+    "NoDraft",
+    "Proposal",
+]
 
-Decide = Callable[[Float[Array, "B V"], Int[Array, " B"]], tuple[Int[Array, " B"], Float[Array, "B V"]]]
+Decide = Callable[
+    [Float[Array, "B V"], Int[Array, " B"]], tuple[Int[Array, " B"], Float[Array, "B V"]]
+]
 """(logits of a draft, position of the token that is drawn) -> (the token, drawn with the noise that the model's own
 will be drawn with, and the processed logits of the law that it was drawn from)."""
 
@@ -79,18 +90,29 @@ class Draft(Protocol):
         """The window's shape."""
         ...
 
-    def init(self, params: PyTree, prompt: Int[Array, "B P"], lengths: Int[Array, " B"], room: int) -> PyTree:
+    def init(
+        self, params: PyTree, prompt: Int[Array, "B P"], lengths: Int[Array, " B"], room: int
+    ) -> PyTree:
         """Returns the state before the first of at most `room` new tokens."""
         ...
 
     def propose(
-        self, params: PyTree, state: PyTree, text: Int[Array, "B S"], lengths: Int[Array, " B"], decide: Decide
+        self,
+        params: PyTree,
+        state: PyTree,
+        text: Int[Array, "B S"],
+        lengths: Int[Array, " B"],
+        decide: Decide,
     ) -> tuple[Proposal, PyTree]:
         """Returns guesses of what follows each text."""
         ...
 
     def update(
-        self, state: PyTree, tokens: Int[Array, "B T"], scores: Float[Array, "B T V"], accepted: Accepted
+        self,
+        state: PyTree,
+        tokens: Int[Array, "B T"],
+        scores: Float[Array, "B T V"],
+        accepted: Accepted,
     ) -> PyTree:
         """Learns by which scores the model chose after each node of the window, and what of it was kept."""
         ...
@@ -256,14 +278,18 @@ class ModelDraft:
             laws.append(law)
             if number + 1 < self.length:
                 logits, guess = look(self.model, params, guess, token[:, None], one)
-                guess = keep(self.model, params, guess, token[:, None], zero, jnp.ones_like(lengths))
+                guess = keep(
+                    self.model, params, guess, token[:, None], zero, jnp.ones_like(lengths)
+                )
                 logits = logits[:, 0]
         layers = tuple(
             wrote if isinstance(wrote, BlockCache) else before
             for wrote, before in zip(guess.layers, state.layers, strict=True)
         )
         laws.append(laws[-1])  # a leaf has no children
-        return Proposal(jnp.stack(tokens, 1), jnp.stack(laws, 1)), dataclasses.replace(state, layers=layers)
+        return Proposal(jnp.stack(tokens, 1), jnp.stack(laws, 1)), dataclasses.replace(
+            state, layers=layers
+        )
 
     def update(self, state: Reading, tokens: Array, scores: Array, accepted: Accepted) -> Reading:
         """Learns nothing: what was kept is read by the next call."""
@@ -301,15 +327,27 @@ class LookaheadDraft:
             parents += [0, *range(start, start + self.ngram - 2)]
         first = len(parents)
         parents += [0, *range(first, first + self.width - 1)]  # the oldest iterate, a chain
-        parents += range(first, first + self.width * (self.ngram - 2))  # each later one below the one before
+        parents += range(
+            first, first + self.width * (self.ngram - 2)
+        )  # each later one below the one before
         return Tree(tuple(parents))
 
-    def init(self, params: PyTree, prompt: Array, lengths: Array, room: int) -> tuple[Array, Array, Array]:
+    def init(
+        self, params: PyTree, prompt: Array, lengths: Array, room: int
+    ) -> tuple[Array, Array, Array]:
         """Starts the window with tokens of the prompt, and no n-grams."""
         rows, size = len(prompt), (self.ngram - 1) * self.width
         places = jnp.arange(size, dtype=jnp.int32)[None] % lengths[:, None]
-        window = jnp.take_along_axis(prompt, places, 1).reshape(rows, self.ngram - 1, self.width).astype(jnp.int32)
-        return window, jnp.full((rows, self.pool, self.ngram), -1, jnp.int32), jnp.zeros((rows,), jnp.int32)
+        window = (
+            jnp.take_along_axis(prompt, places, 1)
+            .reshape(rows, self.ngram - 1, self.width)
+            .astype(jnp.int32)
+        )
+        return (
+            window,
+            jnp.full((rows, self.pool, self.ngram), -1, jnp.int32),
+            jnp.zeros((rows,), jnp.int32),
+        )
 
     def propose(self, params: PyTree, state: PyTree, text: Array, lengths: Array, decide: Decide):
         """Returns the n-grams that begin with the last token, the latest first, and the window."""
@@ -322,16 +360,23 @@ class LookaheadDraft:
         known = jnp.take_along_axis(age, found, 1) < self.pool
         grams = jnp.take_along_axis(pool, found[..., None], 1)[..., 1:]
         if short := self.guesses - grams.shape[1]:  # a pool smaller than the guesses
-            grams, known = jnp.pad(grams, ((0, 0), (0, short), (0, 0))), jnp.pad(known, ((0, 0), (0, short)))
+            grams, known = (
+                jnp.pad(grams, ((0, 0), (0, short), (0, 0))),
+                jnp.pad(known, ((0, 0), (0, short))),
+            )
         grams = jnp.where(known[..., None], grams, -1)
         rows = len(text)
-        return Proposal(jnp.concatenate([grams.reshape(rows, -1), window.reshape(rows, -1)], 1)), state
+        return Proposal(
+            jnp.concatenate([grams.reshape(rows, -1), window.reshape(rows, -1)], 1)
+        ), state
 
     def update(self, state: PyTree, tokens: Array, scores: Array, accepted: Accepted) -> PyTree:
         """Puts each column's n-gram into the pool, and moves the window on by what was kept."""
         window, pool, count = state
         rows = len(tokens)
-        new = scores[:, -self.width :].argmax(-1).astype(jnp.int32)  # after the newest iterate of each column
+        new = (
+            scores[:, -self.width :].argmax(-1).astype(jnp.int32)
+        )  # after the newest iterate of each column
         grams = jnp.concatenate([jnp.swapaxes(window, 1, 2), new[..., None]], 2)
         place = (count[:, None] + jnp.arange(self.width)[None]) % self.pool
         pool = pool.at[jnp.arange(rows)[:, None], place].set(grams)

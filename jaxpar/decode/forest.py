@@ -126,7 +126,9 @@ def spawn(forest: Forest, count: int = 1) -> tuple[Forest, Int[Array, "B count"]
     return _start(forest, nowhere, jnp.zeros_like(nowhere), nowhere < 0, count)
 
 
-def fork(forest: Forest, segment: Int[Array, " B"], count: int) -> tuple[Forest, Int[Array, "B count"]]:
+def fork(
+    forest: Forest, segment: Int[Array, " B"], count: int
+) -> tuple[Forest, Int[Array, "B count"]]:
     """Starts `count` children at the present end of a segment; they see it and its ancestors, and nothing is copied.
 
     Returns their numbers, -1 where all M segments are in use or the parent is not, or is -1, of which nothing is asked.
@@ -136,16 +138,25 @@ def fork(forest: Forest, segment: Int[Array, " B"], count: int) -> tuple[Forest,
     return _start(forest, segment, cut, segment >= 0, count)
 
 
-def _start(forest: Forest, parent: jax.Array, cut: jax.Array, asked: jax.Array, count: int) -> tuple[Forest, jax.Array]:
+def _start(
+    forest: Forest, parent: jax.Array, cut: jax.Array, asked: jax.Array, count: int
+) -> tuple[Forest, jax.Array]:
     def one(live, known):
         first = jnp.argsort(live, stable=True)[:count].astype(jnp.int32)
         return jnp.where(~live[first] & known, first, -1)
 
     if not 1 <= count <= forest.num_segments:
-        raise UsageError(f"{count} new segments of a forest of {forest.num_segments}; legal are 1 to that.")
-    known = (parent < 0) | jnp.take_along_axis(forest.live, jnp.maximum(parent, 0)[:, None], 1)[:, 0]
+        raise UsageError(
+            f"{count} new segments of a forest of {forest.num_segments}; legal are 1 to that."
+        )
+    known = (parent < 0) | jnp.take_along_axis(forest.live, jnp.maximum(parent, 0)[:, None], 1)[
+        :, 0
+    ]
     new = jax.vmap(one)(forest.live, known & asked)
-    rows, into = _rows(new), jnp.where(new < 0, forest.num_segments, new)  # what has no number is dropped
+    rows, into = (
+        _rows(new),
+        jnp.where(new < 0, forest.num_segments, new),
+    )  # what has no number is dropped
 
     def put(array, value):
         return array.at[rows, into].set(jnp.broadcast_to(value, new.shape), mode="drop")
@@ -185,7 +196,9 @@ def reserve(
         end = jnp.cumsum(need)
         begin = end - need
         free = owner < 0
-        rank = jnp.cumsum(free if first is None else free[first]) - 1  # of a free block among the free ones
+        rank = (
+            jnp.cumsum(free if first is None else free[first]) - 1
+        )  # of a free block among the free ones
         rank = (rank if first is None else jnp.zeros_like(rank).at[first].set(rank))[:, None]
         takes = (rank >= begin[None]) & (rank < end[None]) & free[:, None]
         fresh, who = takes.any(1), takes.argmax(1)
@@ -198,7 +211,9 @@ def reserve(
 
     owner, order, fresh, short = jax.vmap(one)(forest.owner, forest.order, segment, slots)
     ints = (x.astype(jnp.int32) for x in (owner, order, forest.refused + short))
-    return dataclasses.replace(forest, **dict(zip(("owner", "order", "refused"), ints, strict=True))), fresh
+    return dataclasses.replace(
+        forest, **dict(zip(("owner", "order", "refused"), ints, strict=True))
+    ), fresh
 
 
 def release(forest: Forest, segment: Int[Array, "B R"]) -> Forest:
@@ -211,7 +226,11 @@ def release(forest: Forest, segment: Int[Array, "B R"]) -> Forest:
 
     def one(asked, parent, live):
         def keep(_, going):  # what stays keeps its parent, and that one its own
-            held = jnp.zeros_like(live).at[jnp.where(parent < 0, len(live), parent)].max(live & ~going, mode="drop")
+            held = (
+                jnp.zeros_like(live)
+                .at[jnp.where(parent < 0, len(live), parent)]
+                .max(live & ~going, mode="drop")
+            )
             return going & ~held
 
         return jax.lax.fori_loop(0, len(asked), keep, asked)
@@ -262,14 +281,22 @@ def write(
         slots = view.slots
         if slots is not None:
             flat = slots.reshape(len(segment), -1)
-            slots = flat.at[jnp.arange(len(segment))[:, None], slot].set(True, mode="drop").reshape(slots.shape)
+            slots = (
+                flat.at[jnp.arange(len(segment))[:, None], slot]
+                .set(True, mode="drop")
+                .reshape(slots.shape)
+            )
         after = dataclasses.replace(
             forest,
             place=put,
             length=forest.length.at[segment].add(added),
             refused=forest.refused + (kept & ~found).sum(dtype=jnp.int32),
         )
-        return after, dataclasses.replace(view, seen=seen, position=view.position + added, slots=slots), slot
+        return (
+            after,
+            dataclasses.replace(view, seen=seen, position=view.position + added, slots=slots),
+            slot,
+        )
 
     return jax.vmap(one)(forest, view, count)
 
@@ -325,7 +352,11 @@ def arranged_view(forest: Forest, segments: Int[Array, "B R J"], write: Int[Arra
         offset = jnp.zeros_like(places).at[into].max(jnp.where(known, end - sizes, 0))
         fresh = ~(known & (segments == write)).any()
         into = jnp.where(write < 0, len(offset), write)  # -1 would be the last segment
-        return seen, offset.at[into].set(jnp.where(fresh, end[-1], offset[write]), mode="drop"), end[-1]
+        return (
+            seen,
+            offset.at[into].set(jnp.where(fresh, end[-1], offset[write]), mode="drop"),
+            end[-1],
+        )
 
     seen, offset, position = jax.vmap(jax.vmap(one, (None, 0, 0)))(places, segments, write)
     return _at_the_end(View(seen, offset, write, position), places)
@@ -343,7 +374,10 @@ def joined_view(forest: Forest, segments: Int[Array, "B J"], write: Int[Array, "
     """
     each, places = lineage_view(forest, segments), _places(forest)
     position = each.position.max(1)
-    seen, offset = each.seen.max(1), each.offset[:, 0]  # that of a lineage is one for all who read it
+    seen, offset = (
+        each.seen.max(1),
+        each.offset[:, 0],
+    )  # that of a lineage is one for all who read it
     rows = jnp.arange(len(write))
     into = jnp.where((write < 0) | (places[rows, write] > 0), forest.num_segments, write)
     offset = offset.at[rows, into].set(position, mode="drop")
@@ -354,7 +388,9 @@ def joined_view(forest: Forest, segments: Int[Array, "B J"], write: Int[Array, "
 def _at_the_end(view: View, places: jax.Array) -> View:
     """Refuses readers who do not see all that they write to, and stand at its end: a place would be taken twice."""
     own = jnp.maximum(view.write, 0)
-    seen, begin = (jnp.take_along_axis(x, own[..., None], 2)[..., 0] for x in (view.seen, view.offset))
+    seen, begin = (
+        jnp.take_along_axis(x, own[..., None], 2)[..., 0] for x in (view.seen, view.offset)
+    )
     held = jnp.take_along_axis(places, own, 1)
     wrong = (view.write >= 0) & ((seen != held) | (begin + held != view.position))
     known = concrete_values(wrong, view.write)

@@ -95,7 +95,9 @@ class _Job(NamedTuple):
             ended=ended,
             log_probs=jnp.zeros((len(prompt), room), jnp.float32),
             passes=zeros,
-            counts=count_tokens(prompt, starts, starts, self.model.vocab_size) if is_counted else None,
+            counts=count_tokens(prompt, starts, starts, self.model.vocab_size)
+            if is_counted
+            else None,
             automaton=None if self.automaton is None else zeros,
             reading=reading,
             draft=self.draft.init(self.draft_params, prompt, starts, room),
@@ -105,12 +107,16 @@ class _Job(NamedTuple):
         """Noise [B, T, V] of the tokens that will stand at these positions [B, T]; None for greedy decoding."""
         if self.sampling.temperature == 0:
             return None
-        seeds, lineage = (jnp.broadcast_to(x[:, None], positions.shape) for x in (self.seeds, self.lineage))
+        seeds, lineage = (
+            jnp.broadcast_to(x[:, None], positions.shape) for x in (self.seeds, self.lineage)
+        )
         return gumbel(self.key, seeds, positions, lineage, self.model.vocab_size)
 
     def decide(self, logits: Array, positions: Array) -> tuple[Array, Array]:
         """A draft's token from its logits and the shared noise, and their law; penalties would only be guessed at."""
-        free = dataclasses.replace(self.sampling, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
+        free = dataclasses.replace(
+            self.sampling, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0
+        )
         law, noise = process(logits, free), self.noise(positions[:, None])
         scores = law if noise is None else law + noise[:, 0]
         return scores.argmax(-1).astype(jnp.int32), law
@@ -122,21 +128,30 @@ class _Job(NamedTuple):
             counts = _along(counts, tree, lambda counts, node: count_token(counts, tokens[:, node]))
         if self.automaton is not None:
             after = self.automaton.step
-            states = _along(state.automaton, tree, lambda state, node: after(state, tokens[:, node]))
+            states = _along(
+                state.automaton, tree, lambda state, node: after(state, tokens[:, node])
+            )
             left = self.starts + self.sampling.max_new_tokens - state.lengths
-            allowed = self.automaton.allowed(states, left[:, None] - jnp.asarray(tree.depth, jnp.int32)[None])
+            allowed = self.automaton.allowed(
+                states, left[:, None] - jnp.asarray(tree.depth, jnp.int32)[None]
+            )
         law = process(logits, self.sampling, counts=counts, bias=self.bias, allowed=allowed)
         noise = self.noise(state.lengths[:, None] + jnp.asarray(tree.depth, jnp.int32)[None])
         scores = law if noise is None else law + noise
         if self.rule == "coupled" or noise is None or tree.size == 1:
             return coupled(scores, tokens, tree), scores
         whose = {"seeds": self.seeds, "positions": state.lengths, "lineage": self.lineage}
-        return rejection(self.key, law, proposal.logits, tokens, tree, drawn="with_replacement", **whose), scores
+        return rejection(
+            self.key, law, proposal.logits, tokens, tree, drawn="with_replacement", **whose
+        ), scores
 
     def settle(self, state: _State, logits: Array, proposal: Proposal, tokens: Array, tree: Tree):
         """Decides on a window; returns the state with the tokens that are kept and the one after, and what was kept."""
         accepted, scores = self.accept(state, logits, proposal, tokens, tree)
-        room, place = self.sampling.max_new_tokens, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        room, place = (
+            self.sampling.max_new_tokens,
+            jnp.arange(tokens.shape[1], dtype=jnp.int32)[None],
+        )
         automata = self.automata(state, accepted.tokens)
         is_end = self.ends(state, accepted.tokens, automata) & (place < accepted.count[:, None])
         until = jnp.where(is_end.any(1), is_end.argmax(1) + 1, accepted.count)
@@ -156,7 +171,11 @@ class _Job(NamedTuple):
             assert counts is not None
             counts = count_token(counts, accepted.tokens[:, number], new[:, number])
         accepted = accepted._replace(count=count)
-        guesses = state.draft if tree.size == 1 else self.draft.update(state.draft, tokens, scores, accepted)
+        guesses = (
+            state.draft
+            if tree.size == 1
+            else self.draft.update(state.draft, tokens, scores, accepted)
+        )
         return dataclasses.replace(
             state,
             text=put(state.text, state.lengths, accepted.tokens),
@@ -194,7 +213,11 @@ class _Job(NamedTuple):
 
     def steps(self, count: int, state: _State) -> _State:
         """Some passes; rows that have ended are left alone."""
-        return jax.lax.fori_loop(0, count, lambda _, state: self.step(state), state) if count > 1 else self.step(state)
+        return (
+            jax.lax.fori_loop(0, count, lambda _, state: self.step(state), state)
+            if count > 1
+            else self.step(state)
+        )
 
     def step(self, state: _State) -> _State:
         """One pass of the model over a window."""
@@ -204,7 +227,9 @@ class _Job(NamedTuple):
             self.draft_params, state.draft, state.text, state.lengths, self.decide
         )  # fmt: skip
         tokens = jnp.concatenate([root, proposal.tokens], 1)
-        known = jnp.where((tokens >= 0) & (tokens < self.model.vocab_size), tokens, 0)  # no guess: any, not accepted
+        known = jnp.where(
+            (tokens >= 0) & (tokens < self.model.vocab_size), tokens, 0
+        )  # no guess: any, not accepted
         logits, reading = look(self.model, self.params, state.reading, known, tree, proposal.pseudo)
         state = dataclasses.replace(state, draft=guesses, passes=state.passes + ~state.ended)
         state, accepted = self.settle(state, logits, proposal, tokens, tree)
@@ -272,7 +297,9 @@ def generate(
     cached = {"readers": num_samples, "block": block, "policy": policy, "merge": merge}
     logits, reading = begin(model, params, prompt, lengths, room=sampling.max_new_tokens, **cached)
     # Of each prompt, once for each of its samples.
-    prompt, lengths, logits, seeds = (jnp.repeat(x, num_samples, axis=0) for x in (prompt, lengths, logits, seeds))
+    prompt, lengths, logits, seeds = (
+        jnp.repeat(x, num_samples, axis=0) for x in (prompt, lengths, logits, seeds)
+    )
     job = _Job(
         model, model.held(params), draft, draft_params, sampling, rule, key, seeds,
         jnp.tile(jnp.arange(num_samples, dtype=jnp.int32), len(prompt) // num_samples), lengths,
@@ -280,16 +307,24 @@ def generate(
     )  # fmt: skip
     state = job.start(prompt, reading)
     state, _ = job.settle(state, logits[:, None], Proposal(prompt[:, :0]), prompt[:, :1], chain(0))
-    state = jax.lax.while_loop(lambda state: ~state.ended.all(), functools.partial(job.steps, chunk), state)
+    state = jax.lax.while_loop(
+        lambda state: ~state.ended.all(), functools.partial(job.steps, chunk), state
+    )
     return Generated(state.text, state.lengths, state.log_probs, state.passes)
 
 
 def _arrays(prompt, lengths, seeds) -> tuple[Array, Array, Array]:
     """The prompts, zeros where they have no tokens, how many they have, and the seeds of their requests."""
     rows, start = prompt.shape
-    lengths = jnp.full((rows,), start, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
+    lengths = (
+        jnp.full((rows,), start, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
+    )
     seeds = jnp.zeros((rows,), jnp.int32) if seeds is None else jnp.asarray(seeds)
-    return jnp.where(jnp.arange(start)[None] < lengths[:, None], jnp.asarray(prompt, jnp.int32), 0), lengths, seeds
+    return (
+        jnp.where(jnp.arange(start)[None] < lengths[:, None], jnp.asarray(prompt, jnp.int32), 0),
+        lengths,
+        seeds,
+    )
 
 
 def _along(first: PyTree, tree: Tree, step: Callable[[PyTree, int], PyTree]) -> PyTree:
@@ -301,7 +336,15 @@ def _along(first: PyTree, tree: Tree, step: Callable[[PyTree, int], PyTree]) -> 
 
 
 def _check(
-    prompt, lengths, model: TokenModel, sampling: Sampling, num_samples: int, draft: Draft, rule: str, automaton, policy
+    prompt,
+    lengths,
+    model: TokenModel,
+    sampling: Sampling,
+    num_samples: int,
+    draft: Draft,
+    rule: str,
+    automaton,
+    policy,
 ) -> None:
     """Refuses what cannot be continued; values are looked at where they are known."""
     if isinstance(draft, ModelDraft) and draft.model.vocab_size != model.vocab_size:
@@ -317,9 +360,13 @@ def _check(
     if length < 1:
         raise UsageError("the prompt has no tokens; give at least one.")
     if most is not None and length + room > most:
-        raise UsageError(f"{length} prompt and {room} new tokens are over the model's {most} positions.")
+        raise UsageError(
+            f"{length} prompt and {room} new tokens are over the model's {most} positions."
+        )
     if policy is not None and draft.tree.size > 1:
-        raise UsageError("a policy sees a window of drafts otherwise than token after token; leave one of the two out.")
+        raise UsageError(
+            "a policy sees a window of drafts otherwise than token after token; leave one of the two out."
+        )
     if automaton is not None:
         known = concrete_values(automaton.distance)
         if known is not None and known[0][0] > room:

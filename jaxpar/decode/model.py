@@ -32,7 +32,11 @@ class TokenModel(Protocol):
         ...
 
     def prefill(
-        self, params: PyTree, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], cache: StackCache
+        self,
+        params: PyTree,
+        tokens: Int[Array, "B T"],
+        lengths: Int[Array, " B"],
+        cache: StackCache,
     ) -> tuple[Float[Array, "B V"], StackCache]:
         """Reads prompts into an empty cache; returns the logits after each row's last token, and the cache."""
         ...

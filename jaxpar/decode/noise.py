@@ -15,7 +15,10 @@ __all__ = ["gumbel", "token_keys"]
 
 
 def token_keys(
-    key: PRNGKey, seeds: Int[Array, "*rows"], positions: Int[Array, "*rows"], lineage: Int[Array, "*rows"]
+    key: PRNGKey,
+    seeds: Int[Array, "*rows"],
+    positions: Int[Array, "*rows"],
+    lineage: Int[Array, "*rows"],
 ) -> Key[Array, "*rows"]:
     """Returns one key a token: fold_in(fold_in(fold_in(key, seed), position), lineage).
 
@@ -71,5 +74,7 @@ def gumbel(
       UsageError: If the shapes of seeds, positions and lineage differ.
     """
     keys = token_keys(key, seeds, positions, lineage)
-    noise = jax.vmap(lambda each: jax.random.gumbel(each, (vocab_size,), jnp.float32, mode="high"))(keys.reshape(-1))
+    noise = jax.vmap(lambda each: jax.random.gumbel(each, (vocab_size,), jnp.float32, mode="high"))(
+        keys.reshape(-1)
+    )
     return noise.reshape(*keys.shape, vocab_size)

@@ -39,13 +39,17 @@ def count_tokens(
 
     def one(tokens, generated):
         zeros = jnp.zeros((vocab_size,), jnp.int32)
-        return zeros.at[tokens].add(1, mode="drop"), zeros.at[tokens].add(generated.astype(jnp.int32), mode="drop")
+        return zeros.at[tokens].add(1, mode="drop"), zeros.at[tokens].add(
+            generated.astype(jnp.int32), mode="drop"
+        )
 
     whole, drawn = jax.vmap(one)(tokens, generated)
     return Counts(whole > 0, drawn)
 
 
-def count_token(counts: Counts, tokens: Int[Array, "*batch"], valid: Bool[Array, "*batch"] | None = None) -> Counts:
+def count_token(
+    counts: Counts, tokens: Int[Array, "*batch"], valid: Bool[Array, "*batch"] | None = None
+) -> Counts:
     """Counts one more generated token of each row, but of those that are not valid. O(rows * V).
 
     Along the path of a draft tree every node's counts are so made from its parent's.
@@ -56,7 +60,11 @@ def count_token(counts: Counts, tokens: Int[Array, "*batch"], valid: Bool[Array,
 
 
 def penalise(
-    logits: Float[Array, "*batch V"], counts: Counts, repetition: float, presence: float, frequency: float
+    logits: Float[Array, "*batch V"],
+    counts: Counts,
+    repetition: float,
+    presence: float,
+    frequency: float,
 ) -> Float[Array, "*batch V"]:
     """Returns logits made smaller for tokens that the row has.
 
@@ -70,7 +78,9 @@ def penalise(
       frequency: OpenAI's: taken from the logit once for each time that the token was generated.
     """
     if repetition != 1:
-        logits = jnp.where(counts.seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
+        logits = jnp.where(
+            counts.seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits
+        )
     if presence:
         logits = logits - presence * (counts.drawn > 0).astype(logits.dtype)
     if frequency:

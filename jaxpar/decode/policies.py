@@ -50,11 +50,15 @@ class CachePolicy(Protocol):
         """
         ...
 
-    def attended(self, memory: PyTree, scores: Float[Array, "B G N R H/G b"], positions: Int[Array, "B R"]) -> PyTree:
+    def attended(
+        self, memory: PyTree, scores: Float[Array, "B G N R H/G b"], positions: Int[Array, "B R"]
+    ) -> PyTree:
         """Learns the scores of what was read, -inf of what was not."""
         ...
 
-    def stored(self, memory: PyTree, k: Float[Array, "B T G K"], blocks: Int[Array, "B T"]) -> PyTree:
+    def stored(
+        self, memory: PyTree, k: Float[Array, "B T G K"], blocks: Int[Array, "B T"]
+    ) -> PyTree:
         """Learns which keys were written to which blocks; N for none."""
         ...
 
@@ -77,9 +81,13 @@ class SinksAndWindow:
         """Remembers nothing."""
         return ()
 
-    def select(self, memory: PyTree, q: Array, places: Array, positions: Array) -> tuple[Selection, PyTree]:
+    def select(
+        self, memory: PyTree, q: Array, places: Array, positions: Array
+    ) -> tuple[Selection, PyTree]:
         """Keeps both ends."""
-        return Selection((places < self.sinks) | (positions[..., None, None] - places < self.window)), memory
+        return Selection(
+            (places < self.sinks) | (positions[..., None, None] - places < self.window)
+        ), memory
 
     def attended(self, memory: PyTree, scores: Array, positions: Array) -> PyTree:
         """Learns nothing."""
@@ -109,23 +117,35 @@ class BlockTopK:
     def init(self, keys: Array, readers: int) -> PyTree:
         """Remembers the sum of each block's keys, [B, G, N, K]: ranked blocks are full, so as their mean does."""
         if readers != 1:
-            raise UsageError(f"BlockTopK is for one reader a row, not {readers}; give num_samples=1.")
+            raise UsageError(
+                f"BlockTopK is for one reader a row, not {readers}; give num_samples=1."
+            )
         wide = jnp.promote_types(keys.dtype, jnp.float32)
         return jnp.zeros((*keys.shape[:3], keys.shape[4]), wide)
 
-    def select(self, memory: PyTree, q: Array, places: Array, positions: Array) -> tuple[Selection, PyTree]:
+    def select(
+        self, memory: PyTree, q: Array, places: Array, positions: Array
+    ) -> tuple[Selection, PyTree]:
         """Ranks the blocks."""
         rows, groups, num = memory.shape[:3]
         if self.blocks >= num:
             return Selection(), memory
-        q = q[:, :, 0].reshape(q.shape[0], rows, groups, -1, q.shape[-1]).sum(3)  # [N or 1, B, G, K]
+        q = (
+            q[:, :, 0].reshape(q.shape[0], rows, groups, -1, q.shape[-1]).sum(3)
+        )  # [N or 1, B, G, K]
         q = jnp.broadcast_to(jnp.moveaxis(q, 0, 2), memory.shape).astype(memory.dtype)
         scores = (q * memory).sum(-1)
-        top = places[:, 0].max(-1)  # the last position in each block, negative where nothing is seen
+        top = places[:, 0].max(
+            -1
+        )  # the last position in each block, negative where nothing is seen
         always = (places[:, 0] == 0).any(-1) | (top == top.max(-1, keepdims=True))
-        scores = jnp.where(always[:, None], jnp.inf, jnp.where((top >= 0)[:, None], scores, -jnp.inf))
+        scores = jnp.where(
+            always[:, None], jnp.inf, jnp.where((top >= 0)[:, None], scores, -jnp.inf)
+        )
         chosen = jax.lax.top_k(scores, self.blocks)[1]
-        return Selection(blocks=jnp.sort(chosen, axis=-1)), memory  # in order, so that sums round as without a policy
+        return Selection(
+            blocks=jnp.sort(chosen, axis=-1)
+        ), memory  # in order, so that sums round as without a policy
 
     def attended(self, memory: PyTree, scores: Array, positions: Array) -> PyTree:
         """Learns nothing."""
@@ -133,7 +153,9 @@ class BlockTopK:
 
     def stored(self, memory: PyTree, k: Array, blocks: Array) -> PyTree:
         """Adds new keys to their blocks' sums."""
-        return memory.at[jnp.arange(len(k))[:, None], :, blocks].add(k.astype(memory.dtype), mode="drop")
+        return memory.at[jnp.arange(len(k))[:, None], :, blocks].add(
+            k.astype(memory.dtype), mode="drop"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +195,9 @@ class HeavyHitters:
         worth = jnp.zeros(shape, jnp.promote_types(keys.dtype, jnp.float32))
         return worth, jnp.zeros(shape[:1], jnp.int32)
 
-    def select(self, memory: PyTree, q: Array, places: Array, positions: Array) -> tuple[Selection, PyTree]:
+    def select(
+        self, memory: PyTree, q: Array, places: Array, positions: Array
+    ) -> tuple[Selection, PyTree]:
         """Keeps as many as there is room for."""
         worth, count = memory
         budget = self.heavy + self.window
@@ -181,10 +205,16 @@ class HeavyHitters:
             return Selection(), memory
         last = positions[..., None, None] - places < self.window
         # What is dropped stays so without being marked: its worth rests where that of all that is kept has passed it.
-        rank = jnp.where(places >= 0, jnp.where(last, jnp.inf, worth), -jnp.inf).reshape(*places.shape[:2], -1)
+        rank = jnp.where(places >= 0, jnp.where(last, jnp.inf, worth), -jnp.inf).reshape(
+            *places.shape[:2], -1
+        )
         best = jax.lax.top_k(rank, budget)[1]
-        kept = jax.vmap(jax.vmap(lambda kept, best: kept.at[best].set(True)))(jnp.zeros(rank.shape, bool), best)
-        return Selection(kept.reshape(places.shape) | (count < self.observe)[:, None, None, None]), memory
+        kept = jax.vmap(jax.vmap(lambda kept, best: kept.at[best].set(True)))(
+            jnp.zeros(rank.shape, bool), best
+        )
+        return Selection(
+            kept.reshape(places.shape) | (count < self.observe)[:, None, None, None]
+        ), memory
 
     def attended(self, memory: PyTree, scores: Array, positions: Array) -> PyTree:
         """Adds what each token was worth to these queries."""
@@ -192,7 +222,9 @@ class HeavyHitters:
         scores = jnp.moveaxis(scores, 3, 1)  # [B, R, G, N, H/G, b]
         if self.noise:
             key = jax.random.key(self.seed)
-            draw = jax.vmap(lambda place: jax.random.gumbel(jax.random.fold_in(key, place), scores.shape[2:]))
+            draw = jax.vmap(
+                lambda place: jax.random.gumbel(jax.random.fold_in(key, place), scores.shape[2:])
+            )
             scores = scores + draw(positions.reshape(-1)).reshape(scores.shape).astype(scores.dtype)
         share = jnp.minimum(positions / self.horizon, 1).astype(scores.dtype)
         tau = self.tau + (self.last_tau - self.tau) * share[..., None, None, None, None]

@@ -96,8 +96,16 @@ def process(
         x = x + jnp.broadcast_to(bias, x.shape).astype(x.dtype)
     if sampling.needs_counts:
         if counts is None:
-            raise UsageError("penalties of repetition, presence or frequency need the counts of each row's tokens.")
-        x = penalise(x, counts, sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+            raise UsageError(
+                "penalties of repetition, presence or frequency need the counts of each row's tokens."
+            )
+        x = penalise(
+            x,
+            counts,
+            sampling.repetition_penalty,
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
+        )
     if allowed is not None:
         x = jnp.where(jnp.broadcast_to(allowed, x.shape), x, -jnp.inf)
     if sampling.temperature == 0:
@@ -109,7 +117,9 @@ def process(
     if sampling.top_p < 1:
         weights = jnp.exp(x - _largest(x))
         # A product that is zero would be reached by no token at all.
-        target = jnp.maximum(sampling.top_p * weights.sum(-1, keepdims=True), jnp.finfo(x.dtype).tiny)
+        target = jnp.maximum(
+            sampling.top_p * weights.sum(-1, keepdims=True), jnp.finfo(x.dtype).tiny
+        )
         x = _first(x, weights, target)
     if sampling.min_p > 0:
         x = jnp.where(x - _largest(x) < math.log(sampling.min_p), -jnp.inf, x)
@@ -121,7 +131,9 @@ def is_stuck(processed: Float[Array, "*batch V"]) -> Bool[Array, "*batch"]:
     return ~jnp.isfinite(processed.max(-1))
 
 
-def token_log_probs(logits: Float[Array, "*batch V"], tokens: Int[Array, "*batch"]) -> Float[Array, "*batch"]:
+def token_log_probs(
+    logits: Float[Array, "*batch V"], tokens: Int[Array, "*batch"]
+) -> Float[Array, "*batch"]:
     """Returns the log-probability of one token a row, in float32 at least: log softmax(logits)[token].
 
     Of processed logits it is what the token was drawn with (at temperature 0 that of a draw at temperature 1), of a
@@ -155,29 +167,39 @@ def _first(x: jax.Array, weights: jax.Array, target: jax.Array | float) -> jax.A
     last = _largest_number(lambda number: mass(order >= number) >= target, bits, order)
     equal = order == last
     each = jnp.where(equal, weights, 0).max(-1, keepdims=True)
-    rest = jnp.maximum(target - mass(order > last), each)  # another sum, and rounded otherwise: one token at least
+    rest = jnp.maximum(
+        target - mass(order > last), each
+    )  # another sum, and rounded otherwise: one token at least
     need = jnp.ceil(rest / each)
-    places = jax.lax.broadcasted_iota(order.dtype, x.shape, x.ndim - 1)[..., ::-1]  # the lower token is the first
+    places = jax.lax.broadcasted_iota(order.dtype, x.shape, x.ndim - 1)[
+        ..., ::-1
+    ]  # the lower token is the first
 
     def count(chosen: jax.Array) -> jax.Array:
         return chosen.sum(-1, keepdims=True).astype(need.dtype)
 
     bits = (x.shape[-1] - 1).bit_length()
-    lowest = _largest_number(lambda number: count(equal & (places >= number)) >= need, bits + bits % 2, order)
+    lowest = _largest_number(
+        lambda number: count(equal & (places >= number)) >= need, bits + bits % 2, order
+    )
     return jnp.where((order > last) | (equal & (places >= lowest)), x, -jnp.inf)
 
 
 def _order(x: jax.Array) -> jax.Array:
     """Unsigned integers in the order of the logits, equal where these are; NaN, which must be seen, is the largest."""
     kind = jnp.dtype(f"int{8 * x.dtype.itemsize}")
-    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0, x), kind)  # -0.0 and 0.0 have other bits
+    bits = jax.lax.bitcast_convert_type(
+        jnp.where(x == 0, 0, x), kind
+    )  # -0.0 and 0.0 have other bits
     lowest, highest = jnp.iinfo(kind).min, jnp.iinfo(kind).max
     # Of negative numbers larger bits are lower ones.
     bits = jnp.where(jnp.isnan(x), highest, jnp.where(bits < 0, bits ^ highest, bits))
     return jax.lax.bitcast_convert_type(bits ^ lowest, jnp.dtype(f"u{kind}"))
 
 
-def _largest_number(holds: Callable[[jax.Array], jax.Array], bits: int, like: jax.Array) -> jax.Array:
+def _largest_number(
+    holds: Callable[[jax.Array], jax.Array], bits: int, like: jax.Array
+) -> jax.Array:
     """The largest number of that many bits for which `holds`; it does for 0, and for all that are less than another.
 
     Two bits at a time: three numbers are tried in one pass over a row.

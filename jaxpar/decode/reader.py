@@ -86,8 +86,12 @@ def begin(
         BlockCache(None, None) if isinstance(shape, LinearCache) else state
         for shape, state in zip(shapes, start.layers, strict=True)
     )
-    logits, cache = model.prefill(params, prompt, lengths, dataclasses.replace(start, layers=hollow))
-    forest, view, slots = tables.write(forest, tables.lineage_view(forest, root), lengths[:, None], length)
+    logits, cache = model.prefill(
+        params, prompt, lengths, dataclasses.replace(start, layers=hollow)
+    )
+    forest, view, slots = tables.write(
+        forest, tables.lineage_view(forest, root), lengths[:, None], length
+    )
 
     def settled(shape, layer):
         if not isinstance(layer, BlockCache):
@@ -98,7 +102,9 @@ def begin(
     layers = tuple(settled(*each) for each in zip(shapes, cache.layers, strict=True))
     if not alone:
         forest, children = tables.fork(forest, root[:, 0], readers)
-        forest, _ = tables.reserve(forest, children, jnp.full((rows, readers), room, jnp.int32), dealt)
+        forest, _ = tables.reserve(
+            forest, children, jnp.full((rows, readers), room, jnp.int32), dealt
+        )
         view = tables.lineage_view(forest, children)
     return logits, Reading(forest, view, layers)
 
@@ -118,13 +124,19 @@ def look(
     start = reading.view.position.reshape(-1, 1)
     positions = start + jnp.asarray(tree.depth, jnp.int32)[None]
     is_chain = tree.size == tree.max_depth + 1
-    visible = None if is_chain else jnp.broadcast_to(tree.ancestors[None], (len(tokens), tree.size, tree.size))
+    visible = (
+        None
+        if is_chain
+        else jnp.broadcast_to(tree.ancestors[None], (len(tokens), tree.size, tree.size))
+    )
     layers = tuple(
         layer.for_pass(reading.forest, reading.view) if isinstance(layer, BlockCache) else layer
         for layer in reading.layers
     )
     cache = StackCache(layers, start[:, 0], jnp.zeros_like(start[:, 0]))
-    logits, cache = model.extend(params, tokens, cache, positions=positions, visible=visible, pseudo=pseudo)
+    logits, cache = model.extend(
+        params, tokens, cache, positions=positions, visible=visible, pseudo=pseudo
+    )
     # The state of a recurrence after all T tokens is that after those which are kept only where there is one.
     layers = tuple(
         new if isinstance(new, BlockCache) or tree.size == 1 else old
@@ -174,16 +186,24 @@ def keep(
     forest, view, ranked = tables.write(reading.forest, reading.view, count.reshape(shape), length)
     none = forest.num_blocks * forest.block
     ranked, node = ranked.reshape(-1, length), jnp.where(path < 0, length, path)
-    slots = jnp.full(ranked.shape, none).at[jnp.arange(len(path))[:, None], node].set(ranked, mode="drop")
+    slots = (
+        jnp.full(ranked.shape, none)
+        .at[jnp.arange(len(path))[:, None], node]
+        .set(ranked, mode="drop")
+    )
     slots = slots.reshape(*shape, length)
     layers = reading.layers
     if length > 1 and not all(isinstance(layer, BlockCache) for layer in layers):
         layers = _again(model, params, reading, tokens, count)
-    layers = tuple(layer.store(slots) if isinstance(layer, BlockCache) else layer for layer in layers)
+    layers = tuple(
+        layer.store(slots) if isinstance(layer, BlockCache) else layer for layer in layers
+    )
     return Reading(forest, view, layers)
 
 
-def _again(model: TokenModel, params: PyTree, reading: Reading, tokens: Array, count: Array) -> tuple[PyTree, ...]:
+def _again(
+    model: TokenModel, params: PyTree, reading: Reading, tokens: Array, count: Array
+) -> tuple[PyTree, ...]:
     """The layers after the first `count` tokens of the window."""
     start = reading.view.position.reshape(-1, 1)
     positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]

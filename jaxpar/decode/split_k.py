@@ -46,7 +46,15 @@ def has_kernel(rule: PositionRule, dtype: DTypeLike, block: int, width: int) -> 
     known = jnp.dtype(dtype) in (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32"))
     split = any(mesh_axes(name) for name in ("batch", "kv_heads", "slots", "heads"))
     plain = not rule.cap and not (isinstance(rule.positions, Rope) and rule.positions.share != 1)
-    return platform() == "gpu" and sizes and known and rule.visible.causal and not split and plain and available()
+    return (
+        platform() == "gpu"
+        and sizes
+        and known
+        and rule.visible.causal
+        and not split
+        and plain
+        and available()
+    )
 
 
 def shape_for(rows: int, groups: int, queries: int, blocks: int) -> Shape:
@@ -111,7 +119,9 @@ def attend_forest(
     return LogSumExp(out[0].reshape(flat), out[1].reshape(flat), out[2].reshape(*flat, width))
 
 
-def _turns(rule: PositionRule, position: Array, view: View, length: int, width: int) -> tuple[Array, Array]:
+def _turns(
+    rule: PositionRule, position: Array, view: View, length: int, width: int
+) -> tuple[Array, Array]:
     """Cosines and sines [B, R T, M, K/2] of queries in each segment's coordinates; angles are formed from integers."""
     assert isinstance(rule.positions, Rope)
     offset = jnp.repeat(view.offset, length, axis=1)
@@ -120,16 +130,22 @@ def _turns(rule: PositionRule, position: Array, view: View, length: int, width: 
     return jnp.cos(angle), jnp.sin(angle)
 
 
-def _needed(forest: Forest, view: View, length: int, repeat: int, shape: Shape) -> tuple[Array, Array]:
+def _needed(
+    forest: Forest, view: View, length: int, repeat: int, shape: Shape
+) -> tuple[Array, Array]:
     """Which blocks some query of each tile sees, [B, tiles, N] in order and then any, and how many, [B, tiles]."""
     owner = jnp.maximum(forest.owner, 0)
     first = jnp.where(forest.place >= 0, forest.place, jnp.iinfo(jnp.int32).max).min(-1)
     seen = jnp.take_along_axis(view.seen, owner[:, None], 2)  # [B, R, N]
-    seen = seen > first[:, None]  # nobody sees so much of a block without tokens, such as a free one
+    seen = (
+        seen > first[:, None]
+    )  # nobody sees so much of a block without tokens, such as a free one
     if view.slots is not None:
         seen = seen & view.slots.any(-1)
     if shape.tiles > 1:
-        line = np.minimum(np.arange(shape.tiles * shape.tile), view.write.shape[1] * length * repeat - 1)
+        line = np.minimum(
+            np.arange(shape.tiles * shape.tile), view.write.shape[1] * length * repeat - 1
+        )
         reader = (line // (repeat * length)).reshape(shape.tiles, shape.tile)
         seen = jnp.stack([seen[:, part[0] : part[-1] + 1].any(1) for part in reader], 1)
     else:
@@ -137,7 +153,11 @@ def _needed(forest: Forest, view: View, length: int, repeat: int, shape: Shape) 
     rank, index = jnp.cumsum(seen, -1), jnp.arange(seen.shape[-1], dtype=jnp.int32)
 
     def ordered(seen, rank):
-        return jnp.zeros(seen.shape, jnp.int32).at[jnp.where(seen, rank - 1, len(seen))].set(index, mode="drop")
+        return (
+            jnp.zeros(seen.shape, jnp.int32)
+            .at[jnp.where(seen, rank - 1, len(seen))]
+            .set(index, mode="drop")
+        )
 
     return jax.vmap(jax.vmap(ordered))(seen, rank), rank[..., -1].astype(jnp.int32)
 

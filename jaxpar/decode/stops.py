@@ -131,7 +131,9 @@ class StopStream:
         """How many of the last bytes may be the beginning of a stop string."""
         most = max((len(stop) - 1 for stop in self._stops), default=0)
         counts = range(min(most, len(self._held)), 0, -1)
-        return next((n for n in counts if any(stop.startswith(self._held[-n:]) for stop in self._stops)), 0)
+        return next(
+            (n for n in counts if any(stop.startswith(self._held[-n:]) for stop in self._stops)), 0
+        )
 
 
 def _checked(stops: Sequence[Text]) -> Sequence[Text]:

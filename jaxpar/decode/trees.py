@@ -38,8 +38,12 @@ class Tree:
             raise UsageError(f"parents={parents} of a tree must begin with -1, the root's.")
         wrong = [node for node, parent in enumerate(parents) if node and not 0 <= parent < node]
         if wrong:
-            raise UsageError(f"parents={parents}: node {wrong[0]} needs a parent from 0 to {wrong[0] - 1}.")
-        object.__setattr__(self, "parents", parents)  # NumPy's integers would hash alike and print otherwise
+            raise UsageError(
+                f"parents={parents}: node {wrong[0]} needs a parent from 0 to {wrong[0] - 1}."
+            )
+        object.__setattr__(
+            self, "parents", parents
+        )  # NumPy's integers would hash alike and print otherwise
 
     @property
     def size(self) -> int:
@@ -67,7 +71,10 @@ class Tree:
     @functools.cached_property
     def children(self) -> Int[np.ndarray, "T C"]:
         """Each node's children in order, -1 beyond; C is the most that a node has."""
-        lists = [[i for i, parent in enumerate(self.parents) if parent == node] for node in range(self.size)]
+        lists = [
+            [i for i, parent in enumerate(self.parents) if parent == node]
+            for node in range(self.size)
+        ]
         most = max(len(each) for each in lists)
         table = [each + [-1] * (most - len(each)) for each in lists]
         return _constant(np.array(table).reshape(self.size, most))
@@ -75,7 +82,11 @@ class Tree:
     @functools.cached_property
     def rank(self) -> Int[np.ndarray, " T"]:
         """Each node's place among its siblings, from 0."""
-        return _constant(np.array([self.parents[:node].count(parent) for node, parent in enumerate(self.parents)]))
+        return _constant(
+            np.array(
+                [self.parents[:node].count(parent) for node, parent in enumerate(self.parents)]
+            )
+        )
 
     @functools.cached_property
     def elders(self) -> Bool[np.ndarray, "T T"]:
@@ -116,12 +127,16 @@ def expected_tokens(tree: Tree, accept_rates: Float[np.ndarray, "depth rank"]) -
     reached = np.ones(tree.size)
     for node, parent in enumerate(tree.parents[1:], 1):
         depth, rank = tree.depth[node] - 1, tree.rank[node]
-        reached[node] = reached[parent] * (rates[depth, rank] if depth < len(rates) and rank < len(rates.T) else 0)
+        reached[node] = reached[parent] * (
+            rates[depth, rank] if depth < len(rates) and rank < len(rates.T) else 0
+        )
     return float(reached.sum())
 
 
 def best_tree(
-    accept_rates: Float[np.ndarray, "depth rank"], size: int, cost: Callable[[int], float] | None = None
+    accept_rates: Float[np.ndarray, "depth rank"],
+    size: int,
+    cost: Callable[[int], float] | None = None,
 ) -> Tree:
     """Returns the tree of `size` nodes with the largest `expected_tokens` (the sparse trees of PPD, arXiv:2405.18628).
 
@@ -147,7 +162,9 @@ def best_tree(
         raise UsageError(f"size={size} of a tree must be at least 1, the root's.")
     worth = np.full((num_depths + 1, num_ranks + 1, size), -np.inf)
     worth[:, :, 0] = 0  # no node is worth nothing; more nodes than there is room for are impossible
-    first = np.zeros((num_depths, num_ranks, size), int)  # m: nodes of the first child's subtree, itself one of them
+    first = np.zeros(
+        (num_depths, num_ranks, size), int
+    )  # m: nodes of the first child's subtree, itself one of them
     for depth in reversed(range(num_depths)):
         for rank in reversed(range(num_ranks)):
             for left in range(1, size):
@@ -160,11 +177,15 @@ def best_tree(
                 worth[depth, rank, left] = total.max()
     if cost is None:
         if worth[0, 0, size - 1] == -np.inf:
-            raise UsageError(f"size={size} is over the nodes that {num_depths} depths of {num_ranks} ranks have.")
+            raise UsageError(
+                f"size={size} is over the nodes that {num_depths} depths of {num_ranks} ranks have."
+            )
         return _grown(first, size)
     times = np.array([cost(nodes) for nodes in range(1, size + 1)], float)
     if not (np.isfinite(times).all() and (times > 0).all()):
-        raise UsageError(f"cost must be positive and finite for 1 to {size} nodes, not {times.tolist()}.")
+        raise UsageError(
+            f"cost must be positive and finite for 1 to {size} nodes, not {times.tolist()}."
+        )
     return _grown(first, 1 + int(((1 + worth[0, 0]) / times).argmax()))
 
 
@@ -187,11 +208,15 @@ def _grown(first: np.ndarray, size: int) -> Tree:
 def _checked(accept_rates: np.ndarray) -> np.ndarray:
     rates = np.asarray(accept_rates, float)
     if rates.ndim != 2 or not rates.size:
-        raise UsageError(f"accept_rates must have the shape [depth, rank], not {list(rates.shape)}.")
+        raise UsageError(
+            f"accept_rates must have the shape [depth, rank], not {list(rates.shape)}."
+        )
     if not ((rates >= 0) & (rates <= 1)).all():  # false for NaN
         raise UsageError("accept_rates must be probabilities, from 0 to 1.")
     if (rates.sum(1) > 1 + 1e-6).any():
-        raise UsageError("accept_rates of one depth must sum to at most 1: at most one candidate is the token.")
+        raise UsageError(
+            "accept_rates of one depth must sum to at most 1: at most one candidate is the token."
+        )
     return rates
 
 

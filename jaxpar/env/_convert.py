@@ -41,14 +41,25 @@ def foreign_space(space: Foreign, example: PyTree = None) -> Space:
         example: an abstract element, whose shapes and dtypes hold where the space tells others; None to believe it.
     """
     if isinstance(example, dict):
-        return Fields.of(**{name: foreign_space(_member(space, name), value) for name, value in example.items()})
+        return Fields.of(
+            **{name: foreign_space(_member(space, name), value) for name, value in example.items()}
+        )
     if example is None:
-        example = jax.ShapeDtypeStruct(tuple(getattr(space, "shape", ())), getattr(space, "dtype", jnp.int32))
+        example = jax.ShapeDtypeStruct(
+            tuple(getattr(space, "shape", ())), getattr(space, "dtype", jnp.int32)
+        )
     if not hasattr(example, "shape") or not hasattr(example, "dtype"):
-        raise UsageError(f"an observation must be an array or a dictionary of arrays, not a {type(example).__name__}")
+        raise UsageError(
+            f"an observation must be an array or a dictionary of arrays, not a {type(example).__name__}"
+        )
     shape, dtype = tuple(example.shape), np.dtype(example.dtype)
     choices = next(
-        (getattr(space, name) for name in ("n", "num_values", "num_categories") if hasattr(space, name)), None
+        (
+            getattr(space, name)
+            for name in ("n", "num_values", "num_categories")
+            if hasattr(space, name)
+        ),
+        None,
     )
     if choices is not None and jnp.issubdtype(dtype, jnp.integer):
         choices = np.asarray(choices)
@@ -67,7 +78,9 @@ def fingerprint(value: Foreign, seen: tuple[int, ...] = ()) -> Hashable:
 
     What cannot be looked into (compiled functions, objects without a `__dict__`) is equal to itself only.
     """
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes | type | types.ModuleType):
+    if value is None or isinstance(
+        value, bool | int | float | complex | str | bytes | type | types.ModuleType
+    ):
         return type(value), value
     if isinstance(value, np.ndarray | jax.Array | np.generic):
         is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
@@ -88,8 +101,14 @@ def fingerprint(value: Foreign, seen: tuple[int, ...] = ()) -> Hashable:
         return type(value), value.__func__, inside(value.__self__)
     if isinstance(value, types.FunctionType):
         held = [cell.cell_contents for cell in value.__closure__ or ()]
-        return value.__module__, value.__code__, inside([value.__defaults__, value.__kwdefaults__, held])
-    if hasattr(value, "__dict__") and not hasattr(value, "__name__"):  # an instance, not a compiled function
+        return (
+            value.__module__,
+            value.__code__,
+            inside([value.__defaults__, value.__kwdefaults__, held]),
+        )
+    if hasattr(value, "__dict__") and not hasattr(
+        value, "__name__"
+    ):  # an instance, not a compiled function
         return type(value), inside(vars(value))
     return _Identity(value)
 
@@ -126,7 +145,9 @@ def _bound(end: ArrayLike, shape: tuple[int, ...], dtype: np.dtype) -> Bound:
     elif jnp.issubdtype(dtype, jnp.integer):
         end = np.clip(end, jnp.iinfo(dtype).min, jnp.iinfo(dtype).max).astype(int)
     else:
-        end = np.where(np.abs(end) >= jnp.finfo(dtype).max, np.copysign(np.inf, end), end).astype(dtype)
+        end = np.where(np.abs(end) >= jnp.finfo(dtype).max, np.copysign(np.inf, end), end).astype(
+            dtype
+        )
     first = end.flat[0].item() if end.size else 0
     return first if (end == first).all() else nested(end.tolist())
 

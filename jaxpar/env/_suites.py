@@ -113,11 +113,20 @@ def jaxmarl(env: Foreign, params: PyTree) -> Parts:
 
     def bounds(spaces, shape, dtype):
         ends = [np.asarray(end, float) for space in spaces for end in (space.low, space.high)]
-        return Box(min(float(end.min()) for end in ends), max(float(end.max()) for end in ends), shape, dtype)
+        return Box(
+            min(float(end.min()) for end in ends),
+            max(float(end.max()) for end in ends),
+            shape,
+            dtype,
+        )
 
     def observation_space(params, obs):
         given = [env.observation_space(agent) for agent in agents]
-        return bounds(given, obs.shape, obs.dtype) if hasattr(given[0], "low") else foreign_space(None, obs)
+        return (
+            bounds(given, obs.shape, obs.dtype)
+            if hasattr(given[0], "low")
+            else foreign_space(None, obs)
+        )
 
     def action_space(params):
         if is_discrete:
@@ -155,7 +164,9 @@ def jumanji(env: Foreign, params: PyTree) -> Parts:
     def step(key, state, action, params):
         state, timestep = env.step(_with_key(state[0], key), action)
         if timestep.reward.shape:
-            raise UsageError(f"{type(env).__name__} rewards each agent; such Jumanji environments are not adapted")
+            raise UsageError(
+                f"{type(env).__name__} rewards each agent; such Jumanji environments are not adapted"
+            )
         obs, mask = seen(timestep)
         last, ended = timestep.step_type == 2, timestep.discount == 0
         return obs, (state, mask), timestep.reward, last & ended, last & ~ended, timestep.extras
@@ -232,7 +243,11 @@ def pgx(env: Foreign, params: PyTree) -> Parts:
     num_actions = jax.eval_shape(env.init, jax.random.key(0)).legal_action_mask.shape[-1]
 
     def seen(state):
-        return state.observation if num_players == 1 else jax.vmap(lambda player: env._observe(state, player))(players)
+        return (
+            state.observation
+            if num_players == 1
+            else jax.vmap(lambda player: env._observe(state, player))(players)
+        )
 
     def reset(key, params):
         state = env.init(key)
@@ -243,7 +258,9 @@ def pgx(env: Foreign, params: PyTree) -> Parts:
             state = env.step(state, action, key)
             return seen(state), state, state.rewards[0], state.terminated, state.truncated, {}
         state = env.step(state, action[state.current_player], key)
-        ends = (jnp.broadcast_to(flag, (num_players,)) for flag in (state.terminated, state.truncated))
+        ends = (
+            jnp.broadcast_to(flag, (num_players,)) for flag in (state.terminated, state.truncated)
+        )
         return seen(state), state, state.rewards, *ends, {}
 
     def action_mask(state, params):
@@ -281,7 +298,9 @@ def brax(env: Foreign, params: PyTree) -> Parts:
 
     _, state = jax.eval_shape(reset, jax.random.key(0), ())
     if held := [name for name in state.info if name.startswith("first_")]:
-        raise UsageError(f"{type(env).__name__} resets itself (its state holds {held[0]}); adapt it without auto-reset")
+        raise UsageError(
+            f"{type(env).__name__} resets itself (its state holds {held[0]}); adapt it without auto-reset"
+        )
     return Parts(
         (),
         reset,
@@ -298,7 +317,9 @@ LIMITS = ("max_steps_in_episode", "max_timesteps", "max_steps")
 def _past_limit(state: PyTree, *holders: Foreign) -> Array:
     """Whether the state's clock has reached the limit that one of `holders` knows; False where there is neither."""
     for clock in (getattr(state, name) for name in CLOCKS if hasattr(state, name)):
-        for limit in (getattr(holder, name) for holder in holders for name in LIMITS if hasattr(holder, name)):
+        for limit in (
+            getattr(holder, name) for holder in holders for name in LIMITS if hasattr(holder, name)
+        ):
             return jnp.asarray(clock) >= limit
     return jnp.zeros((), bool)
 
@@ -307,4 +328,8 @@ def _with_key(state: PyTree, key: PRNGKey) -> PyTree:
     """The state with its own key, where it has one, replaced."""
     if getattr(state, "key", None) is None:
         return state
-    return state._replace(key=key) if hasattr(state, "_replace") else dataclasses.replace(state, key=key)
+    return (
+        state._replace(key=key)
+        if hasattr(state, "_replace")
+        else dataclasses.replace(state, key=key)
+    )

@@ -67,7 +67,9 @@ class Adapted:
 
     def step(self, key: PRNGKey, state: PyTree, action: PyTree, params: PyTree) -> Transition:
         """One step without a reset, `obs` being the last of an episode that ends; consumes `key`."""
-        obs, state, reward, terminated, truncated, info = self.parts.step(key, state, action, params)
+        obs, state, reward, terminated, truncated, info = self.parts.step(
+            key, state, action, params
+        )
         types = _settled(self, *_abstract(params))
         return Transition(
             _cast(obs, types[0]),
@@ -103,9 +105,13 @@ def adapt(env: Foreign, params: PyTree = None) -> Environment | Adapter:
         return env
     kind = type(env)
     if hasattr(env, "step_env") and not hasattr(kind, "step_env"):
-        raise UsageError(f"{kind.__name__} hides an environment that resets itself; adapt the one inside it")
+        raise UsageError(
+            f"{kind.__name__} hides an environment that resets itself; adapt the one inside it"
+        )
     if "AutoReset" in kind.__name__ and not hasattr(kind, "step_env"):
-        raise UsageError(f"{kind.__name__} resets by itself, so last observations are lost; adapt the one inside it")
+        raise UsageError(
+            f"{kind.__name__} resets by itself, so last observations are lost; adapt the one inside it"
+        )
     suite = _suite_of(env)
     parts = suite(env, params)
     name = getattr(env, "name", None)
@@ -136,7 +142,9 @@ def _suite_of(env: Foreign) -> Callable[[Foreign, PyTree], _suites.Parts]:
 def _abstract(params: PyTree) -> tuple[PyTree, tuple]:
     leaves, structure = jax.tree.flatten(params)
     kinds = (jax.typeof(leaf) for leaf in leaves)
-    return structure, tuple(jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type) for kind in kinds)
+    return structure, tuple(
+        jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type) for kind in kinds
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -156,7 +164,9 @@ def _settled(env: Adapted, structure: PyTree, leaves: tuple) -> tuple[PyTree, Py
 
 
 def _wider(first: jax.ShapeDtypeStruct, second: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    dtype = first.dtype if first.dtype == second.dtype else jnp.promote_types(first.dtype, second.dtype)
+    dtype = (
+        first.dtype if first.dtype == second.dtype else jnp.promote_types(first.dtype, second.dtype)
+    )
     return jax.ShapeDtypeStruct(first.shape, dtype)
 
 
@@ -165,6 +175,10 @@ def _cast(tree: PyTree, types: PyTree) -> PyTree:
 
     def settle(x, kind):
         x = jnp.asarray(x)
-        return x if x.dtype == kind.dtype and not jax.typeof(x).weak_type else jnp.asarray(x, kind.dtype)
+        return (
+            x
+            if x.dtype == kind.dtype and not jax.typeof(x).weak_type
+            else jnp.asarray(x, kind.dtype)
+        )
 
     return jax.tree.map(settle, tree, types)

@@ -90,7 +90,9 @@ class Capabilities:
     item_moves: Callable[[PyTree], np.ndarray] | None = None
     tabular: Callable[[PyTree], PyTree] | None = None
     gaussian_start: Callable[[PyTree], tuple[Array, Array]] | None = None
-    linear_gaussian: Callable[[Array, PyTree], tuple[Array, Array, Array, Array, Array]] | None = None
+    linear_gaussian: Callable[[Array, PyTree], tuple[Array, Array, Array, Array, Array]] | None = (
+        None
+    )
     absorbing: bool = False
     trial: OfState | None = None
     num_agents: int | None = None
@@ -107,7 +109,9 @@ def capabilities(env: Environment | Adapter) -> Capabilities:
     A wrapper that forwards attributes has what it forwards; one that hides them (`jaxpar.rl.LastActionReward`) has not.
     """
     found = {
-        field.name: getattr(env, field.name) for field in dataclasses.fields(Capabilities) if hasattr(env, field.name)
+        field.name: getattr(env, field.name)
+        for field in dataclasses.fields(Capabilities)
+        if hasattr(env, field.name)
     }
     if "heuristic" in found:
         found["heuristic"] = _told_action(found["heuristic"])

@@ -85,7 +85,9 @@ def check_environment(
         UsageError: what is wrong, with environment and step where that applies.
     """
     params = env.default_params if params is None else params
-    walk_key, likelihood_key, absorbing_key = jax.random.split(jax.random.key(0) if key is None else key, 3)
+    walk_key, likelihood_key, absorbing_key = jax.random.split(
+        jax.random.key(0) if key is None else key, 3
+    )
     check_identity(env)
     check_params(env, params)
     check_types(env, params)
@@ -110,7 +112,9 @@ def check_identity(env: Environment | Adapter) -> None:
             f"{env.name} cannot be hashed by value ({error}); make its fields numbers and tuples"
         ) from None
     if not alike:
-        raise UsageError(f"a copy of {env.name} is not equal to it, so every new instance would compile again")
+        raise UsageError(
+            f"a copy of {env.name} is not equal to it, so every new instance would compile again"
+        )
 
 
 def check_params(env: Environment | Adapter, params: PyTree) -> None:
@@ -176,9 +180,13 @@ def _check_states(env: Environment, params: PyTree, keys: PRNGKey) -> None:
     state = jax.eval_shape(env.init, keys[0], params)
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            raise UsageError(f"{env.name} stores a key in state{_at(path)}: a planner could read the future in it")
+            raise UsageError(
+                f"{env.name} stores a key in state{_at(path)}: a planner could read the future in it"
+            )
     action = jax.eval_shape(env.action_space(params).sample, keys[1])
-    _same(f"{env.name}: state", state, jax.eval_shape(env.transition, keys[2], state, action, params))
+    _same(
+        f"{env.name}: state", state, jax.eval_shape(env.transition, keys[2], state, action, params)
+    )
 
 
 def check_parts(env: Environment | Adapter, params: PyTree) -> None:
@@ -188,22 +196,35 @@ def check_parts(env: Environment | Adapter, params: PyTree) -> None:
     if can.render is not None:
         image = jax.eval_shape(can.render, state, params)
         if image.dtype != jnp.uint8 or len(image.shape) != 3 or image.shape[-1] != 3:
-            raise UsageError(f"{env.name}: render gives {_type(image)} but must give uint8 [H, W, 3]")
+            raise UsageError(
+                f"{env.name}: render gives {_type(image)} but must give uint8 [H, W, 3]"
+            )
     if can.action_mask is not None:
         space, mask = env.action_space(params), jax.eval_shape(can.action_mask, state, params)
         if (expected := mask_shape(space)) is None:
-            raise UsageError(f"{env.name} has an action mask, but its actions are not discrete: {space}")
+            raise UsageError(
+                f"{env.name} has an action mask, but its actions are not discrete: {space}"
+            )
         if mask.dtype != bool or mask.shape != expected:
-            raise UsageError(f"{env.name}: the action mask is {_type(mask)} but must be bool {list(expected)}")
-    numbers = {"heuristic": (can.heuristic, state, jnp.float32), "obs_key": (can.obs_key, obs, jnp.int32)}
+            raise UsageError(
+                f"{env.name}: the action mask is {_type(mask)} but must be bool {list(expected)}"
+            )
+    numbers = {
+        "heuristic": (can.heuristic, state, jnp.float32),
+        "obs_key": (can.obs_key, obs, jnp.int32),
+    }
     for part, (function, argument, dtype) in numbers.items():
         if function is not None:
             value = jax.eval_shape(function, argument, params)
             if value.shape != () or value.dtype != dtype:
-                raise UsageError(f"{env.name}: {part} is {_type(value)} but must be {jnp.dtype(dtype)} []")
+                raise UsageError(
+                    f"{env.name}: {part} is {_type(value)} but must be {jnp.dtype(dtype)} []"
+                )
 
 
-def walk(key: PRNGKey, env: Environment | Adapter, params: PyTree, num_envs: int, num_steps: int) -> Walk:
+def walk(
+    key: PRNGKey, env: Environment | Adapter, params: PyTree, num_envs: int, num_steps: int
+) -> Walk:
     """Random legal steps of several environments, each with its own keys; consumes `key`."""
     observations, actions = env.observation_space(params), env.action_space(params)
 
@@ -232,7 +253,9 @@ def walk(key: PRNGKey, env: Environment | Adapter, params: PyTree, num_envs: int
 
     def one(carry, keys):
         before, over = carry
-        state = jax.lax.cond(over.any(), lambda: jax.vmap(anew)(over, keys[0], before), lambda: before)
+        state = jax.lax.cond(
+            over.any(), lambda: jax.vmap(anew)(over, keys[0], before), lambda: before
+        )
         made = jax.vmap(act)(state, keys[1], keys[2])
         ended = (made.terminated | made.truncated).reshape(num_envs, -1).all(-1)
         return (made.next_state, ended), made
@@ -254,7 +277,11 @@ def check_walk(env: Environment | Adapter, steps: Walk) -> None:
     if not np.all(steps.inside):
         time, index = np.argwhere(~np.asarray(steps.inside))[0]
         obs = jax.tree.map(lambda x: np.asarray(x[time, index]), steps.obs)
-        _refuse(env, ~np.asarray(steps.inside), f"the observation is not in the observation space: {obs}"[:400])
+        _refuse(
+            env,
+            ~np.asarray(steps.inside),
+            f"the observation is not in the observation space: {obs}"[:400],
+        )
 
 
 def check_absorbing(key: PRNGKey, env: Environment | Adapter, params: PyTree, steps: Walk) -> bool:
@@ -265,7 +292,9 @@ def check_absorbing(key: PRNGKey, env: Environment | Adapter, params: PyTree, st
     states = jax.tree.map(lambda x: x[ended], steps.next_state)
     actions = jax.tree.map(lambda x: x[ended], steps.action)
     keys = jax.random.split(key, int(ended.sum()))
-    after = _once(jax.vmap(lambda key, state, action: step(key, env, state, action, params)))(keys, states, actions)
+    after = _once(jax.vmap(lambda key, state, action: step(key, env, state, action, params)))(
+        keys, states, actions
+    )
     if np.any(np.asarray(after.reward) != 0) or not np.all(after.terminated):
         raise UsageError(
             f"{env.name} claims that terminal states absorb, but a step from one earns something or goes on"
@@ -297,21 +326,33 @@ def check_likelihood(
         return False
     places = np.linspace(0, steps.reward.shape[0] - 1, 8).astype(int)
     state, action, following = (
-        jax.tree.map(lambda x: x[places, 0], tree) for tree in (steps.state, steps.action, steps.next_state)
+        jax.tree.map(lambda x: x[places, 0], tree)
+        for tree in (steps.state, steps.action, steps.next_state)
     )
 
     @_once
     @jax.vmap
     def one(key, state, action, following):
-        draws = jax.vmap(lambda key: env.observe(key, following, action, params))(jax.random.split(key, num_samples))
-        likelihood = jax.vmap(lambda obs: log_likelihood(obs, state, action, following, params))(everything)
-        same = (draws[:, None] == everything[None]).reshape(num_samples, len(everything), -1).all(-1)
+        draws = jax.vmap(lambda key: env.observe(key, following, action, params))(
+            jax.random.split(key, num_samples)
+        )
+        likelihood = jax.vmap(lambda obs: log_likelihood(obs, state, action, following, params))(
+            everything
+        )
+        same = (
+            (draws[:, None] == everything[None]).reshape(num_samples, len(everything), -1).all(-1)
+        )
         return same.sum(0), likelihood
 
-    counts, logs = (np.asarray(x, float) for x in one(jax.random.split(key, len(places)), state, action, following))
+    counts, logs = (
+        np.asarray(x, float)
+        for x in one(jax.random.split(key, len(places)), state, action, following)
+    )
     p, n = np.exp(logs), num_samples
     if np.isnan(p).any() or np.abs(p.sum(-1) - 1).max() > 1e-3:
-        raise UsageError(f"{env.name}: the likelihoods of all observations sum to {p.sum(-1)}, not to 1")
+        raise UsageError(
+            f"{env.name}: the likelihoods of all observations sum to {p.sum(-1)}, not to 1"
+        )
     bound = max_z * np.sqrt(np.maximum(n * p * (1 - p), 0) + max_z**2 / 36) + max_z**2 / 6
     bound[p == 0] = 0
     if (wrong := np.abs(counts - n * p) > bound).any():
@@ -365,11 +406,17 @@ def _same(what: str, before: PyTree, after: PyTree) -> None:
         raise UsageError(
             f"{what} changes its structure, from {jax.tree.structure(before)} to {jax.tree.structure(after)}"
         )
-    for (path, first), second in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True):
+    for (path, first), second in zip(
+        jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True
+    ):
         if _type(first) != _type(second):
-            raise UsageError(f"{what}{_at(path)} changes its type, from {_type(first)} to {_type(second)}")
+            raise UsageError(
+                f"{what}{_at(path)} changes its type, from {_type(first)} to {_type(second)}"
+            )
         if first.weak_type:
-            raise UsageError(f"{what}{_at(path)} has a weak type; give the Python number in it a dtype")
+            raise UsageError(
+                f"{what}{_at(path)} has a weak type; give the Python number in it a dtype"
+            )
 
 
 def _type(leaf: jax.ShapeDtypeStruct | ShapedArray) -> str:

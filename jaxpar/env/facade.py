@@ -93,7 +93,9 @@ class Gymnax(GymnaxEnvironment):
         except TypeError as error:
             if key is not None:
                 raise
-            raise UsageError(f"an observation of {self.name} is drawn: give get_obs a key.") from error
+            raise UsageError(
+                f"an observation of {self.name} is drawn: give get_obs a key."
+            ) from error
 
     def is_terminated(self, state: PyTree, params: PyTree) -> Array:
         """Whether the process has ended in `state`; `is_terminal` and `discount` are gymnax's, by this."""
@@ -111,7 +113,13 @@ class Gymnax(GymnaxEnvironment):
     def step_env(self, key: PRNGKey, state: PyTree, action: PyTree, params: PyTree) -> tuple:
         """One step without a reset, `(obs, state, reward, terminated, info)`; `info["truncated"]` is the other end."""
         made = step(key, self.env, state, action, params)
-        return made.obs, made.state, made.reward, made.terminated, {**made.info, "truncated": made.truncated}
+        return (
+            made.obs,
+            made.state,
+            made.reward,
+            made.terminated,
+            {**made.info, "truncated": made.truncated},
+        )
 
     # The base class jits its own method, which a type checker takes for a field.
     def step(  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -126,14 +134,18 @@ class Gymnax(GymnaxEnvironment):
         obs, next_state, reward, terminated, info = self.step_env(step_key, state, action, params)
         over = terminated | info["truncated"]
         fresh = reset(reset_key, self.env, params)
-        kept_obs, kept_state = jax.tree.map(lambda new, old: jnp.where(over, new, old), fresh, (obs, next_state))
+        kept_obs, kept_state = jax.tree.map(
+            lambda new, old: jnp.where(over, new, old), fresh, (obs, next_state)
+        )
         info = {**info, "terminated": terminated, "final_observation": obs}
         return kept_obs, kept_state, reward, terminated, info["truncated"], info
 
     def _parts(self, asked: str) -> Environment:
         """The environment, whose part `asked` is wanted; adapters have `reset` and `step` alone."""
         if is_adapter(self.env):
-            raise UsageError(f"{self.name} is an adapter, of which reset and step can be asked, but no {asked}.")
+            raise UsageError(
+                f"{self.name} is an adapter, of which reset and step can be asked, but no {asked}."
+            )
         return self.env
 
 
@@ -175,16 +187,30 @@ class AgentsView:
         obs, state = reset(key, self.env, self._params(params))
         return self._split(obs), state
 
-    def step(self, key: PRNGKey, state: PyTree, actions: dict[str, PyTree], params: PyTree = None) -> tuple:
+    def step(
+        self, key: PRNGKey, state: PyTree, actions: dict[str, PyTree], params: PyTree = None
+    ) -> tuple:
         """`(obs, state, reward, terminated, truncated, info)`, all by agent but `state` and `info`; consumes `key`."""
         if set(actions) != set(self.agents):
-            raise UsageError(f"an action for each of {', '.join(self.agents)} is needed, not for {sorted(actions)}")
-        stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *(actions[agent] for agent in self.agents))
+            raise UsageError(
+                f"an action for each of {', '.join(self.agents)} is needed, not for {sorted(actions)}"
+            )
+        stacked = jax.tree.map(
+            lambda *rows: jnp.stack(rows), *(actions[agent] for agent in self.agents)
+        )
         made = step(key, self.env, state, stacked, self._params(params))
         terminated, truncated = (
-            {**self._split(flags), "__all__": jnp.all(flags)} for flags in (made.terminated, made.truncated)
+            {**self._split(flags), "__all__": jnp.all(flags)}
+            for flags in (made.terminated, made.truncated)
         )
-        return self._split(made.obs), made.state, self._split(made.reward), terminated, truncated, made.info
+        return (
+            self._split(made.obs),
+            made.state,
+            self._split(made.reward),
+            terminated,
+            truncated,
+            made.info,
+        )
 
     def over(self, terminated: dict[str, Array], truncated: dict[str, Array]) -> Array:
         """Whether the episode has ended: every agent terminated or was truncated."""
@@ -194,7 +220,10 @@ class AgentsView:
         """The legal actions of each agent; all, where the environment has no masks."""
         if (mask := capabilities(self.env).action_mask) is not None:
             return self._split(mask(state, self._params(params)))
-        return {agent: jnp.ones(mask_shape(self.action_space(agent, params)), bool) for agent in self.agents}
+        return {
+            agent: jnp.ones(mask_shape(self.action_space(agent, params)), bool)
+            for agent in self.agents
+        }
 
     def _params(self, params: PyTree) -> PyTree:
         return self.env.default_params if params is None else params
@@ -205,7 +234,9 @@ class AgentsView:
         return self.agents.index(agent)
 
     def _split(self, stacked: PyTree) -> dict[str, PyTree]:
-        return {agent: jax.tree.map(lambda x, i=i: x[i], stacked) for i, agent in enumerate(self.agents)}
+        return {
+            agent: jax.tree.map(lambda x, i=i: x[i], stacked) for i, agent in enumerate(self.agents)
+        }
 
 
 def agents_view(env: Environment | Adapter) -> AgentsView:
@@ -242,7 +273,9 @@ def _gymnax_space(space: Space) -> gymnax_spaces.Space:
             return gymnax_spaces.Box(0, high, space.shape, cast(np.dtype, space.dtype))
         case Box():
             low, high = space.bounds()
-            return gymnax_spaces.Box(jnp.asarray(low), jnp.asarray(high), space.shape, cast(np.dtype, space.dtype))
+            return gymnax_spaces.Box(
+                jnp.asarray(low), jnp.asarray(high), space.shape, cast(np.dtype, space.dtype)
+            )
         case Fields():
             return _Named({name: _gymnax_space(inner) for name, inner in space.items})
 
@@ -253,7 +286,10 @@ class _Named(gymnax_spaces.Dict):
     # An array, since under jit the answer is not known yet.
     def contains(self, x: PyTree) -> Array:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Whether every field is in its space."""
-        found = [space.contains(x[k] if isinstance(x, dict) else getattr(x, k)) for k, space in self.spaces.items()]
+        found = [
+            space.contains(x[k] if isinstance(x, dict) else getattr(x, k))
+            for k, space in self.spaces.items()
+        ]
         return jnp.all(jnp.asarray(found, bool))
 
 
@@ -264,19 +300,29 @@ def _space_of(shape: PyTree) -> gymnax_spaces.Space:
             return gymnax_spaces.Box(-jnp.inf, jnp.inf, shape.shape, shape.dtype)
         if shape.dtype == bool:
             return gymnax_spaces.Box(0, 1, shape.shape, shape.dtype)
-        ends = jnp.iinfo(shape.dtype)  # of 32 bits without a sign the largest is no int that JAX takes
+        ends = jnp.iinfo(
+            shape.dtype
+        )  # of 32 bits without a sign the largest is no int that JAX takes
         low, high = (jnp.asarray(end, shape.dtype) for end in (ends.min, ends.max))
         return gymnax_spaces.Box(low, high, shape.shape, shape.dtype)
     if dataclasses.is_dataclass(shape):
         fields = {field.name: vars(shape)[field.name] for field in dataclasses.fields(shape)}
-    elif isinstance(shape, dict) or hasattr(shape, "_asdict"):  # named tuples have no type in common but `tuple`
+    elif isinstance(shape, dict) or hasattr(
+        shape, "_asdict"
+    ):  # named tuples have no type in common but `tuple`
         fields = dict(shape if isinstance(shape, dict) else shape._asdict())
     else:
         return gymnax_spaces.Tuple([_space_of(inner) for inner in shape if not _is_key(inner)])
     return _Named(
-        {name: _space_of(inner) for name, inner in fields.items() if inner is not None and not _is_key(inner)}
+        {
+            name: _space_of(inner)
+            for name, inner in fields.items()
+            if inner is not None and not _is_key(inner)
+        }
     )
 
 
 def _is_key(shape: PyTree) -> bool:
-    return isinstance(shape, jax.ShapeDtypeStruct) and jnp.issubdtype(shape.dtype, jax.dtypes.prng_key)
+    return isinstance(shape, jax.ShapeDtypeStruct) and jnp.issubdtype(
+        shape.dtype, jax.dtypes.prng_key
+    )

@@ -26,7 +26,9 @@ from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 __all__ = ["gymnasium_space", "to_gymnasium", "to_gymnasium_vector"]
 
 
-def to_gymnasium(env: Environment | Adapter, params: PyTree = None, *, render_mode: str | None = None) -> "Single":
+def to_gymnasium(
+    env: Environment | Adapter, params: PyTree = None, *, render_mode: str | None = None
+) -> "Single":
     """`env` as a `gymnasium.Env` that passes Gymnasium's `check_env`.
 
     Args:
@@ -62,7 +64,9 @@ def to_gymnasium_vector(
 class Single(gymnasium.Env):
     """One environment; made by `to_gymnasium`."""
 
-    def __init__(self, env: Environment | Adapter, params: PyTree = None, render_mode: str | None = None):
+    def __init__(
+        self, env: Environment | Adapter, params: PyTree = None, render_mode: str | None = None
+    ):
         self.env, self.params = env, _params_of(env, params)
         self.metadata, self.render_mode = _metadata(env, render_mode), render_mode
         self._draw = capabilities(env).render
@@ -74,9 +78,13 @@ class Single(gymnasium.Env):
         """Begins an episode: of `seed` its first, without one the next."""
         super().reset(seed=seed)
         if options:
-            raise UsageError(f"{self.env.name} has no options for its reset, but got {sorted(options)}")
+            raise UsageError(
+                f"{self.env.name} has no options for its reset, but got {sorted(options)}"
+            )
         if seed is not None or self.root is None:
-            self.root = jax.random.key(int(self.np_random.integers(2**31)) if seed is None else seed)
+            self.root = jax.random.key(
+                int(self.np_random.integers(2**31)) if seed is None else seed
+            )
             self.episode = -1
         self.episode, self.time = self.episode + 1, 0
         obs, self.state = _reset(self.env, self.root, self.episode, self.params)
@@ -132,7 +140,9 @@ class Vector(VectorEnv):
         options = dict(options or {})
         chosen = np.asarray(options.pop("reset_mask", np.ones(self.num_envs, bool)))
         if options or chosen.shape != (self.num_envs,) or chosen.dtype != bool:
-            raise UsageError(f"a reset takes one option, reset_mask, a bool array [{self.num_envs}]")
+            raise UsageError(
+                f"a reset takes one option, reset_mask, a bool array [{self.num_envs}]"
+            )
         if seed is None and self.roots is None:
             seed = [int(number) for number in self.np_random.integers(2**31, size=self.num_envs)]
         if isinstance(seed, int | np.integer):
@@ -166,18 +176,25 @@ class Vector(VectorEnv):
             )
         actions = _action(self.env, self.params, self.action_space, actions, envs=self.num_envs)
         envs = self.roots, self.episodes, self.times + 1, self.state, actions
-        made, self.obs, self.state, fresh = _step_envs(self.env, self.mode, *envs, self.over, self.params)
+        made, self.obs, self.state, fresh = _step_envs(
+            self.env, self.mode, *envs, self.over, self.params
+        )
         fresh = np.array(fresh)
         self.times = np.where(fresh, 0, self.times + 1).astype(np.int32)
         self.episodes = self.episodes + fresh.astype(np.int32)
-        reward, terminated, truncated = (np.array(x) for x in (made.reward, made.terminated, made.truncated))
+        reward, terminated, truncated = (
+            np.array(x) for x in (made.reward, made.terminated, made.truncated)
+        )
         infos: dict[str, PyTree] = {}
         if self.mode == AutoresetMode.NEXT_STEP:
             reward, terminated, truncated = (
                 np.where(fresh, 0, x).astype(x.dtype) for x in (reward, terminated, truncated)
             )
         elif self.mode == AutoresetMode.SAME_STEP and fresh.any():
-            last, info = _to_numpy(self.observation_space, made.obs), jax.tree.map(np.array, made.info)
+            last, info = (
+                _to_numpy(self.observation_space, made.obs),
+                jax.tree.map(np.array, made.info),
+            )
             final = np.full(self.num_envs, None, object)
             for index in np.flatnonzero(fresh):
                 final[index] = jax.tree.map(lambda x, index=index: x[index], last)
@@ -185,7 +202,13 @@ class Vector(VectorEnv):
             infos |= {"_final_obs": fresh, "_final_info": fresh.copy()}
         infos |= _of_envs(jax.tree.map(np.array, made.info), ~fresh)
         self.over = terminated | truncated
-        return _to_numpy(self.observation_space, self.obs), reward.astype(float), terminated, truncated, infos
+        return (
+            _to_numpy(self.observation_space, self.obs),
+            reward.astype(float),
+            terminated,
+            truncated,
+            infos,
+        )
 
     def render(self) -> tuple[np.ndarray, ...] | None:
         """A picture for each environment, in render mode "rgb_array"."""
@@ -217,7 +240,9 @@ def _step_key(root: PRNGKey, episode: ArrayLike, time: ArrayLike) -> PRNGKey:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _reset(env: Environment | Adapter, root: PRNGKey, episode: ArrayLike, params: PyTree) -> tuple[PyTree, PyTree]:
+def _reset(
+    env: Environment | Adapter, root: PRNGKey, episode: ArrayLike, params: PyTree
+) -> tuple[PyTree, PyTree]:
     return reset(_step_key(root, episode, 0), env, params)
 
 
@@ -235,7 +260,9 @@ def _step(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _reset_envs(env: Environment | Adapter, roots: PRNGKey, episodes: Array, params: PyTree) -> tuple[PyTree, PyTree]:
+def _reset_envs(
+    env: Environment | Adapter, roots: PRNGKey, episodes: Array, params: PyTree
+) -> tuple[PyTree, PyTree]:
     return jax.vmap(lambda root, episode: _reset(env, root, episode, params))(roots, episodes)
 
 
@@ -258,7 +285,9 @@ def _step_envs(
     fresh = over if mode == AutoresetMode.NEXT_STEP else made.terminated | made.truncated
     obs, state = jax.lax.cond(
         jnp.any(fresh),
-        lambda: _where(fresh, _reset_envs(env, roots, episodes + 1, params), (made.obs, made.state)),
+        lambda: _where(
+            fresh, _reset_envs(env, roots, episodes + 1, params), (made.obs, made.state)
+        ),
         lambda: (made.obs, made.state),
     )
     return made, obs, state, fresh
@@ -280,7 +309,9 @@ def _of_envs(info: dict[str, PyTree], chosen: np.ndarray) -> dict[str, PyTree]:
         if isinstance(value, dict):
             result[name] = _of_envs(value, chosen)
         else:
-            result[name] = np.where(chosen.reshape(-1, *(1,) * (value.ndim - 1)), value, np.zeros_like(value))
+            result[name] = np.where(
+                chosen.reshape(-1, *(1,) * (value.ndim - 1)), value, np.zeros_like(value)
+            )
         result[f"_{name}"] = chosen.copy()
     return result
 
@@ -294,14 +325,20 @@ def _to_numpy(space: theirs.Space, value: PyTree) -> PyTree:
 
 
 def _action(
-    env: Environment | Adapter, params: PyTree, space: theirs.Space, action: PyTree, envs: int | None = None
+    env: Environment | Adapter,
+    params: PyTree,
+    space: theirs.Space,
+    action: PyTree,
+    envs: int | None = None,
 ) -> PyTree:
     """An action of Gymnasium's as ours; a discrete one must be in the space, a continuous one must have its shape."""
     ours = env.action_space(params)
     if isinstance(ours, Box):
         is_legal = np.shape(action) == space.shape
     else:
-        is_legal = space.contains(np.asarray(action, space.dtype) if space.dtype is not None else action)
+        is_legal = space.contains(
+            np.asarray(action, space.dtype) if space.dtype is not None else action
+        )
     if not is_legal:
         raise UsageError(f"{env.name} takes actions of {space}, not {action!r}")
     return _to_jax(ours, action)
@@ -317,11 +354,15 @@ def _to_jax(space: Space, value: PyTree) -> PyTree:
 def _metadata(env: Environment | Adapter, render_mode: str | None) -> dict[str, list[str] | int]:
     modes = [] if capabilities(env).render is None else ["rgb_array"]
     if render_mode is not None and render_mode not in modes:
-        raise UsageError(f"{env.name} has no render mode {render_mode!r}; it has {', '.join(modes) or 'none'}")
+        raise UsageError(
+            f"{env.name} has no render mode {render_mode!r}; it has {', '.join(modes) or 'none'}"
+        )
     return {"render_modes": modes, "render_fps": 15}
 
 
 def _params_of(env: Environment | Adapter, params: PyTree) -> PyTree:
     if (count := capabilities(env).num_agents) is not None:
-        raise UsageError(f"Gymnasium knows no agents, and {env.name} has {count}; see `agents_view`")
+        raise UsageError(
+            f"Gymnasium knows no agents, and {env.name} has {count}; see `agents_view`"
+        )
     return env.default_params if params is None else params

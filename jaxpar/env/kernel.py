@@ -22,7 +22,9 @@ def reset(key: PRNGKey, env: Environment | Adapter, params: PyTree) -> tuple[PyT
     return env.observe(observe_key, state, None, params), state
 
 
-def step(key: PRNGKey, env: Environment | Adapter, state: PyTree, action: PyTree, params: PyTree) -> Transition:
+def step(
+    key: PRNGKey, env: Environment | Adapter, state: PyTree, action: PyTree, params: PyTree
+) -> Transition:
     """One step of an `Environment`, or of an adapter, without any reset; consumes `key`."""
     if is_adapter(env):
         return env.step(key, state, action, params)

@@ -64,22 +64,38 @@ def to_pixels(points: Numbers, low: Numbers, high: Numbers, height: int, width: 
     return jnp.stack([share[..., 0] * width, (1 - share[..., 1]) * height], axis=-1)
 
 
-def disc(image: Array, center: Numbers, radius: ArrayLike, color: Numbers, *, visible: ArrayLike = True) -> Array:
+def disc(
+    image: Array, center: Numbers, radius: ArrayLike, color: Numbers, *, visible: ArrayLike = True
+) -> Array:
     """A filled circle; `visible=False` (which may be traced) leaves the image as it is."""
-    return _paint(image, jnp.linalg.norm(_pixels(image) - _point(center), axis=-1) - radius, color, visible)
+    return _paint(
+        image, jnp.linalg.norm(_pixels(image) - _point(center), axis=-1) - radius, color, visible
+    )
 
 
-def rectangle(image: Array, low: Numbers, high: Numbers, color: Numbers, *, visible: ArrayLike = True) -> Array:
+def rectangle(
+    image: Array, low: Numbers, high: Numbers, color: Numbers, *, visible: ArrayLike = True
+) -> Array:
     """A filled upright rectangle between its upper left corner `low` and its lower right corner `high`."""
     points = _pixels(image)
-    return _paint(image, jnp.maximum(_point(low) - points, points - _point(high)).max(-1), color, visible)
+    return _paint(
+        image, jnp.maximum(_point(low) - points, points - _point(high)).max(-1), color, visible
+    )
 
 
 def line(
-    image: Array, start: Numbers, end: Numbers, width: ArrayLike, color: Numbers, *, visible: ArrayLike = True
+    image: Array,
+    start: Numbers,
+    end: Numbers,
+    width: ArrayLike,
+    color: Numbers,
+    *,
+    visible: ArrayLike = True,
 ) -> Array:
     """A line with round ends, `width` pixels thick."""
-    distance = _to_segment(_pixels(image), jnp.asarray(start, jnp.float32), jnp.asarray(end, jnp.float32))
+    distance = _to_segment(
+        _pixels(image), jnp.asarray(start, jnp.float32), jnp.asarray(end, jnp.float32)
+    )
     return _paint(image, distance - jnp.asarray(width, jnp.float32) / 2, color, visible)
 
 
@@ -103,7 +119,9 @@ def tiles(indices: Array, sprites: ArrayLike) -> Array:
     sprites = jnp.asarray(sprites)
     rows, columns = indices.shape
     number, height, width, _ = sprites.shape
-    lines = sprites.transpose(1, 0, 2, 3).reshape(height * number, width * 3)  # line y of sprite i at y N + i
+    lines = sprites.transpose(1, 0, 2, 3).reshape(
+        height * number, width * 3
+    )  # line y of sprite i at y N + i
     # Lines come in the order of the picture, so that nothing as large as it is transposed.
     which = (np.arange(height, dtype=np.int32) * number)[None, :, None] + indices[:, None]
     return jnp.take(lines, which, axis=0, mode="clip").reshape(rows * height, columns * width, 3)
@@ -121,7 +139,9 @@ def grid_of(frames: ArrayLike, columns: int | None = None, gap: int = 2) -> np.n
     *lead, count, height, width, _ = frames.shape
     columns = columns or math.ceil(math.sqrt(count))
     rows = -(-count // columns)
-    page = np.full((*lead, rows * (height + gap) - gap, columns * (width + gap) - gap, 3), 255, np.uint8)
+    page = np.full(
+        (*lead, rows * (height + gap) - gap, columns * (width + gap) - gap, 3), 255, np.uint8
+    )
     for index in range(count):
         top, left = index // columns * (height + gap), index % columns * (width + gap)
         page[..., top : top + height, left : left + width, :] = frames[..., index, :, :, :]
@@ -146,13 +166,23 @@ def captioned(frames: ArrayLike, texts: Sequence[str]) -> np.ndarray:
     try:
         from PIL import Image, ImageDraw, ImageFont
     except ImportError:
-        raise UsageError("writing on pictures needs Pillow, which is not installed: pip install pillow") from None
+        raise UsageError(
+            "writing on pictures needs Pillow, which is not installed: pip install pillow"
+        ) from None
     lines, width = [line for text in texts for line in text.splitlines()], frames.shape[2] - 4
-    fits = (n for n in range(12, 7, -1) if max(map(ImageFont.load_default(n).getlength, lines), default=0) <= width)
+    fits = (
+        n
+        for n in range(12, 7, -1)
+        if max(map(ImageFont.load_default(n).getlength, lines), default=0) <= width
+    )
     size = next(fits, 7)
     font = ImageFont.load_default(size)
     step = size + 2
-    strip = np.full((step * max(len(text.splitlines()) for text in texts) + 3, frames.shape[2], 3), 255, np.uint8)
+    strip = np.full(
+        (step * max(len(text.splitlines()) for text in texts) + 3, frames.shape[2], 3),
+        255,
+        np.uint8,
+    )
     shown = []
     for frame, text in zip(frames, texts, strict=True):
         below = Image.fromarray(strip)
@@ -179,7 +209,9 @@ def gif(frames: ArrayLike, path: str | os.PathLike | BinaryIO, fps: float = 15) 
     try:
         from PIL import Image
     except ImportError:
-        raise UsageError("writing a GIF needs Pillow, which is not installed: pip install pillow") from None
+        raise UsageError(
+            "writing a GIF needs Pillow, which is not installed: pip install pillow"
+        ) from None
     first, *rest = (Image.fromarray(frame) for frame in frames)
     duration = max(2, round(100 / fps)) * 10
     first.save(path, format="GIF", save_all=True, append_images=rest, duration=duration, loop=0)

@@ -63,7 +63,9 @@ class Environment(Protocol):
 class PartiallyObserved(Environment, Protocol):
     """An environment that knows how likely its observations are: what filters and trees over beliefs need on top."""
 
-    def log_likelihood(self, obs: PyTree, state: PyTree, action: PyTree, next_state: PyTree, params: PyTree) -> Array:
+    def log_likelihood(
+        self, obs: PyTree, state: PyTree, action: PyTree, next_state: PyTree, params: PyTree
+    ) -> Array:
         """The float32 log p(obs | action, next state); the density where observations are continuous."""
         ...
 

@@ -11,7 +11,16 @@ from jax.typing import DTypeLike
 
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
-__all__ = ["Box", "Discrete", "Fields", "MultiDiscrete", "Space", "legal_sample", "mask_shape", "size"]
+__all__ = [
+    "Box",
+    "Discrete",
+    "Fields",
+    "MultiDiscrete",
+    "Space",
+    "legal_sample",
+    "mask_shape",
+    "size",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +93,8 @@ class Box:
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
         """Both bounds, broadcast to `shape`."""
         low, high = (
-            np.broadcast_to(np.asarray(end, np.dtype(self.dtype)), self.shape) for end in (self.low, self.high)
+            np.broadcast_to(np.asarray(end, np.dtype(self.dtype)), self.shape)
+            for end in (self.low, self.high)
         )
         return low, high
 
@@ -92,13 +102,17 @@ class Box:
         """A uniform draw between finite bounds, exponential beyond one, normal without any; consumes `key`."""
         low, high = self.bounds()
         if not jnp.issubdtype(self.dtype, jnp.floating):
-            return jax.random.randint(key, self.shape, low.astype(np.int32), high.astype(np.int32) + 1).astype(
-                self.dtype
-            )
+            return jax.random.randint(
+                key, self.shape, low.astype(np.int32), high.astype(np.int32) + 1
+            ).astype(self.dtype)
         below, above = np.isfinite(low), np.isfinite(high)
         tail = jax.random.exponential(key, self.shape, self.dtype)
-        uniform = jax.random.uniform(key, self.shape, self.dtype, np.where(below, low, 0), np.where(above, high, 1))
-        one_sided = jnp.where(below, np.where(below, low, 0) + tail, np.where(above, high, 0) - tail)
+        uniform = jax.random.uniform(
+            key, self.shape, self.dtype, np.where(below, low, 0), np.where(above, high, 1)
+        )
+        one_sided = jnp.where(
+            below, np.where(below, low, 0) + tail, np.where(above, high, 0) - tail
+        )
         free = jax.random.normal(key, self.shape, self.dtype)
         return jnp.where(below & above, uniform, jnp.where(below | above, one_sided, free))
 

@@ -29,7 +29,9 @@ def action_saliency(world: World, state: WorldState) -> Sight:
     """
     agents, near = state.agents, world.look(state)
     sight = see(agents, state.robots, state.terrain, near[0], near[1], world.window)
-    outputs, back = jax.vjp(lambda sight: world.brain.act(agents.genome, agents.carry, sight)[0], sight)
+    outputs, back = jax.vjp(
+        lambda sight: world.brain.act(agents.genome, agents.carry, sight)[0], sight
+    )
     # Nobody's outputs depend on what others see, so that one pull-back has output k of all agents.
     rows = jnp.broadcast_to(jnp.eye(outputs.shape[1])[:, None], (outputs.shape[1], *outputs.shape))
     (slopes,) = jax.vmap(back)(rows)

@@ -72,7 +72,9 @@ class AttentionExperts:
                 "normalise=False."
             )
         if self.heads.bias or self.heads.qk_norm is not None:
-            raise UsageError("experts of attention have neither bias=True nor a qk_norm; leave both out.")
+            raise UsageError(
+                "experts of attention have neither bias=True nor a qk_norm; leave both out."
+            )
 
     @property
     def causal(self) -> bool:
@@ -87,7 +89,9 @@ class AttentionExperts:
     @property
     def _chosen(self) -> Attention:
         """The attention of one token's heads: k h of them, an expert's next to the others' that see the same keys."""
-        return dataclasses.replace(self.heads, num_heads=self.experts_per_token * self.heads.num_heads)
+        return dataclasses.replace(
+            self.heads, num_heads=self.experts_per_token * self.heads.num_heads
+        )
 
     def leaves(self, embed_dim: int, std: float, out_std: float) -> dict[str, Leaf]:
         """Declares w_heads [D, E], wq [E, D, h K], wo [E, h K, D] and wk, wv [D, G, K]."""
@@ -95,7 +99,9 @@ class AttentionExperts:
         return {
             "w_heads": Leaf((embed_dim, self.num_experts), ("embed", None), std, raw=True),
             "wq": Leaf((self.num_experts, embed_dim, size), (None, "embed", None), std, raw=True),
-            "wo": Leaf((self.num_experts, size, embed_dim), (None, None, "embed"), out_std, raw=True),
+            "wo": Leaf(
+                (self.num_experts, size, embed_dim), (None, None, "embed"), out_std, raw=True
+            ),
             "wk": shared["wk"],
             "wv": shared["wv"],
         }
@@ -117,9 +123,14 @@ class AttentionExperts:
           UsageError: If it is to go by blocks.
         """
         if context.rules.blockwise:
-            raise UsageError("experts of attention have no remat=blockwise; legal are the others, such as full.")
+            raise UsageError(
+                "experts of attention have no remat=blockwise; legal are the others, such as full."
+            )
         (rows, length, _), heads, k = x.shape, self.heads, self.experts_per_token
-        whole = {name: self._whole(params[name].astype(x.dtype), name, x.shape[-1]) for name in ("w_heads", "wq", "wo")}
+        whole = {
+            name: self._whole(params[name].astype(x.dtype), name, x.shape[-1])
+            for name in ("w_heads", "wq", "wo")
+        }
         run = functools.partial(self._on_tokens, context)
         logits, expert, weight, scores = run(self._choose, (x,), (whole["w_heads"],), 4)
         (q,) = run(self._queries, (x, expert), (whole["wq"],), 1)
@@ -127,11 +138,19 @@ class AttentionExperts:
         q = q.reshape(rows, length, k, heads.num_heads, heads.head_dim).swapaxes(2, 3)
         q = q.reshape(rows, length, -1, heads.head_dim)
         keys, values = (
-            contract("btd,dgk->btgk", x, params[name], ("embed", "kv_heads", "head_dim"), apart=context.rules.apart)
+            contract(
+                "btd,dgk->btgk",
+                x,
+                params[name],
+                ("embed", "kv_heads", "head_dim"),
+                apart=context.rules.apart,
+            )
             for name in ("wk", "wv")
         )
         out, cache = self._chosen.mix(q, keys, values, cache, context)
-        out = checkpoint_name(out, "attention").reshape(rows, length, heads.num_heads, k, heads.head_dim)
+        out = checkpoint_name(out, "attention").reshape(
+            rows, length, heads.num_heads, k, heads.head_dim
+        )
         out = out.swapaxes(2, 3).reshape(rows, length, -1)
         (y,) = run(self._results, (out, expert, weight), (whole["wo"],), 1)
         return y, cache, self._aux(scores, expert, logits.dtype, context.weights)
@@ -141,14 +160,22 @@ class AttentionExperts:
         yield from self._chosen.transfers(sizes)
         if axes := (*mesh_axes("batch"), *mesh_axes("seq_layer")):
             size = 8 * sizes.layers * 8 * self.num_experts
-            yield Transfer("sum", axes, 8 * sizes.layers, size, "means over all tokens of what heads they chose")
+            yield Transfer(
+                "sum",
+                axes,
+                8 * sizes.layers,
+                size,
+                "means over all tokens of what heads they chose",
+            )
 
     def _whole(self, w: jax.Array, name: str, embed_dim: int) -> jax.Array:
         of = self.leaves(embed_dim, 1.0, 1.0)[name].axes
         rest, use, grad = (in_role(of, role) for role in ("weight", "use", "grad"))
         return gather(w, rest, use, grad, name)
 
-    def _on_tokens(self, context: Context, fn, tokens: tuple, weights: tuple, results: int) -> tuple[jax.Array, ...]:
+    def _on_tokens(
+        self, context: Context, fn, tokens: tuple, weights: tuple, results: int
+    ) -> tuple[jax.Array, ...]:
         """Runs `fn` on each device's own tokens; gradients of weights are summed over devices."""
         axes = context.rules.inside
         over = frozenset(axis for name in axes if name for axis in mesh_axes(name))
@@ -160,8 +187,12 @@ class AttentionExperts:
         return local(own, spread, (axes,) * results)(*tokens, *weights)
 
     def _choose(self, x: jax.Array, router: jax.Array) -> tuple[jax.Array, ...]:
-        logits = jnp.einsum("btd,de->bte", x, router, precision="highest", preferred_element_type=wide_dtype(x))
-        return logits, *route(logits, self.experts_per_token, scores=self.scores, normalise=self.normalise)
+        logits = jnp.einsum(
+            "btd,de->bte", x, router, precision="highest", preferred_element_type=wide_dtype(x)
+        )
+        return logits, *route(
+            logits, self.experts_per_token, scores=self.scores, normalise=self.normalise
+        )
 
     def _queries(self, x: jax.Array, expert: Int[Array, "B T k"], w: jax.Array) -> tuple[jax.Array]:
         """Those of a token's k experts, in the order in which it chose them: [B, T, k h K]."""
@@ -170,12 +201,16 @@ class AttentionExperts:
         q = grouped_matmul(flat, w, plan.sizes, read=plan.order, write=plan.order)
         return (q.reshape(*x.shape[:2], -1),)
 
-    def _results(self, out: jax.Array, expert: jax.Array, weight: jax.Array, w: jax.Array) -> tuple[jax.Array]:
+    def _results(
+        self, out: jax.Array, expert: jax.Array, weight: jax.Array, w: jax.Array
+    ) -> tuple[jax.Array]:
         """The weighted sum of what each expert makes of its heads."""
         k = expert.shape[-1]
         plan = sort_choices(expert.reshape(-1, k), self.num_experts)
         rows = out.reshape(-1, w.shape[1]).astype(weight.dtype) * weight.reshape(-1, 1)
-        y = grouped_matmul(rows.astype(out.dtype), w, plan.sizes, read=plan.order, write=plan.order, summed=k)
+        y = grouped_matmul(
+            rows.astype(out.dtype), w, plan.sizes, read=plan.order, write=plan.order, summed=k
+        )
         return (y.reshape(*out.shape[:2], -1),)
 
     def _aux(self, scores: jax.Array, expert: jax.Array, dtype, weights: jax.Array | None) -> Aux:

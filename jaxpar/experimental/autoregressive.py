@@ -58,7 +58,9 @@ class Made:
         dtype = params[0]["w"].dtype
         h = 2 * x.astype(dtype) - 1
         for layer, mask in zip(params, self._masks(), strict=True):
-            h = (nn.relu(h) if layer is not params[0] else h) @ (layer["w"] * jnp.asarray(mask, dtype)) + layer["b"]
+            h = (nn.relu(h) if layer is not params[0] else h) @ (
+                layer["w"] * jnp.asarray(mask, dtype)
+            ) + layer["b"]
         return h
 
     def log_prob(self, params: PyTree, x: Int[Array, " D"]) -> Float[Array, ""]:
@@ -96,7 +98,10 @@ class Made:
         degrees = [np.arange(1, self.num_dims + 1)]
         degrees += [np.arange(width) % (self.num_dims - 1) + 1 for width in self.hidden]
         degrees.append(np.arange(self.num_dims))
-        return [before[:, None] <= after[None, :] for before, after in zip(degrees, degrees[1:], strict=False)]
+        return [
+            before[:, None] <= after[None, :]
+            for before, after in zip(degrees, degrees[1:], strict=False)
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +135,11 @@ class PixelCnn:
         c = self.channels
         first = {"above": (2, 3, 2, c), "row_above": (1, 3, 2, c), "left": (2, 1, 2, c)}
         down = {"one": (2, 3, 2 * c, c), "two": (2, 3, 2 * c, 2 * c)}
-        right = {"one": (2, 2, 2 * c, c), "two": (2, 2, 2 * c, 2 * c), "from_down": (1, 1, 2 * c, c)}
+        right = {
+            "one": (2, 2, 2 * c, c),
+            "two": (2, 2, 2 * c, 2 * c),
+            "from_down": (1, 1, 2 * c, c),
+        }
         shapes = {
             "first": first,
             "blocks": [{"down": down, "right": right} for _ in range(self.num_blocks)],
@@ -139,18 +148,25 @@ class PixelCnn:
         leaves, tree = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
         keys = jax.random.split(key, len(leaves))
         weights = [
-            {"w": jax.random.normal(k, shape) / math.sqrt(math.prod(shape[:3])), "b": jnp.zeros((1, 1, shape[3]))}
+            {
+                "w": jax.random.normal(k, shape) / math.sqrt(math.prod(shape[:3])),
+                "b": jnp.zeros((1, 1, shape[3])),
+            }
             for k, shape in zip(keys, leaves, strict=True)
         ]
         return jax.tree.unflatten(tree, weights)
 
-    def mixture(self, params: PyTree, image: Int[Array, "height width"]) -> Float[Array, "height width 3 mixtures"]:
+    def mixture(
+        self, params: PyTree, image: Int[Array, "height width"]
+    ) -> Float[Array, "height width 3 mixtures"]:
         """Returns log weights (not normalised), means and log scales of each pixel; gray is in [-1, 1]."""
         gray = image.astype(params["last"]["w"].dtype) * (2 / (self.levels - 1)) - 1
         x = jnp.stack([gray, jnp.ones_like(gray)], -1)  # the ones tell the border from mid-gray
         first = params["first"]
         down = _shift_down(_conv(x, first["above"], left=1))
-        right = _shift_down(_conv(x, first["row_above"], left=1)) + _shift_right(_conv(x, first["left"], left=0))
+        right = _shift_down(_conv(x, first["row_above"], left=1)) + _shift_right(
+            _conv(x, first["left"], left=0)
+        )
         for block in params["blocks"]:
             down = _gated(down, block["down"], left=1)
             right = _gated(right, block["right"], left=1, skip=down)
@@ -190,7 +206,10 @@ class PixelCnn:
         """
         pick_key, gray_key = jax.random.split(key)
         shape = (num, self.height, self.width)
-        noise = jax.random.gumbel(pick_key, (*shape, self.mixtures)), jax.random.logistic(gray_key, shape)
+        noise = (
+            jax.random.gumbel(pick_key, (*shape, self.mixtures)),
+            jax.random.logistic(gray_key, shape),
+        )
 
         def update(noise, pixels):
             gumbel, logistic = noise
@@ -210,7 +229,9 @@ def _sample(update: Callable, noise: PyTree, num_elements: int, method: Order, w
 
     def one(noise):
         start = jnp.zeros(num_elements, jnp.int32)
-        return causal_fixed_point(lambda x: update(noise, x), start, method=method, with_stats=with_stats)
+        return causal_fixed_point(
+            lambda x: update(noise, x), start, method=method, with_stats=with_stats
+        )
 
     return jax.vmap(one)(noise)
 
@@ -219,7 +240,9 @@ def _conv(x: Array, layer: PyTree, left: int) -> Array:
     """Convolves [H, W, C] with a kernel whose last row is the pixel's own; `left` of its columns lie to the left."""
     rows, columns = layer["w"].shape[:2]
     padding = ((rows - 1, 0), (left, columns - 1 - left))
-    out = lax.conv_general_dilated(x[None], layer["w"], (1, 1), padding, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    out = lax.conv_general_dilated(
+        x[None], layer["w"], (1, 1), padding, dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
     return out[0] + layer["b"]
 
 

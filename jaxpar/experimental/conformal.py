@@ -30,7 +30,9 @@ def empty_calibration(size: int) -> Calibration:
     return Calibration(jnp.zeros(size, jnp.float32), jnp.zeros((), jnp.int32))
 
 
-def conformal_p(calibration: Calibration, score: Float[Array, ""], uniform: Float[Array, ""]) -> Float[Array, ""]:
+def conformal_p(
+    calibration: Calibration, score: Float[Array, ""], uniform: Float[Array, ""]
+) -> Float[Array, ""]:
     """Returns (number of lower scores + uniform (1 + number of equal ones)) / (1 + number of scores), O(N).
 
     Of exchangeable scores, ties among them or not, it is uniform on [0, 1); and as long as none is forgotten, one
@@ -77,5 +79,7 @@ def conformal_rejects(
         return after, is_score & (conformal_p(before, score, uniform) < alpha)
 
     uniforms = jax.random.uniform(key, (len(scores),))
-    after, rejected = jax.lax.scan(one, calibration, (jnp.asarray(scores, jnp.float32), uniforms, valid))
+    after, rejected = jax.lax.scan(
+        one, calibration, (jnp.asarray(scores, jnp.float32), uniforms, valid)
+    )
     return rejected, after

@@ -72,7 +72,9 @@ class Future:
 
     def ready(self) -> bool:
         """Tells without waiting whether `result` would return, or raise, at once."""
-        return self._node.error is not None or all(leaf.is_ready() for leaf in jax.tree.leaves(self.value))
+        return self._node.error is not None or all(
+            leaf.is_ready() for leaf in jax.tree.leaves(self.value)
+        )
 
     def result(self) -> PyTree:
         """Waits for the value and returns it.
@@ -140,10 +142,17 @@ class Client:
         self._lock = threading.RLock()
         self._began = time.perf_counter()
         # The devices of a mesh work in order, so one that waits in order sees each end when it happens.
-        self._observers = {name: ThreadPoolExecutor(1) for name in self.meshes} if trace and not serial else {}
+        self._observers = (
+            {name: ThreadPoolExecutor(1) for name in self.meshes} if trace and not serial else {}
+        )
 
     def submit(
-        self, fn: Callable, *args: PyTree, on: str, in_axes: Sequence[PyTree] | None = None, name: str | None = None
+        self,
+        fn: Callable,
+        *args: PyTree,
+        on: str,
+        in_axes: Sequence[PyTree] | None = None,
+        name: str | None = None,
     ) -> Future:
         """Enqueues `fn(*args)` on a mesh and returns at once.
 
@@ -163,12 +172,18 @@ class Client:
         with self._lock:
             submitted = time.perf_counter() - self._began
             if on not in self.meshes:
-                raise UsageError(f"there is no mesh {on!r}; this client has {', '.join(self.meshes)}.")
+                raise UsageError(
+                    f"there is no mesh {on!r}; this client has {', '.join(self.meshes)}."
+                )
             if in_axes is not None and len(in_axes) != len(args):
                 raise UsageError(f"in_axes has {len(in_axes)} entries for {len(args)} arguments.")
-            inputs = [leaf for leaf in jax.tree.leaves(args, is_leaf=_is_future) if _is_future(leaf)]
+            inputs = [
+                leaf for leaf in jax.tree.leaves(args, is_leaf=_is_future) if _is_future(leaf)
+            ]
             if any(future._client is not self for future in inputs):
-                raise UsageError("a future belongs to the client that made it; hand its result() to another.")
+                raise UsageError(
+                    "a future belongs to the client that made it; hand its result() to another."
+                )
             name = name or f"{getattr(fn, '__name__', 'node')}-{len(self.trace)}"
             future = Future(self, name, tuple(dict.fromkeys(value._node for value in inputs)))
             self._make_room()
@@ -203,12 +218,18 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _dispatch(self, future: Future, fn: Callable, args: PyTree, mesh: Mesh, in_axes: PyTree) -> None:
+    def _dispatch(
+        self, future: Future, fn: Callable, args: PyTree, mesh: Mesh, in_axes: PyTree
+    ) -> None:
         if failed := [node.error for node in future._node.parents if node.error is not None]:
             future._node.error = NodeError(future.name, failed[0].node, failed[0].reason)
             return
-        args = jax.tree.map(lambda leaf: leaf.value if _is_future(leaf) else leaf, args, is_leaf=_is_future)
-        targets = [_shardings(arg, mesh, in_axes and in_axes[i], self._rules) for i, arg in enumerate(args)]
+        args = jax.tree.map(
+            lambda leaf: leaf.value if _is_future(leaf) else leaf, args, is_leaf=_is_future
+        )
+        targets = [
+            _shardings(arg, mesh, in_axes and in_axes[i], self._rules) for i, arg in enumerate(args)
+        ]
         program = fn if isinstance(fn, jax.stages.Wrapped) else jax.jit(fn)
         try:
             placed = jax.tree.map(move, args, tuple(targets))
@@ -279,19 +300,31 @@ def plot_trace(trace: Sequence[Event], out: Path) -> None:
     """
     done = [event for event in trace if np.isfinite(event.ready)]
     if not done:
-        raise UsageError("no node of this trace is done; make the client with trace=True, and wait for it.")
+        raise UsageError(
+            "no node of this trace is done; make the client with trace=True, and wait for it."
+        )
     rows = {name: row for row, name in enumerate(dict.fromkeys(event.mesh for event in done))}
     ends, free = {}, {}
     figure = empty_figure(9, 1.4 + 0.8 * len(rows))
     axes = figure.subplots()
     for index, event in enumerate(done):
-        begin = max([event.dispatched, free.get(event.mesh, 0.0), *(ends.get(name, 0.0) for name in event.after)])
+        begin = max(
+            [
+                event.dispatched,
+                free.get(event.mesh, 0.0),
+                *(ends.get(name, 0.0) for name in event.after),
+            ]
+        )
         row, color = rows[event.mesh], COLORS[index % len(COLORS)]
         axes.barh(row, max(event.ready - begin, 0), left=begin, height=0.6, color=color)
-        axes.hlines(row - 0.38, event.dispatched, max(begin, event.dispatched), color="0.75", linewidth=1)
+        axes.hlines(
+            row - 0.38, event.dispatched, max(begin, event.dispatched), color="0.75", linewidth=1
+        )
         axes.plot([event.dispatched] * 2, [row - 0.42, row - 0.34], color="black", linewidth=0.8)
         if event.ready - begin > 0.04 * done[-1].ready:
-            axes.text((begin + event.ready) / 2, row, event.node, ha="center", va="center", fontsize=7)
+            axes.text(
+                (begin + event.ready) / 2, row, event.node, ha="center", va="center", fontsize=7
+            )
         ends[event.node] = free[event.mesh] = event.ready
     axes.set(yticks=list(rows.values()), yticklabels=list(rows), xlim=(0, None), ylabel="mesh")
     axes.set_xlabel("seconds (tick: dispatched; bar: computed)")
@@ -311,18 +344,26 @@ def _lay_out(meshes: Mapping[str, Mesh | MeshSpec]) -> dict[str, Mesh]:
         if isinstance(mesh, MeshSpec):
             count = int(np.prod(dataclasses.astuple(mesh)))
             if min(dataclasses.astuple(mesh)) < 1:
-                raise UsageError(f"mesh {name!r} leaves a size open; a client's meshes need every size.")
+                raise UsageError(
+                    f"mesh {name!r} leaves a size open; a client's meshes need every size."
+                )
             if taken + count > jax.device_count():
-                raise UsageError(f"mesh {name!r} ends at device {taken + count} but {jax.device_count()} are here.")
+                raise UsageError(
+                    f"mesh {name!r} ends at device {taken + count} but {jax.device_count()} are here."
+                )
             mesh = make_mesh(mesh, jax.devices()[taken : taken + count])
             taken += count
         if mesh.is_multi_process:
-            raise UsageError(f"mesh {name!r} has devices of other processes; one controller needs Pathways for that.")
+            raise UsageError(
+                f"mesh {name!r} has devices of other processes; one controller needs Pathways for that."
+            )
         made[name] = mesh
     return made
 
 
-def _shardings(tree: PyTree, mesh: Mesh, axes: PyTree | None, rules: Mapping[str, tuple[str, ...]] | None) -> PyTree:
+def _shardings(
+    tree: PyTree, mesh: Mesh, axes: PyTree | None, rules: Mapping[str, tuple[str, ...]] | None
+) -> PyTree:
     """Returns where each leaf shall lie on `mesh`: by its logical axes, else where it is, else whole everywhere."""
     if axes is not None:
         with use_mesh(mesh, rules):

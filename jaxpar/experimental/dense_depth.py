@@ -41,7 +41,9 @@ class DenseDepth:
         num, width = self.num_layers, self.width
         input_key, between_key = jax.random.split(key)
         fan_in = self.input_dim + width * jnp.arange(num, dtype=jnp.float32)[:, None, None]
-        between = jax.random.normal(between_key, (num, num, width, width)) / jnp.sqrt(fan_in)[..., None]
+        between = (
+            jax.random.normal(between_key, (num, num, width, width)) / jnp.sqrt(fan_in)[..., None]
+        )
         return {
             "input": jax.random.normal(input_key, (num, self.input_dim, width)) / jnp.sqrt(fan_in),
             "between": between * jnp.tri(num, k=-1)[:, :, None, None],
@@ -79,7 +81,9 @@ class DenseDepth:
         def update(h):
             return jnp.tanh(projections + jnp.einsum("ijab,ja->ib", between, h))
 
-        return causal_fixed_point(update, jnp.zeros_like(projections), method=method, tol=tol, with_stats=with_stats)
+        return causal_fixed_point(
+            update, jnp.zeros_like(projections), method=method, tol=tol, with_stats=with_stats
+        )
 
     def _between(self, params: PyTree) -> Array:
         """Returns the weights [to, from, in, out] without what training may have put into links that do not exist."""

@@ -22,7 +22,11 @@ __all__ = ["convert", "specs"]
 
 def specs(placement: Placement, rank: int, sizes: Mapping[str, int]) -> P:
     """Returns the `PartitionSpec` of an array at rest: partial axes in front, then `rank` dimensions."""
-    front = [axis if sizes[axis] > 1 else None for axis, where in placement.items() if isinstance(where, Partial)]
+    front = [
+        axis if sizes[axis] > 1 else None
+        for axis, where in placement.items()
+        if isinstance(where, Partial)
+    ]
     nests: list[tuple[str, ...]] = [()] * rank
     for axis, where in placement.items():
         if isinstance(where, Split) and sizes[axis] > 1:
@@ -52,7 +56,9 @@ def convert(x: jax.Array, source: Placement, target: Placement) -> jax.Array:
     steps = conversion(source, target, shape, x.dtype, sizes)
     if lead != tuple(sizes[axis] for axis in front):
         wanted = ", ".join(f"{axis}={sizes[axis]}" for axis in front)
-        raise UsageError(f"a value that is partial over {wanted} has these sizes in front; its shape is {x.shape}.")
+        raise UsageError(
+            f"a value that is partial over {wanted} has these sizes in front; its shape is {x.shape}."
+        )
     # A permute may leave copies that are equal without JAX's types knowing it.
     typed = all(step.kind != "collective-permute" for step in steps)
     num_front = sum(isinstance(where, Partial) for where in target.values())
@@ -67,7 +73,9 @@ def convert(x: jax.Array, source: Placement, target: Placement) -> jax.Array:
     return jax.shard_map(body, in_specs=next(placed), out_specs=next(placed), check_vma=typed)(x)
 
 
-def _carry_out(step: ConversionStep, here: Placement, x: jax.Array, sizes: Mapping[str, int], typed: bool) -> jax.Array:
+def _carry_out(
+    step: ConversionStep, here: Placement, x: jax.Array, sizes: Mapping[str, int], typed: bool
+) -> jax.Array:
     """One step on a device's block."""
     axes, axis = step.axes, step.axes[0]
     before, after = here.get(axis, Broadcast()), step.after.get(axis, Broadcast())
@@ -80,9 +88,13 @@ def _carry_out(step: ConversionStep, here: Placement, x: jax.Array, sizes: Mappi
         case "pad", Split(dim), Partial(op):
             whole = [size * (sizes[axis] if i == dim else 1) for i, size in enumerate(x.shape)]
             rest = jnp.full(whole, _identity(op, x.dtype), x.dtype)
-            return lax.dynamic_update_slice_in_dim(rest, x, lax.axis_index(axis) * x.shape[dim], dim)
+            return lax.dynamic_update_slice_in_dim(
+                rest, x, lax.axis_index(axis) * x.shape[dim], dim
+            )
         case "all-gather", Split(dim), _:
-            return lax.all_gather(x, axes, axis=dim, tiled=True, to="invarying" if typed else "varying")
+            return lax.all_gather(
+                x, axes, axis=dim, tiled=True, to="invarying" if typed else "varying"
+            )
         case "all-to-all", Split(dim), Split(onto):
             return lax.all_to_all(x, axes, split_axis=onto, concat_axis=dim, tiled=True)
         case "all-to-all", Partial(op), Split(dim):
@@ -107,7 +119,9 @@ def _identity(op: str, dtype: DTypeLike) -> float:
     return -jnp.inf if op == "max" else jnp.inf
 
 
-def _pairs(before: Placement, after: Placement, axes: tuple[str, ...], sizes: Mapping[str, int]) -> list:
+def _pairs(
+    before: Placement, after: Placement, axes: tuple[str, ...], sizes: Mapping[str, int]
+) -> list:
     """(sender, receiver), numbered row-major over `axes`, so that each device gets its block; some keep theirs."""
 
     def blocks(placement: Placement) -> list[tuple[int, ...]]:
@@ -119,7 +133,9 @@ def _pairs(before: Placement, after: Placement, axes: tuple[str, ...], sizes: Ma
         out = []
         for place in itertools.product(*(range(sizes[axis]) for axis in axes)):
             at = dict(zip(axes, place, strict=True))
-            out.append(tuple(_number([(at[a], sizes[a]) for a in nests[dim]]) for dim in sorted(nests)))
+            out.append(
+                tuple(_number([(at[a], sizes[a]) for a in nests[dim]]) for dim in sorted(nests))
+            )
         return out
 
     have, want = blocks(before), blocks(after)

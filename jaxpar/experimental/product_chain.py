@@ -39,9 +39,14 @@ def matmul_placements(a: Placement, b: Placement) -> dict[str, Split | Broadcast
         pair = a.get(axis, Broadcast()), b.get(axis, Broadcast())
         if pair not in MATMUL_PLACEMENTS:
             legal = "; ".join(f"{left} @ {right}" for left, right in MATMUL_PLACEMENTS)
-            raise UsageError(f"{axis}: {pair[0]} @ {pair[1]} needs a conversion first; legal are {legal}.")
+            raise UsageError(
+                f"{axis}: {pair[0]} @ {pair[1]} needs a conversion first; legal are {legal}."
+            )
         out[axis] = MATMUL_PLACEMENTS[pair]
-    inner = [[axis for axis, where in side.items() if where == Split(dim)] for side, dim in ((a, 1), (b, 0))]
+    inner = [
+        [axis for axis, where in side.items() if where == Split(dim)]
+        for side, dim in ((a, 1), (b, 0))
+    ]
     if inner[0] != inner[1]:
         raise UsageError(
             f"the contracted dimension is cut in another order by each operand: {inner[0]} and {inner[1]}."
@@ -99,17 +104,23 @@ def place_chain(
     Raises:
       UsageError: As `conversion`.
     """
-    named = {axis for placement in (x[1], target, *(rest for _, rest in weights)) for axis in placement}
+    named = {
+        axis for placement in (x[1], target, *(rest for _, rest in weights)) for axis in placement
+    }
     choices = list(_choices([axis for axis in sizes if axis in named and sizes[axis] > 1]))
     shape, start = tuple(x[0]), x[1]
     reached = {_key(start): (0.0, ())}
     for number, (of_w, rest) in enumerate(weights):
         if of_w[0] != shape[1]:
-            raise UsageError(f"weight {number} of shape {tuple(of_w)} cannot follow an activation of shape {shape}.")
+            raise UsageError(
+                f"weight {number} of shape {tuple(of_w)} cannot follow an activation of shape {shape}."
+            )
         after: dict[_Key, tuple[float, tuple[Stage, ...]]] = {}
         for a, b in choices:
             partial = any(isinstance(where, Partial) for where in a.values())
-            if (partial and number and not linear) or not (_fits(a, shape, sizes) and _fits(b, of_w, sizes)):
+            if (partial and number and not linear) or not (
+                _fits(a, shape, sizes) and _fits(b, of_w, sizes)
+            ):
                 continue
             result = _key(matmul_placements(a, b))
             for_w = conversion(rest, b, of_w, dtype, sizes)
@@ -122,7 +133,11 @@ def place_chain(
     ends = []
     for here, (spent, stages) in reached.items():
         steps = conversion(dict(here), target, shape, dtype, sizes)
-        ends.append(ChainPlacement(spent + sum(step.bytes for step in steps), (*stages, Stage(target, steps))))
+        ends.append(
+            ChainPlacement(
+                spent + sum(step.bytes for step in steps), (*stages, Stage(target, steps))
+            )
+        )
     return min(ends, key=lambda chain: chain.bytes)
 
 
@@ -132,14 +147,20 @@ _Key = tuple[tuple[str, Split | Broadcast | Partial], ...]
 def _key(placement: Placement) -> _Key:
     """One form for equal placements: no broadcasts, dimensions in order, each one's axes outermost first."""
     named = [item for item in placement.items() if item[1] != Broadcast()]
-    return tuple(sorted(named, key=lambda item: (str(item[1]), item[0] if isinstance(item[1], Partial) else "")))
+    return tuple(
+        sorted(
+            named, key=lambda item: (str(item[1]), item[0] if isinstance(item[1], Partial) else "")
+        )
+    )
 
 
 def _choices(axes: Sequence[str]) -> Iterator[tuple[Placement, Placement]]:
     """Operands that multiply without communication: a row of the table for each axis, in each order of axes."""
     for order in itertools.permutations(axes):
         for rows in itertools.product(MATMUL_PLACEMENTS, repeat=len(order)):
-            left, right = ({axis: row[side] for axis, row in zip(order, rows, strict=True)} for side in (0, 1))
+            left, right = (
+                {axis: row[side] for axis, row in zip(order, rows, strict=True)} for side in (0, 1)
+            )
             if not (Partial("sum") in left.values() and Partial("sum") in right.values()):
                 yield left, right
 

@@ -80,7 +80,9 @@ def pseudo_tokens(
 def _check(draft) -> None:
     check_fields(draft)
     if (deepest := _candidates(draft).max_depth) > draft.length:
-        raise UsageError(f"candidates {deepest} deep; legal are up to length={draft.length}, the places guessed.")
+        raise UsageError(
+            f"candidates {deepest} deep; legal are up to length={draft.length}, the places guessed."
+        )
 
 
 def _candidates(draft: TrainedDraft) -> Tree:
@@ -104,10 +106,14 @@ def _tree(draft: TrainedDraft) -> Tree:
 
 def _init(draft: TrainedDraft, params: PyTree, prompt: Array, lengths: Array, room: int) -> Array:
     """Returns no guesses: of each of k places, as many as a candidate has children."""
-    return jnp.full((len(prompt), draft.length, _candidates(draft).children.shape[1]), -1, jnp.int32)
+    return jnp.full(
+        (len(prompt), draft.length, _candidates(draft).children.shape[1]), -1, jnp.int32
+    )
 
 
-def _propose(draft: TrainedDraft, params: PyTree, state: Array, text: Array, lengths: Array, decide: Decide):
+def _propose(
+    draft: TrainedDraft, params: PyTree, state: Array, text: Array, lengths: Array, decide: Decide
+):
     """Proposes as child r of any candidate at depth d guess r of place d."""
     tree = _candidates(draft)
     tokens = state[:, tree.depth[1:] - 1, tree.rank[1:]]
@@ -115,7 +121,9 @@ def _propose(draft: TrainedDraft, params: PyTree, state: Array, text: Array, len
     return Proposal(tokens, pseudo=pseudo_tokens(draft, params, tree.size)), state
 
 
-def _update(draft: TrainedDraft, state: Array, tokens: Array, scores: Array, accepted: Accepted) -> Array:
+def _update(
+    draft: TrainedDraft, state: Array, tokens: Array, scores: Array, accepted: Accepted
+) -> Array:
     """Reads guesses off the pseudo tokens behind the last candidate that was kept, the best scores first.
 
     The scores hold the noise of the places that are guessed, so that the best one is what the model will draw if the
@@ -153,7 +161,9 @@ class PromptTokens:
 
     def states(self, params: PyTree, x: Array) -> Array:
         """Returns the embeddings, behind whatever token."""
-        return jnp.broadcast_to(params["prompts"].astype(x.dtype), (*x.shape[:2], *params["prompts"].shape))
+        return jnp.broadcast_to(
+            params["prompts"].astype(x.dtype), (*x.shape[:2], *params["prompts"].shape)
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,15 +45,23 @@ def saliency(
         UsageError: the observations are names and not numbers, agents' values are mixed, or there is no such step.
     """
     if agent.decomposition != "none" if isinstance(agent, ActionValues) else agent.central:
-        raise UsageError("saliency explains an agent's own value: give one of decomposition='none' and central=False.")
+        raise UsageError(
+            "saliency explains an agent's own value: give one of decomposition='none' and central=False."
+        )
     if not isinstance(agent.obs_space, Box) or num_choices(agent.obs_space):
-        raise UsageError(f"{agent.obs_space} has no gradient: saliency takes a Box of numbers, such as pixels.")
+        raise UsageError(
+            f"{agent.obs_space} has no gradient: saliency takes a Box of numbers, such as pixels."
+        )
     if not -len(obs) <= time < len(obs):
-        raise UsageError(f"time={time} is no step of {len(obs)}; legal are {-len(obs)} to {len(obs) - 1}.")
+        raise UsageError(
+            f"time={time} is no step of {len(obs)}; legal are {-len(obs)} to {len(obs) - 1}."
+        )
 
     def value(obs):
         if isinstance(agent, ActionValues):
-            return jnp.sum(jnp.max(agent.apply(weights, obs, starts, carry, action_mask).q[time], -1))
+            return jnp.sum(
+                jnp.max(agent.apply(weights, obs, starts, carry, action_mask).q[time], -1)
+            )
         return jnp.sum(agent.apply(weights, obs, starts, carry, action_mask).value[time])
 
     return jax.grad(value)(jnp.asarray(obs, jnp.result_type(float, *jax.tree.leaves(weights))))

@@ -47,8 +47,13 @@ def guesses(
     )  # of pseudo tokens, and of the tokens in whose place they are
     positions = jnp.concatenate([jnp.arange(length), places.reshape(-1)])
     number = jnp.arange(len(anchors) * size)
-    text = jnp.arange(length)[None] <= jnp.concatenate([jnp.arange(length), jnp.repeat(anchors, size)])[:, None]
-    own = number[:, None] // size == number[None] // size  # of which later positions are not seen anyway
+    text = (
+        jnp.arange(length)[None]
+        <= jnp.concatenate([jnp.arange(length), jnp.repeat(anchors, size)])[:, None]
+    )
+    own = (
+        number[:, None] // size == number[None] // size
+    )  # of which later positions are not seen anyway
     visible = jnp.concatenate([text, jnp.pad(own, ((length, 0), (0, 0)))], 1)
     rows, total = len(tokens), len(positions)
     x, _ = hidden(
@@ -61,7 +66,9 @@ def guesses(
     return jax.lax.stop_gradient(both[:, 0]), both[:, 1]
 
 
-def distillation(own: Float[Array, "B A k V"], guessed: Float[Array, "B A k V"]) -> Float[Array, " k"]:
+def distillation(
+    own: Float[Array, "B A k V"], guessed: Float[Array, "B A k V"]
+) -> Float[Array, " k"]:
     """Returns of each place the mean divergence KL(model's law || draft's law), in nats."""
     own, guessed = jax.nn.log_softmax(own), jax.nn.log_softmax(guessed)
     return (jnp.exp(own) * (own - guessed)).sum(-1).mean((0, 1))
@@ -147,7 +154,9 @@ class DraftTrainer:
         """Draws the draft's parameters. Consumes `key`; ignores `inputs`."""
         del inputs
         params = init_leaves(key, self._leaves(), jnp.promote_types(self.model.dtype, jnp.float32))
-        steps, skipped = (jnp.zeros((), jnp.int32) for _ in range(2))  # two arrays, as `fit` donates each
+        steps, skipped = (
+            jnp.zeros((), jnp.int32) for _ in range(2)
+        )  # two arrays, as `fit` donates each
         return DraftState(params, self.make_optimizer().init(params), steps, skipped)
 
     def axes(self) -> DraftState:
@@ -155,7 +164,9 @@ class DraftTrainer:
         state = jax.eval_shape(lambda: self.init(jax.random.key(0)))
         return axes_like(state, state.params, self._axes())
 
-    def step(self, key: PRNGKey, state: DraftState, inputs: dict[str, PyTree]) -> tuple[DraftState, Info]:
+    def step(
+        self, key: PRNGKey, state: DraftState, inputs: dict[str, PyTree]
+    ) -> tuple[DraftState, Info]:
         """Makes one optimizer step. Consumes `key` for the anchors.
 
         Args:

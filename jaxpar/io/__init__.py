@@ -34,7 +34,12 @@ from jaxpar.io.plots import (
 from jaxpar.io.progress import Progress, open_progress
 
 if TYPE_CHECKING:
-    from jaxpar.io.checkpoint import Checkpoints, CorruptCheckpointError, RunMismatchError, SaveError
+    from jaxpar.io.checkpoint import (
+        Checkpoints,
+        CorruptCheckpointError,
+        RunMismatchError,
+        SaveError,
+    )
     from jaxpar.io.export import write_arrays
 
 __all__ = [

@@ -134,7 +134,9 @@ class Checkpoints:
         """Compiles what a save of such a state runs on the devices, so that the first save does not stall for it."""
         prepare(reading.flatten(state), self._on_device is not False)
 
-    def save(self, step: int, state: PyTree, metrics: Mapping[str, float], metadata: Mapping[str, object]) -> float:
+    def save(
+        self, step: int, state: PyTree, metrics: Mapping[str, float], metadata: Mapping[str, object]
+    ) -> float:
         """Copies `state` and starts to write it; returns before it is on disk.
 
         With a snapshot on the device, this waits for nothing but an earlier save that is still under way.
@@ -154,10 +156,14 @@ class Checkpoints:
         """
         began = time.perf_counter()
         if self._read_only:
-            raise UsageError(f"step {step} cannot be saved to {self._folder}, which was opened to be read only")
+            raise UsageError(
+                f"step {step} cannot be saved to {self._folder}, which was opened to be read only"
+            )
         newest = self.newest()
         if newest is not None and step <= newest:
-            raise UsageError(f"step {step} cannot be saved to {self._folder}: step {newest} is there already")
+            raise UsageError(
+                f"step {step} cannot be saved to {self._folder}: step {newest} is there already"
+            )
         leaves = reading.flatten(state)
         if self._on_device is None:
             self._on_device = not on_all_processes(not fits_twice(leaves))
@@ -165,7 +171,9 @@ class Checkpoints:
         numbers = {name: float(value) for name, value in metrics.items()}
         self._pending = (step, sum(leaf.nbytes for leaf in leaves.values()))
         handed = threading.Event()
-        self._job = self._worker.submit(self._write, step, copies, digests, numbers, dict(metadata), handed)
+        self._job = self._worker.submit(
+            self._write, step, copies, digests, numbers, dict(metadata), handed
+        )
         if not self._on_device:
             handed.wait()
             self.poll()
@@ -312,7 +320,9 @@ class Checkpoints:
             elif problems:
                 for refused, problem in problems.items():
                     if jax.process_index() == 0:
-                        self.refused.append(storage.set_aside(self._folder / str(refused), str(problem)))
+                        self.refused.append(
+                            storage.set_aside(self._folder / str(refused), str(problem))
+                        )
                 on_all_processes(0)
                 self._manager.reload()
             return step, state
@@ -320,9 +330,15 @@ class Checkpoints:
             if isinstance(problem, RunMismatchError):
                 raise problem
         damaged = [*problems.values(), *self.refused]
-        earlier = [path.name for path in self._folder.glob("*.refused*")] if self._folder.exists() else []
+        earlier = (
+            [path.name for path in self._folder.glob("*.refused*")] if self._folder.exists() else []
+        )
         if damaged or earlier:
-            why = damaged[0] if damaged else f"only {', '.join(sorted(earlier))} is left of those refused earlier"
+            why = (
+                damaged[0]
+                if damaged
+                else f"only {', '.join(sorted(earlier))} is left of those refused earlier"
+            )
             raise CorruptCheckpointError(
                 f"no checkpoint in {self._folder} is whole: {why}; start anew with resume=false, or in another folder"
             )
@@ -386,7 +402,9 @@ class Checkpoints:
         except (CorruptCheckpointError, RunMismatchError) as error:
             problem = error
         # Before the next collective: a process that failed would not come to it.
-        worst = on_all_processes({type(None): 0, RunMismatchError: 1, CorruptCheckpointError: 2}[type(problem)])
+        worst = on_all_processes(
+            {type(None): 0, RunMismatchError: 1, CorruptCheckpointError: 2}[type(problem)]
+        )
         if worst:
             kind = RunMismatchError if worst == 1 else CorruptCheckpointError
             raise problem or kind(f"the checkpoint {folder} cannot be read by another process")
@@ -402,12 +420,16 @@ class Checkpoints:
         """Reads from the step that the user named; there is no other to go on from, so the user is told what to do."""
         steps = self.steps()
         if step not in steps:
-            raise UsageError(f"{self._folder} has no checkpoint of step {step}; it has {steps or 'none'}")
+            raise UsageError(
+                f"{self._folder} has no checkpoint of step {step}; it has {steps or 'none'}"
+            )
         folder = self._folder / str(step)
         try:
             return read(folder)
         except CorruptCheckpointError as error:
-            raise CorruptCheckpointError(f"{error}; move that folder away to go on from the one before it") from error
+            raise CorruptCheckpointError(
+                f"{error}; move that folder away to go on from the one before it"
+            ) from error
 
     def _fail(self, error: Exception) -> NoReturn:
         """Clears away a failed save and says why; an error that is not the storage's goes on as it is."""
@@ -416,17 +438,27 @@ class Checkpoints:
         self._manager.reload()  # Orbax already dropped the older steps that it would have deleted
         if jax.process_index() == 0:
             for half in self._folder.glob(f"*{ocp.path.atomicity.TMP_DIR_SUFFIX}*"):
-                with contextlib.suppress(OSError):  # other writes of it may not have ended; the next start tidies up
+                with contextlib.suppress(
+                    OSError
+                ):  # other writes of it may not have ended; the next start tidies up
                     half.rmtree()
         reason = storage.storage_reason(error)
         if reason is None:
             raise error
         newest = max(self._manager.all_steps(), default=None)
-        free = "" if "://" in str(self._folder) else f"{shutil.disk_usage(self._folder).free / 1e6:.1f} MB free, "
+        free = (
+            ""
+            if "://" in str(self._folder)
+            else f"{shutil.disk_usage(self._folder).free / 1e6:.1f} MB free, "
+        )
         raise SaveError(
             f"the checkpoint of step {step} could not be written to {self._folder}: {reason} "
             f"({free}about {size / 1e6:.1f} MB needed); "
-            + ("no earlier one exists" if newest is None else f"the last whole one is step {newest} and is intact")
+            + (
+                "no earlier one exists"
+                if newest is None
+                else f"the last whole one is step {newest} and is intact"
+            )
         ) from error
 
 

@@ -56,7 +56,9 @@ def numpy_digest(x: np.ndarray) -> str:
     for start in range(0, x.size, _BLOCK):
         block = words[start : start + _BLOCK].astype(np.uint32)
         index = np.arange(start, start + len(block), dtype=np.uint64)
-        parts = [(index % span).astype(np.uint32)] + ([(index // span).astype(np.uint32)] if span < x.size else [])
+        parts = [(index % span).astype(np.uint32)] + (
+            [(index // span).astype(np.uint32)] if span < x.size else []
+        )
         for lane, seed in enumerate(_SEEDS):
             h = _hash([*parts, *block.T], np.uint32(seed))
             lanes[lane] += int(h.sum(dtype=np.uint64))
@@ -67,7 +69,9 @@ def _digest(path: str, x: jax.Array) -> jax.Array:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if x.dtype != np.bool_ and not jnp.iscomplexobj(x) and _bits(x) < 8:
-        raise UsageError(f"{path} is of dtype {x.dtype}, which no checkpoint holds; legal are elements of whole bytes.")
+        raise UsageError(
+            f"{path} is of dtype {x.dtype}, which no checkpoint holds; legal are elements of whole bytes."
+        )
     return _lanes(x, _split(x.shape))
 
 

@@ -41,7 +41,10 @@ def write_arrays(path: str | os.PathLike, tree: PyTree) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".npz":
-            native = {name: x if x.dtype.kind != "V" else x.astype(np.float32) for name, x in arrays.items()}
+            native = {
+                name: x if x.dtype.kind != "V" else x.astype(np.float32)
+                for name, x in arrays.items()
+            }
             np.savez(partial, **native)  # pyright: ignore[reportArgumentType]
         else:
             save_file(arrays, partial)

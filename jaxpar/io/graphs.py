@@ -56,13 +56,21 @@ def plot_graph(
         )  # fmt: skip
         finish = places[end] + (0.02 if start == end else 0)
         panel.annotate("", tuple(finish), tuple(places[start]), arrowprops=style)
-    panel.scatter(*np.asarray(places, float).T, s=280, c=[shades[c] for c in colors], edgecolors="white", zorder=3)
+    panel.scatter(
+        *np.asarray(places, float).T,
+        s=280,
+        c=[shades[c] for c in colors],
+        edgecolors="white",
+        zorder=3,
+    )
     for (x, y), label in zip(places, labels, strict=True):
         size = min(7.0, 24 / len(label)) if label else 7.0  # within its circle
         panel.text(x, y, label, ha="center", va="center", color="white", fontsize=size, zorder=4)
     panel.margins(0.08)
     panel.set_axis_off()
-    _explain(figure, {kind: shades[kind] for kind in shades if kind in colors}, bool(np.any(dashed)))
+    _explain(
+        figure, {kind: shades[kind] for kind in shades if kind in colors}, bool(np.any(dashed))
+    )
     save(figure, out, title)
 
 
@@ -80,7 +88,9 @@ def _clear_bend(places: np.ndarray, start: int, end: int, drawn: list[np.ndarray
         beyond = max(float((-arc).max()), float((arc - places.max(0)).max()))
         gaps = [np.linalg.norm(arc[:, None] - others, axis=-1).min()] if len(others) else [1.0]
         # The mean of an arc's distances: arcs may cross, but not lie on each other.
-        gaps += [2 * np.linalg.norm(inner[:, None] - other, axis=-1).min(1).mean() for other in drawn]
+        gaps += [
+            2 * np.linalg.norm(inner[:, None] - other, axis=-1).min(1).mean() for other in drawn
+        ]
         clear = min(gaps) if beyond < 0.3 else 0.0
         if best is None or clear > best[0]:
             best = clear, bend, inner
@@ -96,29 +106,45 @@ def _explain(figure: "Figure", kinds: Mapping[str, str], has_dashed: bool) -> No
     from matplotlib.lines import Line2D
 
     words = {"in": "input", "hidden": "hidden", "out": "output"}
-    handles = [Line2D([], [], marker="o", linestyle="", color=color, label=words[k]) for k, color in kinds.items()]
-    handles += [Line2D([], [], color=BLUE, label="weight > 0"), Line2D([], [], color=VERMILION, label="weight < 0")]
+    handles = [
+        Line2D([], [], marker="o", linestyle="", color=color, label=words[k])
+        for k, color in kinds.items()
+    ]
+    handles += [
+        Line2D([], [], color=BLUE, label="weight > 0"),
+        Line2D([], [], color=VERMILION, label="weight < 0"),
+    ]
     handles += [Line2D([], [], color=GRAY, linestyle="--", label="disabled")] if has_dashed else []
     figure.legend(handles=handles, loc="lower center", ncols=len(handles), frameon=False, fontsize=8,
                   handlelength=1.4, columnspacing=1.4, title="thick: strong", title_fontsize=8)  # fmt: skip
 
 
 def plot_stream(
-    metrics_jsonl: Path, out: Path, prefix: str, *, ylabel: str, along: str = "step", title: str = ""
+    metrics_jsonl: Path,
+    out: Path,
+    prefix: str,
+    *,
+    ylabel: str,
+    along: str = "step",
+    title: str = "",
 ) -> None:
     """Stacks the metrics whose names begin with `prefix` over the steps, into the PNG `out`; colours come in turns.
 
     Raises:
       UsageError: The file is absent or holds no such metric, or matplotlib is missing.
     """
-    rows = [row for row in read_jsonl(metrics_jsonl) if any(name.startswith(prefix) for name in row)]
+    rows = [
+        row for row in read_jsonl(metrics_jsonl) if any(name.startswith(prefix) for name in row)
+    ]
     if not rows:
         raise UsageError(f"{metrics_jsonl} has no metric that begins with {prefix}")
     names = sorted({name for row in rows for name in row if name.startswith(prefix)})
     values = np.array([[row.get(name, 0.0) for row in rows] for name in names])
     figure = empty_figure(8, 3.2)
     panel = figure.subplots()
-    panel.stackplot([row["step"] for row in rows], values, colors=COLORS, edgecolor="white", linewidth=0.4)
+    panel.stackplot(
+        [row["step"] for row in rows], values, colors=COLORS, edgecolor="white", linewidth=0.4
+    )
     panel.set(xlabel=along, ylabel=ylabel)
     panel.margins(0)
     cast(Any, panel.xaxis.get_major_locator()).set_params(integer=True)
@@ -158,17 +184,27 @@ def plot_seeds(
         if not steps.size:
             continue
         drawn += 1
-        shares = rng.multinomial(len(values), np.full(len(values), 1 / len(values)), 1000) / len(values)
+        shares = rng.multinomial(len(values), np.full(len(values), 1 / len(values)), 1000) / len(
+            values
+        )
         low, high = np.percentile(shares @ values, (2.5, 97.5), axis=0)
         band = "" if len(values) == 1 else ", band: its 95 % interval over seeds"
         panel.fill_between(steps, low, high, color=color, alpha=0.25, linewidth=0)
         seeds = "1 seed" if len(values) == 1 else f"{len(values)} seeds"
-        panel.plot(steps, values.mean(0), color=color, linewidth=1.6, label=f"{label}: mean of {seeds}{band}")
+        panel.plot(
+            steps,
+            values.mean(0),
+            color=color,
+            linewidth=1.6,
+            label=f"{label}: mean of {seeds}{band}",
+        )
     if not drawn:
         raise UsageError(f"no finite values of {', '.join(curves)} to draw")
     panel.set(xlabel=xlabel, ylabel=ylabel)
     cast(Any, panel.xaxis.get_major_locator()).set_params(integer=True)
-    panel.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0)
+    panel.legend(
+        frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0
+    )
     panel.margins(x=0.01)
     tidy(panel)
     save(figure, out, title)

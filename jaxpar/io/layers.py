@@ -37,7 +37,11 @@ def match_layers(saved: Specs, wanted: Specs) -> dict[str, LeafSource]:
     sources = {path: LeafSource((path,)) for path in wanted if saved.get(path) == wanted[path]}
     for path, leaf in wanted.items():
         if path not in saved:
-            stacks = [LeafSource(layers) for layers in _layers(path, leaf) if _are_layers(layers, leaf, saved)]
+            stacks = [
+                LeafSource(layers)
+                for layers in _layers(path, leaf)
+                if _are_layers(layers, leaf, saved)
+            ]
             cuts = [
                 LeafSource((stack,), layer)
                 for stack, layer in _stacks(path)
@@ -66,7 +70,9 @@ def saved_form(
 
 
 def assemble(
-    read: dict[str, jax.Array], sources: Mapping[str, LeafSource], wanted: Mapping[str, jax.ShapeDtypeStruct]
+    read: dict[str, jax.Array],
+    sources: Mapping[str, LeafSource],
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
 ) -> dict[str, jax.Array]:
     """Stacks and cuts what was read; takes it out of `read`, so that each leaf is there twice only for a moment."""
     done, cuts = {}, {}
@@ -105,7 +111,9 @@ def _layers(path: str, leaf: tuple[str, tuple[int, ...]]) -> Iterator[tuple[str,
 
 def _are_layers(paths: tuple[str, ...], stack: tuple[str, tuple[int, ...]], layout: Specs) -> bool:
     dtype, shape = stack
-    return math.prod(shape[:1]) > 0 and all(layout.get(path) == (dtype, shape[1:]) for path in paths)
+    return math.prod(shape[:1]) > 0 and all(
+        layout.get(path) == (dtype, shape[1:]) for path in paths
+    )
 
 
 def _shift(sharding: Sharding | None, by: int) -> Sharding | None:

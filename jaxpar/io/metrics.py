@@ -15,7 +15,15 @@ import jax
 
 from jaxpar.types import UsageError
 
-__all__ = ["JsonlWriter", "TensorBoardWriter", "WandbWriter", "Writer", "Writers", "open_writers", "read_jsonl"]
+__all__ = [
+    "JsonlWriter",
+    "TensorBoardWriter",
+    "WandbWriter",
+    "Writer",
+    "Writers",
+    "open_writers",
+    "read_jsonl",
+]
 
 
 class Writer(Protocol):
@@ -51,7 +59,9 @@ def read_jsonl(path: Path) -> list[dict[str, float]]:
         except (ValueError, TypeError, KeyError, AttributeError):
             is_row = False
         if not is_row:
-            raise UsageError(f'line {number} of {path} is not a JSON object of numbers by name with an int "step"')
+            raise UsageError(
+                f'line {number} of {path} is not a JSON object of numbers by name with an int "step"'
+            )
     return rows
 
 
@@ -77,7 +87,9 @@ class JsonlWriter:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Appends the line of `step`."""
         try:
-            self._file.write(_line({"step": step, **{name: float(value) for name, value in values.items()}}))
+            self._file.write(
+                _line({"step": step, **{name: float(value) for name, value in values.items()}})
+            )
             self._file.flush()
         except OSError as error:  # of a full disk says not which file
             error.filename = self._file.name
@@ -97,7 +109,9 @@ class TensorBoardWriter:
 
     def __init__(self, folder: Path, resume_step: int | None = None):
         purge = None if resume_step is None else resume_step + 1
-        self._events = _package("tensorboardX", "tensorboard").SummaryWriter(str(folder), purge_step=purge)
+        self._events = _package("tensorboardX", "tensorboard").SummaryWriter(
+            str(folder), purge_step=purge
+        )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Adds each value as a scalar."""
@@ -116,7 +130,12 @@ class WandbWriter:
         identity = re.sub(r"[^\w.-]", "-", name)  # what the service allows in an identifier
         wandb = _package("wandb", "wandb")
         self._run = wandb.init(
-            project=project, name=name, id=identity, resume="allow", config=dict(config), dir=str(folder)
+            project=project,
+            name=name,
+            id=identity,
+            resume="allow",
+            config=dict(config),
+            dir=str(folder),
         )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -185,4 +204,6 @@ def _package(package: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise UsageError(f'metrics to {extra} need {package}: pip install "jaxpar[{extra}]"') from error
+        raise UsageError(
+            f'metrics to {extra} need {package}: pip install "jaxpar[{extra}]"'
+        ) from error

@@ -21,7 +21,9 @@ __all__ = [
 ]  # fmt: skip
 
 
-def plot_loss(metrics_jsonl: Path, out: Path, *, unit: str = "nats per token", title: str = "") -> None:
+def plot_loss(
+    metrics_jsonl: Path, out: Path, *, unit: str = "nats per token", title: str = ""
+) -> None:
     """Draws `metrics_jsonl` into the PNG `out`: losses above, gradient norm and learning rate below.
 
     Reads "train/loss", "validation/loss", "train/grad_norm" and "train/learning_rate", whichever are there;
@@ -53,7 +55,12 @@ def plot_loss(metrics_jsonl: Path, out: Path, *, unit: str = "nats per token", t
 
 
 def plot_metrics(
-    metrics_jsonl: Path, out: Path, panels: Mapping[str, Sequence[str]], *, along: str = "step", title: str = ""
+    metrics_jsonl: Path,
+    out: Path,
+    panels: Mapping[str, Sequence[str]],
+    *,
+    along: str = "step",
+    title: str = "",
 ) -> None:
     """Draws `metrics_jsonl` into the PNG `out`: a panel for each entry of `panels`, from its label to its metrics.
 
@@ -65,7 +72,11 @@ def plot_metrics(
     """
     rows = read_jsonl(metrics_jsonl)
     series = {
-        label: {name: found for name in names if (found := [(row["step"], row[name]) for row in rows if name in row])}
+        label: {
+            name: found
+            for name in names
+            if (found := [(row["step"], row[name]) for row in rows if name in row])
+        }
         for label, names in panels.items()
     }
     series = {label: found for label, found in series.items() if found}
@@ -76,11 +87,19 @@ def plot_metrics(
     axes = figure.subplots(len(series), sharex=True, squeeze=False)[:, 0]
     for panel, (label, found) in zip(axes, series.items(), strict=True):
         # Thinner and thinner, so that those that coincide are all seen.
-        for (name, points), color, thin in zip(found.items(), (BLUE, VERMILION, GREEN, PURPLE), range(4), strict=False):
+        for (name, points), color, thin in zip(
+            found.items(), (BLUE, VERMILION, GREEN, PURPLE), range(4), strict=False
+        ):
             steps, values = np.array(points).T
             if len(steps) > 50:
                 panel.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
-                panel.plot(steps, _smoothed(values), color=color, linewidth=2.2 - 0.5 * thin, label=f"{name}, smoothed")
+                panel.plot(
+                    steps,
+                    _smoothed(values),
+                    color=color,
+                    linewidth=2.2 - 0.5 * thin,
+                    label=f"{name}, smoothed",
+                )
             else:
                 size = {"markersize": 6 - 1.4 * thin, "linewidth": 2 - 0.5 * thin}
                 panel.plot(steps, values, "o-", color=color, **size, label=name)
@@ -118,17 +137,27 @@ def plot_experts(metrics_jsonl: Path, loads: ArrayLike, out: Path, *, title: str
         label: {
             name: np.array(found).T
             for name, key in names.items()
-            if (found := [(row["step"], row[f"train/{key}"]) for row in rows if f"train/{key}" in row])
+            if (
+                found := [
+                    (row["step"], row[f"train/{key}"]) for row in rows if f"train/{key}" in row
+                ]
+            )
         }
         for label, names in lines.items()
     }
     series = {label: found for label, found in series.items() if found}
     high = min(0.3 * len(grid) + 0.9, 5.0)
     figure = empty_figure(8, high + 1.9 * len(series))
-    panels = figure.subplots(1 + len(series), height_ratios=[high, *[1.9] * len(series)], squeeze=False)[:, 0]
-    image = panels[0].imshow(grid, aspect="auto", cmap="viridis", vmin=0, vmax=max(2.0, float(grid.max())))
+    panels = figure.subplots(
+        1 + len(series), height_ratios=[high, *[1.9] * len(series)], squeeze=False
+    )[:, 0]
+    image = panels[0].imshow(
+        grid, aspect="auto", cmap="viridis", vmin=0, vmax=max(2.0, float(grid.max()))
+    )
     figure.colorbar(image, ax=panels[0], label="load over the mean", fraction=0.05)
-    panels[0].set(xlabel="expert", ylabel="layer", title="Loads of the trained model on a batch of validation")
+    panels[0].set(
+        xlabel="expert", ylabel="layer", title="Loads of the trained model on a batch of validation"
+    )
     for axis in (panels[0].xaxis, panels[0].yaxis):
         axis.get_major_locator().set_params(integer=True)
     for panel, (label, found) in zip(panels[1:], series.items(), strict=True):
@@ -143,7 +172,12 @@ def plot_experts(metrics_jsonl: Path, loads: ArrayLike, out: Path, *, title: str
 
 
 def plot_fits(
-    runs: Mapping[str, Sequence[tuple[ArrayLike, float, float]]], out: Path, *, along: str, value: str, title: str = ""
+    runs: Mapping[str, Sequence[tuple[ArrayLike, float, float]]],
+    out: Path,
+    *,
+    along: str,
+    value: str,
+    title: str = "",
 ) -> None:
     """Draws points of several runs into the PNG `out`, x logarithmic, and of each a line: thin, its kind's mean thick.
 
@@ -172,7 +206,9 @@ def plot_fits(
             lines.append(end + slope * np.log2(x / x[-1]))
             panel.plot(x, lines[-1], color=color, linewidth=0.6, alpha=0.5)
         mean = np.mean(lines, 0)
-        (line,) = panel.plot(np.mean(ends, 0), mean, color=color, linewidth=1.8, marker=mark, label=label)
+        (line,) = panel.plot(
+            np.mean(ends, 0), mean, color=color, linewidth=1.8, marker=mark, label=label
+        )
         shown.append((mean[-1], line))
     panel.set_xscale("log", base=2)
     panel.xaxis.set_major_formatter("{x:g}")
@@ -181,7 +217,9 @@ def plot_fits(
     downwards = [line for _, line in sorted(shown, key=lambda end: -end[0])]
     several = any(len(each) > 1 for each in runs.values())
     lines_are = (
-        "a thin line is fitted to a seed's points,\na thick one is the mean of those" if several else "lines are fitted"
+        "a thin line is fitted to a seed's points,\na thick one is the mean of those"
+        if several
+        else "lines are fitted"
     )
     figure.legend(handles=downwards, loc="outside right upper", frameon=False, fontsize=8,
                   title=f"points are measured,\n{lines_are}", title_fontsize=7)  # fmt: skip
@@ -195,7 +233,9 @@ def plot_frames(films: Mapping[str, ArrayLike], out: Path, *, title: str = "") -
     """
     rows = {label: np.asarray(film) for label, film in films.items()}
     num, height, width = next(iter(rows.values())).shape
-    figure = empty_figure(0.9 * num + 0.4, (0.9 * height / width + 0.12) * len(rows) + (0.55 if title else 0.3))
+    figure = empty_figure(
+        0.9 * num + 0.4, (0.9 * height / width + 0.12) * len(rows) + (0.55 if title else 0.3)
+    )
     grid = figure.subplots(len(rows), num, squeeze=False)
     for line, (label, film) in zip(grid, rows.items(), strict=True):
         for panel, frame in zip(line, film, strict=True):
@@ -221,9 +261,19 @@ def plot_layouts(layouts_json: Path, out: Path, tolerance: dict[str, float]) -> 
     bottom = 1e-18
     for dtype, marker in zip(tolerance, "os^", strict=False):
         for what, color in (("loss", BLUE), ("gradient", VERMILION), ("steps", GREEN)):
-            points = [(names.index(row["layout"]), max(row[what], bottom)) for row in rows if row["dtype"] == dtype]
+            points = [
+                (names.index(row["layout"]), max(row[what], bottom))
+                for row in rows
+                if row["dtype"] == dtype
+            ]
             if points:
-                above.scatter(*zip(*points, strict=True), s=16, marker=marker, color=color, label=f"{what}, {dtype}")
+                above.scatter(
+                    *zip(*points, strict=True),
+                    s=16,
+                    marker=marker,
+                    color=color,
+                    label=f"{what}, {dtype}",
+                )
         above.axhline(tolerance[dtype], color="black", linewidth=0.8, linestyle="--")
         above.text(0, tolerance[dtype] * 1.6, f"tolerance of {dtype}", fontsize=8)
     above.set(yscale="log", ylabel="error against one device")
@@ -232,13 +282,21 @@ def plot_layouts(layouts_json: Path, out: Path, tolerance: dict[str, float]) -> 
     axes = sorted({key.split()[1] for transfers in first.values() for key in transfers})
     base = np.zeros(len(names))
     for axis, color in zip(axes, COLORS, strict=False):
-        size = [sum(v[1] for key, v in first[name].items() if key.split()[1] == axis) / 2**20 for name in names]
+        size = [
+            sum(v[1] for key, v in first[name].items() if key.split()[1] == axis) / 2**20
+            for name in names
+        ]
         below.bar(range(len(names)), size, bottom=base, color=color, label=axis, width=0.7)
         base += size
     below.set(ylabel="MiB a step and device", xlim=(-0.7, len(names) - 0.3))
     below.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
     below.legend(
-        title="over axis", fontsize=7, title_fontsize=7, loc="upper left", bbox_to_anchor=(1, 1), frameon=False
+        title="over axis",
+        fontsize=7,
+        title_fontsize=7,
+        loc="upper left",
+        bbox_to_anchor=(1, 1),
+        frameon=False,
     )
     for panel in (above, below):
         tidy(panel, "y")
@@ -252,12 +310,20 @@ def _draw_losses(panel: "Axes", train: np.ndarray, validation: np.ndarray, unit:
         panel.plot(steps, _smoothed(loss), color=BLUE, linewidth=1.8, label="training, smoothed")
     seen, held_out = validation
     if held_out.size:
-        panel.plot(seen, held_out, "o--", color=VERMILION, markersize=4.5, linewidth=1, label="validation")
+        panel.plot(
+            seen, held_out, "o--", color=VERMILION, markersize=4.5, linewidth=1, label="validation"
+        )
     if np.isfinite(held_out).any():
         best = np.nanargmin(np.where(np.isfinite(held_out), held_out, np.nan))
         label = f"best validation: {held_out[best]:.4g} at step {int(seen[best])}"
         panel.plot(
-            seen[best], held_out[best], "*", color=VERMILION, markersize=15, markeredgecolor="white", label=label
+            seen[best],
+            held_out[best],
+            "*",
+            color=VERMILION,
+            markersize=15,
+            markeredgecolor="white",
+            label=label,
         )
     panel.set_ylabel(f"loss ({unit})")
     panel.legend(frameon=False)
@@ -294,7 +360,9 @@ def _smoothed(values: np.ndarray) -> np.ndarray:
     return np.divide(total, weight, out=np.full(len(values), np.nan), where=weight > 0)
 
 
-def plot_memory(estimates: dict[str, dict[str, float]], capacity: float | None, out: Path, *, title: str = "") -> None:
+def plot_memory(
+    estimates: dict[str, dict[str, float]], capacity: float | None, out: Path, *, title: str = ""
+) -> None:
     """Draws into the PNG `out` one bar an estimate: its parts in GiB a device, and what a device has as a line.
 
     Args:
@@ -312,7 +380,9 @@ def plot_memory(estimates: dict[str, dict[str, float]], capacity: float | None, 
     colours = (BLUE, GREEN, PURPLE, VERMILION)
     for index, part in enumerate(next(iter(estimates.values()))):
         width = np.array([estimates[name][part] for name in names]) / 2**30
-        panel.barh(names, width, left=left, color=colours[index % len(colours)], label=part, height=0.6)
+        panel.barh(
+            names, width, left=left, color=colours[index % len(colours)], label=part, height=0.6
+        )
         left += width
     if capacity is not None:
         panel.axvline(capacity / 2**30, color="black", linestyle="--", linewidth=1)
@@ -326,7 +396,9 @@ def plot_memory(estimates: dict[str, dict[str, float]], capacity: float | None, 
     save(figure, out, title)
 
 
-def plot_histograms(panels: Mapping[str, ArrayLike], out: Path, *, title: str = "", counted: str = "count") -> None:
+def plot_histograms(
+    panels: Mapping[str, ArrayLike], out: Path, *, title: str = "", counted: str = "count"
+) -> None:
     """Draws into the PNG `out`, side by side, how often each value occurs, and the mean as a line.
 
     Args:
@@ -352,10 +424,14 @@ def plot_histograms(panels: Mapping[str, ArrayLike], out: Path, *, title: str = 
         count, _, _ = panel.hist(values, bins, color=BLUE, edgecolor="white", linewidth=0.4)
         if count.max() > 50 * np.median(count[count > 0]):  # the others would be invisible
             panel.set(yscale="log", ylim=(0.5, 2 * count.max()))
-        panel.axvline(values.mean(), color=VERMILION, linewidth=1.5, label=f"mean {values.mean():.4g}")
+        panel.axvline(
+            values.mean(), color=VERMILION, linewidth=1.5, label=f"mean {values.mean():.4g}"
+        )
         panel.set(xlabel=label, ylabel=counted)
         if not varies:
             panel.set_xlim(low - 2, high + 2)
-        panel.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0)
+        panel.legend(
+            frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0
+        )
         tidy(panel, "y")
     save(figure, out, title)

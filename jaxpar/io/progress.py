@@ -31,7 +31,9 @@ def _bar(total: int, start: int, description: str, stream: TextIO) -> _Form:
     from rich.progress import BarColumn, Progress, TextColumn
 
     # Drawn by the caller's thread alone, so that nothing writes to the terminal after an exception.
-    texts = [TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[text]")]
+    texts = [
+        TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[text]")
+    ]
     console = Console(file=stream, force_terminal=True)
     bar = Progress(texts[0], BarColumn(30), texts[1], console=console, auto_refresh=False)
     task = bar.add_task(description, total=total, completed=start, text="compiling")
@@ -48,7 +50,9 @@ def _notebook_line(prefix: str) -> _Form:
     from IPython.display import display
 
     handle: Any = display({"text/plain": f"{prefix}compiling"}, raw=True, display_id=True)
-    return _Form(lambda _, text: handle.update({"text/plain": prefix + text}, raw=True), print, interval=0.5)
+    return _Form(
+        lambda _, text: handle.update({"text/plain": prefix + text}, raw=True), print, interval=0.5
+    )
 
 
 def _lines(prefix: str, stream: TextIO) -> _Form:
@@ -71,7 +75,9 @@ class Progress:
     ):  # fmt: skip
         self._form, self._total, self._unit, self._clock = form, total, unit, clock
         self._tokens_per_step, self._token, self._names = tokens_per_step, token, shown
-        self._marks: deque[tuple[float, int]] = deque()  # times and steps that the rate looks back to
+        self._marks: deque[tuple[float, int]] = (
+            deque()
+        )  # times and steps that the rate looks back to
         self._latest: tuple[int, Mapping[str, Any]] | None = None
         self._shown = (-float("inf"), -1)  # when, and which step
 
@@ -89,7 +95,9 @@ class Progress:
         while len(self._marks) > 2 and now - self._marks[1][0] >= _SMOOTHING:
             self._marks.popleft()
         when, before = self._shown
-        in_new_tenth = self._form.each_tenth and 10 * step // self._total > 10 * before // self._total
+        in_new_tenth = (
+            self._form.each_tenth and 10 * step // self._total > 10 * before // self._total
+        )
         if before < 0 or now - when >= self._form.interval or in_new_tenth or step >= self._total:
             self._show(now)
 
@@ -123,7 +131,9 @@ class Progress:
         then, from_step = self._marks[0]
         if step > from_step and now > then:
             rate = (step - from_step) / (now - then)
-            parts.append(f"{_short(rate)} {self._unit}s/s" if rate >= 1 else f"{1 / rate:.3g} s/{self._unit}")
+            parts.append(
+                f"{_short(rate)} {self._unit}s/s" if rate >= 1 else f"{1 / rate:.3g} s/{self._unit}"
+            )
             if self._tokens_per_step is not None:
                 parts.append(f"{_short(rate * self._tokens_per_step)} {self._token}/s")
             if step < self._total:

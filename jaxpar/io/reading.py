@@ -77,8 +77,13 @@ def read_description(folder: epath.Path) -> tuple[dict[str, ArrayDescription], d
     """
     json_handler = ocp.JsonCheckpointHandler()
     try:
-        layout, metadata = (dict(json_handler.restore(folder / item)) for item in ("layout", "metadata"))
-        arrays = {path: entry | {"shape": tuple(entry["shape"])} for path, entry in layout["arrays"].items()}
+        layout, metadata = (
+            dict(json_handler.restore(folder / item)) for item in ("layout", "metadata")
+        )
+        arrays = {
+            path: entry | {"shape": tuple(entry["shape"])}
+            for path, entry in layout["arrays"].items()
+        }
         if layout["check"] != _check(layout["arrays"], metadata):
             raise ValueError("its description is not what was written")
     except Exception as error:
@@ -86,7 +91,9 @@ def read_description(folder: epath.Path) -> tuple[dict[str, ArrayDescription], d
     return arrays, metadata
 
 
-def read_arrays(folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+def read_arrays(
+    folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
     """Reads all arrays of a checkpoint onto the shardings of `wanted`; each process reads its own part.
 
     Raises:
@@ -94,7 +101,9 @@ def read_arrays(folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) 
     """
     handler = ocp.StandardCheckpointHandler()
     try:
-        arrays = flatten(handler.restore(folder / "state", args=ocp.args.StandardRestore(nest(wanted))))
+        arrays = flatten(
+            handler.restore(folder / "state", args=ocp.args.StandardRestore(nest(wanted)))
+        )
         for path, leaf in wanted.items():  # Orbax believes what the files say of themselves
             if (arrays[path].shape, arrays[path].dtype) != (leaf.shape, leaf.dtype):
                 raise ValueError(f"{path} is of another shape or dtype than was saved")
@@ -119,22 +128,30 @@ def read_numpy(folder: epath.Path) -> dict[str, np.ndarray]:
     handler = ocp.PyTreeCheckpointHandler()
     how = nest(dict.fromkeys(described, ocp.RestoreArgs(restore_type=np.ndarray)))
     try:
-        arrays = flatten(handler.restore(folder / "state", args=ocp.args.PyTreeRestore(restore_args=how)))
+        arrays = flatten(
+            handler.restore(folder / "state", args=ocp.args.PyTreeRestore(restore_args=how))
+        )
     except Exception as error:
         raise _unreadable(folder, error) from error
     check_digests(folder, described, {path: numpy_digest(x) for path, x in arrays.items()})
     return arrays
 
 
-def check_digests(folder: epath.Path, described: Mapping[str, ArrayDescription], found: Mapping[str, str]) -> None:
+def check_digests(
+    folder: epath.Path, described: Mapping[str, ArrayDescription], found: Mapping[str, str]
+) -> None:
     """Raises `CorruptCheckpointError` unless every array that is described has the digest that was found."""
     wrong = [path for path, entry in described.items() if entry["digest"] != found.get(path)]
     if wrong:
         others = f" and {len(wrong) - 1} others" if len(wrong) > 1 else ""
-        raise CorruptCheckpointError(f"the checkpoint {folder} is damaged: {wrong[0]}{others} is not what was saved")
+        raise CorruptCheckpointError(
+            f"the checkpoint {folder} is damaged: {wrong[0]}{others} is not what was saved"
+        )
 
 
-def check_same_run(folder: epath.Path, saved: Mapping[str, object], metadata: Mapping[str, object]) -> None:
+def check_same_run(
+    folder: epath.Path, saved: Mapping[str, object], metadata: Mapping[str, object]
+) -> None:
     """Raises `RunMismatchError` unless all of `metadata` is among what was saved."""
     for name, value in metadata.items():
         if saved.get(name) != value:
@@ -159,25 +176,40 @@ def match_state(
     }
     older = {path: _older_name(path, renamed) for path in ours if path not in described}
     today = {old: path for path, old in older.items() if old in described}
-    saved = {today.get(path, path): (entry["dtype"], entry["shape"]) for path, entry in described.items()}
-    found = layers.match_layers(saved, {path: (entry["dtype"], entry["shape"]) for path, entry in ours.items()})
+    saved = {
+        today.get(path, path): (entry["dtype"], entry["shape"]) for path, entry in described.items()
+    }
+    found = layers.match_layers(
+        saved, {path: (entry["dtype"], entry["shape"]) for path, entry in ours.items()}
+    )
     names = {path: old for old, path in today.items()}
     sources = {
-        path: dataclasses.replace(source, paths=tuple(names.get(name, name) for name in source.paths))
+        path: dataclasses.replace(
+            source, paths=tuple(names.get(name, name) for name in source.paths)
+        )
         for path, source in found.items()
     }
     used = {name for source in sources.values() for name in source.paths}
     theirs = {today.get(path, path): entry for path, entry in described.items()}
     for path in dict.fromkeys([*ours, *sorted(theirs)]):
-        if path in ours and path not in sources or path in theirs and names.get(path, path) not in used:
-            here, there = (_text_of(side[path]) if path in side else "absent" for side in (ours, theirs))
+        if (
+            path in ours
+            and path not in sources
+            or path in theirs
+            and names.get(path, path) not in used
+        ):
+            here, there = (
+                _text_of(side[path]) if path in side else "absent" for side in (ours, theirs)
+            )
             raise RunMismatchError(
                 f"the checkpoint of step {folder.name} in {folder.parent} does not fit this run: "
                 f"{path} is {there} there and {here} here; start anew with resume=false, or go on with the version "
                 "and the flags that made it"
             )
     return sources, layers.saved_form(
-        {path: (entry["dtype"], entry["shape"]) for path, entry in described.items()}, sources, wanted
+        {path: (entry["dtype"], entry["shape"]) for path, entry in described.items()},
+        sources,
+        wanted,
     )
 
 
@@ -199,4 +231,6 @@ def _check(arrays: Mapping[str, object], metadata: Mapping[str, object]) -> str:
 
 
 def _unreadable(folder: epath.Path, error: Exception) -> CorruptCheckpointError:
-    return CorruptCheckpointError(f"the checkpoint {folder} cannot be read: {unreadable_reason(error)}")
+    return CorruptCheckpointError(
+        f"the checkpoint {folder} cannot be read: {unreadable_reason(error)}"
+    )

@@ -34,9 +34,26 @@ _STATUS = re.compile(
 )
 # What stands anywhere in an error of reading, and what it means; else the content is at fault.
 _UNREADABLE = {
-    "permission denied": ("permission denied", "permission_denied", "permissionerror", "unauthenticated"),
-    "the storage cannot be reached": ("unavailable", "deadline_exceeded", "connection", "timed out"),
-    "a file of it is missing": ("not_found", "not found", "filenotfound", "no such file", "does not exist", "keyerror"),
+    "permission denied": (
+        "permission denied",
+        "permission_denied",
+        "permissionerror",
+        "unauthenticated",
+    ),
+    "the storage cannot be reached": (
+        "unavailable",
+        "deadline_exceeded",
+        "connection",
+        "timed out",
+    ),
+    "a file of it is missing": (
+        "not_found",
+        "not found",
+        "filenotfound",
+        "no such file",
+        "does not exist",
+        "keyerror",
+    ),
 }
 
 
@@ -91,7 +108,9 @@ def absolute(folder: str | os.PathLike) -> epath.Path:
             f"checkpoints cannot be kept in {os.fspath(folder)}: {error.args[0]} is no storage; legal are a local "
             "folder and gs://bucket/folder."
         ) from None
-    return path if "://" in str(path) else path.absolute()  # which would take gs: for a folder's name
+    return (
+        path if "://" in str(path) else path.absolute()
+    )  # which would take gs: for a folder's name
 
 
 def open_folder(folder: epath.Path, read_only: bool) -> None:
@@ -151,7 +170,9 @@ def set_unlistable_aside(folder: epath.Path) -> list[str]:
             json.loads(path.read_text())
         except ValueError:
             if step.name.isdigit():
-                refused.append(set_aside(step, f"the checkpoint {step} is damaged: its metrics cannot be read"))
+                refused.append(
+                    set_aside(step, f"the checkpoint {step} is damaged: its metrics cannot be read")
+                )
     on_all_processes(0)
     return refused
 
@@ -166,14 +187,19 @@ def set_aside(checkpoint: epath.Path, why: str) -> str:
     return f"{why}; it was set aside as {aside.name}"
 
 
-def open_manager(folder: epath.Path, keep: int, every_s: float, order: CheckpointOrder) -> CheckpointManager:
+def open_manager(
+    folder: epath.Path, keep: int, every_s: float, order: CheckpointOrder
+) -> CheckpointManager:
     """Returns Orbax's manager of `folder`, with our items and retention."""
     retention: list[policies.PreservationPolicy] = [policies.LatestN(keep)]
     if every_s:
         retention.append(policies.EveryNSeconds(every_s))  # pyright: ignore[reportArgumentType]
     if order.metric is not None:
         best = policies.BestN(
-            get_metric_fn=order, reverse=order.mode == "min", n=1, keep_checkpoints_without_metrics=False
+            get_metric_fn=order,
+            reverse=order.mode == "min",
+            n=1,
+            keep_checkpoints_without_metrics=False,
         )
         retention.append(best)
     processes = jax.process_count()
@@ -216,5 +242,7 @@ def storage_reason(error: BaseException | None) -> str | None:
 def unreadable_reason(error: BaseException) -> str:
     """Says in our words why a checkpoint cannot be read, whatever Orbax, TensorStore or JSON said of it."""
     said = " ".join(f"{type(link).__name__} {link}" for link in causes_of(error)).lower()
-    reasons = (reason for reason, words in _UNREADABLE.items() if any(word in said for word in words))
+    reasons = (
+        reason for reason, words in _UNREADABLE.items() if any(word in said for word in words)
+    )
     return next(reasons, "a file of it is not as it was written")

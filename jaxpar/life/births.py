@@ -52,23 +52,39 @@ def noisy_kind(key: PRNGKey, kind: Array) -> Array:
     return jnp.clip(kind + noise, -ONE, ONE)
 
 
-def born(genome: PyTree, rest: PyTree, places: Array, kind: Array, lineage: Array, energy: Array | int) -> Agents:
+def born(
+    genome: PyTree, rest: PyTree, places: Array, kind: Array, lineage: Array, energy: Array | int
+) -> Agents:
     """B agents of age 0 that have said, heard and done nothing."""
     count = len(places)
     zero, signals = jnp.zeros(count, jnp.int32), jnp.zeros((count, SIGNALS), jnp.int32)
-    alive, energy, last = jnp.ones(count, bool), jnp.full(count, energy, jnp.int32), jnp.zeros((count, LAST), jnp.int32)
-    return Agents(alive, energy, zero, places, kind, signals, signals, signals, last, lineage, genome, rest)
+    alive, energy, last = (
+        jnp.ones(count, bool),
+        jnp.full(count, energy, jnp.int32),
+        jnp.zeros((count, LAST), jnp.int32),
+    )
+    return Agents(
+        alive, energy, zero, places, kind, signals, signals, signals, last, lineage, genome, rest
+    )
 
 
 def newcomers(
-    key: PRNGKey, brain: Brain, sight: Sight, count: int, side: int, energy: Array | int, lineages: Array
+    key: PRNGKey,
+    brain: Brain,
+    sight: Sight,
+    count: int,
+    side: int,
+    energy: Array | int,
+    lineages: Array,
 ) -> Agents:
     """`count` agents from outside at random places, each the first of its lineage. Consumes `key`."""
     place_key, kind_key, genome_key = jax.random.split(key, 3)
     places = jax.random.randint(place_key, (count, 2), 0, side, jnp.int32)
     kind = jax.random.randint(kind_key, (count, KIND), -ONE, ONE + 1, jnp.int32)
     lineage = lineages + jnp.arange(count, dtype=jnp.int32)
-    return born(brain.init(genome_key, sight, count), brain.rest(count), places, kind, lineage, energy)
+    return born(
+        brain.init(genome_key, sight, count), brain.rest(count), places, kind, lineage, energy
+    )
 
 
 def next_lineage(lineages: Array, agents: Agents) -> Array:

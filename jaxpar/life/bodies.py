@@ -75,11 +75,28 @@ def read_actions(signals: Array) -> Actions:
     """A brain's outputs as signals, int32 `[M, 44]`, as actions."""
     move, rest, own, message, shape = jnp.split(signals, (2, 7, 23, 39), axis=1)
     push, eat, reproduce, hit, strength = rest.T
-    return Actions(move, push, jnp.maximum(eat, 0), reproduce, hit, jnp.maximum(strength, 0), own, message, shape)
+    return Actions(
+        move,
+        push,
+        jnp.maximum(eat, 0),
+        reproduce,
+        hit,
+        jnp.maximum(strength, 0),
+        own,
+        message,
+        shape,
+    )
 
 
 def nearest(
-    start: Array, numbers: Array, ends: Array, there: Array, k: int, side: int, sight: int, rows: int = 0
+    start: Array,
+    numbers: Array,
+    ends: Array,
+    there: Array,
+    k: int,
+    side: int,
+    sight: int,
+    rows: int = 0,
 ) -> Neighbours:
     """Finds the k nearest ends that are there; memory in proportion to the bodies, time to the pairs.
 
@@ -130,7 +147,7 @@ def all_neighbours(agents: Neighbours, machines: Neighbours, heard: Neighbours) 
     num_agents, k = len(agents.who), agents.who.shape[1] + machines.who.shape[1]
     machines = machines._replace(who=machines.who + num_agents)
     theirs = jax.tree.map(lambda *x: jnp.concatenate(x, 1), agents, machines)
-    pad = lambda x: jnp.pad(x, [(0, 0), (0, k - 2), *[(0, 0)] * (x.ndim - 2)])  # noqa: E731, none of these is seen
+    pad = lambda x: jnp.pad(x, [(0, 0), (0, k - 2), *[(0, 0)] * (x.ndim - 2)])  # noqa: E731
     return jax.tree.map(lambda x, y: jnp.concatenate((x, pad(y))), theirs, heard)
 
 

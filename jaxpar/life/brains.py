@@ -79,7 +79,10 @@ class Jitter:
         """The genomes with noise; consumes `key`."""
         leaves, tree = jax.tree.flatten(genomes)
         keys = jax.random.split(key, max(len(leaves), 1))
-        noisy = [x + self.std * jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=False)]
+        noisy = [
+            x + self.std * jax.random.normal(k, x.shape, x.dtype)
+            for k, x in zip(keys, leaves, strict=False)
+        ]
         return tree.unflatten(noisy)
 
 
@@ -139,7 +142,9 @@ class Lstm:
         """Refuses sizes that do not fit together."""
         check_fields(self, "brain.")
         if self.width % self.heads:
-            raise UsageError(f"brain.width={self.width} must be a multiple of brain.heads={self.heads}.")
+            raise UsageError(
+                f"brain.width={self.width} must be a multiple of brain.heads={self.heads}."
+            )
 
     def leaves(self, sight: Sight) -> PyTree:
         """Declares one genome."""
@@ -149,11 +154,16 @@ class Lstm:
             weight = Leaf((rows, columns), (None, None), rows**-0.5)
             return {name: weight, f"{name}_bias": Leaf((columns,), (None,), "zeros")}
 
-        found = dense("head", self.hidden, NUM_ACTIONS) | {"lstm": LSTM(self.hidden).leaves(3 * wide)}
+        found = dense("head", self.hidden, NUM_ACTIONS) | {
+            "lstm": LSTM(self.hidden).leaves(3 * wide)
+        }
         for name, seen in zip(Sight._fields, sight, strict=True):
             found |= dense(name, seen.shape[-1], wide)
         for name in ("among", "towards"):
-            found |= {f"{name}_{part}": Leaf((wide, wide), (None, None), wide**-0.5) for part in ("q", "k", "v")}
+            found |= {
+                f"{name}_{part}": Leaf((wide, wide), (None, None), wide**-0.5)
+                for part in ("q", "k", "v")
+            }
         return found
 
     def init(self, key: PRNGKey, sight: Sight, count: int) -> PyTree:
@@ -165,7 +175,9 @@ class Lstm:
         """Zeros."""
         return LSTM(self.hidden).initial((count,))
 
-    def act(self, genomes: PyTree, carry: tuple[Array, Array], sight: Sight) -> tuple[Array, tuple[Array, Array]]:
+    def act(
+        self, genomes: PyTree, carry: tuple[Array, Array], sight: Sight
+    ) -> tuple[Array, tuple[Array, Array]]:
         """Each agent by its own genome. Cost: 2 operations a number of the genome."""
         return jax.vmap(self._one)(genomes, carry, sight)
 
@@ -173,7 +185,9 @@ class Lstm:
         """As `mutation` does. Consumes `key`."""
         return self.mutation(key, genomes)
 
-    def _one(self, p: PyTree, carry: tuple[Array, Array], sight: Sight) -> tuple[Array, tuple[Array, Array]]:
+    def _one(
+        self, p: PyTree, carry: tuple[Array, Array], sight: Sight
+    ) -> tuple[Array, tuple[Array, Array]]:
         ground, agents, robots, own = (
             jnp.tanh(seen @ p[name] + p[f"{name}_bias"]) if seen.ndim == 1 else
             jnp.tanh(seen @ p[name] + p[f"{name}_bias"][None])
@@ -191,7 +205,11 @@ class Lstm:
     def _attend(self, p: PyTree, name: str, queries: Array, entities: Array, seen: Array) -> Array:
         """Attention over the entities that are seen; zeros where none is."""
         split = lambda x: x.reshape(len(x), self.heads, -1)  # noqa: E731
-        q, k, v = split(queries @ p[f"{name}_q"]), split(entities @ p[f"{name}_k"]), split(entities @ p[f"{name}_v"])
+        q, k, v = (
+            split(queries @ p[f"{name}_q"]),
+            split(entities @ p[f"{name}_k"]),
+            split(entities @ p[f"{name}_v"]),
+        )
         scores = jnp.where(seen, jnp.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5, -1e30)
         share = jnp.where(seen, jnp.exp(scores - jnp.max(scores, -1, keepdims=True)), 0)
         share = share / jnp.maximum(jnp.sum(share, -1, keepdims=True), 1e-30)

@@ -30,7 +30,9 @@ def gate_world() -> World:
     )  # fmt: skip
 
 
-def set_robots(world: World, places: Array, programs: Array, last: Array, tape: Array | None = None) -> WorldState:
+def set_robots(
+    world: World, places: Array, programs: Array, last: Array, tape: Array | None = None
+) -> WorldState:
     """A state of `world` without agents, whose robots stand where they are put.
 
     Args:
@@ -41,12 +43,18 @@ def set_robots(world: World, places: Array, programs: Array, last: Array, tape: 
         tape: `[R]`, 1 for those that read the bit of their cell, -1 for those that write it; none by default.
     """
     state = world.init(jax.random.key(0))
-    memory = jnp.zeros((world.num_robots, 16), jnp.int32).at[:, -1].set(jnp.asarray(last, jnp.int32) * ONE)
+    memory = (
+        jnp.zeros((world.num_robots, 16), jnp.int32)
+        .at[:, -1]
+        .set(jnp.asarray(last, jnp.int32) * ONE)
+    )
     if tape is not None:
         memory = memory.at[:, TAPE].set(jnp.asarray(tape, jnp.int32) * ONE)
     where = jnp.mod(jnp.round(jnp.asarray(places) * ONE).astype(jnp.int32), world.side)
     robots = Robots(state.robots.energy, where, memory, programs)
-    agents = state.agents._replace(alive=jnp.zeros_like(state.agents.alive), energy=jnp.zeros_like(state.agents.energy))
+    agents = state.agents._replace(
+        alive=jnp.zeros_like(state.agents.alive), energy=jnp.zeros_like(state.agents.energy)
+    )
     return open_world(agents, robots, state.terrain, state.lineages)
 
 
@@ -79,7 +87,13 @@ def half_adder(inputs: Array) -> tuple[World, WorldState]:
     world, keep = gate_world(), program_of("keep")
     # The fifth hears the NAND and, as it stands a little west, a, which its table leaves aside.
     places = jnp.asarray([[8.0, 8.0], [8.5, 8.0], [8.25, 6.0], [8.25, 10.0], [8.125, 3.0]])
-    programs = [keep, keep, program_of("nand"), program_of("table", _XOR_TABLE), program_of("table", _NOT_SECOND)]
+    programs = [
+        keep,
+        keep,
+        program_of("nand"),
+        program_of("table", _XOR_TABLE),
+        program_of("table", _NOT_SECOND),
+    ]
     bits = jnp.concatenate((jnp.asarray(inputs, jnp.int32), jnp.zeros(3, jnp.int32)))
     return world, set_robots(world, places, jnp.stack(programs), bits)
 

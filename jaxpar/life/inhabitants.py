@@ -91,7 +91,14 @@ def open_world(agents: Agents, robots: Robots, terrain: Terrain, lineages: Array
     return WorldState(agents, robots, terrain, ledger, lineages)
 
 
-def see(agents: Agents, robots: Robots, terrain: Terrain, near: Neighbours, near_robots: Neighbours, width: int):
+def see(
+    agents: Agents,
+    robots: Robots,
+    terrain: Terrain,
+    near: Neighbours,
+    near_robots: Neighbours,
+    width: int,
+):
     """What each agent sees: `Sight` of N."""
     energy, age = (jnp.log1p(x.astype(jnp.float32)) for x in (agents.energy / ONE, agents.age))
     body = jnp.stack((energy, age), 1)
@@ -105,7 +112,13 @@ def see(agents: Agents, robots: Robots, terrain: Terrain, near: Neighbours, near
     return Sight(
         window(terrain, agents.position >> 10, width),
         beside(near, flag(near), body[near.who], way(near), signals[near.who]),
-        beside(near_robots, flag(near_robots), stored[near_robots.who], way(near_robots), state[near_robots.who]),
+        beside(
+            near_robots,
+            flag(near_robots),
+            stored[near_robots.who],
+            way(near_robots),
+            state[near_robots.who],
+        ),
         jnp.concatenate((body, signals, more), 1),
     )
 
@@ -146,14 +159,17 @@ def tell(before: WorldState, after: WorldState, births: Array, dead: Array, eate
     wrong = book.total.plus(before.ledger.total, -1).plus(change, -1)
     kinds, living = agents.kind / ONE, agents.alive[:, None]
     mean = jnp.sum(jnp.where(living, kinds, 0), 0) / jnp.maximum(number(agents.alive), 1)
-    spread = jnp.sum(jnp.where(living, (kinds - mean[None]) ** 2, 0), 0) / jnp.maximum(number(agents.alive), 1)
+    spread = jnp.sum(jnp.where(living, (kinds - mean[None]) ** 2, 0), 0) / jnp.maximum(
+        number(agents.alive), 1
+    )
     return {
         "alive": number(agents.alive),
         "births": number(births),
         "deaths": number(dead),
         "lineages": number(is_new),
         "diversity": jnp.mean(jnp.sqrt(spread)),
-        "age": jnp.sum(jnp.where(agents.alive, agents.age, 0)) / jnp.maximum(number(agents.alive), 1),
+        "age": jnp.sum(jnp.where(agents.alive, agents.age, 0))
+        / jnp.maximum(number(agents.alive), 1),
         "energy_agents": wide_sum(agents.energy).units(),
         "energy_robots": wide_sum(after.robots.energy).units(),
         "energy_cells": wide_sum(after.terrain.energy).units(),

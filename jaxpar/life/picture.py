@@ -17,12 +17,20 @@ def draw_world(state: WorldState, scale: int = 4) -> Array:
     """
     ground = state.terrain
     full = jnp.clip(ground.energy / (8 * ONE), 0, 1)[..., None]
-    image = (1 - full) * jnp.asarray([236.0, 226, 208])[None, None] + full * jnp.asarray([60.0, 150, 70])[None, None]
+    image = (1 - full) * jnp.asarray([236.0, 226, 208])[None, None] + full * jnp.asarray(
+        [60.0, 150, 70]
+    )[None, None]
     image = jnp.repeat(jnp.repeat(image, scale, 0), scale, 1)
     dots = jnp.kron(ground.bit, jnp.zeros((scale, scale), jnp.int32).at[0, 0].set(1))
     image = jnp.where(dots[..., None] > 0, 255.0, image)
-    image = _stand(image, state.robots.position, jnp.full((len(state.robots.energy), 3), 40.0), True, scale)
-    hue = (state.agents.lineage[:, None] * 0.381966 + jnp.asarray([0.0, 1 / 3, 2 / 3])[None]) * 2 * jnp.pi
+    image = _stand(
+        image, state.robots.position, jnp.full((len(state.robots.energy), 3), 40.0), True, scale
+    )
+    hue = (
+        (state.agents.lineage[:, None] * 0.381966 + jnp.asarray([0.0, 1 / 3, 2 / 3])[None])
+        * 2
+        * jnp.pi
+    )
     bright = 0.55 + 0.45 * jnp.clip(state.agents.energy / (64 * ONE), 0, 1)[:, None]
     colours = bright * (128 + 127 * jnp.cos(hue))
     image = _stand(image, state.agents.position, colours, state.agents.alive, scale)
@@ -36,4 +44,6 @@ def _stand(image: Array, places: Array, colours: Array, there: Array | bool, sca
     x, y = ((places[:, i] * scale // ONE)[:, None] + steps[None] for i in (0, 1))
     side = len(image)
     x = jnp.where(jnp.broadcast_to(jnp.asarray(there), x.shape[:1])[:, None], x % side, side)
-    return image.at[x[:, :, None], (y % side)[:, None, :]].set(colours[:, None, None].astype(image.dtype), mode="drop")
+    return image.at[x[:, :, None], (y % side)[:, None, :]].set(
+        colours[:, None, None].astype(image.dtype), mode="drop"
+    )

@@ -78,7 +78,9 @@ def operate(memory: Array, program: Array, first: Array, second: Array) -> Array
     product = scaled(memory, first)
     xor = first - 2 * product
     bits = [(m[:, -1] > 0).astype(jnp.int32) for m in (first, memory, second)]
-    entry = jnp.take_along_axis(program[:, TABLE], (4 * bits[0] + 2 * bits[1] + bits[2])[:, None], 1)
+    entry = jnp.take_along_axis(
+        program[:, TABLE], (4 * bits[0] + 2 * bits[1] + bits[2])[:, None], 1
+    )
     results = jnp.stack(
         [
             first,
@@ -95,7 +97,9 @@ def operate(memory: Array, program: Array, first: Array, second: Array) -> Array
     return jnp.clip(result, -ONE, ONE)
 
 
-def tick(robots: Robots, spoken: Array, near: Speakers, bit: Array, cells: Array) -> tuple[Robots, Array]:
+def tick(
+    robots: Robots, spoken: Array, near: Speakers, bit: Array, cells: Array
+) -> tuple[Robots, Array]:
     """One operation of all robots at once, then their tapes: what is read is the bit from before any writes.
 
     Args:

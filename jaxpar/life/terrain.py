@@ -86,7 +86,9 @@ def base_maps(angles: Array, size: int) -> Array:
     near = (corner(0, 0) * (ONE - far_x) + corner(1, 0) * far_x) >> 10
     beyond = (corner(0, 1) * (ONE - far_x) + corner(1, 1) * far_x) >> 10
     noise = ((near * (ONE - far_y) + beyond * far_y) >> 10).reshape(count, size, size)
-    noise = jnp.clip((3 * noise) >> 1, -ONE, ONE)  # half of all noise lies within a third of its range
+    noise = jnp.clip(
+        (3 * noise) >> 1, -ONE, ONE
+    )  # half of all noise lies within a third of its range
     low, high = np.round(ONE * RANGES).astype(np.int32).T[:, :, None, None]
     return (low << 10) + (((high - low) * (noise + ONE)) >> 1)
 

@@ -49,7 +49,9 @@ class Wide(NamedTuple):
 
 def wide_sum(values: Array) -> Wide:
     """The exact sum of up to 2^20 whole numbers, int32 from 0 to 2^31 - 1, in parts of ten bits."""
-    parts = (values.reshape(1, -1) >> _SHIFTS[:, None]) & _MASKS[:, None]  # one reduction, not three
+    parts = (values.reshape(1, -1) >> _SHIFTS[:, None]) & _MASKS[
+        :, None
+    ]  # one reduction, not three
     low, middle, high = jnp.sum(parts, axis=1, dtype=jnp.int32)
     middle = middle + (low >> _PART)
     return Wide(high + (middle >> _PART), ((middle & (ONE - 1)) << _PART) + (low & (ONE - 1)))

@@ -10,7 +10,15 @@ import jax.numpy as jnp
 
 from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.life import bodies, robots, terrain
-from jaxpar.life.births import Births, birth_fee, born, newcomers, next_lineage, noisy_kind, pair_parents
+from jaxpar.life.births import (
+    Births,
+    birth_fee,
+    born,
+    newcomers,
+    next_lineage,
+    noisy_kind,
+    pair_parents,
+)
 from jaxpar.life.bodies import Actions, Neighbours, all_neighbours, nearest, read_actions
 from jaxpar.life.brains import Brain, Lstm, sight_of_one
 from jaxpar.life.inhabitants import (
@@ -102,12 +110,16 @@ class World:
         first = jnp.arange(self.num_agents) < count
         agents = agents._replace(alive=first, energy=jnp.where(first, agents.energy, 0))
         places = jax.random.randint(place_key, (self.num_robots, 2), 0, self.side, jnp.int32)
-        programs = jax.random.randint(program_key, (self.num_robots, PROGRAM), -ONE, ONE + 1, jnp.int32)
+        programs = jax.random.randint(
+            program_key, (self.num_robots, PROGRAM), -ONE, ONE + 1, jnp.int32
+        )
         energy = jnp.full(self.num_robots, prices.start, jnp.int32)
         machines = Robots(energy, places, jnp.zeros_like(programs), programs)
         return open_world(agents, machines, ground, jnp.int32(count))
 
-    def step(self, key: PRNGKey, state: WorldState, inputs: Prices | None = None) -> tuple[WorldState, Info]:
+    def step(
+        self, key: PRNGKey, state: WorldState, inputs: Prices | None = None
+    ) -> tuple[WorldState, Info]:
         """All see, think and act at once; then deaths, births, growth. Consumes `key`.
 
         Returns:
@@ -127,7 +139,9 @@ class World:
         ground, growth = terrain.grow(growth_key, state.terrain, prices)
         regrowth, heat = growth.regrowth.plus(arrivals), heat.plus(growth.heat).plus(fees)
         ledger = Ledger(regrowth, growth.overflow, heat, total_energy(agents, state.robots, ground))
-        after = WorldState(agents, state.robots, ground, ledger, next_lineage(state.lineages, agents))
+        after = WorldState(
+            agents, state.robots, ground, ledger, next_lineage(state.lineages, agents)
+        )
         return after, tell(before, after, births, dead, eaten)
 
     def axes(self) -> PyTree:
@@ -135,7 +149,9 @@ class World:
         state = jax.eval_shape(self.init, jax.random.key(0))
         along = lambda first: lambda x: (first, *[None] * (x.ndim - 1)) if x.ndim else ()  # noqa: E731
         axes = jax.tree.map(along(None), state)
-        genome, carry = (jax.tree.map(along("population"), x) for x in (state.agents.genome, state.agents.carry))
+        genome, carry = (
+            jax.tree.map(along("population"), x) for x in (state.agents.genome, state.agents.carry)
+        )
         return axes._replace(agents=axes.agents._replace(genome=genome, carry=carry))
 
     def look(self, state: WorldState) -> tuple[Neighbours, Neighbours, Neighbours]:
@@ -148,12 +164,16 @@ class World:
         there = jnp.concatenate((agents.alive, working))
         mine = self.num_agents + jnp.arange(self.num_robots)
         return (
-            nearest(agents.position, numbers, agents.position, agents.alive, self.seen_agents, *sizes),
+            nearest(
+                agents.position, numbers, agents.position, agents.alive, self.seen_agents, *sizes
+            ),
             nearest(agents.position, others, machines.position, working, self.seen_robots, *sizes),
             nearest(machines.position, mine, places, there, 2, *sizes),
         )
 
-    def think(self, state: WorldState, near: tuple[Neighbours, Neighbours, Neighbours]) -> tuple[Array, PyTree]:
+    def think(
+        self, state: WorldState, near: tuple[Neighbours, Neighbours, Neighbours]
+    ) -> tuple[Array, PyTree]:
         """What the agents do, as signals int32 `[N, 44]`, and their brains' next memory."""
         agents = state.agents
         sight = see(agents, state.robots, state.terrain, near[0], near[1], self.window)
@@ -163,7 +183,11 @@ class World:
         return jnp.where(agents.alive[:, None], signals, 0), carry
 
     def live(
-        self, state: WorldState, near: tuple[Neighbours, Neighbours, Neighbours], signals: Array, prices: Prices
+        self,
+        state: WorldState,
+        near: tuple[Neighbours, Neighbours, Neighbours],
+        signals: Array,
+        prices: Prices,
     ) -> tuple[WorldState, Wide, Wide]:
         """Robots compute, all act, and are nobody's but physics' from there: the state, heat, what was eaten."""
         agents, ground = state.agents, state.terrain
@@ -195,7 +219,9 @@ class World:
             heard=hear(acts.message, acts.strength, near[0]),
             last=shown(acts),
         )
-        machines = machines._replace(energy=energy[self.num_agents :], position=places[self.num_agents :])
+        machines = machines._replace(
+            energy=energy[self.num_agents :], position=places[self.num_agents :]
+        )
         heat = bodies.heat_of(spilled, spent, lost)
         return state._replace(agents=agents, robots=machines, terrain=ground), heat, wide_sum(eaten)
 
@@ -214,9 +240,13 @@ class World:
         machines, bits = jax.lax.fori_loop(0, self.ticks, tick, first, unroll=min(self.ticks, 4))
         return machines, bits.reshape(state.terrain.bit.shape)
 
-    def bear(self, key: PRNGKey, agents: Agents, state: WorldState, prices: Prices) -> tuple[Agents, Array, Wide, Wide]:
+    def bear(
+        self, key: PRNGKey, agents: Agents, state: WorldState, prices: Prices
+    ) -> tuple[Agents, Array, Wide, Wide]:
         """Children in free slots, or newcomers where all are dead: agents, who was born, fees, energy from outside."""
-        fee = birth_fee(state.terrain, bodies.flat_cells(agents.position, self.size), agents.alive, prices)
+        fee = birth_fee(
+            state.terrain, bodies.flat_cells(agents.position, self.size), agents.alive, prices
+        )
         births = pair_parents(agents, fee + prices.child, self.max_births)
         paid = jnp.where(births.born, fee[births.parent], 0)
         slots, extinct = births.slot, jnp.zeros((), bool)
@@ -229,10 +259,14 @@ class World:
             extinct, number = ~jnp.any(agents.alive), jnp.arange(self.max_births)
             cases.append(lambda: self._newcomers(key, self.max_births, prices, state.lineages))
             case = jnp.where(extinct, 2, case)
-            slots = jnp.where(extinct, jnp.where(number < self.newcomers, number, self.num_agents), slots)
+            slots = jnp.where(
+                extinct, jnp.where(number < self.newcomers, number, self.num_agents), slots
+            )
         rows = jax.lax.switch(case, cases)
         payer = jnp.where(births.born, births.parent, self.num_agents)
-        agents = agents._replace(energy=agents.energy.at[payer].add(-(paid + prices.child), mode="drop"))
+        agents = agents._replace(
+            energy=agents.energy.at[payer].add(-(paid + prices.child), mode="drop")
+        )
         arrivals = jnp.where(extinct, self.newcomers * prices.start, 0)
         return put(agents, slots, rows), births.born, wide_sum(paid), wide_sum(arrivals[None])
 

@@ -107,7 +107,9 @@ def targets(model: LMConfig, patterns: tuple[str, ...]) -> dict[str, Leaf]:
     Raises:
       UsageError: A pattern means none.
     """
-    flat = jax.tree_util.tree_leaves_with_path(declared.leaves(model), is_leaf=lambda leaf: isinstance(leaf, Leaf))
+    flat = jax.tree_util.tree_leaves_with_path(
+        declared.leaves(model), is_leaf=lambda leaf: isinstance(leaf, Leaf)
+    )
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
     names = {name.removeprefix("layers."): name for name, leaf in named.items() if is_product(leaf)}
     found: dict[str, Leaf] = {}
@@ -115,12 +117,19 @@ def targets(model: LMConfig, patterns: tuple[str, ...]) -> dict[str, Leaf]:
         hits = [
             full
             for name, full in names.items()
-            if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name.rpartition(".")[2], pattern)
+            if fnmatch.fnmatchcase(name, pattern)
+            or fnmatch.fnmatchcase(name.rpartition(".")[2], pattern)
         ]
         if not hits:
-            why = "is no product of the layers" if pattern in named else "matches no product of the layers"
+            why = (
+                "is no product of the layers"
+                if pattern in named
+                else "matches no product of the layers"
+            )
             tied = ", and tied to the head" if pattern == "embedding" and model.tied else ""
-            raise UsageError(f"adapter.target={pattern} {why}{tied}; legal are patterns of {', '.join(names)}.")
+            raise UsageError(
+                f"adapter.target={pattern} {why}{tied}; legal are patterns of {', '.join(names)}."
+            )
         found |= {full: named[full] for full in hits}
     return {full: leaf for full, leaf in named.items() if full in found}
 
@@ -199,7 +208,9 @@ def begin_adapters(key: PRNGKey, base: PyTree, model: LMConfig, adapter: Adapter
 
         return jax.vmap(layer)(keys, _at(base, name))
 
-    return unflattened({name: one(name, leaf) for name, leaf in targets(model, adapter.target).items()})
+    return unflattened(
+        {name: one(name, leaf) for name, leaf in targets(model, adapter.target).items()}
+    )
 
 
 def adapter_axes(model: LMConfig, adapters: PyTree) -> PyTree:
@@ -208,15 +219,26 @@ def adapter_axes(model: LMConfig, adapters: PyTree) -> PyTree:
     def one(leaf: Leaf, arrays: PyTree) -> dict[str, tuple]:
         first = 1 + num_contracted(leaf)
         into, out = leaf.axes[1:first], leaf.axes[first:]
-        axes = {"down": ("layers", *into, None), "up": ("layers", None, *out), "magnitude": ("layers", *out)}
+        axes = {
+            "down": ("layers", *into, None),
+            "up": ("layers", None, *out),
+            "magnitude": ("layers", *out),
+        }
         return {name: axes[name] for name in arrays}
 
     named = {name: (leaf, _at(adapters, name)) for name, leaf in targets(model, ("*",)).items()}
-    return unflattened({name: one(leaf, arrays) for name, (leaf, arrays) in named.items() if arrays is not None})
+    return unflattened(
+        {name: one(leaf, arrays) for name, (leaf, arrays) in named.items() if arrays is not None}
+    )
 
 
 def with_adapters(
-    base: PyTree, adapters: PyTree, scale: float, rate: float = 0.0, key: PRNGKey | None = None, name: str = ""
+    base: PyTree,
+    adapters: PyTree,
+    scale: float,
+    rate: float = 0.0,
+    key: PRNGKey | None = None,
+    name: str = "",
 ) -> PyTree:
     """Returns the parameters of the adapted model, whose adapted weights are `Lora`.
 
@@ -235,7 +257,9 @@ def with_adapters(
         }
     keys = None
     if key is not None and rate:
-        keys = jax.random.split(jax.random.fold_in(key, zlib.crc32(name.encode())), adapters["down"].shape[0])
+        keys = jax.random.split(
+            jax.random.fold_in(key, zlib.crc32(name.encode())), adapters["down"].shape[0]
+        )
     return Lora(base, **adapters, key=keys, scale=scale, rate=rate)
 
 
@@ -259,7 +283,9 @@ def num_adapted(model: LMConfig, adapter: AdapterConfig) -> int:
     return total
 
 
-def fuse_adapters(base: PyTree, adapters: list[PyTree], scale: float, shares: Array, top_p: float = 1.0) -> PyTree:
+def fuse_adapters(
+    base: PyTree, adapters: list[PyTree], scale: float, shares: Array, top_p: float = 1.0
+) -> PyTree:
     """Returns a model with the weighted sum of several adapters, of those that matter for a sentence (DLP-LoRA).
 
     Of N changes s A_n B_n it has sum_n p_n s A_n B_n, as one change of N times the rank, so that a product with all of
@@ -288,7 +314,11 @@ def fuse_adapters(base: PyTree, adapters: list[PyTree], scale: float, shares: Ar
     order = jnp.argsort(-shares)
     sorted_shares = shares[order]
     before = jnp.cumsum(sorted_shares) - sorted_shares
-    kept = jnp.zeros_like(shares).at[order].set(jnp.where(before < top_p * shares.sum(), sorted_shares, 0))
+    kept = (
+        jnp.zeros_like(shares)
+        .at[order]
+        .set(jnp.where(before < top_p * shares.sum(), sorted_shares, 0))
+    )
     weights = kept / kept.sum()
 
     def one(path, *parts: Array) -> Array:
@@ -334,7 +364,9 @@ class AdaptedState:
     @property
     def averaged(self) -> PyTree:
         """The same, of the running average where there is one."""
-        return with_adapters(self.base, self.adapters if self.average is None else self.average, self.scale)
+        return with_adapters(
+            self.base, self.adapters if self.average is None else self.average, self.scale
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -414,25 +446,37 @@ class AdapterTrainer:
         out = axes_like(state, state.adapters, own)
         return out.replace(base=_frozen_axes(self.model, self.adapter.base), adapters=own)
 
-    def step(self, key: PRNGKey, state: AdaptedState, inputs: dict[str, Array]) -> tuple[AdaptedState, Info]:
+    def step(
+        self, key: PRNGKey, state: AdaptedState, inputs: dict[str, Array]
+    ) -> tuple[AdaptedState, Info]:
         """Makes one optimizer step of the adapters; returns what `jaxpar.lm.Trainer.step` does. Consumes `key`."""
         inputs, teacher = with_teacher(inputs, self.teacher)
         plain = objective_stages(self.model, self.objective, teacher=teacher, reference=state.base)
         rate = self.adapter.dropout
 
         def whole(adapters: PyTree, data: PyTree, key: PRNGKey | None, total: Array, share: float):
-            own = jax.random.fold_in(key, zlib.crc32(b"adapters")) if rate and key is not None else None
-            return plain.whole(with_adapters(state.base, adapters, state.scale, rate, own), data, key, total, share)
+            own = (
+                jax.random.fold_in(key, zlib.crc32(b"adapters"))
+                if rate and key is not None
+                else None
+            )
+            return plain.whole(
+                with_adapters(state.base, adapters, state.scale, rate, own), data, key, total, share
+            )
 
         trained, opt_state, health, info = one_step(
-            lambda adapters: InTurn()(plain._replace(whole=whole), adapters, inputs, key, self.accumulate),
+            lambda adapters: InTurn()(
+                plain._replace(whole=whole), adapters, inputs, key, self.accumulate
+            ),
             self.make_optimizer(),
             state.adapters,
             state.opt_state,
             state.health,
             objective_report(inputs, self.model, self.objective),
         )
-        average = next_average(state.average, trained, self.tuning.ema, health.skipped_in_a_row == 0)
+        average = next_average(
+            state.average, trained, self.tuning.ema, health.skipped_in_a_row == 0
+        )
         new = {
             "adapters": trained,
             "opt_state": opt_state,
@@ -453,7 +497,11 @@ class AdapterTrainer:
 
     def make_optimizer(self) -> Optimizer:
         """Returns the optimizer, whose state is `AdaptedState.opt_state`."""
-        scales = depth_scales(self.model, self.tuning.layer_decay) if self.tuning.layer_decay != 1 else None
+        scales = (
+            depth_scales(self.model, self.tuning.layer_decay)
+            if self.tuning.layer_decay != 1
+            else None
+        )
         return make_optimizer(self.optimizer, self.num_steps, decays=_decays, scales=scales)
 
 

@@ -49,18 +49,33 @@ GELU = {"gelu_new": "gelu", "gelu": "gelu_exact"}
 def _read_gpt2(values: dict) -> dict:
     activation = GELU[values.get("activation_function", "gelu_new")]
     width = values.get("n_inner", 4 * values["n_embd"])
-    return {"mlp_dim": width, "activation": activation, "norm": "layer", "positions": "learned", "bias": True}
+    return {
+        "mlp_dim": width,
+        "activation": activation,
+        "norm": "layer",
+        "positions": "learned",
+        "bias": True,
+    }
 
 
 def _write_gpt2(c: LMConfig) -> dict:
     name = next(key for key, ours in GELU.items() if ours == c.activation)
-    return {"n_inner": c.mlp_dim, "activation_function": name, "embd_pdrop": c.dropout, "attn_pdrop": c.dropout}
+    return {
+        "n_inner": c.mlp_dim,
+        "activation_function": name,
+        "embd_pdrop": c.dropout,
+        "attn_pdrop": c.dropout,
+    }
 
 
 def _needs_gpt2(c: LMConfig) -> dict[str, tuple]:
     kind = needs_attention(c) | {"norm": ("layer",), "positions": ("learned",)}
     kind |= {"bias": (True,), "activation": tuple(GELU.values())}
-    return kind | {"tied": (True,), "num_kv_heads": (c.num_heads,), "embed_dim": (c.num_heads * c.head_dim,)}
+    return kind | {
+        "tied": (True,),
+        "num_kv_heads": (c.num_heads,),
+        "embed_dim": (c.num_heads * c.head_dim,),
+    }
 
 
 BALANCE_KEYS = {"output_router_logits": FLAG, "router_aux_loss_coef": NOT_NEGATIVE}
@@ -87,14 +102,18 @@ def _write_mixtral(c: LMConfig) -> dict:
 
 def _read_mixtral(values: dict) -> dict:
     if values["num_experts_per_tok"] == 1:  # it would be weighted by 1, and not by its score
-        raise UsageError("num_experts_per_tok=1 is not honoured of a Mixtral; legal are 2 and more.")
+        raise UsageError(
+            "num_experts_per_tok=1 is not honoured of a Mixtral; legal are 2 and more."
+        )
     return read_rope(values, 1e6) | LIKE_LLAMA | _read_balance(values)
 
 
 def _read_qwen3(values: dict) -> dict:
     k, is_share = values["num_experts_per_tok"], values.get("norm_topk_prob", False)
     if is_share != (k > 1):
-        raise UsageError(f"norm_topk_prob={is_share} is not honoured; legal is {k > 1} with num_experts_per_tok={k}.")
+        raise UsageError(
+            f"norm_topk_prob={is_share} is not honoured; legal is {k > 1} with num_experts_per_tok={k}."
+        )
     return read_rope(values) | LIKE_LLAMA | {"qk_norm": True} | _read_balance(values)
 
 
@@ -115,7 +134,12 @@ def _needs_qwen3(c: LMConfig) -> dict[str, tuple]:
 
 def _needs_router(c: LMConfig) -> dict[str, tuple]:
     del c
-    return {"shared_experts": (0,), "router_scores": ("softmax",), "router_bias": (0.0,), "bias": (False,)}
+    return {
+        "shared_experts": (0,),
+        "router_scores": ("softmax",),
+        "router_bias": (0.0,),
+        "bias": (False,),
+    }
 
 
 def _read_mamba2(values: dict) -> dict:
@@ -127,16 +151,28 @@ def _read_mamba2(values: dict) -> dict:
         )
     # That of attention, which there is none of, matters only where the default of LMConfig is no whole number.
     unused = size if width % heads else 0
-    return {"mixer": "mamba2", "mixer_dim": heads * size, "mlp_dim": 0, "positions": "none", "head_dim": unused}
+    return {
+        "mixer": "mamba2",
+        "mixer_dim": heads * size,
+        "mlp_dim": 0,
+        "positions": "none",
+        "head_dim": unused,
+    }
 
 
 def _write_mamba2(c: LMConfig) -> dict:
     values = c.mixer_dim // c.num_heads
-    return {"head_dim": values, "state_size": c.mixer_key_dim or values, "expand": c.mixer_dim // c.embed_dim}
+    return {
+        "head_dim": values,
+        "state_size": c.mixer_key_dim or values,
+        "expand": c.mixer_dim // c.embed_dim,
+    }
 
 
 def _needs_mamba2(c: LMConfig) -> dict[str, tuple]:
-    kind = {name: legal for name, legal in PLAIN.items() if name not in ("mixer", "mixers", "weights")}
+    kind = {
+        name: legal for name, legal in PLAIN.items() if name not in ("mixer", "mixers", "weights")
+    }
     kind |= {"mlp_dim": (0,), "norm": ("rms",), "positions": ("none", "rope")}
     width = max(1, c.mixer_dim // c.embed_dim) * c.embed_dim
     return kind | {"num_experts": (0,), "bias": (False,), "mixer_dim": (width,)}
@@ -273,7 +309,9 @@ def read_config(path: Path, dtype: str) -> tuple[Architecture, LMConfig]:
         check(path, key, values.get(key, "" if what is TEXT else []), what)
     kind = values.get("model_type")
     name = (values.get("architectures") or [kind])[0]
-    arch = next((a for a in KINDS if name in (a.name, a.model_type) and kind in (a.model_type, None)), None)
+    arch = next(
+        (a for a in KINDS if name in (a.name, a.model_type) and kind in (a.model_type, None)), None
+    )
     if arch is None:
         raise UsageError(
             f"{path} is of architecture {plain(name)} (model_type {plain(kind)}); legal are "
@@ -281,10 +319,14 @@ def read_config(path: Path, dtype: str) -> tuple[Architecture, LMConfig]:
         )
     for newer, key in SPELLINGS.get(arch.model_type, {}).items():
         if newer in values and (there := values.pop(newer)) != values.setdefault(key, there):
-            raise UsageError(f"{path} has {key}={brief(values[key])} and {newer}={brief(there)}; legal is one value.")
+            raise UsageError(
+                f"{path} has {key}={brief(values[key])} and {newer}={brief(there)}; legal is one value."
+            )
     known = COMMON | {key: kind for key, kind, *_ in arch.fields.values()} | arch.others
     refuse_unknown(path, values, known | {key: literal(value) for key, value in arch.fixed.items()})
-    if absent := [key for key, _, *default in arch.fields.values() if not default and key not in values]:
+    if absent := [
+        key for key, _, *default in arch.fields.values() if not default and key not in values
+    ]:
         raise UsageError(f"{path} lacks {', '.join(absent)}.")
     fields = {ours: values.get(key, *default) for ours, (key, _, *default) in arch.fields.items()}
     values |= {key: 0 for key in arch.nulls if key in nulls}
@@ -295,15 +337,24 @@ def architecture_of(config: LMConfig) -> Architecture:
     """Returns the architecture that expresses `config`, or says which fields stand in the way."""
     reasons = []
     for arch in (arch for arch in KINDS if _is_alike(arch, config)):
-        wrong = {field: legal for field, legal in arch.needs(config).items() if getattr(config, field) not in legal}
+        wrong = {
+            field: legal
+            for field, legal in arch.needs(config).items()
+            if getattr(config, field) not in legal
+        }
         if not wrong:
             return arch
         parts = (f"model.{field}={' or '.join(map(str, legal))}" for field, legal in wrong.items())
         reasons.append((wrong, f"{arch.name} needs {' and '.join(parts)}"))
     nearest = min(len(wrong) for wrong, _ in reasons)
     reasons = [reason for reason in reasons if len(reason[0]) == nearest]
-    fields = " ".join(f"{field}={getattr(config, field)}" for field in dict.fromkeys(f for w, _ in reasons for f in w))
-    raise UsageError(f"no folder can hold a model with {fields}: {'; '.join(text for _, text in reasons)}.")
+    fields = " ".join(
+        f"{field}={getattr(config, field)}"
+        for field in dict.fromkeys(f for w, _ in reasons for f in w)
+    )
+    raise UsageError(
+        f"no folder can hold a model with {fields}: {'; '.join(text for _, text in reasons)}."
+    )
 
 
 def _is_alike(arch: Architecture, config: LMConfig) -> bool:
@@ -319,5 +370,8 @@ def config_json(arch: Architecture, config: LMConfig, dtype: str) -> dict[str, o
     # Left out, these would be the ids of transformers' own vocabularies.
     values |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     return (
-        values | arch.fixed | {key[0]: getattr(config, ours) for ours, key in arch.fields.items()} | arch.write(config)
+        values
+        | arch.fixed
+        | {key[0]: getattr(config, ours) for ours, key in arch.fields.items()}
+        | arch.write(config)
     )

@@ -23,7 +23,9 @@ class ChatTemplate:
     text: str
     tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def render(self, messages: Sequence[Mapping[str, object]], *, asks: bool = True, **values: object) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, object]], *, asks: bool = True, **values: object
+    ) -> str:
         """Returns the text of a conversation.
 
         Args:
@@ -36,9 +38,13 @@ class ChatTemplate:
         """
         template, wrong = _compiled(self.text)
         try:
-            return template.render(messages=messages, add_generation_prompt=asks, **self.tokens, **values)
+            return template.render(
+                messages=messages, add_generation_prompt=asks, **self.tokens, **values
+            )
         except (wrong, TypeError) as error:
-            raise UsageError(f"the chat template cannot take these messages: {brief(str(error))}") from None
+            raise UsageError(
+                f"the chat template cannot take these messages: {brief(str(error))}"
+            ) from None
 
     def __call__(self, messages: Sequence[Mapping[str, object]], answer: bool) -> str:
         """Returns `render`'s text, as `jaxpar.lm.examples.Template`."""
@@ -46,7 +52,9 @@ class ChatTemplate:
 
 
 @functools.lru_cache(maxsize=16)  # JSONL has many conversations of one template
-def _compiled(text: str) -> tuple[Any, type[Exception]]:  # jinja2 is not always there to name its types
+def _compiled(
+    text: str,
+) -> tuple[Any, type[Exception]]:  # jinja2 is not always there to name its types
     """Returns a template of jinja2's sandbox, and what it raises."""
     try:
         import jinja2
@@ -57,7 +65,9 @@ def _compiled(text: str) -> tuple[Any, type[Exception]]:  # jinja2 is not always
     def refuse(sentence: str) -> None:
         raise jinja2.TemplateError(sentence)
 
-    room = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    room = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
     room.filters["tojson"] = lambda x, **options: json.dumps(x, ensure_ascii=False, **options)
     room.globals["raise_exception"] = refuse
     try:
@@ -73,9 +83,17 @@ def open_template(path: str | Path) -> ChatTemplate:
       UsageError: If there is none.
     """
     path = Path(path).expanduser()
-    found = ChatTemplate(path.read_text("utf-8")) if path.is_file() else load_chat(path) if path.is_dir() else None
+    found = (
+        ChatTemplate(path.read_text("utf-8"))
+        if path.is_file()
+        else load_chat(path)
+        if path.is_dir()
+        else None
+    )
     if found is None:
-        raise UsageError(f"{path} has no chat template; legal are a file of Jinja text and a folder that has one.")
+        raise UsageError(
+            f"{path} has no chat template; legal are a file of Jinja text and a folder that has one."
+        )
     return found
 
 
@@ -98,9 +116,14 @@ def load_chat(folder: str | Path) -> ChatTemplate | None:
         return ChatTemplate((folder / "chat_template.jinja").read_text("utf-8"), tokens)
     text = settings.get("chat_template")
     if isinstance(text, list):  # several by name
-        text = next((x.get("template") for x in text if isinstance(x, dict) and x.get("name") == "default"), "")
+        text = next(
+            (x.get("template") for x in text if isinstance(x, dict) and x.get("name") == "default"),
+            "",
+        )
     if text is None:
         return None
     if not isinstance(text, str) or not text:
-        raise UsageError(f"{file} has chat_template={brief(text)}; legal is a template, or a list with a default one.")
+        raise UsageError(
+            f"{file} has chat_template={brief(text)}; legal is a template, or a list with a default one."
+        )
     return ChatTemplate(text, tokens)

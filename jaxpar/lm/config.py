@@ -218,7 +218,11 @@ class LMConfig:
         if self.positions == "rope" and self.head_dim % 2:
             raise UsageError(f"model.head_dim={self.head_dim} must be even for rope.")
         windows = tuple(self.windows)
-        turn = tuple(windows[layer % len(windows)] for layer in range(self.num_layers)) if windows else ()
+        turn = (
+            tuple(windows[layer % len(windows)] for layer in range(self.num_layers))
+            if windows
+            else ()
+        )
         object.__setattr__(self, "windows", shortest_turn(turn) if any(turn) else ())
         if self.score_dim == self.head_dim:
             object.__setattr__(self, "score_dim", 0.0)
@@ -260,7 +264,11 @@ class LMConfig:
 
 def shortest_turn(items: tuple) -> tuple:
     """Returns the shortest tuple that, repeated and cut off, is `items`."""
-    return next(items[:n] for n in range(1, len(items) + 1) if all(x == items[i % n] for i, x in enumerate(items)))
+    return next(
+        items[:n]
+        for n in range(1, len(items) + 1)
+        if all(x == items[i % n] for i, x in enumerate(items))
+    )
 
 
 def _mlp(config: LMConfig) -> Mlp | Experts | None:
@@ -271,8 +279,19 @@ def _mlp(config: LMConfig) -> Mlp | Experts | None:
 
 def _experts(config: LMConfig) -> Experts:
     k, losses = config.experts_per_token, (config.balance_loss, config.router_z_loss)
-    sizes = config.mlp_dim, config.num_experts, k, config.activation, config.capacity, config.router_scores
-    bias, shared, transport = config.router_bias, config.shared_experts, transport_for(config.transport)
+    sizes = (
+        config.mlp_dim,
+        config.num_experts,
+        k,
+        config.activation,
+        config.capacity,
+        config.router_scores,
+    )
+    bias, shared, transport = (
+        config.router_bias,
+        config.shared_experts,
+        transport_for(config.transport),
+    )
     group, fail = config.capacity_group, config.expert_failures
     more = (0.0, bias, 0.0, fail, transport, shared, group)  # without information gain and noise
     return Experts(*sizes, k > 1, *losses, *more, balance_layers=config.balance_layers)
@@ -283,11 +302,17 @@ def _check_experts(config: LMConfig) -> None:
     names = (*fields.split(), "transport", "shared_experts", "expert_failures", "balance_layers")
     changed = [name for name in names if getattr(config, name) != getattr(LMConfig, name)]
     if changed and not config.num_experts:
-        raise UsageError(f"model.{changed[0]}={getattr(config, changed[0])} is of experts; give model.num_experts too.")
+        raise UsageError(
+            f"model.{changed[0]}={getattr(config, changed[0])} is of experts; give model.num_experts too."
+        )
     if config.num_experts and not config.mlp_dim:
-        raise UsageError(f"model.num_experts={config.num_experts} are mlps, but model.mlp_dim=0; give one over 0.")
+        raise UsageError(
+            f"model.num_experts={config.num_experts} are mlps, but model.mlp_dim=0; give one over 0."
+        )
     if config.num_experts and (config.bias or config.remat == "blockwise"):
-        raise UsageError("experts have neither model.bias=true nor model.remat=blockwise; take false, or remat=full.")
+        raise UsageError(
+            "experts have neither model.bias=true nor model.remat=blockwise; take false, or remat=full."
+        )
 
 
 def gpt2(**changes) -> LMConfig:

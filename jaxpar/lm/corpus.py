@@ -158,7 +158,9 @@ def open_corpus(
     says: no text there, not UTF-8, a split under `seq_len + 1` tokens, a cache that is not writable.
     """
     if config.pairs and not config.path.endswith(".jsonl"):
-        raise UsageError(f"data path {config.path!r} has no pairs; legal is a file that ends in .jsonl.")
+        raise UsageError(
+            f"data path {config.path!r} has no pairs; legal is a file that ends in .jsonl."
+        )
     if config.path.endswith((".jsonl", ".npy")) or (Path(config.path) / "tokens.npy").is_file():
         return _open_shards(config, Path(cache), tokenizer, say)
     try:
@@ -169,21 +171,35 @@ def open_corpus(
         if not entry.exists():
             _build(entry, files, config, tokenizer)
     except PermissionError as error:
-        raise UsageError(f"{error.filename} cannot be opened; change its permissions or data path") from error
+        raise UsageError(
+            f"{error.filename} cannot be opened; change its permissions or data path"
+        ) from error
 
     record = json.loads((entry / "corpus.json").read_text())
     if tokenizer is None:
         tokenizer = Bytes() if config.tokenizer == "bytes" else load_tokenizer(entry)
-    if record["data"] not in ("tokens.bin", files[0][0]):  # or a cache that came with a run would lead anywhere
-        raise UsageError(f"{entry / 'corpus.json'} names the tokens {record['data']!r}; remove that folder")
+    if record["data"] not in (
+        "tokens.bin",
+        files[0][0],
+    ):  # or a cache that came with a run would lead anywhere
+        raise UsageError(
+            f"{entry / 'corpus.json'} names the tokens {record['data']!r}; remove that folder"
+        )
     data = np.memmap(entry / record["data"], record["dtype"], "r", shape=(record["tokens"],))
     data = data.view(np.ndarray)  # cheaper to slice
-    lengths, validation = np.array(record["lengths"], np.int64), np.array(record["validation"], bool)
+    lengths, validation = (
+        np.array(record["lengths"], np.int64),
+        np.array(record["validation"], bool),
+    )
     return Corpus(record["hash"], tokenizer, *_streams(config, data, lengths, validation))
 
 
 def _streams(
-    config: DataConfig, data: np.ndarray, lengths: np.ndarray, validation: np.ndarray, counts: np.ndarray | None = None
+    config: DataConfig,
+    data: np.ndarray,
+    lengths: np.ndarray,
+    validation: np.ndarray,
+    counts: np.ndarray | None = None,
 ) -> tuple[Tokens, Tokens]:
     """The two sides of a split, each long enough for a window."""
     streams, starts = [], np.cumsum(lengths) - lengths
@@ -199,7 +215,9 @@ def _streams(
     return streams[0], streams[1]
 
 
-def _open_shards(config: DataConfig, cache: Path, tokenizer: Tokenizer | None, say: Callable[[str], None]) -> Corpus:
+def _open_shards(
+    config: DataConfig, cache: Path, tokenizer: Tokenizer | None, say: Callable[[str], None]
+) -> Corpus:
     """Opens JSONL, tokenising it first, or arrays of tokens."""
     path, split = Path(config.path).expanduser().resolve(), _split_of(config.split)
     template = open_template(config.template) if config.template else chat_ml
@@ -207,16 +225,24 @@ def _open_shards(config: DataConfig, cache: Path, tokenizer: Tokenizer | None, s
         if not path.is_file() or not path.stat().st_size:
             raise UsageError(f"data path {config.path!r} is not a file with text")
         name, stat = config.tokenizer if tokenizer is None else tokenizer.identity, path.stat()
-        writes = [template.text, dict(template.tokens)] if isinstance(template, ChatTemplate) else ""
+        writes = (
+            [template.text, dict(template.tokens)] if isinstance(template, ChatTemplate) else ""
+        )
         key = [_FORMAT, str(path), stat.st_size, stat.st_mtime_ns, name, config.split, writes]
         key += ["pairs"] if config.pairs else []
         folder = cache / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-        tokenizer = tokenizer or _tokenizer(config, folder.with_suffix(".json"), str(path), template)
+        tokenizer = tokenizer or _tokenizer(
+            config, folder.with_suffix(".json"), str(path), template
+        )
         if not folder.exists():
             try:
-                tokenise(str(path), folder, tokenizer, template, split, config.workers, say, config.pairs)
+                tokenise(
+                    str(path), folder, tokenizer, template, split, config.workers, say, config.pairs
+                )
             except OSError as error:
-                raise UsageError(f"the cache folder {cache} cannot be written: {error.strerror}") from error
+                raise UsageError(
+                    f"the cache folder {cache} cannot be written: {error.strerror}"
+                ) from error
     else:
         if tokenizer is None and (path / "tokenizer.json").is_file():
             tokenizer = load_tokenizer(path)
@@ -258,20 +284,29 @@ def _build(entry: Path, files: list, config: DataConfig, tokenizer: Tokenizer | 
     try:
         partial.mkdir(parents=True)
     except OSError as error:
-        raise UsageError(f"the cache folder {entry.parent} cannot be written: {error.strerror}") from error
+        raise UsageError(
+            f"the cache folder {entry.parent} cannot be written: {error.strerror}"
+        ) from error
     try:
         content, pieces = _content_and_pieces(files, config.split)
         if tokenizer is None and config.tokenizer == "bytes":
             tokenizer = Bytes()
         elif tokenizer is None:
-            tokenizer = trained = train_bpe(_training_texts(pieces), vocab_size_of(config.tokenizer))
+            tokenizer = trained = train_bpe(
+                _training_texts(pieces), vocab_size_of(config.tokenizer)
+            )
             trained.save(partial / "tokenizer.json")
         dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
         if len(files) == 1 and isinstance(tokenizer, Bytes):
             data, lengths = files[0][0], [piece.stop - piece.start for piece in pieces]
         else:
-            data, lengths = "tokens.bin", _write_tokens(partial / "tokens.bin", pieces, tokenizer, dtype)
-        record = dict(hash=content, path=config.path, split=config.split, tokenizer=tokenizer.identity)
+            data, lengths = (
+                "tokens.bin",
+                _write_tokens(partial / "tokens.bin", pieces, tokenizer, dtype),
+            )
+        record = dict(
+            hash=content, path=config.path, split=config.split, tokenizer=tokenizer.identity
+        )
         record |= dict(data=data, dtype=dtype.name, tokens=sum(lengths), lengths=lengths)
         record |= dict(validation=[int(piece.validation) for piece in pieces])
         (partial / "corpus.json").write_text(json.dumps(record))
@@ -306,7 +341,9 @@ def _content_and_pieces(files: list, split: str) -> tuple[str, list[_Piece]]:
                 documents.append((hashlib.file_digest(file, "sha256").digest(), path, 0, size))
         documents.sort()
     content = hashlib.sha256(b"".join(document[0] for document in documents)).hexdigest()
-    pieces = [_Piece(path, a, b, int.from_bytes(key[:8], "big") < limit) for key, path, a, b in documents]
+    pieces = [
+        _Piece(path, a, b, int.from_bytes(key[:8], "big") < limit) for key, path, a, b in documents
+    ]
     if len(files) == 1:
         runs = [list(run) for _, run in groupby(pieces, lambda piece: piece.validation)]
         pieces = [run[0]._replace(stop=run[-1].stop) for run in runs]
@@ -357,7 +394,9 @@ def _texts(piece: _Piece) -> Iterator[str]:
             yield block.decode()
         except UnicodeDecodeError as error:
             place = f"{piece.path} is not UTF-8 at byte {offset + error.start}"
-            raise UsageError(f"{place}, which a BPE needs; convert the file or use tokenizer=bytes") from error
+            raise UsageError(
+                f"{place}, which a BPE needs; convert the file or use tokenizer=bytes"
+            ) from error
 
 
 def _training_texts(pieces: list[_Piece]) -> Iterator[str]:
@@ -370,7 +409,9 @@ def _training_texts(pieces: list[_Piece]) -> Iterator[str]:
             return
 
 
-def _write_tokens(path: Path, pieces: list[_Piece], tokenizer: Tokenizer, dtype: np.dtype) -> list[int]:
+def _write_tokens(
+    path: Path, pieces: list[_Piece], tokenizer: Tokenizer, dtype: np.dtype
+) -> list[int]:
     """Encodes the pieces into one flat file, block by block, and gives their lengths in tokens."""
     lengths = []
     with path.open("wb") as file:
@@ -379,7 +420,9 @@ def _write_tokens(path: Path, pieces: list[_Piece], tokenizer: Tokenizer, dtype:
             if isinstance(tokenizer, Bytes):
                 file.writelines(block for _, block in _blocks(*piece[:3], _MIB))
             else:
-                file.writelines(tokenizer.encode(text).astype(dtype).tobytes() for text in _texts(piece))
+                file.writelines(
+                    tokenizer.encode(text).astype(dtype).tobytes() for text in _texts(piece)
+                )
             lengths.append((file.tell() - begin) // dtype.itemsize)
     return lengths
 
@@ -396,11 +439,17 @@ def _files(path: str) -> list[tuple[str, int, int]]:
     root = Path(path or sysconfig.get_paths()["stdlib"]).expanduser().resolve()
     if not root.is_file() and not root.is_dir():
         raise UsageError(f"data path {path!r} is neither a file nor a folder")
-    names = [str(root)] if root.is_file() else _regular_files(str(root), set() if path else _STDLIB_SKIPS, set())
+    names = (
+        [str(root)]
+        if root.is_file()
+        else _regular_files(str(root), set() if path else _STDLIB_SKIPS, set())
+    )
     stats = ((name, os.stat(name)) for name in names if path or name.endswith(".py"))
     files = sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats if stat.st_size)
     if not files:
-        raise UsageError(f"{root} holds no text; give a file or a folder with at least one that is not empty")
+        raise UsageError(
+            f"{root} holds no text; give a file or a folder with at least one that is not empty"
+        )
     return files
 
 

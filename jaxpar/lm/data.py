@@ -14,7 +14,16 @@ from jaxpar.fields import AtLeast, Finite, check_fields, field
 from jaxpar.lm.corpus import Corpus, DataConfig, Tokens, open_corpus
 from jaxpar.types import UsageError
 
-__all__ = ["Corpus", "DataConfig", "Pairs", "Windows", "open_corpus", "permuted", "sweep", "sweep_pairs"]
+__all__ = [
+    "Corpus",
+    "DataConfig",
+    "Pairs",
+    "Windows",
+    "open_corpus",
+    "permuted",
+    "sweep",
+    "sweep_pairs",
+]
 
 _ROUNDS = 8
 
@@ -73,7 +82,9 @@ class Windows:
         check_fields(self)
         if len(self.tokens) <= self.seq_len:
             have, need = len(self.tokens), self.seq_len + 1
-            raise UsageError(f"the stream has {have} tokens but one window needs {need}; lower seq_len or add text")
+            raise UsageError(
+                f"the stream has {have} tokens but one window needs {need}; lower seq_len or add text"
+            )
 
     @property
     def num_windows(self) -> int:
@@ -86,7 +97,9 @@ class Windows:
         epochs, slots = np.divmod(samples, self.num_windows)
         shifts = min(self.seq_len, len(self.tokens) - self.num_windows * self.seq_len)
         shift = _mix(self.seed % 2**64, epochs, _ROUNDS) % np.uint64(shifts)
-        return permuted(slots, self.num_windows, self.seed, epochs) * self.seq_len + shift.astype(np.int64)
+        return permuted(slots, self.num_windows, self.seed, epochs) * self.seq_len + shift.astype(
+            np.int64
+        )
 
     def __call__(self, step: int, rows: slice | np.ndarray = slice(None)) -> dict[str, np.ndarray]:
         """Draws the given rows of the global batch of a step.
@@ -156,13 +169,23 @@ class Pairs(NamedTuple):
                              f"data.seq_len={self.seq_len}; give at least {most - 1}, or shorten it.")  # fmt: skip
         out = {}
         for which, prefix in enumerate(("", "rejected_")):
-            made = [np.zeros((len(numbers), self.seq_len), dtype) for dtype in (np.int32, np.int32, np.float32)]
+            made = [
+                np.zeros((len(numbers), self.seq_len), dtype)
+                for dtype in (np.int32, np.int32, np.float32)
+            ]
             for row, number in enumerate(np.minimum(numbers, self.num_windows - 1).tolist()):
-                start, n = int(self.tokens.begins[2 * number + which]), int(self.tokens.lengths[2 * number + which])
+                start, n = (
+                    int(self.tokens.begins[2 * number + which]),
+                    int(self.tokens.lengths[2 * number + which]),
+                )
                 ids, counts = self.tokens.read(start, n), self.tokens.read_counts(start, n)
-                for x, values in zip(made, (ids[:-1], ids[1:], counts[1:] * (numbers[row] == number)), strict=True):
+                for x, values in zip(
+                    made, (ids[:-1], ids[1:], counts[1:] * (numbers[row] == number)), strict=True
+                ):
                     x[row, : n - 1] = values
-            out |= dict(zip((f"{prefix}tokens", f"{prefix}targets", f"{prefix}weights"), made, strict=True))
+            out |= dict(
+                zip((f"{prefix}tokens", f"{prefix}targets", f"{prefix}weights"), made, strict=True)
+            )
         return out
 
 

@@ -70,7 +70,11 @@ class Measurement(NamedTuple):
     def of(cls, values: Sequence[float] | np.ndarray) -> "Measurement":
         """Returns the mean of numbers, s / sqrt(n) its error."""
         x = np.asarray(values, np.float64)
-        return cls(float(x.mean()), float(x.std(ddof=1) / math.sqrt(len(x))) if len(x) > 1 else math.nan, len(x))
+        return cls(
+            float(x.mean()),
+            float(x.std(ddof=1) / math.sqrt(len(x))) if len(x) > 1 else math.nan,
+            len(x),
+        )
 
 
 class Question(NamedTuple):
@@ -121,9 +125,13 @@ def read_questions(path: str | Path) -> list[Question]:
                 f"{where} has prompt={brief(prompt)}; {legal}, and a prompt is a string that is not empty."
             )
         if not isinstance(choices, list) or len(choices) < 2 or not all(map(_text, choices)):
-            raise UsageError(f"{where} has choices={brief(choices)}; legal are two strings or more, none empty.")
+            raise UsageError(
+                f"{where} has choices={brief(choices)}; legal are two strings or more, none empty."
+            )
         if type(answer) is not int or not 0 <= answer < len(choices):
-            raise UsageError(f"{where} has answer={brief(answer)}; legal are numbers from 0 to {len(choices) - 1}.")
+            raise UsageError(
+                f"{where} has answer={brief(answer)}; legal are numbers from 0 to {len(choices) - 1}."
+            )
         found.append(Question(str(prompt), tuple(choices), answer, where))
     return found
 
@@ -151,13 +159,19 @@ def read_documents(path: str | Path, tokenizer: Tokenizer, template: str = "") -
     Raises:
       UsageError: A line cannot be read, or has no token that counts behind another; it is named by file and number.
     """
-    path, found, written = Path(path).expanduser(), [], open_template(template) if template else chat_ml
+    path, found, written = (
+        Path(path).expanduser(),
+        [],
+        open_template(template) if template else chat_ml,
+    )
     if not path.is_file():
         raise UsageError(f"there is no file {path}; give one of JSONL.")
     for offset, line in lines_of(str(path), 0, path.stat().st_size):
         ids, counts = encode_pieces(*read_line(str(path), offset, line, written)[0], tokenizer)
         if not counts[1:].any():
-            raise UsageError(f"{place_of(str(path), offset)} has no token that counts behind another.")
+            raise UsageError(
+                f"{place_of(str(path), offset)} has no token that counts behind another."
+            )
         found.append((ids, counts))
     if not found:
         raise UsageError(f"{path} has no lines; give one document a line.")
@@ -180,7 +194,9 @@ def rows_of_questions(questions: Sequence[Question], tokenizer: Tokenizer) -> li
             ids = np.concatenate([np.array(tokenizer.bos_ids, np.int32), ids])
             counts = np.concatenate([np.zeros(len(tokenizer.bos_ids), np.uint8), counts])
             if not len(counts) or counts[0] or not counts.any():
-                raise UsageError(f"{question.where}: the prompt or the choice {brief(choice)} has no tokens.")
+                raise UsageError(
+                    f"{question.where}: the prompt or the choice {brief(choice)} has no tokens."
+                )
             rows.append((ids, counts))
     return rows
 
@@ -221,16 +237,25 @@ def log_likelihoods(
       UsageError: A row is over the learned positions, and `length` does not cut it; or it has a
         token outside of the model's vocabulary.
     """
-    pieces = [(number, *piece) for number, row in enumerate(rows) for piece in _pieces(*row, length)]
+    pieces = [
+        (number, *piece) for number, row in enumerate(rows) for piece in _pieces(*row, length)
+    ]
     pieces.sort(key=lambda piece: len(piece[1]))
-    config = dataclasses.replace(config, capacity=None, capacity_group=0) if config.num_experts else config
+    config = (
+        dataclasses.replace(config, capacity=None, capacity_group=0)
+        if config.num_experts
+        else config
+    )
     sums, nums = np.zeros(len(rows)), np.zeros(len(rows), np.int64)
     mesh = jax.sharding.get_abstract_mesh().shape
     shares = math.prod(mesh[axis] for axis in mesh_axes("seq_layer"))
     for start in range(0, len(pieces), batch_size):
         part = pieces[start : start + batch_size]
         size = _padded_length(len(part[-1][1]) - 1, shares, config)
-        batch = {name: np.zeros((batch_size, size), np.int32) for name in ("tokens", "targets", "weights")}
+        batch = {
+            name: np.zeros((batch_size, size), np.int32)
+            for name in ("tokens", "targets", "weights")
+        }
         for row, (number, ids, counts) in enumerate(part):
             n = len(ids) - 1
             batch["tokens"][row, :n], batch["targets"][row, :n], batch["weights"][row, :n] = (
@@ -241,7 +266,9 @@ def log_likelihoods(
             nums[number] += int(np.count_nonzero(counts[1:]))
         batch = in_order(check_batch(batch, config.vocab_size), config.order(size), shares)
         placed = place_rows(
-            lambda cut, batch=batch: {k: v[cut] for k, v in batch.items()}, batch_size, ("batch", "seq_layer")
+            lambda cut, batch=batch: {k: v[cut] for k, v in batch.items()},
+            batch_size,
+            ("batch", "seq_layer"),
         )
         found = np.asarray(_sums(params, placed, config), np.float64)
         np.add.at(sums, [number for number, *_ in part], found[: len(part)])
@@ -264,11 +291,15 @@ def _padded_length(size: int, shares: int, config: LMConfig) -> int:
     if config.positions == "learned" and size <= config.max_seq_len < length:
         length = config.max_seq_len
     if config.positions == "learned" and length > config.max_seq_len:
-        raise UsageError(f"a record of {size} tokens is over model.max_seq_len={config.max_seq_len}; shorten it.")
+        raise UsageError(
+            f"a record of {size} tokens is over model.max_seq_len={config.max_seq_len}; shorten it."
+        )
     return length
 
 
-def rate_choices(questions: Sequence[Question], sums: np.ndarray, nums: np.ndarray) -> dict[str, Measurement]:
+def rate_choices(
+    questions: Sequence[Question], sums: np.ndarray, nums: np.ndarray
+) -> dict[str, Measurement]:
     """Returns how often the right choice is the likeliest: by its sum, and by its mean over its tokens.
 
     Args:
@@ -303,9 +334,14 @@ def document_perplexity(sums: np.ndarray, nums: np.ndarray) -> dict[str, Measure
     spread = float(np.square(-sums - r * nums).sum())
     error = math.sqrt(count / (count - 1) * spread) / total if count > 1 else math.nan
     grown = math.exp(min(r, 700.0))  # a float64 holds no more
-    return {"loss": Measurement(float(r), float(error), count), "perplexity": Measurement(grown, grown * error, count)}
+    return {
+        "loss": Measurement(float(r), float(error), count),
+        "perplexity": Measurement(grown, grown * error, count),
+    }
 
 
 def exact_matches(texts: Sequence[str], answers: Sequence[ShortAnswer]) -> Measurement:
     """Returns how often a generated text is the answer that was asked for, space around both left out."""
-    return Measurement.of([text.strip() == answer.answer.strip() for text, answer in zip(texts, answers, strict=True)])
+    return Measurement.of(
+        [text.strip() == answer.answer.strip() for text, answer in zip(texts, answers, strict=True)]
+    )

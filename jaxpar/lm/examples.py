@@ -20,7 +20,9 @@ _KINDS = 'legal are {"text"}, {"prompt", "completion"} and {"messages"}'
 
 def chat_ml(messages: Sequence[dict], answer: bool) -> str:
     """Writes messages as ChatML, the template where none is given."""
-    text = "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages)
+    text = "".join(
+        f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages
+    )
     return text + "<|im_start|>assistant\n" * answer
 
 
@@ -33,13 +35,17 @@ def object_of(line: bytes, where: str, legal: str) -> dict:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
-        raise UsageError(f"{where} is not JSON: {brief(line.decode(errors='replace').rstrip())}") from None
+        raise UsageError(
+            f"{where} is not JSON: {brief(line.decode(errors='replace').rstrip())}"
+        ) from None
     if not isinstance(value, dict):
         raise UsageError(f"{where} is not a JSON object; {legal}.")
     return value
 
 
-def pieces_of(line: bytes, where: str, template: Template = chat_ml) -> tuple[list[tuple[str, bool]], bool]:
+def pieces_of(
+    line: bytes, where: str, template: Template = chat_ml
+) -> tuple[list[tuple[str, bool]], bool]:
     """Reads one line of JSONL.
 
     Args:
@@ -56,7 +62,9 @@ def pieces_of(line: bytes, where: str, template: Template = chat_ml) -> tuple[li
       UsageError: If the line is none of these, or the template does not write a conversation turn by turn.
     """
     value = object_of(line, where, _KINDS)
-    if len({"text", "prompt", "messages"} & value.keys()) != 1 or ("prompt" in value) != ("completion" in value):
+    if len({"text", "prompt", "messages"} & value.keys()) != 1 or ("prompt" in value) != (
+        "completion" in value
+    ):
         raise UsageError(f"{where} has the keys {', '.join(value) or 'none'}; {_KINDS}.")
     for key in ("text", "prompt", "completion"):
         if key in value and not isinstance(value[key], str):
@@ -74,26 +82,40 @@ def pair_of(line: bytes, where: str) -> list[tuple[list[tuple[str, bool]], bool]
     Raises:
       UsageError: It is none, or both completions are the same.
     """
-    legal = 'legal are {"prompt", "chosen", "rejected"}, strings of which the latter two are not empty'
+    legal = (
+        'legal are {"prompt", "chosen", "rejected"}, strings of which the latter two are not empty'
+    )
     value = object_of(line, where, legal)
     for key in ("prompt", "chosen", "rejected"):
         if not isinstance(value.get(key), str) or (key != "prompt" and not value[key]):
             raise UsageError(f"{where} has {key}={brief(value.get(key))}; {legal}.")
     if value["chosen"] == value["rejected"]:
-        raise UsageError(f"{where} rejects what it chooses, {brief(value['chosen'])}; {legal}, and not the same.")
-    return [([(value["prompt"], False), (value[key], True)], True) for key in ("chosen", "rejected")]
+        raise UsageError(
+            f"{where} rejects what it chooses, {brief(value['chosen'])}; {legal}, and not the same."
+        )
+    return [
+        ([(value["prompt"], False), (value[key], True)], True) for key in ("chosen", "rejected")
+    ]
 
 
 def _turns(messages: object, where: str, template: Template) -> list[tuple[str, bool]]:
     """The text of messages in pieces; what the assistant wrote, to the end of its turn, counts."""
     if not isinstance(messages, list) or not messages:
-        raise UsageError(f"{where} has messages={brief(messages)}; legal is a list of at least one.")
+        raise UsageError(
+            f"{where} has messages={brief(messages)}; legal is a list of at least one."
+        )
     for message in messages:
-        known = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        known = isinstance(message, dict) and all(
+            isinstance(message.get(key), str) for key in ("role", "content")
+        )
         if not known:
-            raise UsageError(f"{where} has the message {brief(message)}; legal are role and content, both strings.")
+            raise UsageError(
+                f"{where} has the message {brief(message)}; legal are role and content, both strings."
+            )
         if message["role"] not in ROLES:
-            raise UsageError(f"{where} has the role {brief(message['role'])}; legal are {', '.join(ROLES)}.")
+            raise UsageError(
+                f"{where} has the role {brief(message['role'])}; legal are {', '.join(ROLES)}."
+            )
     pieces, done = [], 0
 
     def written(messages: Sequence[dict], answer: bool) -> str:
@@ -109,13 +131,17 @@ def _turns(messages: object, where: str, template: Template) -> list[tuple[str, 
         for upto, answer, counts in ((number, True, False), (number + 1, False, True)):
             text = written(messages[:upto], answer)
             if len(text) < done or not whole.startswith(text):
-                raise UsageError(f"{where}: the chat template writes early turns by what comes after them.")
+                raise UsageError(
+                    f"{where}: the chat template writes early turns by what comes after them."
+                )
             pieces.append((text[done:], counts))
             done = len(text)
     return [*pieces, (whole[done:], False)]
 
 
-def encode_pieces(pieces: list[tuple[str, bool]], ends: bool, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+def encode_pieces(
+    pieces: list[tuple[str, bool]], ends: bool, tokenizer: Tokenizer
+) -> tuple[np.ndarray, np.ndarray]:
     """Encodes what `pieces_of` returns: ids int32 [n], and 1 where a token counts as a target, uint8 [n].
 
     Each piece is encoded by itself, so that no token lies on both sides of a border. BOS does not count, EOS does.

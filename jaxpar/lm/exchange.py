@@ -66,13 +66,23 @@ def from_hf(
         shardings = jax.tree.leaves(named_shardings(shapes, axes(config)))
 
     def wanted() -> Iterator[Wanted]:
-        for at, (name, leaf, sharding) in enumerate(zip(_flat(shapes), leaves, shardings, strict=True)):
+        for at, (name, leaf, sharding) in enumerate(
+            zip(_flat(shapes), leaves, shardings, strict=True)
+        ):
             whole = (slice(None),) * len(leaf.shape)
-            indices = {None: whole} if sharding is None else sharding.addressable_devices_indices_map(leaf.shape)
+            indices = (
+                {None: whole}
+                if sharding is None
+                else sharding.addressable_devices_indices_map(leaf.shape)
+            )
             places: dict[tuple, list] = {}
             for device, index in indices.items():
-                bounds = tuple(cut.indices(size)[:2] for cut, size in zip(index, leaf.shape, strict=True))
-                places.setdefault(bounds, []).append(device)  # read once for all devices that hold the same
+                bounds = tuple(
+                    cut.indices(size)[:2] for cut, size in zip(index, leaf.shape, strict=True)
+                )
+                places.setdefault(bounds, []).append(
+                    device
+                )  # read once for all devices that hold the same
             head = tensors.get(HEAD) if config.tied and name == "embedding" else None
             for bounds, devices in places.items():
                 shape = tuple(stop - start for start, stop in bounds)
@@ -83,7 +93,9 @@ def from_hf(
     for leaf, block in laid(wanted()):
         blocks[leaf].append(block)
     arrays = [
-        own[0] if sharding is None else jax.make_array_from_single_device_arrays(leaf.shape, sharding, own)
+        own[0]
+        if sharding is None
+        else jax.make_array_from_single_device_arrays(leaf.shape, sharding, own)
         for leaf, sharding, own in zip(leaves, shardings, blocks, strict=True)
     ]
     return config, jax.tree.unflatten(structure, arrays)
@@ -124,7 +136,9 @@ def to_hf(
     _wait_for_all()  # or another process would find the folder that process 0 has made
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     tensors = _tensors(of, config)
-    sizes = {name: math.prod(shape) * jnp.dtype(dtype).itemsize for name, (shape, _) in tensors.items()}
+    sizes = {
+        name: math.prod(shape) * jnp.dtype(dtype).itemsize for name, (shape, _) in tensors.items()
+    }
     files = _files(sizes, max_shard_bytes)
     writes = jax.process_index() == 0
     try:
@@ -143,8 +157,12 @@ def to_hf(
             if len(files) > 1:
                 where = {name: file for file, names in files.items() for name in names}
                 index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
-                (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-            (partial / "config.json").write_text(json.dumps(config_json(arch, config, dtype), indent=2) + "\n")
+                (partial / "model.safetensors.index.json").write_text(
+                    json.dumps(index, indent=2) + "\n"
+                )
+            (partial / "config.json").write_text(
+                json.dumps(config_json(arch, config, dtype), indent=2) + "\n"
+            )
             partial.replace(folder)
     except (OSError, SafetensorError) as error:
         raise UsageError(f"{folder} could not be written: {error}") from error
@@ -207,7 +225,9 @@ def _shape(row: Place, shape: tuple[int, ...]) -> list[int]:
 def _shifts(of: _Of, config: LMConfig) -> dict[str, int]:
     """Returns where each leaf begins in its tensor, along the axis along which leaves are fused."""
     shifts, ends = {}, {}
-    for name, leaf in sorted(_flat(abstract(config)).items(), key=lambda item: of.row(item[0]).part):
+    for name, leaf in sorted(
+        _flat(abstract(config)).items(), key=lambda item: of.row(item[0]).part
+    ):
         row = of.row(name)
         tensor = row.name, (_TURN.match(name) or [""])[0]  # of one place in the turn of mixers
         shifts[name] = ends.get(tensor, 0)
@@ -235,7 +255,9 @@ def _parts(
     def read(tensor: str) -> np.ndarray:
         block = block_of(tensors[tensor], shift)
         if not is_finite(block):
-            raise UsageError(f"tensor {tensor} holds NaN or infinity, or what is infinite as {leaf.dtype}.")
+            raise UsageError(
+                f"tensor {tensor} holds NaN or infinity, or what is infinite as {leaf.dtype}."
+            )
         if head is not None and not np.array_equal(block_of(head, 0), block):
             raise UsageError(
                 f"tensor {HEAD} differs from {tensor}, to which tie_word_embeddings=true ties it; "
@@ -251,7 +273,11 @@ def _parts(
 
 
 def _cut(
-    tensor: Stored, row: Place, shape: tuple[int, ...], bounds: tuple[tuple[int, int], ...], shift: int
+    tensor: Stored,
+    row: Place,
+    shape: tuple[int, ...],
+    bounds: tuple[tuple[int, int], ...],
+    shift: int,
 ) -> np.ndarray:
     """Reads a leaf's `bounds` out of a tensor of the files, where it begins at `shift`, of one layer and expert.
 
@@ -287,7 +313,9 @@ def _gather(of: _Of, flat: dict, parts: list[tuple[str, tuple]], dtype: str) -> 
         x = np.asarray(x).astype(dtype)
         ours, theirs = of.row(name).layout.split(">")
         shape = _shape(of.row(name), x.shape)
-        blocks.append(x.transpose([ours.index(axis) for axis in theirs.replace(",", "")]).reshape(shape))
+        blocks.append(
+            x.transpose([ours.index(axis) for axis in theirs.replace(",", "")]).reshape(shape)
+        )
     # safetensors writes the memory of a strided array in its own order, without an error.
     return np.ascontiguousarray(np.concatenate(blocks, axis=along))
 
@@ -303,7 +331,10 @@ def _files(sizes: dict[str, int], limit: int) -> dict[str, list[str]]:
         total += size
     if len(shares) == 1:
         return {"model.safetensors": shares[0]}
-    return {f"model-{i:05d}-of-{len(shares):05d}.safetensors": share for i, share in enumerate(shares, 1)}
+    return {
+        f"model-{i:05d}-of-{len(shares):05d}.safetensors": share
+        for i, share in enumerate(shares, 1)
+    }
 
 
 def _wait_for_all() -> None:
@@ -311,15 +342,22 @@ def _wait_for_all() -> None:
         multihost_utils.sync_global_devices("jaxpar.lm.exchange")
 
 
-def _check(flat: dict, config: LMConfig, folder: Path, dtype: str, tokenizer: str | Path | None) -> None:
+def _check(
+    flat: dict, config: LMConfig, folder: Path, dtype: str, tokenizer: str | Path | None
+) -> None:
     """Refuses what `to_hf` cannot write, before it writes."""
     if dtype not in DTYPES:
         raise UsageError(f"dtype={dtype!r} is unknown; legal are {', '.join(DTYPES)}.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"{folder} already holds something; give a folder that is absent or empty.")
+        raise UsageError(
+            f"{folder} already holds something; give a folder that is absent or empty."
+        )
     if tokenizer is not None and not Path(tokenizer).is_file():
         raise UsageError(f"there is no tokenizer file {tokenizer}; give a tokenizer.json or None.")
-    given, expected = ({name: leaf.shape for name, leaf in tree.items()} for tree in (flat, _flat(abstract(config))))
+    given, expected = (
+        {name: leaf.shape for name, leaf in tree.items()}
+        for tree in (flat, _flat(abstract(config)))
+    )
     for name in expected | given:
         here, there = given.get(name, "absent"), expected.get(name, "absent")
         if here != there:
@@ -347,20 +385,28 @@ def _find_tensors(folder: Path, of: _Of, config: LMConfig) -> dict[str, Stored]:
     router = found.get(of.tensor("layers.w_router", (0,))) if config.num_experts else None
     if router is not None and (num := router.shape[0]) != config.num_experts:
         key = of.arch.fields["num_experts"][0]
-        raise UsageError(f"{folder} has {num} experts a layer, but its config.json has {key}={config.num_experts}.")
+        raise UsageError(
+            f"{folder} has {num} experts a layer, but its config.json has {key}={config.num_experts}."
+        )
     if config.tied and HEAD in found:
         expected[HEAD] = expected[of.row("embedding").name]
     for name, shape in expected.items():
         if name not in found:
             raise UsageError(f"{folder} lacks tensor {name} of shape {shape}.")
         if (there := found[name].shape) != shape:
-            raise UsageError(f"tensor {name} in {folder} has shape {there}, but its config.json means {shape}.")
+            raise UsageError(
+                f"tensor {name} in {folder} has shape {there}, but its config.json means {shape}."
+            )
         if found[name].dtype not in FILE_DTYPES:
-            raise UsageError(f"tensor {name} in {folder} is {found[name].dtype}; legal are {', '.join(FILE_DTYPES)}.")
+            raise UsageError(
+                f"tensor {name} in {folder} is {found[name].dtype}; legal are {', '.join(FILE_DTYPES)}."
+            )
     for name in sorted(found.keys() - expected):
         if not re.search(of.arch.passed_over, name):
             shape = found[name].shape
-            raise UsageError(f"{folder} has tensor {name} of shape {shape}, which its config.json has no place for.")
+            raise UsageError(
+                f"{folder} has tensor {name} of shape {shape}, which its config.json has no place for."
+            )
     return found
 
 
@@ -368,7 +414,9 @@ def _file_names(index: Path) -> list[str]:
     """Returns the files that an index names, which lie beside it."""
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not places:
-        raise UsageError(f"{index} has weight_map={brief(places)}; legal is an object of tensors and their files.")
+        raise UsageError(
+            f"{index} has weight_map={brief(places)}; legal is an object of tensors and their files."
+        )
     for tensor, name in places.items():
         if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0]+\.safetensors", name):
             raise UsageError(

@@ -24,20 +24,29 @@ class Architecture(NamedTuple):
     model_type: str
     layer: str  # prefix of a layer's tensors; a file may lack its first word
     passed_over: str  # pattern of tensors that are no parameters
-    rows: dict[str, Place]  # leaf -> place; of layers whose mixers differ, without the number of their place in a turn
-    fields: dict[str, tuple]  # field -> its key and kind, and the default of transformers unless required
+    rows: dict[
+        str, Place
+    ]  # leaf -> place; of layers whose mixers differ, without the number of their place in a turn
+    fields: dict[
+        str, tuple
+    ]  # field -> its key and kind, and the default of transformers unless required
     others: dict[str, Kind]  # keys that `read` translates
     fixed: dict[str, Any]  # key -> the one value that this library computes
     read: Callable[[dict], dict]  # config.json without nulls -> the other fields
     write: Callable[[LMConfig], dict]  # its inverse
-    needs: Callable[[LMConfig], dict[str, tuple]]  # config -> legal values of the fields that are not free
-    nulls: tuple[str, ...] = ()  # keys whose null says "none", not what an absent one means: `read` then finds 0
+    needs: Callable[
+        [LMConfig], dict[str, tuple]
+    ]  # config -> legal values of the fields that are not free
+    nulls: tuple[
+        str, ...
+    ] = ()  # keys whose null says "none", not what an absent one means: `read` then finds 0
 
 
 PART = Kind("a number over 0, up to 1", lambda x: type(x) in (int, float) and 0 < x <= 1)
 TYPES = ("full_attention", "sliding_attention")
 LAYER_TYPES = Kind(
-    f"a list of {' and '.join(TYPES)}", lambda x: isinstance(x, list) and all(item in TYPES for item in x)
+    f"a list of {' and '.join(TYPES)}",
+    lambda x: isinstance(x, list) and all(item in TYPES for item in x),
 )
 ROPE = {
     "rope_factor": "factor", "rope_low_freq_factor": "low_freq_factor", "rope_high_freq_factor": "high_freq_factor",
@@ -73,14 +82,20 @@ def read_rope(values: dict, theta: float = 10000.0, is_partial: bool = False) ->
     for part in (beside, values.get("rope_scaling", {}), values.get("rope_parameters", {})):
         for key, value in part.items():
             if value is not None and rope.setdefault(key, value) != value:
-                raise UsageError(f"{key} is {brief(rope[key])} and {brief(value)}; legal is one value.")
+                raise UsageError(
+                    f"{key} is {brief(rope[key])} and {brief(value)}; legal is one value."
+                )
     old_name = rope.pop("type", "default")
     kind = rope.pop("rope_type", old_name)
     if not isinstance(kind, str) or kind not in SCALINGS:
-        raise UsageError(f"rope type {brief(kind)} is unknown; legal are default, linear and llama3.")
+        raise UsageError(
+            f"rope type {brief(kind)} is unknown; legal are default, linear and llama3."
+        )
     keys = SCALINGS[kind]
     names = ("rope_theta", "partial_rotary_factor", *keys.values())
-    kinds = {key: ROPE_KINDS[key] for key in names} | ({"partial_rotary_factor": PART} if is_partial else {})
+    kinds = {key: ROPE_KINDS[key] for key in names} | (
+        {"partial_rotary_factor": PART} if is_partial else {}
+    )
     if absent := [key for key in keys.values() if key not in rope]:
         raise UsageError(f"rope type {kind!r} also needs {', '.join(absent)}.")
     for key, value in rope.items():
@@ -94,7 +109,9 @@ def read_rope(values: dict, theta: float = 10000.0, is_partial: bool = False) ->
             f"high_freq_factor={rope['high_freq_factor']} is not over low_freq_factor={rope['low_freq_factor']}, "
             "between which wavelengths are blended."
         )
-    out = {ours: rope[key] for ours, key in keys.items()} | {"rope_theta": rope.get("rope_theta", theta)}
+    out = {ours: rope[key] for ours, key in keys.items()} | {
+        "rope_theta": rope.get("rope_theta", theta)
+    }
     if is_partial:
         out["rope_share"] = float(rope.get("partial_rotary_factor", 1.0))
     return out | ({"rope_scaling": "linear"} if kind == "linear" else {})
@@ -117,9 +134,13 @@ def read_windows(values: dict, window: int, types: list[str]) -> dict:
     """
     given = values.get("layer_types", types)
     if len(given) != len(types):
-        raise UsageError(f"layer_types names {len(given)} layers of num_hidden_layers={len(types)}; legal is one each.")
+        raise UsageError(
+            f"layer_types names {len(given)} layers of num_hidden_layers={len(types)}; legal is one each."
+        )
     if TYPES[1] in given and not window:
-        raise UsageError("layer_types has sliding_attention, but there is no sliding_window; legal is a whole number.")
+        raise UsageError(
+            "layer_types has sliding_attention, but there is no sliding_window; legal is a whole number."
+        )
     return {"windows": tuple(window if name == TYPES[1] else 0 for name in given)}
 
 

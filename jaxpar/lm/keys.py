@@ -24,7 +24,9 @@ def _whole(value: object, least: int, most: int) -> bool:
 
 
 def _finite(value: object) -> bool:
-    return type(value) in (int, float) and abs(cast(float, value)) <= sys.float_info.max  # False for NaN
+    return (
+        type(value) in (int, float) and abs(cast(float, value)) <= sys.float_info.max
+    )  # False for NaN
 
 
 def _id(value: object) -> bool:
@@ -40,26 +42,41 @@ SHARE = Kind("a number from 0 to under 1", lambda x: _finite(x) and 0 <= x < 1)
 FLAG = Kind("true or false", lambda x: type(x) is bool)
 TEXT = Kind("a string", lambda x: isinstance(x, str))
 TABLE = Kind("an object", lambda x: isinstance(x, dict))
-NAMES = Kind("a list of strings", lambda x: isinstance(x, list) and all(isinstance(item, str) for item in x))
+NAMES = Kind(
+    "a list of strings", lambda x: isinstance(x, list) and all(isinstance(item, str) for item in x)
+)
 ENDLESS = Kind(
     "[0, Infinity]",
-    lambda x: isinstance(x, list) and len(x) == 2 and _finite(x[0]) and x[0] == 0 and x[1] in (math.inf, INFINITY),
+    lambda x: (
+        isinstance(x, list)
+        and len(x) == 2
+        and _finite(x[0])
+        and x[0] == 0
+        and x[1] in (math.inf, INFINITY)
+    ),
 )
 INFINITY = {"__float__": "Infinity"}  # as transformers 5 writes it
-RANK = Kind("a whole number of at least 1, or 'auto'", lambda x: x == "auto" or _whole(x, 1, 2**31 - 1))
+RANK = Kind(
+    "a whole number of at least 1, or 'auto'", lambda x: x == "auto" or _whole(x, 1, 2**31 - 1)
+)
 IDS = Kind(
-    "a token's number or a list of them", lambda x: _id(x) or isinstance(x, list) and bool(x) and all(map(_id, x))
+    "a token's number or a list of them",
+    lambda x: _id(x) or isinstance(x, list) and bool(x) and all(map(_id, x)),
 )
 
 
 def literal(*values: object) -> Kind:
     """Returns the kind that holds these values, and no others that Python takes for equal."""
-    return Kind(" or ".join(map(repr, values)), lambda x: any(type(x) is type(v) and x == v for v in values))
+    return Kind(
+        " or ".join(map(repr, values)), lambda x: any(type(x) is type(v) and x == v for v in values)
+    )
 
 
 def all_of(value: str) -> Kind:
     """Returns the kind that holds lists of nothing but this string."""
-    return Kind(f"a list of {value!r}", lambda x: isinstance(x, list) and all(item == value for item in x))
+    return Kind(
+        f"a list of {value!r}", lambda x: isinstance(x, list) and all(item == value for item in x)
+    )
 
 
 # Keys that change no number that a model computes: where it comes from, how transformers runs, trains or samples it,
@@ -88,7 +105,11 @@ def brief(value: object) -> str:
 
 def plain(name: object) -> object:
     """Returns a name as it is, unless it would break an error's line."""
-    return brief(name) if isinstance(name, str) and not (name.isprintable() and len(name) <= 80) else name
+    return (
+        brief(name)
+        if isinstance(name, str) and not (name.isprintable() and len(name) <= 80)
+        else name
+    )
 
 
 def check(where: object, key: str, value: object, kind: Kind) -> None:
@@ -130,9 +151,13 @@ def read_json(path: Path) -> dict[str, Any]:  # any JSON, before it is checked
     try:
         values = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
-        raise UsageError(f"there is no {path}; give a folder with config.json and safetensors files.") from None
+        raise UsageError(
+            f"there is no {path}; give a folder with config.json and safetensors files."
+        ) from None
     except RecursionError:
-        raise UsageError(f"{path} is not a JSON file that can be read: it is nested too deep.") from None
+        raise UsageError(
+            f"{path} is not a JSON file that can be read: it is nested too deep."
+        ) from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} is not a JSON file: {error}") from error
     if not isinstance(values, dict):

@@ -23,7 +23,9 @@ from jaxpar.types import UsageError
 def _read_llama(values: dict) -> dict:
     bias = values.get("mlp_bias", False)
     if values.get("attention_bias", False) != bias:
-        raise UsageError(f"mlp_bias={bias} and attention_bias={not bias} differ; legal are both true or both false.")
+        raise UsageError(
+            f"mlp_bias={bias} and attention_bias={not bias} differ; legal are both true or both false."
+        )
     return read_rope(values) | {"bias": bias} | LIKE_LLAMA
 
 
@@ -72,8 +74,15 @@ def _read_qwen3(values: dict) -> dict:
 
 
 def _write_qwen(c: LMConfig) -> dict:
-    first = next((layer for layer in range(c.num_layers) if c.windows and c.windows[layer % len(c.windows)]), 0)
-    return write_rope(c) | write_windows(c) | {"use_sliding_window": bool(c.windows), "max_window_layers": first}
+    first = next(
+        (layer for layer in range(c.num_layers) if c.windows and c.windows[layer % len(c.windows)]),
+        0,
+    )
+    return (
+        write_rope(c)
+        | write_windows(c)
+        | {"use_sliding_window": bool(c.windows), "max_window_layers": first}
+    )
 
 
 def _needs_qwen2(c: LMConfig) -> dict[str, tuple]:
@@ -85,7 +94,12 @@ def _needs_qwen3(c: LMConfig) -> dict[str, tuple]:
     return needs_rms(c) | one_window(c) | {"bias": (False,), "qk_norm": (True,)}
 
 
-LIKE_GEMMA = LIKE_LLAMA | {"activation": "geglu", "post_norms": True, "embed_scale": True, "norm_plus_one": True}
+LIKE_GEMMA = LIKE_LLAMA | {
+    "activation": "geglu",
+    "post_norms": True,
+    "embed_scale": True,
+    "norm_plus_one": True,
+}
 
 
 def _read_gemma2(values: dict) -> dict:
@@ -102,13 +116,25 @@ def _read_gemma(values: dict, window: int, types: list[str]) -> dict:
 
 
 def _write_gemma(c: LMConfig) -> dict:
-    caps = {"attn_logit_softcapping": c.score_cap or None, "final_logit_softcapping": c.logit_cap or None}
-    return write_rope(c) | write_windows(c) | caps | {"query_pre_attn_scalar": int(c.score_dim) or c.head_dim}
+    caps = {
+        "attn_logit_softcapping": c.score_cap or None,
+        "final_logit_softcapping": c.logit_cap or None,
+    }
+    return (
+        write_rope(c)
+        | write_windows(c)
+        | caps
+        | {"query_pre_attn_scalar": int(c.score_dim) or c.head_dim}
+    )
 
 
 def _needs_gemma(c: LMConfig) -> dict[str, tuple]:
     gemma = {field: (value,) for field, value in LIKE_GEMMA.items()}
-    free = {"score_cap": (c.score_cap,), "score_dim": (float(int(c.score_dim)),), "logit_cap": (c.logit_cap,)}
+    free = {
+        "score_cap": (c.score_cap,),
+        "score_dim": (float(int(c.score_dim)),),
+        "logit_cap": (c.logit_cap,),
+    }
     return needs_rms(c) | one_window(c) | gemma | free | {"bias": (False,)}
 
 
@@ -118,16 +144,22 @@ def _read_gemma3(values: dict) -> dict:
     told = values.get("rope_parameters", {})
     if set(told) & set(TYPES):  # as transformers 5 writes it: one table for each type of layer
         if unknown := set(told) - set(TYPES):
-            raise UsageError(f"rope_parameters has {brief(min(unknown))}; legal are {' and '.join(TYPES)}.")
+            raise UsageError(
+                f"rope_parameters has {brief(min(unknown))}; legal are {' and '.join(TYPES)}."
+            )
         rope = read_rope({"rope_parameters": told.get(TYPES[0]) or {}}, 1e6)
         local = read_rope({"rope_parameters": told.get(TYPES[1]) or {}})
     else:
         rope = read_rope(values, 1e6)
         local = {"rope_theta": values.get("rope_local_base_freq", 10000.0)}
     if "rope_factor" in local:
-        raise UsageError("rope_parameters scales the layers of sliding_attention; legal is rope_type default there.")
+        raise UsageError(
+            "rope_parameters scales the layers of sliding_attention; legal is rope_type default there."
+        )
     theta = local["rope_theta"]
-    is_other = any(fields["windows"]) and (theta != rope["rope_theta"] or rope.get("rope_factor", 1.0) != 1.0)
+    is_other = any(fields["windows"]) and (
+        theta != rope["rope_theta"] or rope.get("rope_factor", 1.0) != 1.0
+    )
     caps = {"score_cap": values.get("attn_logit_softcapping", 0.0)}
     caps |= {"logit_cap": values.get("final_logit_softcapping", 0.0)}
     return fields | rope | caps | {"rope_theta_local": theta if is_other else 0.0, "qk_norm": True}
@@ -149,13 +181,18 @@ def _read_phi3(values: dict) -> dict:
 
 
 def _write_phi3(c: LMConfig) -> dict:
-    extra = {"partial_rotary_factor": c.rope_share, "original_max_position_embeddings": c.max_seq_len}
+    extra = {
+        "partial_rotary_factor": c.rope_share,
+        "original_max_position_embeddings": c.max_seq_len,
+    }
     return _write_mistral(c) | extra | {"embd_pdrop": c.dropout, "attention_dropout": c.dropout}
 
 
 def _needs_phi3(c: LMConfig) -> dict[str, tuple]:
     width = {"embed_dim": (c.num_heads * c.head_dim,), "rope_share": (c.rope_share,)}
-    return needs_rms(c) | width | {"bias": (False,), "windows": _one_for_all(c), "rope_factor": (1.0,)}
+    return (
+        needs_rms(c) | width | {"bias": (False,), "windows": _one_for_all(c), "rope_factor": (1.0,)}
+    )
 
 
 LLAMA = Architecture(
@@ -185,7 +222,11 @@ LLAMA = Architecture(
     fixed={"hidden_act": "silu"}, read=_read_llama, write=_write_llama, needs=_needs_llama,
 )  # fmt: skip
 
-OF_LLAMA = {leaf: place for leaf, place in LLAMA.rows.items() if "mlp." not in place.name and "bias" not in place.name}
+OF_LLAMA = {
+    leaf: place
+    for leaf, place in LLAMA.rows.items()
+    if "mlp." not in place.name and "bias" not in place.name
+}
 BIASES = {f"layers.b{name}": LLAMA.rows[f"layers.b{name}"] for name in "qkv"}
 MLP = {f"layers.w_{name}": LLAMA.rows[f"layers.w_{name}"] for name in ("gate", "up", "down")}
 QK_NORMS = {

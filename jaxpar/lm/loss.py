@@ -148,7 +148,20 @@ def cross_entropy_and_z(
     logits are c tanh(x head^T / c); 0 for none. z keeps the normaliser near 1, so that logits do not drift away
     (arXiv:2204.02311, section 5). It is told, not differentiated: the gradient is that of the sum.
     """
-    return _told(_sharded(x, head, targets, weights, chunk, low_logits, z_loss, logit_cap, smoothing, with_grads=False))
+    return _told(
+        _sharded(
+            x,
+            head,
+            targets,
+            weights,
+            chunk,
+            low_logits,
+            z_loss,
+            logit_cap,
+            smoothing,
+            with_grads=False,
+        )
+    )
 
 
 def _told(value: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -169,13 +182,17 @@ def _backward(*options_and_residuals):
 cross_entropy_and_z.defvjp(_forward, _backward)
 
 
-def _sharded(x, head, targets, weights, chunk, low_logits, z_loss, logit_cap, smoothing, with_grads):
+def _sharded(
+    x, head, targets, weights, chunk, low_logits, z_loss, logit_cap, smoothing, with_grads
+):
     """Runs `_on_device` on every device's tokens and symbols."""
     value_axes = (None,) if z_loss else ()
     tokens = ("batch", "seq_layer")
     in_axes = [(*tokens, None), ("vocab", None), tokens, tokens]
     out_axes = (value_axes, (*tokens, None), ("vocab", None)) if with_grads else value_axes
-    weight = constrain(constrain(head.astype(x.dtype), "vocab", "embed"), "vocab", None)  # cast before the gather
+    weight = constrain(
+        constrain(head.astype(x.dtype), "vocab", "embed"), "vocab", None
+    )  # cast before the gather
     batch_axes = (*mesh_axes("batch"), *mesh_axes("seq_layer"))
     fn = functools.partial(
         _on_device,
@@ -197,7 +214,20 @@ def _sum(x, axes):
 
 
 def _on_device(
-    x, head, targets, weights, *, chunk, low_logits, z_loss, logit_cap, kept, spread, with_grads, vocab_axes, batch_axes
+    x,
+    head,
+    targets,
+    weights,
+    *,
+    chunk,
+    low_logits,
+    z_loss,
+    logit_cap,
+    kept,
+    spread,
+    with_grads,
+    vocab_axes,
+    batch_axes,
 ):
     """The loss of a device's tokens against its symbols, chunk by chunk; all get `spread` of a target."""
     width, total = x.shape[-1], targets.size
@@ -218,14 +248,18 @@ def _on_device(
         logits = capped(jnp.einsum("nd,vd->nv", x, head, preferred_element_type=store), logit_cap)
         place = target - first
         mine = (place >= 0) & (place < head.shape[0])
-        chosen = jnp.take_along_axis(logits, jnp.where(mine, place, 0)[:, None], axis=1)[:, 0].astype(wide)
+        chosen = jnp.take_along_axis(logits, jnp.where(mine, place, 0)[:, None], axis=1)[
+            :, 0
+        ].astype(wide)
         chosen = jnp.where(mine, chosen, 0)
         if spread:
             chosen = kept * chosen + spread * logits.astype(wide).sum(-1)
         top, norm = _row_sums(logits.astype(wide))
         if vocab_axes:
             highest = jax.lax.pmax(top, vocab_axes)
-            norm, chosen = jax.lax.psum(jnp.stack([norm * jnp.exp(top - highest), chosen]), vocab_axes)
+            norm, chosen = jax.lax.psum(
+                jnp.stack([norm * jnp.exp(top - highest), chosen]), vocab_axes
+            )
             top = highest
         log_norm = top + jnp.log(norm)
         value = (weight * (log_norm - chosen)).sum()

@@ -62,7 +62,9 @@ def mixers_of(config: "LMConfig") -> Mixer | tuple[Mixer, ...]:
     for layer in range(count):
         name, window = names[layer % len(names)], windows[layer % len(windows)]
         mixer = MIXERS[name].make(config, name, _units(config, name))
-        made.append(_windowed_attention(config, mixer, window) if isinstance(mixer, Attention) else mixer)
+        made.append(
+            _windowed_attention(config, mixer, window) if isinstance(mixer, Attention) else mixer
+        )
     return tuple(made) if count > 1 else made[0]
 
 
@@ -72,13 +74,20 @@ def with_mixer(config: "LMConfig", mixer: str) -> "LMConfig":
     A block-recurrent mixer has no units of its own: its heads get the even size that comes nearest.
     """
     reads = MIXERS[mixer].reads if mixer in MIXERS else ()
-    usual = {name: getattr(type(config), name) for name in OWN if name not in reads or name == "mixer_dim"}
+    usual = {
+        name: getattr(type(config), name)
+        for name in OWN
+        if name not in reads or name == "mixer_dim"
+    }
     changed = dataclasses.replace(config, mixer=mixer, **usual)
     if mixer not in BLOCK_RECURRENT:
         return changed
     size = _size_of_attention(changed)
     return dataclasses.replace(
-        changed, head_dim=min(range(2, config.head_dim + 2, 2), key=lambda k: abs(_size_of_heads(changed, k) - size))
+        changed,
+        head_dim=min(
+            range(2, config.head_dim + 2, 2), key=lambda k: abs(_size_of_heads(changed, k) - size)
+        ),
     )
 
 
@@ -87,13 +96,19 @@ def check_mixers(config: "LMConfig") -> None:
     object.__setattr__(config, "mixers", tuple(config.mixers))
     names = _names(config)
     if config.mixers and config.mixer != "attention":
-        raise UsageError(f"model.mixer={config.mixer} is one for all layers; take model.mixers or it, not both.")
+        raise UsageError(
+            f"model.mixer={config.mixer} is one for all layers; take model.mixers or it, not both."
+        )
     for name, whose in OWN.items():
         value, default = getattr(config, name), getattr(type(config), name)
         if value != default and not any(name in MIXERS[mixer].reads for mixer in names):
-            value, default = (str(x).lower() if isinstance(x, bool) else x for x in (value, default))
+            value, default = (
+                str(x).lower() if isinstance(x, bool) else x for x in (value, default)
+            )
             asked = ", ".join(dict.fromkeys(names))
-            raise UsageError(f"model.{name}={value} is of {whose}, not of model.mixer={asked}; take {default}.")
+            raise UsageError(
+                f"model.{name}={value} is of {whose}, not of model.mixer={asked}; take {default}."
+            )
     for mixer in names:
         _check_one(config, mixer)
     if not config.mixers:
@@ -109,9 +124,13 @@ def _check_one(config: "LMConfig", name: str) -> None:
             f"model.mixer={name} reads tokens in turn; take model.context=auto, model.context_order=contiguous."
         )
     if name in WINDOWED and config.num_kv_heads != config.num_heads:
-        raise UsageError(f"model.mixer={name} has a key head for each of its heads; take model.num_kv_heads=0.")
+        raise UsageError(
+            f"model.mixer={name} has a key head for each of its heads; take model.num_kv_heads=0."
+        )
     if name == "mamba2" and config.num_heads % config.mixer_groups:
-        raise UsageError(f"model.mixer_groups={config.mixer_groups} must divide model.num_heads={config.num_heads}.")
+        raise UsageError(
+            f"model.mixer_groups={config.mixer_groups} must divide model.num_heads={config.num_heads}."
+        )
     unit = 4 * config.num_heads
     if name in LAYERS and config.mixer_dim % unit:
         nearest = max(unit, round(config.mixer_dim / unit) * unit)
@@ -143,13 +162,27 @@ def _size_of_heads(config: "LMConfig", head_dim: int) -> int:
 
 def _attention(config: "LMConfig", name: str, units: int) -> Attention:
     del name, units
-    scaling = config.rope_low_freq_factor, config.rope_high_freq_factor, config.rope_original_len, config.rope_scaling
+    scaling = (
+        config.rope_low_freq_factor,
+        config.rope_high_freq_factor,
+        config.rope_original_len,
+        config.rope_scaling,
+    )
     rope = Rope(config.rope_theta, config.rope_factor, *scaling, config.rope_share)
     rope = rope if config.positions == "rope" else None
     heads = config.num_heads, config.num_kv_heads, config.head_dim
-    norm = Norm(config.norm, config.norm_eps, config.bias, config.norm_plus_one) if config.qk_norm else None
+    norm = (
+        Norm(config.norm, config.norm_eps, config.bias, config.norm_plus_one)
+        if config.qk_norm
+        else None
+    )
     attend = SplitSequence(config.context, config.context_order)
-    options = {"dropout": config.dropout, "impl": config.attention, "attend": attend, "qk_norm": norm}
+    options = {
+        "dropout": config.dropout,
+        "impl": config.attention,
+        "attend": attend,
+        "qk_norm": norm,
+    }
     scores = {"score_cap": config.score_cap, "score_dim": config.score_dim}
     return Attention(*heads, config.bias, rope, qkv_bias=config.qkv_bias, **scores, **options)
 
@@ -174,7 +207,9 @@ def _hgrn(config: "LMConfig", name: str, units: int) -> Hgrn:
 
 
 def _matrix_state(config: "LMConfig", name: str, units: int) -> MatrixState:
-    return MatrixState(layer_of(name, units, config.num_heads, config.mixer_key_dim), config.mixer_chunk)
+    return MatrixState(
+        layer_of(name, units, config.num_heads, config.mixer_key_dim), config.mixer_chunk
+    )
 
 
 def _mamba2(config: "LMConfig", name: str, units: int) -> MatrixState:
@@ -217,7 +252,9 @@ def _equal_layers(config: "LMConfig", name: str) -> int:
 
 def _equal_lmus(config: "LMConfig", name: str) -> int:
     del name
-    return equal_units(config.embed_dim, config.num_heads, config.mixer_states, _size_of_attention(config))
+    return equal_units(
+        config.embed_dim, config.num_heads, config.mixer_states, _size_of_attention(config)
+    )
 
 
 BLOCK_RECURRENT = ("block_recurrent", "block_recurrent_lstm")
@@ -229,7 +266,10 @@ MIXERS: dict[str, Row] = {
     "hgrn": Row(_hgrn, _equal_hgrn, ("mixer_dim",)),
     **dict.fromkeys(LAYERS, Row(_matrix_state, _equal_layers, ("mixer_dim", "mixer_key_dim"))),
     "mamba2": Row(_mamba2, _equal_layers, ("mixer_dim", "mixer_key_dim", "mixer_groups")),
-    **dict.fromkeys(("lmu", "spiking_lmu"), Row(_lmu, _equal_lmus, ("mixer_dim", "mixer_window", "mixer_states"))),
+    **dict.fromkeys(
+        ("lmu", "spiking_lmu"),
+        Row(_lmu, _equal_lmus, ("mixer_dim", "mixer_window", "mixer_states")),
+    ),
     **dict.fromkeys(BLOCK_RECURRENT, Row(_windowed, None, ("mixer_window", "mixer_states"))),
     "windowed": Row(_windowed, None, ("mixer_window",)),
     "tcnca": Row(_tcnca, None, ("mixer_window",)),

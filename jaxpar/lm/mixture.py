@@ -38,9 +38,13 @@ def parse_mixture(text: str) -> list[Source]:
     found = [match for part in parts if (match := _SOURCE.fullmatch(part))]
     sources = [Source(Fraction(match[1]), bool(match[2]), match[3]) for match in found]
     whole = len(sources) == len(parts) and all(source.amount > 0 for source in sources)
-    whole = whole and not any(re.search(r"\+[^+*/]*\*", source.path) for source in sources)  # an amount that is none
+    whole = whole and not any(
+        re.search(r"\+[^+*/]*\*", source.path) for source in sources
+    )  # an amount that is none
     if not whole or len({source.is_epochs for source in sources}) != 1:
-        raise UsageError(f"mixture {text!r}; legal are shares 7*a.jsonl+3*b.jsonl, or epochs 1e*a.jsonl+2e*b.jsonl.")
+        raise UsageError(
+            f"mixture {text!r}; legal are shares 7*a.jsonl+3*b.jsonl, or epochs 1e*a.jsonl+2e*b.jsonl."
+        )
     return sources
 
 
@@ -80,7 +84,9 @@ class Mixture(NamedTuple):
     batch_size: int
     seed: int
 
-    def places(self, step: int, rows: slice | np.ndarray = slice(None)) -> tuple[np.ndarray, np.ndarray]:
+    def places(
+        self, step: int, rows: slice | np.ndarray = slice(None)
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Returns which source each row of a step comes of, and the sample of that source: int64 [b] each."""
         samples = int(step) * self.batch_size + np.arange(self.batch_size, dtype=np.int64)[rows]
         counts = np.array(self.counts, np.int64)
@@ -134,7 +140,9 @@ def open_corpora(
         return Corpora((), (open_corpus(config, cache, tokenizer, say),))
     sources, found = tuple(parse_mixture(config.path.removeprefix("mix:"))), []
     for source in sources:
-        found.append(open_corpus(dataclasses.replace(config, path=source.path), cache, tokenizer, say))
+        found.append(
+            open_corpus(dataclasses.replace(config, path=source.path), cache, tokenizer, say)
+        )
         tokenizer = found[0].tokenizer
     return Corpora(sources, tuple(found))
 
@@ -143,7 +151,9 @@ def training_batches(corpora: Corpora, config: DataConfig, seed: int) -> Windows
     """Returns the training batches of a run, by step and rows."""
     if config.pairs:
         if config.pack or corpora.sources:
-            raise UsageError("pairs are neither packed nor mixed; leave data.pack=true and mix: out.")
+            raise UsageError(
+                "pairs are neither packed nor mixed; leave data.pack=true and mix: out."
+            )
         return Pairs(corpora.first.train, config.seq_len, config.batch_size, seed)
     size = (config.seq_len, config.batch_size, seed, config.pack)
     windows = tuple(Windows(corpus.train, *size) for corpus in corpora.each)

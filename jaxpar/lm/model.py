@@ -50,11 +50,15 @@ def embed_tokens(
         rows = table[jnp.where(mine, index, 0)]
         return jax.lax.psum(jnp.where(mine[..., None], rows, 0), parts)
 
-    table = gather(table, ("vocab", "embed"), ("vocab", None), ("vocab", "embed_grad"), "the embedding")
+    table = gather(
+        table, ("vocab", "embed"), ("vocab", None), ("vocab", "embed_grad"), "the embedding"
+    )
     return local(lookup, [("vocab", None), axes[:2]], axes)(table, tokens)
 
 
-def embed_positions(table: Float[Array, "S D"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+def embed_positions(
+    table: Float[Array, "S D"], positions: Int[Array, "B T"]
+) -> Float[Array, "B T D"]:
     """Looks learned positions up, in a table that is gathered whole, as is its gradient: it is small."""
     return constrain(table, None, None)[positions]
 
@@ -90,7 +94,11 @@ def hidden(
       UsageError: If T is over the learned positions.
     """
     if positions is None:
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape) if places is None else places
+        positions = (
+            jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+            if places is None
+            else places
+        )
     x = embed_for_training(params, tokens, positions[:, : tokens.shape[1]], config, dropout_key)
     x, _, aux = config.stack().apply(
         params,
@@ -126,7 +134,9 @@ def embed_for_training(
     """Computes what enters the first layer in training, in `config.dtype`; the arguments are those of `hidden`."""
     length = tokens.shape[1]
     if config.positions == "learned" and length > config.max_seq_len:
-        raise UsageError(f"sequences of {length} tokens are over model.max_seq_len={config.max_seq_len}.")
+        raise UsageError(
+            f"sequences of {length} tokens are over model.max_seq_len={config.max_seq_len}."
+        )
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
     x = embed(params, tokens, positions, config)
@@ -147,17 +157,23 @@ def embed(
     x = embed_tokens(params["embedding"], tokens, axes)
     if config.embed_scale:  # rounded to the dtype of activations first, as Gemma was trained
         x = x * jnp.asarray(math.sqrt(config.embed_dim), config.dtype).astype(x.dtype)
-    return x + embed_positions(params["positions"], positions) if config.positions == "learned" else x
+    return (
+        x + embed_positions(params["positions"], positions) if config.positions == "learned" else x
+    )
 
 
 def logits(params: PyTree, x: Float[Array, "B T D"], config: LMConfig) -> Float[Array, "B T V"]:
     """Multiplies the last residual stream by the head, in float32 at least, and caps what it makes."""
     weight = constrain(head(params).astype(x.dtype), "vocab", None)
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    return capped(jnp.einsum("btd,vd->btv", x, weight, preferred_element_type=wide), config.logit_cap)
+    return capped(
+        jnp.einsum("btd,vd->btv", x, weight, preferred_element_type=wide), config.logit_cap
+    )
 
 
-def apply(params: PyTree, tokens: Int[Array, "B T"], config: LMConfig, **kwargs) -> Float[Array, "B T V"]:
+def apply(
+    params: PyTree, tokens: Int[Array, "B T"], config: LMConfig, **kwargs
+) -> Float[Array, "B T V"]:
     """Computes all logits, in float32 at least; for training take `jaxpar.lm.loss`, which never holds them.
 
     Takes the keyword arguments of `hidden`. Memory: B T V float32.

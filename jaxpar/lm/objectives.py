@@ -93,7 +93,9 @@ def objective_stages(
     if objective.kind == "dpo":
 
         def preferred(params: PyTree, data: dict, key: PRNGKey | None, total: Array, share: float):
-            return preference_loss(params, reference, data, model, objective.beta, total, share, _dropped(key, model))
+            return preference_loss(
+                params, reference, data, model, objective.beta, total, share, _dropped(key, model)
+            )
 
         def total_of(batch: dict):
             # At least 1, so that it divides: without a pair the sum over pairs is 0.
@@ -104,7 +106,9 @@ def objective_stages(
         return plain
 
     def distilled(params: PyTree, data: dict, key: PRNGKey | None, total: Array, share: float):
-        return _distilled(params, data, model, objective, *teacher, total, share, _dropped(key, model))
+        return _distilled(
+            params, data, model, objective, *teacher, total, share, _dropped(key, model)
+        )
 
     return plain._replace(whole=distilled)
 
@@ -141,14 +145,19 @@ def _distilled(
 
     def divergence(x, x_teacher):
         own, theirs = _scores(held, x, model), _scores(held_teacher, x_teacher, teacher)
-        own, theirs = jax.nn.log_softmax(own / temperature), jax.nn.log_softmax(theirs / temperature)
+        own, theirs = (
+            jax.nn.log_softmax(own / temperature),
+            jax.nn.log_softmax(theirs / temperature),
+        )
         return optax.losses.kl_divergence_with_log_targets(own, theirs)
 
     x, held, aux = _features(params, data, model, key)
     x_teacher, held_teacher, _ = _features(jax.lax.stop_gradient(teacher_params), data, teacher)
     value, told = last(x, head(params), data, model, total, objective.label_smoothing)
     weights = valid_batch(data, model)["weights"] / total
-    apart = (weights * _by_chunks(divergence, min(model.loss_chunk, teacher.loss_chunk), x, x_teacher)).sum()
+    apart = (
+        weights * _by_chunks(divergence, min(model.loss_chunk, teacher.loss_chunk), x, x_teacher)
+    ).sum()
     value = (1 - objective.distil) * value + objective.distil * temperature**2 * apart
     told = both(told, Aux({}, {"teacher_kl": Sum(apart)}))
     return value + share * _extra(aux, value), both(aux, told)
@@ -211,7 +220,9 @@ def preference_loss(
         total = jnp.maximum(counted.sum().astype(jnp.float32), 1)
     rows, length = batch["tokens"].shape
     pairs = {  # beside each other, so that devices which share rows hold both of a pair
-        name: jnp.stack([batch[name], batch.get(f"rejected_{name}", batch[name])], 1).reshape(2 * rows, length)
+        name: jnp.stack([batch[name], batch.get(f"rejected_{name}", batch[name])], 1).reshape(
+            2 * rows, length
+        )
         for name in batch
         if not name.startswith("rejected_")
     }
@@ -226,7 +237,9 @@ def preference_loss(
     gained = own - jax.lax.stop_gradient(of_completions(reference, None)[0])
     margin = beta * (gained[:, 0] - gained[:, 1])
     counts = counted.astype(margin.dtype) / total.astype(margin.dtype)
-    value = (counts * optax.losses.sigmoid_binary_cross_entropy(margin, jnp.ones_like(margin))).sum()
+    value = (
+        counts * optax.losses.sigmoid_binary_cross_entropy(margin, jnp.ones_like(margin))
+    ).sum()
     told: dict = {
         "preference_accuracy": Sum((counts * (margin > 0)).sum()),
         "preference_margin": Sum((counts * margin).sum()),
@@ -251,17 +264,23 @@ def token_log_likelihoods(
     return _likelihoods(params, batch, config, dropout_key)[0]
 
 
-def _likelihoods(params: PyTree, batch: dict, config: LMConfig, key: PRNGKey | None) -> tuple[Array, Aux]:
+def _likelihoods(
+    params: PyTree, batch: dict, config: LMConfig, key: PRNGKey | None
+) -> tuple[Array, Aux]:
     def chosen(x, target):
         z = _scores(held, x, config)
-        hit = jnp.arange(z.shape[-1])[None, None] == target[..., None]  # no gather, as devices may share the symbols
+        hit = (
+            jnp.arange(z.shape[-1])[None, None] == target[..., None]
+        )  # no gather, as devices may share the symbols
         return jnp.where(hit, z, 0).sum(-1) - jax.nn.logsumexp(z, -1)
 
     x, held, aux = _features(params, batch, config, key)
     return _by_chunks(chosen, config.loss_chunk, x, batch["targets"]), aux
 
 
-def _features(params: PyTree, batch: dict[str, Array], config: LMConfig, key: PRNGKey | None = None):
+def _features(
+    params: PyTree, batch: dict[str, Array], config: LMConfig, key: PRNGKey | None = None
+):
     """Returns what the head is multiplied by, the head, gathered once for all chunks, and what layers told."""
     batch = valid_batch(batch, config)
     x, aux = hidden(

@@ -13,13 +13,25 @@ from jaxpar.lm.config import LMConfig
 from jaxpar.nn.leaf import Leaf, init_leaves
 from jaxpar.types import PRNGKey, PyTree
 
-__all__ = ["Leaf", "abstract", "axes", "decay_mask", "flops_per_token", "init", "leaves", "num_params"]
+__all__ = [
+    "Leaf",
+    "abstract",
+    "axes",
+    "decay_mask",
+    "flops_per_token",
+    "init",
+    "leaves",
+    "num_params",
+]
 
 
 def leaves(c: LMConfig) -> dict:
     """Returns the declaration of every parameter of model `c`, as a nested dict of `Leaf`."""
     std = c.init_std
-    tree = {"embedding": Leaf((c.vocab_size, c.embed_dim), ("vocab", "embed"), std), **c.stack().leaves()}
+    tree = {
+        "embedding": Leaf((c.vocab_size, c.embed_dim), ("vocab", "embed"), std),
+        **c.stack().leaves(),
+    }
     if c.positions == "learned":
         tree["positions"] = Leaf((c.max_seq_len, c.embed_dim), (None, "embed"), std)
     if not c.tied:
@@ -76,11 +88,20 @@ def flops_per_token(config: LMConfig, seq_len: int, causal: bool = False) -> flo
       causal: Counts only the half of the scores that the mask keeps.
     """
     tree = leaves(config)
-    multiplied = [leaf for leaf in jax.tree.leaves(tree["layers"], is_leaf=_is_leaf) if not isinstance(leaf.init, str)]
+    multiplied = [
+        leaf
+        for leaf in jax.tree.leaves(tree["layers"], is_leaf=_is_leaf)
+        if not isinstance(leaf.init, str)
+    ]
     multiplied.append(tree.get("head", tree["embedding"]))
     matmul = 6.0 * sum(math.prod(leaf.shape) * _share(leaf, config) for leaf in multiplied)
     mixers = config.stack().mixers
-    scores = 12.0 * (config.num_layers // len(mixers)) * sum(mixer.score_size for mixer in mixers) * seq_len
+    scores = (
+        12.0
+        * (config.num_layers // len(mixers))
+        * sum(mixer.score_size for mixer in mixers)
+        * seq_len
+    )
     return matmul + scores / (2.0 if causal else 1.0)
 
 

@@ -53,15 +53,26 @@ class _Part:
         ours, theirs = self.row.layout.split(">")
         groups, into = theirs.split(","), ours[: self.num]
         if sorted(groups) != sorted((into, ours[self.num :])):
-            raise UsageError(f"{name} lies as {self.row.layout} in the files, which no adapter of PEFT's can say.")
+            raise UsageError(
+                f"{name} lies as {self.row.layout} in the files, which no adapter of PEFT's can say."
+            )
         self.fan_in_fan_out = groups[0] == into
-        self.rows, self.size = math.prod(leaf.shape[1 : 1 + self.num]), math.prod(leaf.shape[1 + self.num :])
-        self.into, self.out, self.layers = leaf.shape[1 : 1 + self.num], leaf.shape[1 + self.num :], leaf.shape[0]
+        self.rows, self.size = (
+            math.prod(leaf.shape[1 : 1 + self.num]),
+            math.prod(leaf.shape[1 + self.num :]),
+        )
+        self.into, self.out, self.layers = (
+            leaf.shape[1 : 1 + self.num],
+            leaf.shape[1 + self.num :],
+            leaf.shape[0],
+        )
 
 
 def _modules(model: LMConfig, of: _Of) -> dict[tuple[str, int], list[_Part]]:
     """Returns the parts of each module, in order, by its name and their layer."""
-    flat = jax.tree_util.tree_leaves_with_path(leaves(model), is_leaf=lambda leaf: isinstance(leaf, Leaf))
+    flat = jax.tree_util.tree_leaves_with_path(
+        leaves(model), is_leaf=lambda leaf: isinstance(leaf, Leaf)
+    )
     parts = [
         _Part(jax.tree_util.keystr(path, simple=True, separator="."), leaf, of)
         for path, leaf in flat
@@ -70,7 +81,9 @@ def _modules(model: LMConfig, of: _Of) -> dict[tuple[str, int], list[_Part]]:
     out: dict[tuple[str, int], list[_Part]] = {}
     for part in sorted(parts, key=lambda part: part.row.part):
         for layer in range(part.layers):
-            out.setdefault((of.tensor(part.name, (layer,)).removesuffix(".weight"), layer), []).append(part)
+            out.setdefault(
+                (of.tensor(part.name, (layer,)).removesuffix(".weight"), layer), []
+            ).append(part)
     return out
 
 
@@ -85,7 +98,9 @@ def _find(tree: PyTree, name: str) -> PyTree:
     return tree
 
 
-def to_peft(params: PyTree, model: LMConfig, folder: str | Path, adapter: AdapterConfig, base: str = "") -> None:
+def to_peft(
+    params: PyTree, model: LMConfig, folder: str | Path, adapter: AdapterConfig, base: str = ""
+) -> None:
     """Writes the adapters among `params` as PEFT's `PeftModel.from_pretrained` loads them.
 
     Args:
@@ -100,7 +115,9 @@ def to_peft(params: PyTree, model: LMConfig, folder: str | Path, adapter: Adapte
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"{folder} already holds something; give a folder that is absent or empty.")
+        raise UsageError(
+            f"{folder} already holds something; give a folder that is absent or empty."
+        )
     of = _Of(architecture_of(model), model.stack().period)
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, tuple[int, float]] = {}
@@ -111,17 +128,25 @@ def to_peft(params: PyTree, model: LMConfig, folder: str | Path, adapter: Adapte
         for part in parts:
             if part.name not in found:
                 found[part.name] = _arrays(_find(params, part.name), adapter.dora)
-            blocks.append({name: x[layer] for name, x in found[part.name].items() if name != "scale"})
+            blocks.append(
+                {name: x[layer] for name, x in found[part.name].items() if name != "scale"}
+            )
         if not any("down" in block for block in blocks):
             continue
         scale = max(found[part.name].get("scale", 0.0) for part in parts)
         down, up = _fused(parts, blocks)
-        tensors[f"{PREFIX}{module}.lora_A.weight"], tensors[f"{PREFIX}{module}.lora_B.weight"] = down, up
+        tensors[f"{PREFIX}{module}.lora_A.weight"], tensors[f"{PREFIX}{module}.lora_B.weight"] = (
+            down,
+            up,
+        )
         if adapter.dora:
             sizes = [block["magnitude"].reshape(-1) for block in blocks]
             tensors[f"{PREFIX}{module}.lora_magnitude_vector"] = np.concatenate(sizes)
         rank = down.shape[0]
-        ranks[parts[0].row.name.removesuffix(".weight")] = rank, scale * rank ** (0.5 if adapter.rslora else 1.0)
+        ranks[parts[0].row.name.removesuffix(".weight")] = (
+            rank,
+            scale * rank ** (0.5 if adapter.rslora else 1.0),
+        )
         turned |= parts[0].fan_in_fan_out
     if not tensors:
         raise UsageError("there is no adapter among the parameters; to_hf writes a model without.")
@@ -151,7 +176,9 @@ def _arrays(w: PyTree, dora: bool) -> dict:
 def _norms(w: PyTree) -> np.ndarray:
     """Magnitudes of a weight without an adapter, beside others in one tensor: they change nothing."""
     values = _host(jax.vmap(whole_weight)(w)).astype(np.float32)
-    flat = values.reshape(values.shape[0], values.shape[1], -1)  # of fused weights only the first axis is contracted
+    flat = values.reshape(
+        values.shape[0], values.shape[1], -1
+    )  # of fused weights only the first axis is contracted
     return np.sqrt((flat**2).sum(1))
 
 
@@ -193,7 +220,9 @@ def from_peft(folder: str | Path, model: LMConfig) -> tuple[AdapterConfig, PyTre
     layers: dict[str, list[dict]] = {}
     for (module, _), parts in _modules(model, of).items():
         names = {
-            key: f"{PREFIX}{module}.{name}" for key, name in _NAMES.items() if f"{PREFIX}{module}.{name}" in tensors
+            key: f"{PREFIX}{module}.{name}"
+            for key, name in _NAMES.items()
+            if f"{PREFIX}{module}.{name}" in tensors
         }
         given = {key: tensors.pop(name).astype(np.float32) for key, name in names.items()}
         if not given:
@@ -213,8 +242,12 @@ def from_peft(folder: str | Path, model: LMConfig) -> tuple[AdapterConfig, PyTre
             layers.setdefault(part.name, []).append(block)
             at += part.size
     if tensors:
-        raise UsageError(f"{folder} has tensor {min(tensors)}, of no product of the model's layers.")
-    return adapter, unflattened({name: _stacked(name, blocks) for name, blocks in layers.items() if any(blocks)})
+        raise UsageError(
+            f"{folder} has tensor {min(tensors)}, of no product of the model's layers."
+        )
+    return adapter, unflattened(
+        {name: _stacked(name, blocks) for name, blocks in layers.items() if any(blocks)}
+    )
 
 
 _NAMES = {"A": "lora_A.weight", "B": "lora_B.weight", "m": "lora_magnitude_vector"}
@@ -239,7 +272,9 @@ def _read_config(folder: Path) -> tuple[AdapterConfig, dict]:
         )
     for key in CHANGES:
         if told.get(key):
-            raise UsageError(f"{path} has {key}={brief(told[key])}, which is not honoured; legal is none.")
+            raise UsageError(
+                f"{path} has {key}={brief(told[key])}, which is not honoured; legal is none."
+            )
     given = {"rank": told.get("r", 8), "alpha": float(told.get("lora_alpha", 8))}
     given |= {"rslora": told.get("use_rslora", False), "dora": told.get("use_dora", False)}
     return AdapterConfig("lora", dropout=float(told.get("lora_dropout", 0.0)), **given), told
@@ -264,7 +299,9 @@ def _check_shapes(module: str, given: dict, parts: list[_Part], rank: int, dora:
     for key, name in _NAMES.items():
         here, there = given[key].shape if key in given else "absent", expected.get(key, "absent")
         if here != there:
-            raise UsageError(f"tensor {PREFIX}{module}.{name} is of shape {here}, but the model means {there}.")
+            raise UsageError(
+                f"tensor {PREFIX}{module}.{name} is of shape {here}, but the model means {there}."
+            )
         if key in given and not np.isfinite(given[key]).all():
             raise UsageError(f"tensor {PREFIX}{module}.{name} holds NaN or infinity.")
 
@@ -278,4 +315,6 @@ def _stacked(name: str, blocks: list[dict]) -> dict[str, jax.Array]:
     if "magnitude" in full and not all(blocks):
         raise UsageError(f"some layers lack the magnitudes of {name}; legal are all or none.")
     nothing = {key: np.zeros_like(x) for key, x in full.items()}
-    return {key: jnp.asarray(np.stack([(block or nothing)[key] for block in blocks])) for key in full}
+    return {
+        key: jnp.asarray(np.stack([(block or nothing)[key] for block in blocks])) for key in full
+    }

@@ -38,7 +38,11 @@ def plain_state(trainer: Trainer, params: PyTree) -> dict[str, PyTree]:
     average = {}
     if trainer.tuning.ema:
         average = params
-    return {"params": params, "optimizer": plain_optimizer(trainer).init(params), "average": average}
+    return {
+        "params": params,
+        "optimizer": plain_optimizer(trainer).init(params),
+        "average": average,
+    }
 
 
 def plain_step(

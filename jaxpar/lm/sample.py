@@ -68,7 +68,11 @@ def extend(
 
 
 def prefill(
-    params: PyTree, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], config: LMConfig, cache: StackCache | int
+    params: PyTree,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    config: LMConfig,
+    cache: StackCache | int,
 ) -> tuple[Float[Array, "B V"], StackCache]:
     """Runs whole prompts through the model, at the price of a forward pass of training.
 
@@ -98,7 +102,9 @@ def prefill(
     positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
     x = embed(params, tokens, positions, config, DECODING.inside)
     empty = empty_cache(config, batch, cache) if isinstance(cache, int) else cache
-    x, after, _ = config.stack().apply(params, x, positions=positions, valid=lengths, cache=empty, fresh=True)
+    x, after, _ = config.stack().apply(
+        params, x, positions=positions, valid=lengths, cache=empty, fresh=True
+    )
     assert after is not None  # a cache in, a cache out
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
     return logits(params, last, config)[:, 0], after

@@ -101,7 +101,9 @@ def tokenise_part(job: PartOfFile) -> str:
             for document in read_line(job.path, offset, line, job.template, job.pairs):
                 ids, count = encode_pieces(*document, job.tokenizer)
                 if job.pairs and not count[1:].any():
-                    raise UsageError(f"{place_of(job.path, offset)} has a completion without a token behind another.")
+                    raise UsageError(
+                        f"{place_of(job.path, offset)} has a completion without a token behind another."
+                    )
                 tokens.write(ids.astype(dtype).tobytes())
                 counts.write(count.tobytes())
                 lengths.append(len(ids))
@@ -151,7 +153,14 @@ def tokenise(
     limit = fraction * 2**64 if kind == "hash" else 0
     jobs = [
         PartOfFile(
-            path, start, min(start + PART, size), str(beside / f"{number:06d}"), tokenizer, template, limit, pairs
+            path,
+            start,
+            min(start + PART, size),
+            str(beside / f"{number:06d}"),
+            tokenizer,
+            template,
+            limit,
+            pairs,
         )
         for number, start in enumerate(range(0, size, PART))
     ]
@@ -162,14 +171,22 @@ def tokenise(
     try:
         for number, _ in enumerate(_tokenised(left, min(workers, len(left))), before + 1):
             say(f"{number} of {len(jobs)} parts of {path} are tokenised")
-        counts = (np.fromfile(Path(job.out) / "counts", np.uint8).any() for job in jobs)  # to the first that has some
+        counts = (
+            np.fromfile(Path(job.out) / "counts", np.uint8).any() for job in jobs
+        )  # to the first that has some
         if jobs and not any(counts):
             raise UsageError(f"nothing in {path} counts in the loss; legal are {_COUNTED}.")
     except FileNotFoundError:  # another process has made the whole folder, and removed the parts
         if not entry.is_dir():
             raise
         return
-    _join([Path(job.out) for job in jobs], entry, tokenizer, fraction if kind == "tail" else 0.0, 1 + pairs)
+    _join(
+        [Path(job.out) for job in jobs],
+        entry,
+        tokenizer,
+        fraction if kind == "tail" else 0.0,
+        1 + pairs,
+    )
     shutil.rmtree(beside, ignore_errors=True)
 
 
@@ -178,10 +195,14 @@ def _tokenised(jobs: list[PartOfFile], workers: int) -> Iterator[str]:
     if workers < 2:
         yield from map(tokenise_part, jobs)
         return
-    context = multiprocessing.get_context("spawn")  # a fork would copy threads of JAX that hold locks
+    context = multiprocessing.get_context(
+        "spawn"
+    )  # a fork would copy threads of JAX that hold locks
     with concurrent.futures.ProcessPoolExecutor(workers, context) as pool:
         try:
-            for done in concurrent.futures.as_completed([pool.submit(tokenise_part, job) for job in jobs]):
+            for done in concurrent.futures.as_completed(
+                [pool.submit(tokenise_part, job) for job in jobs]
+            ):
                 yield done.result()
         except BaseException:
             pool.shutdown(cancel_futures=True)
@@ -196,18 +217,26 @@ def _join(parts: list[Path], entry: Path, tokenizer: Tokenizer, tail: float, tog
         lengths = np.concatenate([np.load(part / "lengths.npy") for part in parts])
         validation = np.concatenate([np.load(part / "validation.npy") for part in parts])
         if tail:
-            validation = np.arange(len(lengths)) // together >= int((1 - tail) * (len(lengths) // together))
+            validation = np.arange(len(lengths)) // together >= int(
+                (1 - tail) * (len(lengths) // together)
+            )
         total, dtype = int(lengths.sum()), np.min_scalar_type(tokenizer.vocab_size - 1)
         for name, kind in (("tokens", dtype), ("counts", np.dtype(np.uint8))):
             with (partial / f"{name}.npy").open("wb") as file:
-                header = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False, "shape": (total,)}
+                header = {
+                    "descr": np.lib.format.dtype_to_descr(kind),
+                    "fortran_order": False,
+                    "shape": (total,),
+                }
                 np.lib.format.write_array_header_1_0(file, header)
                 for part in parts:
                     with (part / name).open("rb") as source:
                         shutil.copyfileobj(source, file, _COPY)
         np.save(partial / "lengths.npy", lengths)
         np.save(partial / "validation.npy", validation)
-        digest = hashlib.sha256(b"".join((part / "digest").read_bytes() for part in parts)).hexdigest()
+        digest = hashlib.sha256(
+            b"".join((part / "digest").read_bytes() for part in parts)
+        ).hexdigest()
         record = {"format": 1, "tokenizer": tokenizer.identity, "hash": digest}
         (partial / "shards.json").write_text(json.dumps(record))
         _reach_disk(partial)
@@ -239,10 +268,14 @@ def open_shards(folder: Path, vocab_size: int, split: tuple[str, float]) -> Shar
         )
     tokens = arrays["tokens"]
     if tokens.dtype.kind not in "ui" or tokens.ndim != 1 or not len(tokens):
-        raise UsageError(f"{paths['tokens']} is {tokens.dtype} {list(tokens.shape)}; legal are integers [n], n > 0.")
+        raise UsageError(
+            f"{paths['tokens']} is {tokens.dtype} {list(tokens.shape)}; legal are integers [n], n > 0."
+        )
     head = tokens[: 2**16]
     if int(head.min()) < 0 or int(head.max()) >= vocab_size:
-        raise UsageError(f"{paths['tokens']} has the token {int(head.max())}; legal are 0 to {vocab_size - 1}.")
+        raise UsageError(
+            f"{paths['tokens']} has the token {int(head.max())}; legal are 0 to {vocab_size - 1}."
+        )
     kind, fraction = split
     if "lengths" not in arrays:
         cut = int((1 - fraction) * len(tokens))
@@ -253,22 +286,33 @@ def open_shards(folder: Path, vocab_size: int, split: tuple[str, float]) -> Shar
         validation = numbers >= int((1 - fraction) * len(lengths))
         if kind == "hash":
             mixed = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-            validation = (mixed ^ (mixed >> np.uint64(32))) % np.uint64(2**32) < np.uint64(fraction * 2**32)
+            validation = (mixed ^ (mixed >> np.uint64(32))) % np.uint64(2**32) < np.uint64(
+                fraction * 2**32
+            )
     if "validation" in arrays:
         validation = np.asarray(arrays["validation"]).astype(bool)
     counts = arrays.get("counts")
-    if lengths.ndim != 1 or (lengths < 0).any() or lengths.sum() != len(tokens) or len(validation) != len(lengths):
+    if (
+        lengths.ndim != 1
+        or (lengths < 0).any()
+        or lengths.sum() != len(tokens)
+        or len(validation) != len(lengths)
+    ):
         raise UsageError(
             f"the lengths of {folder} sum to {lengths.sum()}; legal is {len(tokens)}, its tokens, none below 0."
         )
     if counts is not None and (counts.dtype != np.uint8 or counts.shape != tokens.shape):
-        raise UsageError(f"{paths['counts']} is {counts.dtype} {list(counts.shape)}; legal is uint8 [{len(tokens)}].")
+        raise UsageError(
+            f"{paths['counts']} is {counts.dtype} {list(counts.shape)}; legal is uint8 [{len(tokens)}]."
+        )
     record = folder / "shards.json"
     if record.is_file():
         content = json.loads(record.read_text())["hash"]
     else:
         stats = [
-            (name, os.path.getsize(path), path.stat().st_mtime_ns) for name, path in paths.items() if path.is_file()
+            (name, os.path.getsize(path), path.stat().st_mtime_ns)
+            for name, path in paths.items()
+            if path.is_file()
         ]
         content = hashlib.sha256(json.dumps(stats).encode()).hexdigest()
     return Shards(tokens, lengths, counts, validation, content)

@@ -43,7 +43,11 @@ def stages(config: LMConfig, smoothing: float = 0.0) -> Stages:
         _refuse_joint_loss(config)
         told = []
         for place, mixer in enumerate(stack.mixers):
-            one, number = (params, index) if stack.period == 1 else (params[str(place)], index * stack.period + place)
+            one, number = (
+                (params, index)
+                if stack.period == 1
+                else (params[str(place)], index * stack.period + place)
+            )
             x, _, aux = stack.layer(one, number, x, context(x, data, key), mixer=mixer)
             told.append(aux)
         return x, over_all(told)
@@ -70,11 +74,15 @@ def stages(config: LMConfig, smoothing: float = 0.0) -> Stages:
 
     def products():
         leaves = stack.leaves()["layers"]
-        return jax.tree.map(lambda leaf: leaf.is_product, leaves, is_leaf=lambda leaf: isinstance(leaf, Leaf))
+        return jax.tree.map(
+            lambda leaf: leaf.is_product, leaves, is_leaf=lambda leaf: isinstance(leaf, Leaf)
+        )
 
     def turn_axes():
         leaves = stack.leaves()["layers"]
-        return jax.tree.map(lambda leaf: leaf.axes[1:], leaves, is_leaf=lambda leaf: isinstance(leaf, Leaf))
+        return jax.tree.map(
+            lambda leaf: leaf.axes[1:], leaves, is_leaf=lambda leaf: isinstance(leaf, Leaf)
+        )
 
     turns = config.num_layers // stack.period
     split_head = Head(

@@ -49,7 +49,9 @@ class Stored(NamedTuple):
     def read(self, cuts: tuple[slice, ...]) -> np.ndarray:
         """Reads a part into memory of its own: only rows of the first axis that it needs, of step 1."""
         dtype = FILE_DTYPES[self.dtype]
-        (start, stop), *_ = ranges = [cut.indices(size)[:2] for cut, size in zip(cuts, self.shape, strict=True)]
+        (start, stop), *_ = ranges = [
+            cut.indices(size)[:2] for cut, size in zip(cuts, self.shape, strict=True)
+        ]
         row = dtype.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))
         if all(ends == (0, size) for ends, size in zip(ranges[1:], self.shape[1:], strict=True)):
             out = np.empty((stop - start, *self.shape[1:]), dtype)
@@ -88,7 +90,10 @@ def stored(path: Path) -> dict[str, Stored]:
 def is_finite(x: np.ndarray) -> bool:
     """Whether no number is NaN or infinity, by their bits: NumPy's own test of bfloat16 holds all threads up."""
     kind = np.dtype(f"u{x.dtype.itemsize}")
-    bits, infinity = np.ascontiguousarray(x).reshape(-1).view(kind), np.array(np.inf, x.dtype).view(kind)[()]
+    bits, infinity = (
+        np.ascontiguousarray(x).reshape(-1).view(kind),
+        np.array(np.inf, x.dtype).view(kind)[()],
+    )
     sign, part = kind.type(1 << (8 * x.dtype.itemsize - 1)), 2**17
     return all((bits[at : at + part] & ~sign).max() < infinity for at in range(0, bits.size, part))
 
@@ -105,7 +110,9 @@ class Part(NamedTuple):
     at: tuple[int, ...]  # of the leaf's first axes
     num_bytes: int
     read: Callable[[], np.ndarray]  # the tensor's part, its axes in the file's order
-    order: tuple[int, ...] | None  # which of them are the leaf's, in turn; None for a whole block as it shall be
+    order: (
+        tuple[int, ...] | None
+    )  # which of them are the leaf's, in turn; None for a whole block as it shall be
 
 
 class Wanted(NamedTuple):
@@ -129,7 +136,9 @@ def laid(wanted: Iterable[Wanted]) -> Iterator[tuple[int, jax.Array]]:
     """
     waiting: collections.deque = collections.deque()
     under_way, held = 0, []
-    is_wide = jax.config.jax_enable_x64  # which a thread of its own does not take from a context of this one
+    is_wide = (
+        jax.config.jax_enable_x64
+    )  # which a thread of its own does not take from a context of this one
 
     def put(part: Part, devices: tuple[Device | None, ...]) -> list[jax.Array]:
         with jax.enable_x64(is_wide):
@@ -142,11 +151,17 @@ def laid(wanted: Iterable[Wanted]) -> Iterator[tuple[int, jax.Array]]:
         if part.order is None:
             held = pieces
         else:
-            held = held or [jnp.zeros(block.shape, block.dtype, device=device) for device in block.devices]
+            held = held or [
+                jnp.zeros(block.shape, block.dtype, device=device) for device in block.devices
+            ]
             at = tuple(np.int32(i) for i in part.at)
             for place, (device, piece) in enumerate(zip(block.devices, pieces, strict=True)):
                 # A program of one device, whatever mesh is ambient.
-                with contextlib.nullcontext() if device is None else jax.set_mesh(Mesh(np.array([device]), ("all",))):
+                with (
+                    contextlib.nullcontext()
+                    if device is None
+                    else jax.set_mesh(Mesh(np.array([device]), ("all",)))
+                ):
                     held[place] = _place(held[place], piece, at, part.order)
         if is_last:
             done, held = held, []
@@ -160,7 +175,9 @@ def laid(wanted: Iterable[Wanted]) -> Iterator[tuple[int, jax.Array]]:
                     while waiting and under_way + part.num_bytes > UNDER_WAY:
                         yield from oldest()
                     under_way += part.num_bytes
-                    waiting.append((block, part, part is last, pool.submit(put, part, block.devices)))
+                    waiting.append(
+                        (block, part, part is last, pool.submit(put, part, block.devices))
+                    )
             while waiting:
                 yield from oldest()
         finally:

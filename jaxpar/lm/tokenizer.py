@@ -20,7 +20,9 @@ __all__ = ["Bpe", "Bytes", "Tokenizer", "load_tokenizer", "train_bpe", "vocab_si
 # Byte-level vocabularies spell a byte as a character that can be seen: itself, or one of those from 256 on in turn.
 _SEEN = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _UNSEEN = [byte for byte in range(256) if byte not in _SEEN]
-_BYTES = {chr(byte): byte for byte in _SEEN} | {chr(256 + i): byte for i, byte in enumerate(_UNSEEN)}
+_BYTES = {chr(byte): byte for byte in _SEEN} | {
+    chr(256 + i): byte for i, byte in enumerate(_UNSEEN)
+}
 
 
 class Tokenizer(Protocol):
@@ -34,11 +36,11 @@ class Tokenizer(Protocol):
     bos_ids: tuple[int, ...]
     eos_ids: tuple[int, ...]
 
-    def encode(self, text: str) -> np.ndarray: ...  # noqa: D102
+    def encode(self, text: str) -> np.ndarray: ...
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...  # noqa: D102
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...
 
-    def token_bytes(self) -> list[bytes | None]: ...  # noqa: D102
+    def token_bytes(self) -> list[bytes | None]: ...
 
 
 class Bytes:
@@ -70,7 +72,12 @@ class Bpe:
     `eos_ids` are what a sample begins with and ends at, such as the BOS and the EOS of a Hugging Face folder.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, bos_ids: tuple[int, ...] = (), eos_ids: tuple[int, ...] = ()):
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        bos_ids: tuple[int, ...] = (),
+        eos_ids: tuple[int, ...] = (),
+    ):
         self._tokenizer, self.bos_ids, self.eos_ids = tokenizer, bos_ids, eos_ids
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.identity = "bpe:" + hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
@@ -122,7 +129,9 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> Bpe:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()  # all bytes, so that any text round-trips
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
     return Bpe(tokenizer)
 
@@ -136,7 +145,9 @@ def load_tokenizer(path: str | Path) -> Bpe:
     path = Path(path)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
-        raise UsageError(f"there is no tokenizer file {file}; give a tokenizer.json or a folder with one")
+        raise UsageError(
+            f"there is no tokenizer file {file}; give a tokenizer.json or a folder with one"
+        )
     try:
         tokenizer = tokenizers.Tokenizer.from_str(file.read_text("utf-8"))
         added = tokenizer.encode("a").special_tokens_mask
@@ -183,7 +194,9 @@ def _ids(folder: Path, key: str) -> list[int]:
     return []
 
 
-def _token(folder: Path, tokenizer: tokenizers.Tokenizer, settings: Mapping[str, object], key: str) -> int | None:
+def _token(
+    folder: Path, tokenizer: tokenizers.Tokenizer, settings: Mapping[str, object], key: str
+) -> int | None:
     """Returns the id of a special token that `tokenizer_config.json` spells, plainly or in an object."""
     value = settings.get(key)
     text = value.get("content") if isinstance(value, dict) else value
@@ -206,5 +219,7 @@ def vocab_size_of(spec: str) -> int:
     match = re.fullmatch(r"bytes|bpe:([1-9][0-9]{2,5})", spec)
     size = int(match[1] or 256) if match else 0
     if spec != "bytes" and not 257 <= size <= 200_000:
-        raise UsageError(f"tokenizer must be 'bytes' or 'bpe:N' with N in 257..200000, not {spec!r}")
+        raise UsageError(
+            f"tokenizer must be 'bytes' or 'bpe:N' with N in 257..200000, not {spec!r}"
+        )
     return size

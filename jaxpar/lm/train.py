@@ -136,9 +136,17 @@ class Trainer:
         """Refuses what cannot be trained."""
         check_fields(self)
         check_teacher(self.model, self.objective, self.teacher)
-        second = "objective.kind=dpo" if self.objective.kind == "dpo" else "a teacher" if self.teacher else ""
+        second = (
+            "objective.kind=dpo"
+            if self.objective.kind == "dpo"
+            else "a teacher"
+            if self.teacher
+            else ""
+        )
         if second and not isinstance(self.schedule, InTurn):
-            raise UsageError(f"{second} runs a second model, whose layers no stage of a pipeline holds; leave out one.")
+            raise UsageError(
+                f"{second} runs a second model, whose layers no stage of a pipeline holds; leave out one."
+            )
         frozen_names(self.model, self.tuning.freeze)  # refuses patterns that mean nothing
 
     def init(self, key: PRNGKey, inputs: PyTree = None) -> TrainState:
@@ -155,14 +163,18 @@ class Trainer:
         trained = self._trained(params)
         average = average_of(trained, self.tuning.ema)
         reference = jax.tree.map(jnp.copy, trained) if self.objective.kind == "dpo" else None
-        return TrainState(params, self.make_optimizer().init(trained), count, health, average, reference)
+        return TrainState(
+            params, self.make_optimizer().init(trained), count, health, average, reference
+        )
 
     def axes(self) -> TrainState:
         """Returns the logical axes of every leaf of the state; optimizer moments lie as their parameters."""
         state = jax.eval_shape(lambda: self.init(jax.random.key(0)))
         return axes_like(state, state.params, declared.axes(self.model))
 
-    def step(self, key: PRNGKey, state: TrainState, inputs: dict[str, jax.Array]) -> tuple[TrainState, Info]:
+    def step(
+        self, key: PRNGKey, state: TrainState, inputs: dict[str, jax.Array]
+    ) -> tuple[TrainState, Info]:
         """Makes one optimizer step on a batch as `jaxpar.lm.loss` takes it. Consumes `key` for dropout.
 
         Of preferences a batch is as `jaxpar.lm.objectives.preference_loss` takes it; with a teacher it has "teacher"
@@ -192,7 +204,9 @@ class Trainer:
             state.health,
             objective_report(inputs, self.model, self.objective),
         )
-        average = next_average(state.average, trained, self.tuning.ema, health.skipped_in_a_row == 0)
+        average = next_average(
+            state.average, trained, self.tuning.ema, health.skipped_in_a_row == 0
+        )
         params = laid_over(state.params, trained)
         return TrainState(params, opt_state, state.step + 1, health, average, state.reference), info
 
@@ -207,9 +221,17 @@ class Trainer:
 
     def make_optimizer(self) -> Optimizer:
         """Returns the optimizer, whose state is `TrainState.opt_state`."""
-        axes, decays = map(self._trained, (declared.axes(self.model), declared.decay_mask(self.model)))
-        scales = depth_scales(self.model, self.tuning.layer_decay) if self.tuning.layer_decay != 1 else None
-        return make_optimizer(self.optimizer, self.num_steps, axes=axes, decays=decays, scales=scales)
+        axes, decays = map(
+            self._trained, (declared.axes(self.model), declared.decay_mask(self.model))
+        )
+        scales = (
+            depth_scales(self.model, self.tuning.layer_decay)
+            if self.tuning.layer_decay != 1
+            else None
+        )
+        return make_optimizer(
+            self.optimizer, self.num_steps, axes=axes, decays=decays, scales=scales
+        )
 
     @property
     def _frozen(self) -> frozenset[str]:
@@ -235,7 +257,10 @@ def with_teacher(
     """Returns a batch without a teacher's parameters, and those beside its model."""
     if teacher is None:
         return inputs, None
-    return {name: x for name, x in inputs.items() if name != "teacher"}, (teacher, inputs["teacher"])
+    return {name: x for name, x in inputs.items() if name != "teacher"}, (
+        teacher,
+        inputs["teacher"],
+    )
 
 
 def one_step(

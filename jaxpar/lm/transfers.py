@@ -24,7 +24,13 @@ from jaxpar.pipeline import Schedule, pack_schedule
 from jaxpar.stage import as_in_stage
 from jaxpar.transfers import SMALL, Transfer
 
-__all__ = ["context_bytes", "declared_transfers", "expert_bytes", "pipeline_transfers", "step_transfers"]
+__all__ = [
+    "context_bytes",
+    "declared_transfers",
+    "expert_bytes",
+    "pipeline_transfers",
+    "step_transfers",
+]
 
 
 ONCE = ", once"
@@ -34,7 +40,9 @@ EACH_LAYER = "each layer, forward and backward"
 """Ends the purpose of weights that a layer gathers whenever it is computed."""
 
 
-def declared_transfers(config: LMConfig, rows: int, length: int, optimizer: str = "adamw") -> list[Transfer]:
+def declared_transfers(
+    config: LMConfig, rows: int, length: int, optimizer: str = "adamw"
+) -> list[Transfer]:
     """Returns the collectives of arrays that one step may make on the ambient mesh, and what each is for.
 
     Bytes are of whole arrays on a device, upper bounds where a sum over several axes can be made in steps.
@@ -104,12 +112,20 @@ def pipeline_transfers(
     layers = config.num_layers // schedule.depth
     gathers = any(side.kind == "gather" for side in schedule.sides)
     with as_in_stage():
-        chunk = declared_transfers(dataclasses.replace(config, num_layers=layers), rows // m, length)
+        chunk = declared_transfers(
+            dataclasses.replace(config, num_layers=layers), rows // m, length
+        )
     out = [t.times(ticks) for t in chunk if not (gathers and t.why.endswith(EACH_LAYER))]
 
     def add(kind: str, axes: tuple[str, ...], arrays: int, size: float, why: str) -> None:
-        if gathers and why.endswith(EACH_LAYER):  # in a place of its own, at most one chunk a tick, and in no task
-            arrays, size, why = ticks, size * layers, f"{why.removesuffix(EACH_LAYER)}a chunk a tick"
+        if gathers and why.endswith(
+            EACH_LAYER
+        ):  # in a place of its own, at most one chunk a tick, and in no task
+            arrays, size, why = (
+                ticks,
+                size * layers,
+                f"{why.removesuffix(EACH_LAYER)}a chunk a tick",
+            )
         if axes and arrays:
             out.append(Transfer(kind, axes, arrays, int(arrays * size), why))
 
@@ -124,7 +140,13 @@ def pipeline_transfers(
         size = leaf.size * leaf.dtype.itemsize / shares
         add("exchange", stage, messages, size, "the stream, to both neighbours")
     for leaf in of_last:
-        add("sum", stage, 1, m * leaf.size * leaf.dtype.itemsize, "what the loss told of each microbatch")
+        add(
+            "sum",
+            stage,
+            1,
+            m * leaf.size * leaf.dtype.itemsize,
+            "what the loss told of each microbatch",
+        )
     for leaf in of_layer:  # one of both
         size = schedule.copies * config.num_layers * m * leaf.size * leaf.dtype.itemsize
         add("gather", stage, 1, size, "what layers told of each microbatch")
@@ -140,21 +162,42 @@ def _parameters_of_chunks(config: LMConfig, schedule: Schedule, add) -> None:
     moves = 0
     if schedule.placement != at_rest:
         moves = len(schedule.placement) // schedule.devices
-    for path, leaf in jax.tree_util.tree_leaves_with_path(leaves(config), is_leaf=lambda x: isinstance(x, Leaf)):
-        name, size = jax.tree_util.keystr(path, simple=True, separator="/"), math.prod(leaf.shape) * _wide(config)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(
+        leaves(config), is_leaf=lambda x: isinstance(x, Leaf)
+    ):
+        name, size = (
+            jax.tree_util.keystr(path, simple=True, separator="/"),
+            math.prod(leaf.shape) * _wide(config),
+        )
         if path[0].key == "layers":
             for role in ("weight", "grad"):
-                share = size / schedule.depth / num_shares(*_over(_of_layer(in_role(leaf.axes, role))))
-                add("exchange", stage, moves, share, f"{name} to its chunks' devices, or its gradient back")
+                share = (
+                    size / schedule.depth / num_shares(*_over(_of_layer(in_role(leaf.axes, role))))
+                )
+                add(
+                    "exchange",
+                    stage,
+                    moves,
+                    share,
+                    f"{name} to its chunks' devices, or its gradient back",
+                )
         else:
-            add("sum", stage, 1, size / num_shares(*_over(in_role(leaf.axes, "use"))), f"gradient of {name}")
+            add(
+                "sum",
+                stage,
+                1,
+                size / num_shares(*_over(in_role(leaf.axes, "use"))),
+                f"gradient of {name}",
+            )
 
 
 def _told_of(config: LMConfig, rows: int, length: int) -> tuple[list[jax.ShapeDtypeStruct], ...]:
     """Shapes of the residual stream of a microbatch, of what a layer tells of it, and of what the loss tells."""
     with jax.enable_x64(config.dtype == "float64"):
         pieces, params = stages(config), abstract(config, _wide_dtype(config))
-        part = dict.fromkeys(("tokens", "targets", "places"), jax.ShapeDtypeStruct((rows, length), jnp.int32))
+        part = dict.fromkeys(
+            ("tokens", "targets", "places"), jax.ShapeDtypeStruct((rows, length), jnp.int32)
+        )
         total, key = jax.eval_shape(lambda: (jnp.float32(1), jax.random.key(0)))
 
         def told(params, part, key, total):
@@ -164,7 +207,9 @@ def _told_of(config: LMConfig, rows: int, length: int) -> tuple[list[jax.ShapeDt
             of_layer = pieces.layer(turn, 0, stream, part, key)[1]
             return stream, of_layer, pieces.last(held, stream, part, total)[1]
 
-        return tuple(jax.tree.leaves(tree) for tree in jax.eval_shape(told, params, part, key, total))
+        return tuple(
+            jax.tree.leaves(tree) for tree in jax.eval_shape(told, params, part, key, total)
+        )
 
 
 def context_bytes(config: LMConfig, rows: int, length: int) -> dict[str, float]:
@@ -222,8 +267,13 @@ def _weights(config: LMConfig, optimizer: str, add) -> None:
     tree = leaves(config)
     inside = (*mesh_axes("batch"), *mesh_axes("seq_layer"))
     outside = (*mesh_axes("batch"), *mesh_axes("seq"))
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, Leaf)):
-        name, in_layer = jax.tree_util.keystr(path, simple=True, separator="/"), path[0].key == "layers"
+    for path, leaf in jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda x: isinstance(x, Leaf)
+    ):
+        name, in_layer = (
+            jax.tree_util.keystr(path, simple=True, separator="/"),
+            path[0].key == "layers",
+        )
         trips = leaf.shape[0] if in_layer else 1
         is_weight, leaf = not isinstance(leaf.init, str), leaf._replace(axes=_of_layer(leaf.axes))
         width = jnp.dtype(config.dtype).itemsize if in_layer and is_weight else _wide(config)
@@ -254,7 +304,9 @@ def _weights(config: LMConfig, optimizer: str, add) -> None:
         over = _minus(over, mesh_axes("experts")) if "experts" in leaf.axes else over
         add("sum", over, trips, used, f"gradient of {name}")
     if config.tied:
-        shape = (config.vocab_size / num_shares(*mesh_axes("vocab"))) * config.embed_dim * _wide(config)
+        shape = (
+            (config.vocab_size / num_shares(*mesh_axes("vocab"))) * config.embed_dim * _wide(config)
+        )
         size = shape * jnp.dtype(config.dtype).itemsize / _wide(config)
         add("gather", mesh_axes("embed"), 1, size, "the embedding, as the head")
         add("sum", inside, 1, shape, "gradient of the embedding, as the head")
@@ -275,24 +327,48 @@ def _columns(config: LMConfig, tokens: float, times: int, add) -> None:
             [x for x in leaf.axes[1:] if x != "embed"],
         )
         branch = math.prod(leaf.shape[1:]) / config.embed_dim / num_shares(*_over(tuple(inside)))
-        add("sum", over, leaf.shape[0] * (times + 1), tokens * branch * width, f"parts of a product with {name}")
-        add("gather", over, leaf.shape[0] * (times + 1), tokens * config.embed_dim * width, f"the stream, by {name}")
+        add(
+            "sum",
+            over,
+            leaf.shape[0] * (times + 1),
+            tokens * branch * width,
+            f"parts of a product with {name}",
+        )
+        add(
+            "gather",
+            over,
+            leaf.shape[0] * (times + 1),
+            tokens * config.embed_dim * width,
+            f"the stream, by {name}",
+        )
 
 
 def _exchanges(config: LMConfig, add) -> None:
     """Muon's matrices, made whole on one device each, and their updates back: one exchange a split dimension each."""
     sides = muon_dimensions(axes_of(config), decay_mask(config))["layers"]
-    flat = jax.tree_util.tree_leaves_with_path(leaves(config)["layers"], is_leaf=lambda x: isinstance(x, Leaf))
+    flat = jax.tree_util.tree_leaves_with_path(
+        leaves(config)["layers"], is_leaf=lambda x: isinstance(x, Leaf)
+    )
     for path, leaf in flat:
         name, side = path[-1].key, functools.reduce(lambda tree, step: tree[step.key], path, sides)
         if side is None:
             continue
         over = [mesh_axes(axis) for axis in leaf.axes[1:] if axis and mesh_axes(axis)]
         mine = leaf.shape[0] // num_shares(*_over(leaf.axes[:1]))  # of a stage's own
-        share = -(-mine // math.prod(num_shares(*axes) for axes in over)) * math.prod(leaf.shape[1:]) * _wide(config)
+        share = (
+            -(-mine // math.prod(num_shares(*axes) for axes in over))
+            * math.prod(leaf.shape[1:])
+            * _wide(config)
+        )
         for axes in over:
             # Compilers write an exchange as one array for each of its devices.
-            add("exchange", axes, 2 * num_shares(*axes), share / num_shares(*axes), f"momentum and update of {name}")
+            add(
+                "exchange",
+                axes,
+                2 * num_shares(*axes),
+                share / num_shares(*axes),
+                f"momentum and update of {name}",
+            )
 
 
 def _wide_dtype(config: LMConfig) -> jnp.dtype:
@@ -310,7 +386,9 @@ def _activations(config: LMConfig, rows: int, length: int, add) -> Iterator[Tran
     apart = _minus(mesh_axes("seq"), inside)  # split in the residual stream only
     tokens, times = (sizes := _sizes(config, rows, length)).tokens, sizes.again
     stream = tokens / num_shares(*inside) * config.embed_dim * narrow
-    again = 2 if config.remat in ("names", "offload", "full", "blockwise") else 1  # the first half of a layer, anew
+    again = (
+        2 if config.remat in ("names", "offload", "full", "blockwise") else 1
+    )  # the first half of a layer, anew
     stack = config.stack()
     turns, branches = layers // stack.period, stack.num_branches
     projections = turns * sum(mixer.num_inputs for mixer in stack.mixers)
@@ -321,17 +399,41 @@ def _activations(config: LMConfig, rows: int, length: int, add) -> Iterator[Tran
     if config.weights == "ternary":  # sums of integers, which only wide numbers hold
         out = stream / narrow * wide
         count = layers * 2 * (2 * (1 + times) + 1)
-        add("sum", tensor, count, tokens / num_shares(*inside) * wide, "scales out of the mixer and of the mlp")
+        add(
+            "sum",
+            tensor,
+            count,
+            tokens / num_shares(*inside) * wide,
+            "scales out of the mixer and of the mlp",
+        )
     add("sum", tensor, sums, out, "out of the mixer and of the mlp")
     add("sum", tensor, projections, stream, "into the projections, backward")
     add("gather", apart, branches * times + 1, stream, "into a branch and into the loss")
     add("gather", apart, branches, stream, "out of a branch, backward")
-    add("sum", vocab, 1, tokens / num_shares(*inside) * config.embed_dim * wide, "rows of the embedding")
-    add("gather", apart, 1, tokens / num_shares(*inside) * config.embed_dim * wide, "into the embedding, backward")
+    add(
+        "sum",
+        vocab,
+        1,
+        tokens / num_shares(*inside) * config.embed_dim * wide,
+        "rows of the embedding",
+    )
+    add(
+        "gather",
+        apart,
+        1,
+        tokens / num_shares(*inside) * config.embed_dim * wide,
+        "into the embedding, backward",
+    )
     _columns(config, tokens / num_shares(*inside), times, add)
     chunk = tokens / num_shares(*inside)
     parts = math.ceil(chunk / config.loss_chunk)
-    add("sum", vocab, 2 * parts, 1.5 * math.ceil(chunk / parts) * wide, "maximum and sum of the loss")
+    add(
+        "sum",
+        vocab,
+        2 * parts,
+        1.5 * math.ceil(chunk / parts) * wide,
+        "maximum and sum of the loss",
+    )
     add("sum", vocab, 1, stream, "features of the loss, backward")
     mixing = (mixer.transfers(sizes._replace(layers=turns)) for mixer in stack.mixers)
     return itertools.chain(*mixing, stack.mlp.transfers(sizes) if stack.mlp else ())

@@ -59,17 +59,27 @@ def frozen_names(model: LMConfig, patterns: tuple[str, ...]) -> frozenset[str]:
     Raises:
       UsageError: A pattern means none, or all together mean every one.
     """
-    flat = jax.tree_util.tree_leaves_with_path(leaves(model), is_leaf=lambda leaf: isinstance(leaf, Leaf))
+    flat = jax.tree_util.tree_leaves_with_path(
+        leaves(model), is_leaf=lambda leaf: isinstance(leaf, Leaf)
+    )
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in flat]
     found: set[str] = set()
     for pattern in patterns:
-        hits = {name for name in names if any(fnmatch.fnmatchcase(part, pattern) for part in _called(name))}
+        hits = {
+            name
+            for name in names
+            if any(fnmatch.fnmatchcase(part, pattern) for part in _called(name))
+        }
         if not hits:
             legal = ", ".join(name.removeprefix("layers.") for name in names)
-            raise UsageError(f"tuning.freeze={pattern} matches no parameter; legal are patterns of {legal}.")
+            raise UsageError(
+                f"tuning.freeze={pattern} matches no parameter; legal are patterns of {legal}."
+            )
         found |= hits
     if len(found) == len(names):
-        raise UsageError(f"tuning.freeze={','.join(patterns)} leaves nothing to train; leave a parameter out.")
+        raise UsageError(
+            f"tuning.freeze={','.join(patterns)} leaves nothing to train; leave a parameter out."
+        )
     return frozenset(found)
 
 
@@ -98,7 +108,9 @@ def laid_over(tree: PyTree, over: PyTree) -> PyTree:
     """Returns nested dicts of the leaves of both; of those that both have, those of `over`."""
     if not isinstance(tree, dict):
         return over
-    return tree | {key: laid_over(tree[key], value) if key in tree else value for key, value in over.items()}
+    return tree | {
+        key: laid_over(tree[key], value) if key in tree else value for key, value in over.items()
+    }
 
 
 def beside_frozen(plain: Stages, params: PyTree, names: Collection[str]) -> Stages:
@@ -113,7 +125,9 @@ def beside_frozen(plain: Stages, params: PyTree, names: Collection[str]) -> Stag
     def release(trained: PyTree, gradient: PyTree):
         return without(plain.release(laid_over(params, trained), gradient), names)
 
-    return plain._replace(hold=lambda trained: plain.hold(laid_over(params, trained)), whole=whole, release=release)
+    return plain._replace(
+        hold=lambda trained: plain.hold(laid_over(params, trained)), whole=whole, release=release
+    )
 
 
 def average_of(trained: PyTree, decay: float) -> PyTree:

@@ -67,11 +67,19 @@ def _equation(eqn: JaxprEqn) -> Flops:
         once = flops_of(params["body_jaxpr"].jaxpr).plus(flops_of(params["cond_jaxpr"].jaxpr))
         return once if not once.total else once._replace(unknown_loops=once.unknown_loops + 1)
     if name == "cond":
-        return max((flops_of(branch.jaxpr) for branch in params["branches"]), key=lambda count: count.total)
+        return max(
+            (flops_of(branch.jaxpr) for branch in params["branches"]), key=lambda count: count.total
+        )
     if name == "pallas_call":
         if params.get("cost_estimate") is not None:
-            return Flops(float(params["cost_estimate"].flops), float(params["cost_estimate"].bytes_accessed), 0)
-        return flops_of(params["jaxpr"]).times(math.prod(_static(n) for n in params["grid_mapping"].grid))
+            return Flops(
+                float(params["cost_estimate"].flops),
+                float(params["cost_estimate"].bytes_accessed),
+                0,
+            )
+        return flops_of(params["jaxpr"]).times(
+            math.prod(_static(n) for n in params["grid_mapping"].grid)
+        )
     inner = inner_jaxpr(eqn)
     return Flops(0.0, 0.0, 0) if inner is None else flops_of(inner).times(shards(eqn))
 
@@ -89,14 +97,24 @@ def matmul_flops(eqn: JaxprEqn) -> float | None:
     name = eqn.primitive.name
     if name == "dot_general":
         (contract, _), _ = eqn.params["dimension_numbers"]
-        return 2.0 * _size(eqn.outvars[0]) * math.prod(array_of(eqn.invars[0]).shape[dim] for dim in contract)
+        return (
+            2.0
+            * _size(eqn.outvars[0])
+            * math.prod(array_of(eqn.invars[0]).shape[dim] for dim in contract)
+        )
     if name == "ragged_dot_general":
         (contract, _), _ = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-        return 2.0 * _size(eqn.outvars[0]) * math.prod(array_of(eqn.invars[0]).shape[dim] for dim in contract)
+        return (
+            2.0
+            * _size(eqn.outvars[0])
+            * math.prod(array_of(eqn.invars[0]).shape[dim] for dim in contract)
+        )
     if name == "conv_general_dilated":
         kernel, numbers = array_of(eqn.invars[1]).shape, eqn.params["dimension_numbers"]
         return 2.0 * _size(eqn.outvars[0]) * math.prod(kernel) / kernel[numbers.rhs_spec[0]]
-    if name.startswith("dot_product_attention_") and name.removesuffix("_wrapper").endswith(("fwd", "bwd")):
+    if name.startswith("dot_product_attention_") and name.removesuffix("_wrapper").endswith(
+        ("fwd", "bwd")
+    ):
         # [B, T, H, K] queries against S keys: two products, and five in the backward pass, which makes scores anew.
         query, key = (array_of(v).shape for v in eqn.invars[:2])
         return (4.0 if "fwd" in name else 10.0) * math.prod(query) * key[1]

@@ -28,7 +28,9 @@ __all__ = [
 
 Value = TypeVar("Value")
 
-CALLS = frozenset(("jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"))
+CALLS = frozenset(
+    ("jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call")
+)
 """Primitives that run one jaxpr once, on their own operands, and return its results."""
 
 
@@ -126,7 +128,10 @@ def interpret(
       constant: `(number or array, its abstract value) -> value` of constants and literals.
     """
     names = dict(zip(jaxpr.invars, inputs, strict=True))
-    names |= {var: constant(const, array_of(var)) for var, const in zip(jaxpr.constvars, consts, strict=True)}
+    names |= {
+        var: constant(const, array_of(var))
+        for var, const in zip(jaxpr.constvars, consts, strict=True)
+    }
 
     def read(atom: Var | Literal) -> Value:
         return constant(atom.val, array_of(atom)) if isinstance(atom, Literal) else names[atom]

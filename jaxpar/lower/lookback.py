@@ -105,7 +105,9 @@ def _composition(k: int, name: str, suffix: str = "", cut: bool = False) -> str:
     """
 
     def names(side):
-        return [f"{side}{i}{j}" for i in range(k) for j in range(k)] + [f"{side}{i}" for i in range(k)]
+        return [f"{side}{i}{j}" for i in range(k) for j in range(k)] + [
+            f"{side}{i}" for i in range(k)
+        ]
 
     def row(name, i, right_of):
         return " + ".join(f"{name}{suffix}(r{i}{m}, {right_of(m)})" for m in range(k))
@@ -114,7 +116,9 @@ def _composition(k: int, name: str, suffix: str = "", cut: bool = False) -> str:
     sums = [row("push", i, lambda m: f"l{m}") + f" + r{i}" for i in range(k)]
     if cut:  # right of a flag nothing earlier matters: a tile whose last state is known stands for all before it
         products = [f"tl.where(rc > 0, 0.0, {text})" for text in products]
-        sums = [f"tl.where(rc > 0, r{i}, {text})" for i, text in enumerate(sums)] + ["tl.maximum(lc, rc)"]
+        sums = [f"tl.where(rc > 0, r{i}, {text})" for i, text in enumerate(sums)] + [
+            "tl.maximum(lc, rc)"
+        ]
     arguments = names("l") + ["lc"] * cut + names("r") + ["rc"] * cut
     return f"@triton.jit\ndef {name}({', '.join(arguments)}):\n    return {', '.join(products + sums)}\n"
 
@@ -132,14 +136,30 @@ def _has_zero(matrix: list[str], used: str) -> str:
 def _look_back(k: int, parts: list[str]) -> str:
     """Lines that find `carry<i>`, the state before this tile, from the words of earlier tiles, SPAN at a time."""
     matrix, vector = parts[: k * k], parts[k * k :]
-    lines = [f"run{name} = tl.full([W], {float(name in [f'{i}{i}' for i in range(k)])}, tl.float32)" for name in matrix]
+    lines = [
+        f"run{name} = tl.full([W], {float(name in [f'{i}{i}' for i in range(k)])}, tl.float32)"
+        for name in matrix
+    ]
     lines += [f"run{name} = tl.zeros([W], tl.float32)" for name in vector]
     # Backwards, SPAN tiles at a time, until every lane has met a tile whose last state is known; tile 0 always is one.
-    lines += ["known = tl.zeros([W], tl.int32)", "newest = chunk - 1", "open = 1", "while open > 0:"]
-    lines += ["    back = newest - (SPAN - 1) + tl.arange(0, SPAN)", "    there = (back >= 0)[:, None] & live[None, :]"]
-    lines += [f"    word = words + (back[:, None].to(tl.int64) * LANES + lane[None, :]) * {len(parts) + k}"]
+    lines += [
+        "known = tl.zeros([W], tl.int32)",
+        "newest = chunk - 1",
+        "open = 1",
+        "while open > 0:",
+    ]
+    lines += [
+        "    back = newest - (SPAN - 1) + tl.arange(0, SPAN)",
+        "    there = (back >= 0)[:, None] & live[None, :]",
+    ]
+    lines += [
+        f"    word = words + (back[:, None].to(tl.int64) * LANES + lane[None, :]) * {len(parts) + k}"
+    ]
     # Volatile, or the compiler would read once and loop without end. What lies before tile 0 counts as known.
-    poll = [f"w{i} = tl.load(word + {i}, mask=there, other=UNKNOWN, volatile=True)" for i in range(len(parts) + k)]
+    poll = [
+        f"w{i} = tl.load(word + {i}, mask=there, other=UNKNOWN, volatile=True)"
+        for i in range(len(parts) + k)
+    ]
     poll.append(
         "waiting = tl.max(tl.max(1 - ("
         + _status(parts, 0, 1)
@@ -147,7 +167,11 @@ def _look_back(k: int, parts: list[str]) -> str:
         + _status(vector, len(parts), 2)
         + ").to(tl.int32), 1), 0)"
     )
-    lines += ["    " + line for line in poll] + ["    while waiting > 0:"] + ["        " + line for line in poll]
+    lines += (
+        ["    " + line for line in poll]
+        + ["    while waiting > 0:"]
+        + ["        " + line for line in poll]
+    )
     # Of a tile whose last state is known, only that is taken: its map becomes 0 h + state.
     lines += [f"    final = {_status(vector, len(parts), 2)}"]
     for place, name in enumerate(parts):
@@ -156,7 +180,9 @@ def _look_back(k: int, parts: list[str]) -> str:
     for place, name in enumerate(vector, len(parts)):
         lines.append(f"    v{name} = tl.where(final, {_read(place)}, v{name})")
     names = ", ".join(f"v{name}" for name in parts)
-    lines += [f"    {names}, cut = tl.associative_scan(({names}, final.to(tl.int32)), 0, compose_cut)"]
+    lines += [
+        f"    {names}, cut = tl.associative_scan(({names}, final.to(tl.int32)), 0, compose_cut)"
+    ]
     # Triton cannot index a tile: the last row is picked by a sum with all others masked.
     lines += ["    last = (tl.arange(0, SPAN) == SPAN - 1)[:, None]"]
     for name in [*(f"v{name}" for name in parts), "cut"]:
@@ -170,7 +196,11 @@ def _look_back(k: int, parts: list[str]) -> str:
             terms = " + ".join(f"product(run{i}{m}, v{m}{j})" for m in range(k))
             lines.append(f"    next{i}{j} = {terms}")
     lines += [f"    run{i}{j} = next{i}{j}" for i in range(k) for j in range(k)]
-    lines += ["    known = tl.maximum(known, cut)", "    newest -= SPAN", "    open = 1 - tl.min(known, 0)"]
+    lines += [
+        "    known = tl.maximum(known, cut)",
+        "    newest -= SPAN",
+        "    open = 1 - tl.min(known, 0)",
+    ]
     lines += [f"carry{i} = run{i}" for i in range(k)]
     return "\n".join(lines)
 
@@ -203,7 +233,8 @@ def kernel_text(source: KernelSource) -> str:
     scanned = ", ".join([f"a{name}" for name in matrix] + [f"b{name}" for name in vector])
     sums = ", ".join([f"p{name}" for name in matrix] + [f"s{name}" for name in vector])
     totals = "\n".join(
-        f"total{name} = tl.sum(tl.where(end, {'p' if name in matrix else 's'}{name}, 0.0), 0)" for name in parts
+        f"total{name} = tl.sum(tl.where(end, {'p' if name in matrix else 's'}{name}, 0.0), 0)"
+        for name in parts
     )
 
     def after(name, sum_name, state):
@@ -283,7 +314,16 @@ def tile_for(steps: int, columns: int, lanes: int, k: int) -> Tile:
 
 
 def launch(
-    source: KernelSource, buffers, out_shape, shape, axis: int, *, reverse=False, adjoint=False, tile=None, zeroed=()
+    source: KernelSource,
+    buffers,
+    out_shape,
+    shape,
+    axis: int,
+    *,
+    reverse=False,
+    adjoint=False,
+    tile=None,
+    zeroed=(),
 ) -> tuple:
     """Runs the look-back kernel of a source over arrays of one `shape`; outputs at the places `zeroed` start zero."""
     steps, lanes = shape[axis], math.prod(shape[:axis] + shape[axis + 1 :])
@@ -296,7 +336,10 @@ def launch(
     blocks = per_batch * (lanes // columns)
     # A word for each entry of a tile's matrix, of its sum and of its last state; zeroed, since status 0 is "not yet".
     words = chunks * lanes * source.k * (source.k + 2)
-    scratch = [jax.ShapeDtypeStruct((2 * words,), jnp.uint32), jax.ShapeDtypeStruct((1,), jnp.int32)]
+    scratch = [
+        jax.ShapeDtypeStruct((2 * words,), jnp.uint32),
+        jax.ShapeDtypeStruct((1,), jnp.int32),
+    ]
     outputs = call_kernel(
         *buffers,
         text=kernel_text(source),

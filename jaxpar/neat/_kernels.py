@@ -60,7 +60,9 @@ def is_inlinable(function: Callable[[Array], Array]) -> bool:
             return False
         if name in CALLS:
             return plain(*called(equation))
-        return name in ELEMENTWISE or (name == "broadcast_in_dim" and array_of(equation.invars[0]).shape == ())
+        return name in ELEMENTWISE or (
+            name == "broadcast_in_dim" and array_of(equation.invars[0]).shape == ()
+        )
 
     return plain(closed.jaxpr, closed.consts)
 
@@ -92,13 +94,17 @@ class _Net(NamedTuple):
     def sweep(self, config: NeatConfig, values: Array, inputs: Array) -> Array:
         """All nodes from all others; `inputs` at the slots of inputs."""
         total = jnp.sum(self.matrix * values[None, :], 1)
-        new = activate(config.activation_functions, self.activation, self.bias + self.response * total)
+        new = activate(
+            config.activation_functions, self.activation, self.bias + self.response * total
+        )
         return jnp.where(_slots(values) < config.num_inputs, inputs, new)
 
     def call(self, config: NeatConfig, memory: Array, inputs: Array) -> Array:
         """The nodes after a call: swept once if recurrent, else until none changes."""
         if config.kind == "recurrent":
-            return self.sweep(config, jnp.where(_slots(memory) < config.num_inputs, inputs, memory), inputs)
+            return self.sweep(
+                config, jnp.where(_slots(memory) < config.num_inputs, inputs, memory), inputs
+            )
 
         def go_on(carry):
             return carry[1] & (carry[2] < len(inputs))
@@ -119,7 +125,11 @@ def _options(width: int, interpret: bool) -> dict[str, PyTree]:
         return {"interpret": True}
     from jax.experimental.pallas import triton
 
-    return {"compiler_params": triton.CompilerParams(num_warps=max(1, width * width // 1024), num_stages=1)}
+    return {
+        "compiler_params": triton.CompilerParams(
+            num_warps=max(1, width * width // 1024), num_stages=1
+        )
+    }
 
 
 def _padded(networks: "Networks") -> tuple[Array, ...]:
@@ -128,13 +138,21 @@ def _padded(networks: "Networks") -> tuple[Array, ...]:
     wide = slots_of(width)
     more = wide - width
     if networks.matrix is not None:
-        matrix = jnp.pad(networks.matrix, ((0, 0), (0, more), (0, more))) if more else networks.matrix
+        matrix = (
+            jnp.pad(networks.matrix, ((0, 0), (0, more), (0, more))) if more else networks.matrix
+        )
     else:
-        assert networks.source is not None and networks.target is not None and networks.weight is not None
+        assert (
+            networks.source is not None
+            and networks.target is not None
+            and networks.weight is not None
+        )
         is_edge = networks.target < width
         place = jnp.where(is_edge, networks.target * wide + networks.source, wide * wide)
         flat = jnp.zeros((count, wide * wide), networks.weight.dtype)
-        flat = flat.at[jnp.arange(count)[:, None], place].set(networks.weight, mode="drop", unique_indices=True)
+        flat = flat.at[jnp.arange(count)[:, None], place].set(
+            networks.weight, mode="drop", unique_indices=True
+        )
         matrix = flat.reshape(count, wide, wide)
     rest = (networks.bias, networks.response, networks.activation)
     return matrix, *(jnp.pad(x, ((0, 0), (0, more))) for x in rest)
@@ -186,7 +204,11 @@ class ScalarStep(NamedTuple):
 
     @classmethod
     def of(
-        cls, move: Callable[[PyTree, PyTree, Array], tuple], state: PyTree, params: PyTree, outputs: int
+        cls,
+        move: Callable[[PyTree, PyTree, Array], tuple],
+        state: PyTree,
+        params: PyTree,
+        outputs: int,
     ) -> "ScalarStep":
         """Takes `move(state, params, y) -> (state, obs, reward, ended)` of one episode apart.
 
@@ -209,7 +231,12 @@ class ScalarStep(NamedTuple):
         def flat(*leaves: Array) -> list[Array]:
             state, obs, reward, ended = move(*jax.tree.unflatten(structure, leaves))
             numbers = [jnp.asarray(x, jnp.float32) for x in jax.tree.leaves(obs)]
-            return [*jax.tree.leaves(state), *numbers, jnp.asarray(reward, jnp.float32), jnp.asarray(ended, bool)]
+            return [
+                *jax.tree.leaves(state),
+                *numbers,
+                jnp.asarray(reward, jnp.float32),
+                jnp.asarray(ended, bool),
+            ]
 
         dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(state) for _ in range(leaf.size))
         return cls(scalarize(flat, *leaves), dtypes, params)
@@ -226,11 +253,15 @@ def _columns(leaves: list[Array], lead: int) -> tuple[Array, Array]:
         kinds[not is_real].append(flat if is_real else flat.astype(jnp.int32))
     shape = leaves[0].shape[:lead] if leaves else ()
     nothing = [jnp.zeros((*shape, 1), dtype) for dtype in (jnp.float32, jnp.int32)]
-    reals, whole = (jnp.concatenate([*kind, none], lead) for kind, none in zip(kinds, nothing, strict=True))
+    reals, whole = (
+        jnp.concatenate([*kind, none], lead) for kind, none in zip(kinds, nothing, strict=True)
+    )
     return reals, whole
 
 
-def _read(dtypes: tuple[np.dtype, ...], real: Callable[[int], Array], whole: Callable[[int], Array]) -> list[Array]:
+def _read(
+    dtypes: tuple[np.dtype, ...], real: Callable[[int], Array], whole: Callable[[int], Array]
+) -> list[Array]:
     """The numbers that `_columns` put away, in their order."""
     found, used = [], [0, 0]
     for dtype in dtypes:
@@ -284,7 +315,10 @@ def episode_kernel(
             for k, value in enumerate(obs):
                 inputs = jnp.where(slot == k, value, inputs)
             nodes = net.call(config, memory, inputs)
-            y = [jnp.sum(jnp.where(slot == config.num_inputs + o, nodes, 0.0)) for o in range(config.num_outputs)]
+            y = [
+                jnp.sum(jnp.where(slot == config.num_inputs + o, nodes, 0.0))
+                for o in range(config.num_outputs)
+            ]
             *after, reward, ended = play.step(*state, *params, *y)
             after = [jnp.asarray(x, dtype) for x, dtype in zip(after, state_and_obs, strict=True)]
             return (*after, nodes, total + reward, time + 1, jnp.asarray(ended, bool))
@@ -297,7 +331,12 @@ def episode_kernel(
     shared = lambda x: pl.BlockSpec(x.shape, lambda i: (0,))  # noqa: E731
     number = pl.BlockSpec((1,), lambda i: (i,))
     shape = functools.partial(jax.ShapeDtypeStruct, (jobs,))
-    specs = [*_net_specs(wide, lambda i: i // episodes), own(reals), own(wholes), *map(shared, given)]
+    specs = [
+        *_net_specs(wide, lambda i: i // episodes),
+        own(reals),
+        own(wholes),
+        *map(shared, given),
+    ]
     return tuple(pl.pallas_call(
         kernel, grid=(jobs,), in_specs=specs, out_specs=[number, number],
         out_shape=[shape(jnp.float32), shape(jnp.int32)], name="play_episodes", **_options(wide, interpret),

@@ -35,7 +35,9 @@ class NotScalar(Exception):
     """The function uses a key, loops, indexes by what it computes, or handles too many numbers; says which."""
 
 
-def scalarize(f: Callable[..., Sequence[Array]], *likes: Array | jax.ShapeDtypeStruct) -> Callable[..., list[Array]]:
+def scalarize(
+    f: Callable[..., Sequence[Array]], *likes: Array | jax.ShapeDtypeStruct
+) -> Callable[..., list[Array]]:
     """The function of arrays `f(*arrays) -> arrays` as one of numbers: a list of all of them in, and one out, flat.
 
     Only what its results need is computed: a key that nothing reads is dropped.
@@ -60,7 +62,10 @@ def scalarize(f: Callable[..., Sequence[Array]], *likes: Array | jax.ShapeDtypeS
         results = interpret(closed.jaxpr, closed.consts, inputs, _rule, _constant)
         return [x for result in results for x in result.flat]
 
-    jax.eval_shape(call, *(jax.ShapeDtypeStruct((), x.dtype) for x in likes for _ in range(math.prod(jnp.shape(x)))))
+    jax.eval_shape(
+        call,
+        *(jax.ShapeDtypeStruct((), x.dtype) for x in likes for _ in range(math.prod(jnp.shape(x)))),
+    )
     return call
 
 
@@ -94,8 +99,12 @@ def _rule(equation: JaxprEqn, values: list[PyTree]) -> Sequence[PyTree] | None:
     return _apply_primitive(name, equation, values)
 
 
-def _select_branch(branches: Sequence[ClosedJaxpr], index: np.ndarray, *values: PyTree) -> list[np.ndarray]:
-    every = [interpret(branch.jaxpr, branch.consts, values, _rule, _constant) for branch in branches]
+def _select_branch(
+    branches: Sequence[ClosedJaxpr], index: np.ndarray, *values: PyTree
+) -> list[np.ndarray]:
+    every = [
+        interpret(branch.jaxpr, branch.consts, values, _rule, _constant) for branch in branches
+    ]
     found = every[0]
     for number, results in enumerate(every[1:], 1):
         here = index[()]
@@ -148,7 +157,9 @@ def _apply_primitive(name: str, equation: JaxprEqn, values: list[np.ndarray]) ->
 
 def _apply_elementwise(f: Callable[..., Array], *values: np.ndarray) -> np.ndarray:
     shape = np.broadcast_shapes(*(x.shape for x in values))
-    values = tuple(np.broadcast_to(x, shape) for x in values)  # of `select_n` and `clamp`, some are scalars
+    values = tuple(
+        np.broadcast_to(x, shape) for x in values
+    )  # of `select_n` and `clamp`, some are scalars
     out = np.empty(shape, object)
     for place in np.ndindex(shape):
         out[place] = f(*(x[place] for x in values))

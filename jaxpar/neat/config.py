@@ -155,7 +155,13 @@ class NeatConfig:
 
     def __post_init__(self):
         """Fills what depends on the mode and refuses what cannot be."""
-        for name in ("activations", "aggregations", "evolved", "widths", "own_activations"):  # lists have no hash
+        for name in (
+            "activations",
+            "aggregations",
+            "evolved",
+            "widths",
+            "own_activations",
+        ):  # lists have no hash
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         check_fields(self)
@@ -169,10 +175,14 @@ class NeatConfig:
         check_names(self.aggregations, AGGREGATIONS, "aggregation")
         self._fill("output_activation", self.activations[0])
         if self.output_activation not in self.activations:
-            raise UsageError(f"output_activation={self.output_activation!r} is not among {self.activations}.")
+            raise UsageError(
+                f"output_activation={self.output_activation!r} is not among {self.activations}."
+            )
         for name in self.evolved:
             if name not in ATTRIBUTES:
-                raise UsageError(f"evolved: {name!r} is no attribute; legal are {', '.join(ATTRIBUTES)}.")
+                raise UsageError(
+                    f"evolved: {name!r} is no attribute; legal are {', '.join(ATTRIBUTES)}."
+                )
         self._check_sizes()
         for name, value in vars(self.rates).items():
             if not isinstance(value, numbers.Real):
@@ -198,7 +208,9 @@ class NeatConfig:
             )
         if self.widths and (self.widths[-1] != self.max_nodes or sorted(set(self.widths)) != list(self.widths)
                             or self.widths[0] < self.num_io):  # fmt: skip
-            raise UsageError(f"widths={self.widths} must ascend from at least {self.num_io} to {self.max_nodes}.")
+            raise UsageError(
+                f"widths={self.widths} must ascend from at least {self.num_io} to {self.max_nodes}."
+            )
 
     @property
     def num_io(self) -> int:
@@ -216,4 +228,7 @@ class NeatConfig:
     def node_widths(self) -> tuple[int, ...]:
         """`widths`, or by default 16, 64, 256, ... as far as they hold the ends and are well below N, then N."""
         least, most = self.num_io, self.max_nodes
-        return self.widths or (*(w for w in (16, 64, 256, 1024) if least <= w and 3 * w <= 2 * most), most)
+        return self.widths or (
+            *(w for w in (16, 64, 256, 1024) if least <= w and 3 * w <= 2 * most),
+            most,
+        )

@@ -32,21 +32,31 @@ def match(keys: Array, on: Array, others: Array, others_on: Array) -> tuple[Arra
     if keys.shape[1] > _PAIRWISE:
         return _match_sorted(keys, on, others, others_on)
     keys, others = jnp.where(on, keys, -1), jnp.where(others_on, others, -2)
-    return first(others[:, :, None] == keys[:, None])  # the axis is not the last, so a CPU compares many at once
+    return first(
+        others[:, :, None] == keys[:, None]
+    )  # the axis is not the last, so a CPU compares many at once
 
 
 def _match_sorted(keys: Array, on: Array, others: Array, others_on: Array) -> tuple[Array, Array]:
     largest = jnp.iinfo(jnp.int32).max
     place = jnp.broadcast_to(jnp.arange(others.shape[1], dtype=jnp.int32), others.shape)
     ordered, place = jax.lax.sort((jnp.where(others_on, others, largest), place), num_keys=1)
-    at = jax.vmap(lambda rows, wanted: jnp.searchsorted(rows, wanted, method="scan_unrolled"))(ordered, keys)
+    at = jax.vmap(lambda rows, wanted: jnp.searchsorted(rows, wanted, method="scan_unrolled"))(
+        ordered, keys
+    )
     at = jnp.minimum(at, others.shape[1] - 1)
     found = on & (jnp.take_along_axis(ordered, at, 1) == keys)
     return jnp.where(found, jnp.take_along_axis(place, at, 1), 0), found
 
 
 def crossover(
-    config: NeatConfig, rates: Rates, uniforms: Uniforms, fitter: Genomes, other: Genomes, alone: Array, equal: Array
+    config: NeatConfig,
+    rates: Rates,
+    uniforms: Uniforms,
+    fitter: Genomes,
+    other: Genomes,
+    alone: Array,
+    equal: Array,
 ) -> Genomes:
     """Children with the structure of the fitter parents, `[G]` pairs.
 
@@ -69,7 +79,9 @@ def crossover(
     theirs = jnp.take_along_axis(other.weight, place, 1)
     from_other = found & (uniforms.take(config.max_conns) < 0.5)
     blend = (uniforms.one() < rates.average)[:, None] & found
-    weight = jnp.where(blend, (fitter.weight + theirs) / 2, jnp.where(from_other, theirs, fitter.weight))
+    weight = jnp.where(
+        blend, (fitter.weight + theirs) / 2, jnp.where(from_other, theirs, fitter.weight)
+    )
     both = fitter.enabled & (jnp.take_along_axis(other.enabled, place, 1) | ~found)
     again = uniforms.take(config.max_conns) >= rates.disable
     enabled = jnp.where(alone[:, None], fitter.enabled, fitter.on & (both | again))
@@ -88,7 +100,13 @@ def crossover(
 
 
 def _cross_equals(
-    config: NeatConfig, uniforms: Uniforms, child: Genomes, place: Array, found: Array, other: Genomes, equal: Array
+    config: NeatConfig,
+    uniforms: Uniforms,
+    child: Genomes,
+    place: Array,
+    found: Array,
+    other: Genomes,
+    equal: Array,
 ) -> Genomes:
     """Children of equals: half of the genes of either parent that the other lacks; `child` has all of the first's.
 
@@ -97,7 +115,11 @@ def _cross_equals(
     nodes, coins = config.max_nodes, uniforms.take(2 * config.max_conns) < 0.5
     keeps = child.on & (found | coins[:, : config.max_conns])
     row = jnp.arange(len(found))[:, None]
-    shared = jnp.zeros_like(found).at[row, jnp.where(found, place, config.max_conns)].set(True, mode="drop")
+    shared = (
+        jnp.zeros_like(found)
+        .at[row, jnp.where(found, place, config.max_conns)]
+        .set(True, mode="drop")
+    )
     wants = other.on & ~shared & coins[:, config.max_conns :]
     spot, known = match(other.node_id, other.node_on, child.node_id, child.node_on)
     needs = _endpoints(other.source, other.target, wants, nodes) & ~known
@@ -127,7 +149,15 @@ def _cross_equals(
     return jax.lax.optimization_barrier(mixed)
 
 
-_NODE_FIELDS = ("node_id", "node_on", "bias", "response", "time_constant", "activation", "aggregation")
+_NODE_FIELDS = (
+    "node_id",
+    "node_on",
+    "bias",
+    "response",
+    "time_constant",
+    "activation",
+    "aggregation",
+)
 _CONN_FIELDS = ("innovation", "source", "target", "weight", "enabled", "on")
 
 
@@ -135,7 +165,11 @@ def _endpoints(source: Array, target: Array, on: Array, num_nodes: int) -> Array
     """The nodes at either end of an edge: bool `[G, N]`."""
     row = jnp.arange(len(on))[:, None]
     ends, either = jnp.concatenate([source, target], 1), jnp.concatenate([on, on], 1)
-    return jnp.zeros((len(on), num_nodes), bool).at[row, jnp.where(either, ends, num_nodes)].set(True, mode="drop")
+    return (
+        jnp.zeros((len(on), num_nodes), bool)
+        .at[row, jnp.where(either, ends, num_nodes)]
+        .set(True, mode="drop")
+    )
 
 
 def _move_into(things: Array, room: Array) -> tuple[Array, Array, Array, Array]:
@@ -145,12 +179,18 @@ def _move_into(things: Array, room: Array) -> tuple[Array, Array, Array, Array]:
         Of each place, which thing it gets, int32, and whether it gets one; of each thing, which place, and whether any.
     """
     ranks = jnp.cumsum(jnp.stack([things, room]), 2, dtype=jnp.int32) - 1
-    fits = jnp.stack([room & (ranks[1] < count(things)[:, None]), things & (ranks[0] < count(room)[:, None])])
+    fits = jnp.stack(
+        [room & (ranks[1] < count(things)[:, None]), things & (ranks[0] < count(room)[:, None])]
+    )
     row, places = jnp.arange(len(room))[:, None], jax.lax.broadcasted_iota(jnp.int32, room.shape, 1)
 
     def met(mask, own, others):
         """Where `mask` has its k-th True, for k the rank in `others`."""
-        ordered = jnp.zeros_like(places).at[row, jnp.where(mask, own, room.shape[1])].set(places, mode="drop")
+        ordered = (
+            jnp.zeros_like(places)
+            .at[row, jnp.where(mask, own, room.shape[1])]
+            .set(places, mode="drop")
+        )
         return jnp.take_along_axis(ordered, jnp.maximum(others, 0), 1)
 
     return met(things, *ranks), fits[0], met(room, ranks[1], ranks[0]), fits[1]

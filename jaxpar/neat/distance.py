@@ -44,10 +44,16 @@ def slot_ids(centres: Centres, innovations: Array) -> tuple[Array, Array]:
     on_gpu = jax.default_backend() == "gpu"
     ordered = jnp.sort(jnp.where(centres.on, centres.innovation, _NONE).reshape(-1))
     room = len(ordered)
-    is_first = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]]) & (ordered != _NONE)
+    is_first = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]]) & (
+        ordered != _NONE
+    )
     size = 1 << max(10, (4 * room - 1).bit_length())
     place = jnp.arange(room, dtype=jnp.int32)
-    table = jnp.full(size, room, jnp.int32).at[jnp.where(is_first, ordered % size, size)].set(place, mode="drop")
+    table = (
+        jnp.full(size, room, jnp.int32)
+        .at[jnp.where(is_first, ordered % size, size)]
+        .set(place, mode="drop")
+    )
     padded = jnp.concatenate([ordered, jnp.full(1, _NONE)])
     collides = jnp.any(is_first & (table[ordered % size] != place))
 
@@ -69,7 +75,9 @@ def slot_ids(centres: Centres, innovations: Array) -> tuple[Array, Array]:
     asked = jnp.concatenate([centres.innovation.reshape(-1), innovations.reshape(-1)])
     at = searched(asked) if on_gpu else jax.lax.cond(collides, searched, hashed, asked)
     found = jnp.where(padded[at] == asked, at, room)
-    own = jnp.where(centres.on, found[: centres.innovation.size].reshape(centres.innovation.shape), room)
+    own = jnp.where(
+        centres.on, found[: centres.innovation.size].reshape(centres.innovation.shape), room
+    )
     return own, found[centres.innovation.size :].reshape(innovations.shape)
 
 

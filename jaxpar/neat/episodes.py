@@ -19,7 +19,17 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxpar.env import Adapter, Box, Discrete, Environment, Space, capabilities, is_adapter, reset, step
+from jaxpar.env import (
+    Adapter,
+    Box,
+    Discrete,
+    Environment,
+    Space,
+    capabilities,
+    is_adapter,
+    reset,
+    step,
+)
 from jaxpar.fields import AtLeast, Between, Each, Finite, check_fields, field
 from jaxpar.mesh import mesh_axes
 from jaxpar.neat._kernels import NotScalar, ScalarStep, episode_kernel, use_kernels
@@ -124,14 +134,22 @@ class _Player(NamedTuple):
             return env.observe(observe_key, state, None, self.params), state
 
         obs, state = jax.vmap(one)(jnp.minimum(job, self.num_jobs - 1))
-        memory = jax.tree.map(lambda x: jnp.zeros((len(job), *x.shape[1:]), x.dtype), init_carry(self.networks))
-        return _Slots(job, jnp.zeros_like(job), state, obs, memory, jnp.zeros(len(job), jnp.float32))
+        memory = jax.tree.map(
+            lambda x: jnp.zeros((len(job), *x.shape[1:]), x.dtype), init_carry(self.networks)
+        )
+        return _Slots(
+            job, jnp.zeros_like(job), state, obs, memory, jnp.zeros(len(job), jnp.float32)
+        )
 
     def step_slots(self, mine: Networks, now: _Slots, table: _Table) -> tuple[_Slots, _Table]:
         """One step of every slot; one whose episode ends has none afterwards."""
         num_envs, dtype = len(now.job), self.networks.bias.dtype
         rows = [leaf.reshape(num_envs, -1).astype(dtype) for leaf in jax.tree.leaves(now.obs)]
-        y, memory = apply(mine, now.carry, jnp.concatenate([*rows, jnp.ones((num_envs, int(self.constant)), dtype)], 1))
+        y, memory = apply(
+            mine,
+            now.carry,
+            jnp.concatenate([*rows, jnp.ones((num_envs, int(self.constant)), dtype)], 1),
+        )
         space = self.env.action_space(self.params)
         action = jax.vmap(lambda y: act(space, y, *self.output_range))(y)
         keys = jax.vmap(self.key_of)(jnp.minimum(now.job, self.num_jobs - 1), now.time + 1)
@@ -140,7 +158,9 @@ class _Player(NamedTuple):
         total, time = now.total + after.reward, now.time + 1
         ended = after.terminated | after.truncated | (time >= self.max_steps)
         at = jnp.where(ended, now.job, self.num_jobs)
-        results = table.results.at[at].set(jnp.stack([total, time.astype(total.dtype)], 1), mode="drop")
+        results = table.results.at[at].set(
+            jnp.stack([total, time.astype(total.dtype)], 1), mode="drop"
+        )
         table = _Table(results, table.steps + num_envs)
         job = jnp.where(ended, self.num_jobs, now.job)
         return _Slots(job, time, after.state, after.obs, memory, total), table
@@ -152,12 +172,18 @@ class _Player(NamedTuple):
             now, table, next_job = carry
             now, table = self.step_slots(self.networks_of(now.job), now, table)
             idle = now.job == self.num_jobs
-            fresh = self.fresh_slots(jnp.minimum(next_job + jnp.cumsum(idle.astype(jnp.int32)) - 1, self.num_jobs))
+            fresh = self.fresh_slots(
+                jnp.minimum(next_job + jnp.cumsum(idle.astype(jnp.int32)) - 1, self.num_jobs)
+            )
 
             def chosen(new, old):
                 return jnp.where(idle.reshape((-1,) + (1,) * (new.ndim - 1)), new, old)
 
-            return jax.tree.map(chosen, fresh, now), table, next_job + jnp.sum(idle, dtype=jnp.int32)
+            return (
+                jax.tree.map(chosen, fresh, now),
+                table,
+                next_job + jnp.sum(idle, dtype=jnp.int32),
+            )
 
         carry = now, table, jnp.int32(len(now.job))
         return jax.lax.while_loop(lambda carry: carry[2] < self.num_jobs, body, carry)[:2]
@@ -167,7 +193,9 @@ class _Player(NamedTuple):
         mine = self.networks_of(now.job)
         busy = lambda now: now.job < self.num_jobs  # noqa: E731
         go_on = lambda carry: jnp.sum(busy(carry[0]), dtype=jnp.int32) > until  # noqa: E731
-        now, table = jax.lax.while_loop(go_on, lambda carry: self.step_slots(mine, *carry), (now, table))
+        now, table = jax.lax.while_loop(
+            go_on, lambda carry: self.step_slots(mine, *carry), (now, table)
+        )
         kept = jnp.argsort(~busy(now), stable=True)[: max(until, 1)]
         return jax.tree.map(lambda x: x[kept], now), table
 
@@ -189,7 +217,9 @@ class _Player(NamedTuple):
 
         def move(state, params, y):
             action = act(self.env.action_space(params), y, *self.output_range)
-            after = step(jax.random.key(0), self.env, state, action, params)  # `NotScalar` if it uses the key
+            after = step(
+                jax.random.key(0), self.env, state, action, params
+            )  # `NotScalar` if it uses the key
             return after.state, after.obs, after.reward, after.terminated | after.truncated
 
         state = jax.eval_shape(lambda: self.fresh_slots(jnp.zeros(1, jnp.int32)).state)
@@ -240,7 +270,10 @@ def play(
         compacts: whether the last episodes move into fewer slots; if not, a single loop is compiled, and empty slots
             step on.
     """
-    needed, ends = io_sizes(env, params, constant), (networks.config.num_inputs, networks.config.num_outputs)
+    needed, ends = (
+        io_sizes(env, params, constant),
+        (networks.config.num_inputs, networks.config.num_outputs),
+    )
     if needed != ends:
         raise UsageError(f"networks have {ends[0]} inputs and {ends[1]} outputs; the environment takes {needed[0]} and "
                          f"{needed[1]}.")  # fmt: skip
@@ -252,7 +285,11 @@ def play(
     networks = jax.tree.map(jnp.asarray, networks)  # indexed by traced numbers
     game = _Player(key, networks, env, params, levels, episodes, max_steps, constant, output_range)
     kernel, play_in_slots = game.by_kernel(), lambda: game.play_in_slots(num_envs, compacts)
-    return play_in_slots() if kernel is None else jax.lax.platform_dependent(default=play_in_slots, cuda=kernel)
+    return (
+        play_in_slots()
+        if kernel is None
+        else jax.lax.platform_dependent(default=play_in_slots, cuda=kernel)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -349,11 +386,15 @@ class GeneralizationTest:
         passes = (result.steps >= self.long_steps) & (result.passed >= self.needed)
         return Score(fitness, passes & (networks.index == first))
 
-    def test(self, key: PRNGKey, network: Networks, inputs: GeneralizationInputs) -> GeneralizationResult:
+    def test(
+        self, key: PRNGKey, network: Networks, inputs: GeneralizationInputs
+    ) -> GeneralizationResult:
         """Tests one network, `[1]`; from the levels only if it lasts. Consumes `key`."""
         kinds = {"constant": self.training.constant, "output_range": self.training.output_range}
         long_key, short_key = jax.random.split(key)
-        long = play(long_key, network, self.env, inputs.test_params, 1, 1, self.long_steps, **kinds).returns[0, 0]
+        long = play(
+            long_key, network, self.env, inputs.test_params, 1, 1, self.long_steps, **kinds
+        ).returns[0, 0]
         count = len(jax.tree.leaves(inputs.levels)[0])
 
         def from_levels():
@@ -367,4 +408,6 @@ class GeneralizationTest:
 
 def chosen(networks: Networks, number: ArrayLike) -> Networks:
     """One of the networks, `[1]`; `number` is int32 `[]`."""
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf)[number][None] if jnp.ndim(leaf) else leaf, networks)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(leaf)[number][None] if jnp.ndim(leaf) else leaf, networks
+    )

@@ -125,7 +125,9 @@ class Neat:
             raise UsageError("this Neat has no problem; give one, or use ask and tell.")
         problem, over = self.problem, self._over()
         self._check(state)
-        score_key = jax.random.fold_in(key, self.config.population)  # `tell` folds in smaller numbers, the genomes'
+        score_key = jax.random.fold_in(
+            key, self.config.population
+        )  # `tell` folds in smaller numbers, the genomes'
 
         def scored(key, genomes, inputs, index):
             use = lambda networks: _check_score(problem(key, networks, inputs), len(index))  # noqa: E731
@@ -179,7 +181,11 @@ class Neat:
     def _check(self, state: NeatState) -> None:
         sizes, genomes = self.config, state.genomes
         found = [jnp.shape(x) for x in (genomes.on, genomes.node_on, state.species.alive)]
-        legal = [(sizes.population, sizes.max_conns), (sizes.population, sizes.max_nodes), (sizes.max_species,)]
+        legal = [
+            (sizes.population, sizes.max_conns),
+            (sizes.population, sizes.max_nodes),
+            (sizes.max_species,),
+        ]
         if found != legal:
             raise UsageError(f"the state is of another configuration: connections, nodes and species have the shapes "
                              f"{found}; legal are {legal}.")  # fmt: skip
@@ -214,7 +220,9 @@ class Neat:
 
     def _specs(self, over):
         names = [field.name for field in dataclasses.fields(NeatState)]
-        split: dict[str, PyTree] = {name: P(over) if name in ("genomes", "member") else P() for name in names}
+        split: dict[str, PyTree] = {
+            name: P(over) if name in ("genomes", "member") else P() for name in names
+        }
         return NeatState(**split)
 
     def _mapped(self, made, in_specs, over, with_info=False):
@@ -229,16 +237,22 @@ def _check_score(score: object, count: int) -> Score:
         raise UsageError(f"a problem returns a Score, not {type(score).__name__}.")
     for name, value in score._asdict().items():
         if jnp.shape(value) != (count,):
-            raise UsageError(f"{name} has shape {jnp.shape(value)}; legal is ({count},), one number a genome.")
+            raise UsageError(
+                f"{name} has shape {jnp.shape(value)}; legal is ({count},), one number a genome."
+            )
     return Score(jnp.asarray(score.fitness, float), jnp.asarray(score.solved, bool))
 
 
-def _first_generation(key: PRNGKey, config: NeatConfig, rates: Rates, index: Array, over) -> NeatState:
+def _first_generation(
+    key: PRNGKey, config: NeatConfig, rates: Rates, index: Array, over
+) -> NeatState:
     uniforms = Uniforms(key, config, index)
     weights = jnp.clip(rates.weight_init * noise(config, uniforms.take(config.max_conns)), -rates.weight_limit,
                        rates.weight_limit)  # fmt: skip
     genomes = initial(config, weights, rates.bias_init * normal(uniforms.take(config.max_nodes)))
-    centres = Centres(*(jnp.zeros((config.max_species, config.max_conns), x) for x in (jnp.int32, bool, float)))
+    centres = Centres(
+        *(jnp.zeros((config.max_species, config.max_conns), x) for x in (jnp.int32, bool, float))
+    )
     zero = jnp.int32(0)
     # Behind a barrier, or XLA folds the distances to empty species while it compiles, which takes seconds.
     none, centres = jax.lax.optimization_barrier((empty_species(config), centres))
@@ -273,14 +287,20 @@ def _next_generation(
 ) -> tuple[NeatState, Info]:
     """One generation of a device's share of the population; what concerns all is computed on every device alike."""
     rates = state.rates
-    population, member, fitness, solved = _gather_all((Packed.of(state.genomes), state.member, *score), over)
+    population, member, fitness, solved = _gather_all(
+        (Packed.of(state.genomes), state.member, *score), over
+    )
     valid = jnp.isfinite(fitness)
     fitness = jnp.where(valid, fitness, -jnp.inf)
-    state = _update_best(config, state, population, fitness, solved, jnp.sum(~valid, dtype=jnp.int32))
+    state = _update_best(
+        config, state, population, fitness, solved, jnp.sum(~valid, dtype=jnp.int32)
+    )
 
     stalls = state.generation - state.improved > rates.stall
     state = dataclasses.replace(state, improved=jnp.where(stalls, state.generation, state.improved))
-    species, standing = update_stagnation(config, rates, state.species, fitness, member, state.generation, stalls)
+    species, standing = update_stagnation(
+        config, rates, state.species, fitness, member, state.generation, stalls
+    )
     ranking = rank_genomes(species, fitness, member)
     counts = offspring_counts(config, species, standing, fitness, member)
     uniforms = Uniforms(key, config, index)
@@ -290,17 +310,25 @@ def _next_generation(
     children = crossover(config, rates, uniforms, *pairs, alone, parents.equal)
     edit = choose_edit(config, rates, uniforms, children, parents.may_mutate)
     # As in the paper's program: a child with a new structure keeps its weights, to begin with.
-    children = mutate_numbers(config, rates, uniforms, children, parents.may_mutate & ~edit.is_change)
+    children = mutate_numbers(
+        config, rates, uniforms, children, parents.may_mutate & ~edit.is_change
+    )
     requests, shares = _gather_all((edit.requests(children), uniforms.one()), over)
     node, innovation, counters = assign_innovations(requests, state.counters)
-    children = jax.lax.optimization_barrier(apply_edit(children, edit, node[index], innovation[index]))
+    children = jax.lax.optimization_barrier(
+        apply_edit(children, edit, node[index], innovation[index])
+    )
 
     # Individual s gives the random number that picks the representative of the species in slot s.
     share = shares[jnp.arange(config.max_species) % config.population]
     pick = jnp.minimum((share * species.size).astype(jnp.int32), species.size - 1)
-    centres = centres_of(population.rows(config, ranking.order[ranking.start + jnp.maximum(pick, 0)]))
+    centres = centres_of(
+        population.rows(config, ranking.order[ranking.start + jnp.maximum(pick, 0)])
+    )
     info = _info(state, species, fitness, valid, population.rows(config, slice(None)))
-    species, member = speciate(config, rates, children, index, species, centres, state.generation + 1, over)
+    species, member = speciate(
+        config, rates, children, index, species, centres, state.generation + 1, over
+    )
     refused = jnp.sum(edit.refused, dtype=jnp.int32)
     state = dataclasses.replace(
         state,
@@ -315,7 +343,12 @@ def _next_generation(
 
 
 def _update_best(
-    config: NeatConfig, state: NeatState, population: Packed, fitness: Array, solves: Array, invalid: Array
+    config: NeatConfig,
+    state: NeatState,
+    population: Packed,
+    fitness: Array,
+    solves: Array,
+    invalid: Array,
 ) -> NeatState:
     best, grew = jnp.max(fitness), jnp.max(fitness) > state.best
     solves |= fitness >= state.rates.target
@@ -329,14 +362,18 @@ def _update_best(
         evaluations=evaluations,
         solved=state.solved | solved,
         solved_after=jnp.where(solved & ~state.solved, evaluations, state.solved_after),
-        champion=jax.tree.map(lambda new, old: jnp.where(is_champion, new, old), newest, state.champion),
+        champion=jax.tree.map(
+            lambda new, old: jnp.where(is_champion, new, old), newest, state.champion
+        ),
         best=jnp.where(grew, best, state.best),
         improved=jnp.where(grew, state.generation, state.improved),
         invalid=state.invalid + invalid,
     )
 
 
-def _info(state: NeatState, species: Species, fitness: Array, valid: Array, population: Genomes) -> Info:
+def _info(
+    state: NeatState, species: Species, fitness: Array, valid: Array, population: Genomes
+) -> Info:
     count = jnp.maximum(jnp.sum(valid), 1)
     info = {
         "fitness_max": jnp.max(fitness),
@@ -349,5 +386,7 @@ def _info(state: NeatState, species: Species, fitness: Array, valid: Array, popu
         "solved": state.solved.astype(float),
         "invalid": state.invalid.astype(float),
     }
-    sizes = {f"size_{slot:02}": species.size[slot].astype(float) for slot in range(len(species.size))}
+    sizes = {
+        f"size_{slot:02}": species.size[slot].astype(float) for slot in range(len(species.size))
+    }
     return info | sizes

@@ -13,7 +13,15 @@ from jaxpar.neat.functions import ACTIVATIONS, AGGREGATIONS, Activation, check_o
 from jaxpar.neat.genome import Genomes, check_genomes
 from jaxpar.types import PyTree, UsageError
 
-__all__ = ["FORMAT_VERSION", "expressions", "from_json", "node_label", "select_genome", "to_dot", "to_json"]
+__all__ = [
+    "FORMAT_VERSION",
+    "expressions",
+    "from_json",
+    "node_label",
+    "select_genome",
+    "to_dot",
+    "to_json",
+]
 
 Json = Any
 """What `json` reads and writes: anything, until its parts are asked for by name."""
@@ -30,7 +38,11 @@ def select_genome(genomes: Genomes, number: int = 0) -> PyTree:
 
 
 def to_json(
-    config: NeatConfig, genomes: Genomes, number: int = 0, *, metadata: Mapping[str, Json] | None = None
+    config: NeatConfig,
+    genomes: Genomes,
+    number: int = 0,
+    *,
+    metadata: Mapping[str, Json] | None = None,
 ) -> str:
     """A genome's network in neat-python's exported-network format, version 1.0.
 
@@ -55,10 +67,18 @@ def to_json(
             "bias": float(one.bias[slot]),
             "response": float(one.response[slot]),
         }
-        return row | ({"time_constant": float(one.time_constant[slot])} if config.kind == "ctrnn" else {})
+        return row | (
+            {"time_constant": float(one.time_constant[slot])} if config.kind == "ctrnn" else {}
+        )
 
-    plain = {"activation": {"name": "identity", "custom": False}, "aggregation": {"name": "none", "custom": False}}
-    inputs = [{"id": key(slot), "type": "input", **plain, "bias": 0.0, "response": 1.0} for slot in range(ends)]
+    plain = {
+        "activation": {"name": "identity", "custom": False},
+        "aggregation": {"name": "none", "custom": False},
+    }
+    inputs = [
+        {"id": key(slot), "type": "input", **plain, "bias": 0.0, "response": 1.0}
+        for slot in range(ends)
+    ]
     connections = [
         {"from": key(one.source[c]), "to": key(one.target[c]), "weight": float(one.weight[c]),
          "enabled": bool(one.enabled[c])}
@@ -103,32 +123,53 @@ def from_json(
     check_own(own_activations)
     try:
         document = json.loads(text)
-        return _read(document, max_nodes, max_conns, {"own_activations": tuple(own_activations), **changes})
+        return _read(
+            document, max_nodes, max_conns, {"own_activations": tuple(own_activations), **changes}
+        )
     except json.JSONDecodeError as error:
         raise UsageError(f"this is no JSON: {error}.") from None
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         if isinstance(error, UsageError):
             raise
-        raise UsageError(f"this is no network in neat-python's format {FORMAT_VERSION}: {error!r}.") from None
+        raise UsageError(
+            f"this is no network in neat-python's format {FORMAT_VERSION}: {error!r}."
+        ) from None
 
 
-def _read(document: Json, max_nodes: int, max_conns: int, changes: dict[str, Json]) -> tuple[NeatConfig, Genomes]:
+def _read(
+    document: Json, max_nodes: int, max_conns: int, changes: dict[str, Json]
+) -> tuple[NeatConfig, Genomes]:
     version, kind = str(document["format_version"]), document["network_type"]
     if version.split(".")[0] != "1" or kind not in KINDS:
         raise UsageError(f"a network of type {kind!r} in format {version} cannot be read; legal are "
                          f"{', '.join(KINDS)} in 1.x.")  # fmt: skip
     inputs, outputs = document["topology"]["input_keys"], document["topology"]["output_keys"]
-    rows, connections = [node for node in document["nodes"] if node["type"] != "input"], document["connections"]
+    rows, connections = (
+        [node for node in document["nodes"] if node["type"] != "input"],
+        document["connections"],
+    )
     _check_numbers(rows, connections)
     _check_names([*inputs, *outputs], [node["id"] for node in rows], inputs)
     nodes = {node["id"]: node for node in rows}
-    silent = {"activation": {"name": "identity"}, "aggregation": {"name": "sum"}, "bias": 0.0, "response": 1.0}
+    silent = {
+        "activation": {"name": "identity"},
+        "aggregation": {"name": "sum"},
+        "bias": 0.0,
+        "response": 1.0,
+    }
     for end in [*outputs, *(c["from"] for c in connections), *(c["to"] for c in connections)]:
         if end not in inputs:
             nodes.setdefault(end, silent)
-    slots = {key: slot for slot, key in enumerate([*inputs, *outputs, *(key for key in nodes if key not in outputs)])}
+    slots = {
+        key: slot
+        for slot, key in enumerate(
+            [*inputs, *outputs, *(key for key in nodes if key not in outputs)]
+        )
+    }
     names = {
-        "activations": _names(nodes.values(), "activation", (*ACTIVATIONS, *dict(changes["own_activations"]))),
+        "activations": _names(
+            nodes.values(), "activation", (*ACTIVATIONS, *dict(changes["own_activations"]))
+        ),
         "aggregations": _names(nodes.values(), "aggregation", AGGREGATIONS),
     }
     fields: dict[str, Json] = {"kind": kind, "initial": "none", "population": 1, **names, **changes}
@@ -136,10 +177,17 @@ def _read(document: Json, max_nodes: int, max_conns: int, changes: dict[str, Jso
                         max_conns=max(max_conns, len(connections), 1), **fields)  # fmt: skip
     nodes_of = (1, config.max_nodes)
     real = jnp.result_type(float)  # as of genomes that were evolved: float64 under x64
-    arrays: dict[str, PyTree] = {name: np.zeros(nodes_of, real) for name in ("bias", "response", "time_constant")}
-    arrays |= {name: np.zeros(nodes_of, np.int32) for name in ("node_id", "activation", "aggregation")}
+    arrays: dict[str, PyTree] = {
+        name: np.zeros(nodes_of, real) for name in ("bias", "response", "time_constant")
+    }
+    arrays |= {
+        name: np.zeros(nodes_of, np.int32) for name in ("node_id", "activation", "aggregation")
+    }
     slot = np.arange(config.max_nodes)[None]
-    arrays |= {"node_on": slot < len(slots), "node_id": np.where(slot < len(slots), slot, 0).astype(np.int32)}
+    arrays |= {
+        "node_on": slot < len(slots),
+        "node_id": np.where(slot < len(slots), slot, 0).astype(np.int32),
+    }
     for key, node in nodes.items():
         at = 0, slots[key]
         arrays["activation"][at] = names["activations"].index(node["activation"]["name"])
@@ -160,13 +208,23 @@ def _read(document: Json, max_nodes: int, max_conns: int, changes: dict[str, Jso
 
 def _check_numbers(nodes: list[Json], connections: list[Json]) -> None:
     """Refuses what is no number, before NumPy makes one of it."""
-    named = [(f"node {node['id']}", name, node[name]) for node in nodes for name in ("bias", "response")]
-    named += [(f"node {node['id']}", "time_constant", node.get("time_constant", 1.0)) for node in nodes]
-    named += [(f"the edge from {c['from']} to {c['to']}", "weight", c["weight"]) for c in connections]
+    named = [
+        (f"node {node['id']}", name, node[name]) for node in nodes for name in ("bias", "response")
+    ]
+    named += [
+        (f"node {node['id']}", "time_constant", node.get("time_constant", 1.0)) for node in nodes
+    ]
+    named += [
+        (f"the edge from {c['from']} to {c['to']}", "weight", c["weight"]) for c in connections
+    ]
     real = jnp.finfo(jnp.result_type(float))
     largest, smallest = float(real.max), float(real.tiny)
     for owner, name, value in named:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < largest:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not abs(value) < largest
+        ):
             raise UsageError(f"{owner} has the {name} {value!r}, which is no finite number.")
         if name == "time_constant" and value < smallest:
             raise UsageError(f"{owner} has the {name} {value!r}; legal are seconds above 0.")
@@ -216,7 +274,9 @@ def to_dot(config: NeatConfig, genomes: Genomes, number: int = 0) -> str:
     return "\n".join([*lines, "}"]) + "\n"
 
 
-def expressions(config: NeatConfig, genomes: Genomes, number: int = 0, *, latex: bool = False) -> dict[str, str]:
+def expressions(
+    config: NeatConfig, genomes: Genomes, number: int = 0, *, latex: bool = False
+) -> dict[str, str]:
     """Each computed node as a formula of others, in the order of evaluation; only what outputs depend on.
 
     Plain text reads as Python and SymPy do, given the functions: `{"h7": "tanh(0.5 + 1.2*x0)", "y0": ...}`. Of a
@@ -242,7 +302,9 @@ def expressions(config: NeatConfig, genomes: Genomes, number: int = 0, *, latex:
     return found
 
 
-def _formula(config: NeatConfig, one: PyTree, slot: int, genes: Sequence[np.integer], latex: bool) -> str:
+def _formula(
+    config: NeatConfig, one: PyTree, slot: int, genes: Sequence[np.integer], latex: bool
+) -> str:
     def name(at):
         label = node_label(config, one, at)
         return f"{label[0]}_{{{label[1:]}}}" if latex else label
@@ -252,10 +314,18 @@ def _formula(config: NeatConfig, one: PyTree, slot: int, genes: Sequence[np.inte
     aggregation = config.aggregations[one.aggregation[slot]]
     activation = config.activations[one.activation[slot]]  # pyright: ignore
     if latex:
-        activation, aggregation = (rf"\mathrm{{{word.replace('_', ' ')}}}" for word in (activation, aggregation))
+        activation, aggregation = (
+            rf"\mathrm{{{word.replace('_', ' ')}}}" for word in (activation, aggregation)
+        )
     plain = aggregation in ("sum", r"\mathrm{sum}")
     inside = " + ".join(terms) or "0"
-    total = f"({inside})" if plain and len(terms) > 1 else inside if plain else f"{aggregation}({', '.join(terms)})"
+    total = (
+        f"({inside})"
+        if plain and len(terms) > 1
+        else inside
+        if plain
+        else f"{aggregation}({', '.join(terms)})"
+    )
     response = "" if one.response[slot] == 1 else f"{one.response[slot]:.6g}{times}"
     text = f"{activation}({one.bias[slot]:.6g} + {response}{total})"
     return text.replace("+ -", "- ")

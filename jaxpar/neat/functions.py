@@ -63,29 +63,48 @@ def check_names(names: tuple[str, ...], known: tuple[str, ...], what: str) -> No
     """Refuses an empty or unknown choice of functions."""
     wrong = [name for name in names if name not in known]
     if wrong or not names or isinstance(names, str):
-        which = f"{wrong[0]!r} is no {what}" if wrong and not isinstance(names, str) else f"{names!r} names no {what}s"
+        which = (
+            f"{wrong[0]!r} is no {what}"
+            if wrong and not isinstance(names, str)
+            else f"{names!r} names no {what}s"
+        )
         raise UsageError(f"{which}; legal are tuples of {', '.join(known)}.")
 
 
 def check_own(own: object) -> None:
     """Refuses activations of one's own that are no pairs of a new name and a function of numbers, one by one."""
-    if not isinstance(own, tuple | list) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in own):
+    if not isinstance(own, tuple | list) or not all(
+        isinstance(pair, tuple) and len(pair) == 2 for pair in own
+    ):
         raise UsageError(f"own_activations={own!r}; legal is a tuple of pairs (name, function).")
     for place, (name, function) in enumerate(own):
         if not isinstance(name, str) or not name.isidentifier():
-            raise UsageError(f"own_activations: {name!r} is no name; legal are names as Python has them.")
+            raise UsageError(
+                f"own_activations: {name!r} is no name; legal are names as Python has them."
+            )
         if name in ACTIVATIONS or name in [other for other, _ in own[:place]]:
-            raise UsageError(f"own_activations: {name!r} is the name of another activation; give a new one.")
+            raise UsageError(
+                f"own_activations: {name!r} is the name of another activation; give a new one."
+            )
         if not callable(function) or not isinstance(function, Hashable):
-            raise UsageError(f"own_activations: {name!r} is {function!r}; legal are hashable functions.")
+            raise UsageError(
+                f"own_activations: {name!r} is {function!r}; legal are hashable functions."
+            )
         like = jax.ShapeDtypeStruct((2, 3), jnp.float32)
         try:
             found: PyTree = jax.eval_shape(function, like)
         except Exception as error:  # whatever a function of users raises
             what = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].rstrip(".:")
-            raise UsageError(f"own_activations: {name!r} takes no array of float32 numbers ({what}).") from None
-        if not isinstance(found, jax.ShapeDtypeStruct) or (found.shape, found.dtype) != (like.shape, like.dtype):
-            raise UsageError(f"own_activations: {name!r} makes {found} of {like}; legal is a number from each number.")
+            raise UsageError(
+                f"own_activations: {name!r} takes no array of float32 numbers ({what})."
+            ) from None
+        if not isinstance(found, jax.ShapeDtypeStruct) or (found.shape, found.dtype) != (
+            like.shape,
+            like.dtype,
+        ):
+            raise UsageError(
+                f"own_activations: {name!r} makes {found} of {like}; legal is a number from each number."
+            )
 
 
 def is_bounded(names: tuple[str, ...]) -> bool:
@@ -130,10 +149,15 @@ def _aggregated(name: str, terms: Array, mask: Array) -> Array:
             return jnp.where(count > 0, jnp.min(jnp.where(mask, terms, jnp.inf), -1), 0)
         case "maxabs":
             largest = jnp.argmax(jnp.where(mask, jnp.abs(terms), -1), -1)
-            return jnp.where(count > 0, jnp.take_along_axis(terms, largest[..., None], -1)[..., 0], 0)
+            return jnp.where(
+                count > 0, jnp.take_along_axis(terms, largest[..., None], -1)[..., 0], 0
+            )
         case "mean":
             return jnp.sum(jnp.where(mask, terms, 0), -1) / jnp.maximum(count, 1)
     ordered = jnp.sort(jnp.where(mask, terms, jnp.inf), -1)
     low, high = (jnp.maximum(count - 1, 0) // 2)[..., None], (count // 2)[..., None]
-    middle = [jnp.take_along_axis(ordered, at, -1)[..., 0] for at in (low, jnp.minimum(high, terms.shape[-1] - 1))]
+    middle = [
+        jnp.take_along_axis(ordered, at, -1)[..., 0]
+        for at in (low, jnp.minimum(high, terms.shape[-1] - 1))
+    ]
     return jnp.where(count > 0, (middle[0] + middle[1]) / 2, 0)

@@ -12,7 +12,16 @@ from jax.typing import ArrayLike
 from jaxpar.neat.config import NeatConfig
 from jaxpar.types import Array, PyTree, UsageError
 
-__all__ = ["Genomes", "Packed", "check_genomes", "count", "empty_genomes", "first", "initial", "pick_random"]
+__all__ = [
+    "Genomes",
+    "Packed",
+    "check_genomes",
+    "count",
+    "empty_genomes",
+    "first",
+    "initial",
+    "pick_random",
+]
 
 
 @flax.struct.dataclass
@@ -72,9 +81,14 @@ class Packed:
     @classmethod
     def of(cls, genomes: Genomes) -> "Packed":
         """Packs all fields."""
-        fields = [(field.name, getattr(genomes, field.name)) for field in dataclasses.fields(Genomes)]
+        fields = [
+            (field.name, getattr(genomes, field.name)) for field in dataclasses.fields(Genomes)
+        ]
         whole = [x.astype(jnp.int32) for name, x in fields if name not in _REAL]
-        return cls(jnp.concatenate(whole, 1), jnp.concatenate([x for name, x in fields if name in _REAL], 1))
+        return cls(
+            jnp.concatenate(whole, 1),
+            jnp.concatenate([x for name, x in fields if name in _REAL], 1),
+        )
 
     def rows(self, config: NeatConfig, index: Array) -> Genomes:
         """The genomes of these numbers, in their order."""
@@ -98,7 +112,10 @@ def empty_genomes(config: NeatConfig, count: int) -> Genomes:
     """Genomes of inputs and outputs alone."""
     nodes, conns = (count, config.max_nodes), (count, config.max_conns)
     slots = jnp.broadcast_to(jnp.arange(config.max_nodes, dtype=jnp.int32), nodes)
-    is_end, is_output = slots < config.num_io, (slots >= config.num_inputs) & (slots < config.num_io)
+    is_end, is_output = (
+        slots < config.num_io,
+        (slots >= config.num_inputs) & (slots < config.num_io),
+    )
     assert config.activations is not None and config.output_activation is not None
     zeros = jnp.zeros(conns, jnp.int32)
     return Genomes(
@@ -107,7 +124,9 @@ def empty_genomes(config: NeatConfig, count: int) -> Genomes:
         bias=jnp.zeros(nodes, float),
         response=is_end.astype(float),
         time_constant=is_end.astype(float),
-        activation=jnp.where(is_output, jnp.int32(config.activations.index(config.output_activation)), 0),
+        activation=jnp.where(
+            is_output, jnp.int32(config.activations.index(config.output_activation)), 0
+        ),
         aggregation=jnp.zeros(nodes, jnp.int32),
         innovation=zeros,
         source=zeros,
@@ -159,7 +178,9 @@ def first(mask: Array, axis: int = 1) -> tuple[Array, Array]:
     def least(one, two):
         return one[0] | two[0], jnp.minimum(one[1], two[1])
 
-    found, place = jax.lax.reduce((mask, jnp.where(mask, places, nowhere)), (False, nowhere), least, (axis,))
+    found, place = jax.lax.reduce(
+        (mask, jnp.where(mask, places, nowhere)), (False, nowhere), least, (axis,)
+    )
     return jnp.where(found, place, 0), found
 
 
@@ -213,13 +234,22 @@ def _faults(config: NeatConfig, one: PyTree) -> Iterator[tuple[bool, str]]:
     ids, innovations = one.node_id[one.node_on], one.innovation[one.on]
     source, target = one.source[one.on], one.target[one.on]
     yield not one.node_on[: config.num_io].all(), "lacks an input or output"
-    yield (one.node_id[: config.num_io] != np.arange(config.num_io)).any(), "misnames an input or output"
+    yield (
+        (one.node_id[: config.num_io] != np.arange(config.num_io)).any(),
+        "misnames an input or output",
+    )
     yield len(set(ids)) < len(ids), "has a node identity twice"
     yield len(set(innovations)) < len(innovations), "has an innovation twice"
     yield len(set(zip(source, target, strict=True))) < len(source), "has an edge twice"
-    yield not (one.node_on[source].all() and one.node_on[target].all()), "has a connection to a node that is not there"
+    yield (
+        not (one.node_on[source].all() and one.node_on[target].all()),
+        "has a connection to a node that is not there",
+    )
     yield (target < config.num_inputs).any(), "has a connection into an input"
-    yield (one.enabled & ~one.on).any() or (one.weight[~one.on] != 0).any(), "has padding that is not zero"
+    yield (
+        (one.enabled & ~one.on).any() or (one.weight[~one.on] != 0).any(),
+        "has padding that is not zero",
+    )
     yield config.kind == "feedforward" and _has_cycle(source, target), "has a cycle"
 
 

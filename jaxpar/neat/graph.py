@@ -79,7 +79,10 @@ def has_cycle(source: Array, target: Array, on: Array, num_nodes: int) -> Array:
     follow = _follower(source, target, on, num_nodes)
 
     def body(carry):
-        late, after = carry[0], carry[0]  # ends of paths of k edges: fewer and fewer, down to what follows a cycle
+        late, after = (
+            carry[0],
+            carry[0],
+        )  # ends of paths of k edges: fewer and fewer, down to what follows a cycle
         for _ in range(_passes()):
             after = follow(after)[0]
         return after, jnp.any(after != late)

@@ -19,7 +19,14 @@ from jaxpar.neat.functions import ACTIVATIONS
 from jaxpar.neat.network import Networks, apply, init_carry
 from jaxpar.types import Array, PRNGKey, UsageError
 
-__all__ = ["CppnDecoder", "Substrate", "SubstrateTable", "grid", "substrate_apply", "substrate_weights"]
+__all__ = [
+    "CppnDecoder",
+    "Substrate",
+    "SubstrateTable",
+    "grid",
+    "substrate_apply",
+    "substrate_weights",
+]
 
 Layer = tuple[tuple[float, ...], ...]
 
@@ -101,7 +108,9 @@ def substrate_weights(substrate: Substrate, networks: Networks) -> tuple[Array, 
 def substrate_apply(substrate: Substrate, weights: tuple[Array, ...], x: Array) -> Array:
     """Runs G substrates: `[G, B, inputs]` -> `[G, B, outputs]`, a product a layer."""
     for matrix in weights:
-        x = ACTIVATIONS[substrate.activation](jnp.einsum("pts,pbs->pbt", matrix, x, precision="highest"))
+        x = ACTIVATIONS[substrate.activation](
+            jnp.einsum("pts,pbs->pbt", matrix, x, precision="highest")
+        )
     return x
 
 

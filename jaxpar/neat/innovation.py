@@ -43,7 +43,9 @@ def assign_innovations(requests: Requests, counters: Counters) -> tuple[Array, A
     """
     index = jnp.arange(len(requests.first), dtype=jnp.int32)
     first, second, child = jax.lax.sort((requests.first, requests.second, index), num_keys=2)
-    is_new = jnp.concatenate([jnp.ones(1, bool), (first[1:] != first[:-1]) | (second[1:] != second[:-1])])
+    is_new = jnp.concatenate(
+        [jnp.ones(1, bool), (first[1:] != first[:-1]) | (second[1:] != second[:-1])]
+    )
     is_new &= first != NOTHING
     nodes = (is_new & (first == SPLIT)).astype(jnp.int32)
     innovations = jnp.where(is_new, 1, 0) + nodes
@@ -53,4 +55,8 @@ def assign_innovations(requests: Requests, counters: Counters) -> tuple[Array, A
     innovation = counters.innovation + last_innovation - jnp.where(first == SPLIT, 2, 1)
     back = jnp.zeros_like(index)
     new = Counters(counters.node + last_node[-1], counters.innovation + last_innovation[-1])
-    return back.at[child].set(node, unique_indices=True), back.at[child].set(innovation, unique_indices=True), new
+    return (
+        back.at[child].set(node, unique_indices=True),
+        back.at[child].set(innovation, unique_indices=True),
+        new,
+    )

@@ -20,32 +20,59 @@ def noise(config: NeatConfig, uniform: Array) -> Array:
     return normal(uniform) if config.mode == "fast" else 2 * uniform - 1
 
 
-def mutate_numbers(config: NeatConfig, rates: Rates, uniforms: Uniforms, genomes: Genomes, may: Array) -> Genomes:
+def mutate_numbers(
+    config: NeatConfig, rates: Rates, uniforms: Uniforms, genomes: Genomes, may: Array
+) -> Genomes:
     """Mutates weights, evolved attributes, functions and `enabled`, of the children that `may`, bool `[G]`."""
     chosen = may & (uniforms.one() < rates.weights)
     perturb, step = uniforms.take(config.max_conns), noise(config, uniforms.take(config.max_conns))
     size = rates.weight_power, rates.weight_init
-    weight = _perturbed(genomes.weight, perturb, step, rates.weight_perturb, rates.weight_replace, size, 0.0)
+    weight = _perturbed(
+        genomes.weight, perturb, step, rates.weight_perturb, rates.weight_replace, size, 0.0
+    )
     weight = jnp.clip(weight, -rates.weight_limit, rates.weight_limit)
-    found: dict[str, Array] = {"weight": jnp.where(chosen[:, None] & genomes.on, weight, genomes.weight)}
+    found: dict[str, Array] = {
+        "weight": jnp.where(chosen[:, None] & genomes.on, weight, genomes.weight)
+    }
     # Attributes of inputs mutate as well: nothing reads them, and a mask would cost more.
     nodes = may[:, None] & genomes.node_on
     for name in config.evolved or ():
         perturb, step = uniforms.take(config.max_nodes), normal(uniforms.take(config.max_nodes))
         size, centre = (rates.node_power, rates.bias_init), 0.0 if name == "bias" else 1.0
-        value = _perturbed(getattr(genomes, name), perturb, step, rates.node_perturb, rates.node_replace, size, centre)
+        value = _perturbed(
+            getattr(genomes, name),
+            perturb,
+            step,
+            rates.node_perturb,
+            rates.node_replace,
+            size,
+            centre,
+        )
         least = 1e-2 if name == "time_constant" else -rates.weight_limit
-        found[name] = jnp.where(nodes, jnp.clip(value, least, rates.weight_limit), getattr(genomes, name))
+        found[name] = jnp.where(
+            nodes, jnp.clip(value, least, rates.weight_limit), getattr(genomes, name)
+        )
     for name, names in (("activation", config.activations), ("aggregation", config.aggregations)):
         if names is not None and len(names) > 1:
-            redraw, choice = uniforms.take(config.max_nodes) < rates.redraw, uniforms.take(config.max_nodes)
+            redraw, choice = (
+                uniforms.take(config.max_nodes) < rates.redraw,
+                uniforms.take(config.max_nodes),
+            )
             new = jnp.minimum((choice * len(names)).astype(jnp.int32), len(names) - 1)
             found[name] = jnp.where(nodes & redraw, new, getattr(genomes, name))
-    return dataclasses.replace(genomes, **found, enabled=_toggle_enabled(rates, uniforms, genomes, may))
+    return dataclasses.replace(
+        genomes, **found, enabled=_toggle_enabled(rates, uniforms, genomes, may)
+    )
 
 
 def _perturbed(
-    old: Array, perturb: Array, step: Array, chance: Scalar, replace: Scalar, size: tuple, centre: float
+    old: Array,
+    perturb: Array,
+    step: Array,
+    chance: Scalar,
+    replace: Scalar,
+    size: tuple,
+    centre: float,
 ) -> Array:
     moved = jnp.where(perturb < chance, old + size[0] * step, old)
     return jnp.where(perturb >= 1 - replace, centre + size[1] * step, moved)
@@ -58,7 +85,9 @@ def _toggle_enabled(rates: Rates, uniforms: Uniforms, genomes: Genomes, may: Arr
     flip = may & found & (uniforms.one() < rates.toggle)
     enabled = genomes.enabled ^ (column(flip) & (gene == column(place)))
     place, found = first(genomes.on & ~enabled)
-    return enabled | (column(may & found & (uniforms.one() < rates.reenable)) & (gene == column(place)))
+    return enabled | (
+        column(may & found & (uniforms.one() < rates.reenable)) & (gene == column(place))
+    )
 
 
 class Edit(NamedTuple):
@@ -99,21 +128,33 @@ class Edit(NamedTuple):
 
     def requests(self, genomes: Genomes) -> Requests:
         """The innovations that these changes need."""
-        first = jnp.where(self.adds_node, SPLIT, jnp.where(self.adds_conn, _at(genomes.node_id, self.source), NOTHING))
-        second = jnp.where(self.adds_node, _at(genomes.innovation, self.old), _at(genomes.node_id, self.target))
+        first = jnp.where(
+            self.adds_node,
+            SPLIT,
+            jnp.where(self.adds_conn, _at(genomes.node_id, self.source), NOTHING),
+        )
+        second = jnp.where(
+            self.adds_node, _at(genomes.innovation, self.old), _at(genomes.node_id, self.target)
+        )
         return Requests(first, jnp.where(first == NOTHING, 0, second))
 
 
-def choose_edit(config: NeatConfig, rates: Rates, uniforms: Uniforms, genomes: Genomes, may: Array) -> Edit:
+def choose_edit(
+    config: NeatConfig, rates: Rates, uniforms: Uniforms, genomes: Genomes, may: Array
+) -> Edit:
     """Draws the change of structure of the children that `may`: the first of the four whose chance comes."""
     chances = uniforms.take(4)
     wants = []
-    for column, chance in enumerate((rates.add_node, rates.add_conn, rates.del_node, rates.del_conn)):
+    for column, chance in enumerate(
+        (rates.add_node, rates.add_conn, rates.del_node, rates.del_conn)
+    ):
         wants.append(may & (chances[:, column] < chance))
         may = may & ~wants[-1]
     adds_node, adds_conn, del_node, del_conn = wants
     may_split = genomes.on & genomes.enabled
-    if config.mode == "canonical":  # as in the paper's program, never a connection from the constant input
+    if (
+        config.mode == "canonical"
+    ):  # as in the paper's program, never a connection from the constant input
         may_split &= genomes.source != config.num_inputs - 1
     c = lambda x: x[:, None]  # noqa: E731
     draw = uniforms.one()
@@ -154,16 +195,28 @@ def _pair(config: NeatConfig, uniforms: Uniforms, genomes: Genomes) -> tuple[Arr
     """A target at random of those that lack an edge, then a source at random: no edge yet, no cycle if feed-forward."""
     slots, nodes = jnp.arange(config.max_nodes)[None], config.max_nodes
     forward = config.kind == "feedforward"
-    sources = genomes.node_on & ((slots < config.num_inputs) | (slots >= config.num_io) | (not forward))
+    sources = genomes.node_on & (
+        (slots < config.num_inputs) | (slots >= config.num_io) | (not forward)
+    )
     row = jnp.arange(len(genomes.on))[:, None]
-    degree = jnp.zeros(genomes.node_on.shape).at[row, genomes.target].add(genomes.on.astype(jnp.float32))
+    degree = (
+        jnp.zeros(genomes.node_on.shape).at[row, genomes.target].add(genomes.on.astype(jnp.float32))
+    )
     itself = forward & (slots >= config.num_io)
     lacks = degree + itself < count(sources)[:, None]
-    target, has_target = pick_random(genomes.node_on & (slots >= config.num_inputs) & lacks, uniforms.one())
+    target, has_target = pick_random(
+        genomes.node_on & (slots >= config.num_inputs) & lacks, uniforms.one()
+    )
     into = genomes.on & (genomes.target == target[:, None])
-    known = jnp.zeros_like(sources).at[row, jnp.where(into, genomes.source, nodes)].set(True, mode="drop")
+    known = (
+        jnp.zeros_like(sources)
+        .at[row, jnp.where(into, genomes.source, nodes)]
+        .set(True, mode="drop")
+    )
     if forward:
-        after = reachable(singleton(target, nodes), genomes.source, genomes.target, genomes.on, nodes)
+        after = reachable(
+            singleton(target, nodes), genomes.source, genomes.target, genomes.on, nodes
+        )
         sources &= ~unpack_set(after, nodes)
     source, found = pick_random(sources & ~known, uniforms.one())
     return source, target, found & has_target
@@ -183,7 +236,9 @@ def apply_edit(genomes: Genomes, edit: Edit, node: Array, innovation: Array) -> 
     split = edit.adds_node
 
     def changed(name, at_first, at_second):
-        value = jnp.where(first, c(at_first), jnp.where(second, c(at_second), getattr(genomes, name)))
+        value = jnp.where(
+            first, c(at_first), jnp.where(second, c(at_second), getattr(genomes, name))
+        )
         return jnp.where(lost, jnp.zeros_like(value), value)
 
     on = (genomes.on | first | second) & ~lost

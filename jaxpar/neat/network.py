@@ -71,7 +71,10 @@ class Networks:
 
 def form_of(config: NeatConfig, width: int) -> str:
     """The form that costs less at this width: "matrix" or "edges"."""
-    if set(config.aggregations) <= set(_SEGMENTS) and _EDGE_PRICE * config.max_conns < width * width:
+    if (
+        set(config.aggregations) <= set(_SEGMENTS)
+        and _EDGE_PRICE * config.max_conns < width * width
+    ):
         return "edges"
     return "matrix"
 
@@ -108,11 +111,18 @@ def _needed(config: NeatConfig, genomes: Genomes) -> Array:
 
 
 def _expressed(
-    config: NeatConfig, genomes: Genomes, needed: Array | None, width: int | None, form: str | None, index: Array | None
+    config: NeatConfig,
+    genomes: Genomes,
+    needed: Array | None,
+    width: int | None,
+    form: str | None,
+    index: Array | None,
 ) -> Networks:
     assert config.activations is not None
     width, form = width or config.max_nodes, form or form_of(config, width or config.max_nodes)
-    if form not in ("matrix", "edges") or (form == "edges" and not set(config.aggregations) <= set(_SEGMENTS)):
+    if form not in ("matrix", "edges") or (
+        form == "edges" and not set(config.aggregations) <= set(_SEGMENTS)
+    ):
         raise UsageError(f"form={form!r} does not serve {config.aggregations}; legal are matrix, and edges "
                          f"with {', '.join(_SEGMENTS)}.")  # fmt: skip
     live = genomes.on & genomes.enabled
@@ -124,7 +134,11 @@ def _expressed(
 
         def square(values, dtype):
             flat = jnp.zeros((count, width * width), dtype)
-            return flat.at[row, place].set(values, mode="drop", unique_indices=True).reshape(count, width, width)
+            return (
+                flat.at[row, place]
+                .set(values, mode="drop", unique_indices=True)
+                .reshape(count, width, width)
+            )
 
         matrix = square(genomes.weight, genomes.weight.dtype)
         if set(config.aggregations) != {"sum"} or not is_bounded(config.activations):
@@ -136,7 +150,9 @@ def _expressed(
              for name in ("bias", "response", "time_constant", "activation", "aggregation")}  # fmt: skip
     index = jnp.arange(count, dtype=jnp.int32) if index is None else index
     needed = _needed(config, genomes) if needed is None else needed
-    return Networks(index, matrix, mask, source, target, weight, **nodes, sweeps=needed, config=config)
+    return Networks(
+        index, matrix, mask, source, target, weight, **nodes, sweeps=needed, config=config
+    )
 
 
 def with_networks(
@@ -158,7 +174,10 @@ def with_networks(
         last = jax.lax.pmax(last, over)
     index = jnp.arange(len(genomes.on), dtype=jnp.int32) if index is None else index
     choice = sum((last > width).astype(jnp.int32) for width in config.node_widths[:-1])
-    branches = [lambda g, n, i, w=width: use(_expressed(config, g, n, w, None, i)) for width in config.node_widths]
+    branches = [
+        lambda g, n, i, w=width: use(_expressed(config, g, n, w, None, i))
+        for width in config.node_widths
+    ]
     return jax.lax.switch(choice, branches, genomes, _needed(config, genomes), index)
 
 
@@ -198,7 +217,9 @@ def apply(networks: Networks, carry: PyTree, x: Array) -> tuple[Array, PyTree]:
     if config.kind == "feedforward":
 
         def swept():
-            values = jax.lax.fori_loop(0, networks.sweeps, lambda _, v: placed(_computed(networks, v)), padded)
+            values = jax.lax.fori_loop(
+                0, networks.sweeps, lambda _, v: placed(_computed(networks, v)), padded
+            )
             return values[..., config.num_inputs : config.num_io]
 
         by_kernel = use_kernels(networks) and inputs.shape[1] <= _KERNEL_ROWS
@@ -222,9 +243,16 @@ def apply(networks: Networks, carry: PyTree, x: Array) -> tuple[Array, PyTree]:
 
 def _computed(networks: Networks, values: Array) -> Array:
     """Every node from every other: float32 `[G, B, w]`."""
-    per_node = [x[:, None] for x in (networks.bias, networks.response, networks.activation, networks.aggregation)]
+    per_node = [
+        x[:, None]
+        for x in (networks.bias, networks.response, networks.activation, networks.aggregation)
+    ]
     bias, response, activation, aggregation = per_node
-    total = _by_edges(networks, values) if networks.matrix is None else _by_matrix(networks, values, aggregation)
+    total = (
+        _by_edges(networks, values)
+        if networks.matrix is None
+        else _by_matrix(networks, values, aggregation)
+    )
     return activate(networks.config.activation_functions, activation, bias + response * total)
 
 
@@ -245,7 +273,9 @@ def _by_edges(networks: Networks, values: Array) -> Array:
     names, width = networks.config.aggregations, networks.width
     terms = weight[:, None] * jnp.take_along_axis(values, source[:, None], -1)
     row = jnp.arange(len(weight))[:, None]
-    count = jnp.zeros((len(weight), width), weight.dtype).at[row, target].add(1, mode="drop")[:, None]
+    count = (
+        jnp.zeros((len(weight), width), weight.dtype).at[row, target].add(1, mode="drop")[:, None]
+    )
 
     def gathered(name):
         begin = jnp.full(values.shape, _SEGMENTS[name], values.dtype)

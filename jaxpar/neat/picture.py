@@ -12,7 +12,9 @@ from jaxpar.neat.genome import Genomes
 __all__ = ["draw_network"]
 
 
-def draw_network(config: NeatConfig, genomes: Genomes, out: Path, number: int = 0, *, title: str = "") -> None:
+def draw_network(
+    config: NeatConfig, genomes: Genomes, out: Path, number: int = 0, *, title: str = ""
+) -> None:
     """Draws a genome into the PNG `out`, inputs left and outputs right; disabled connections are dashed.
 
     Raises:
@@ -20,7 +22,9 @@ def draw_network(config: NeatConfig, genomes: Genomes, out: Path, number: int = 
     """
     one = select_genome(genomes, number)
     slots = [int(slot) for slot in np.flatnonzero(one.node_on)]
-    edges = np.array([(one.source[c], one.target[c]) for c in np.flatnonzero(one.on)], int).reshape(-1, 2)
+    edges = np.array([(one.source[c], one.target[c]) for c in np.flatnonzero(one.on)], int).reshape(
+        -1, 2
+    )
     level = {slot: 0 for slot in slots}
     hidden = [slot for slot in slots if slot >= config.num_io]
     for _ in hidden:  # enough for the longest path; cycles stop there as well
@@ -29,7 +33,9 @@ def draw_network(config: NeatConfig, genomes: Genomes, out: Path, number: int = 
                 level[target] = min(max(level[target], level[source] + 1), len(hidden))
     last = max(level.values()) + 1
     level |= {slot: last for slot in slots if config.num_inputs <= slot < config.num_io}
-    columns = {column: [slot for slot in slots if level[slot] == column] for column in set(level.values())}
+    columns = {
+        column: [slot for slot in slots if level[slot] == column] for column in set(level.values())
+    }
 
     def place(slot: int) -> tuple[float, float]:
         column = level[slot]
@@ -39,7 +45,18 @@ def draw_network(config: NeatConfig, genomes: Genomes, out: Path, number: int = 
 
     places = np.array([place(slot) for slot in slots])
     at = {slot: place for place, slot in enumerate(slots)}
-    colors = ["in" if s < config.num_inputs else "out" if s < config.num_io else "hidden" for s in slots]
+    colors = [
+        "in" if s < config.num_inputs else "out" if s < config.num_io else "hidden" for s in slots
+    ]
     ends = np.array([[at[s], at[t]] for s, t in edges], int).reshape(-1, 2)
     labels = [node_label(config, one, slot) for slot in slots]
-    plot_graph(places, labels, colors, ends, one.weight[one.on], ~one.enabled[one.on], Path(out), title=title)
+    plot_graph(
+        places,
+        labels,
+        colors,
+        ends,
+        one.weight[one.on],
+        ~one.enabled[one.on],
+        Path(out),
+        title=title,
+    )

@@ -60,10 +60,16 @@ class Quadtree:
     def __post_init__(self):
         """Refuses places outside the plane and trees that cannot be."""
         check_fields(self)
-        if not self.inputs or not self.outputs or {len(place) for place in (*self.inputs, *self.outputs)} != {2}:
+        if (
+            not self.inputs
+            or not self.outputs
+            or {len(place) for place in (*self.inputs, *self.outputs)} != {2}
+        ):
             raise UsageError("a quadtree has inputs and outputs at places of two numbers each.")
         if self.initial_depth > self.max_depth:
-            raise UsageError(f"initial_depth={self.initial_depth} must lie between 1 and max_depth={self.max_depth}.")
+            raise UsageError(
+                f"initial_depth={self.initial_depth} must lie between 1 and max_depth={self.max_depth}."
+            )
 
     @property
     def places(self) -> np.ndarray:
@@ -106,7 +112,9 @@ def discover(quadtree: Quadtree, networks: Networks) -> Discovered:
     def connections(ends, outgoing: bool):
         """Connections of each end with each place: bool and float32 `[G, ends, H]`."""
         ends = jnp.asarray(ends, networks.bias.dtype)
-        found = jax.lax.map(lambda end: _connected(quadtree, networks, end, outgoing), ends, batch_size=8)
+        found = jax.lax.map(
+            lambda end: _connected(quadtree, networks, end, outgoing), ends, batch_size=8
+        )
         return tuple(jnp.moveaxis(x, 0, 1) for x in found)
 
     first_on, first = connections(quadtree.inputs, True)
@@ -152,7 +160,9 @@ def _grid(depth: int, border: int) -> np.ndarray:
     return np.stack(np.meshgrid(axis, axis, indexing="ij"), -1).reshape(-1, 2)
 
 
-def _connected(quadtree: Quadtree, networks: Networks, end: Array, outgoing: bool) -> tuple[Array, Array]:
+def _connected(
+    quadtree: Quadtree, networks: Networks, end: Array, outgoing: bool
+) -> tuple[Array, Array]:
     """Which places the tree of one end connects it with, and the weights: bool and float32 `[G, H]`."""
     depths = range(1, quadtree.max_depth + 1)
     points = jnp.asarray(np.concatenate([_grid(depth, 1) for depth in depths]), end.dtype)
@@ -162,10 +172,14 @@ def _connected(quadtree: Quadtree, networks: Networks, end: Array, outgoing: boo
     x = jnp.broadcast_to(rows[None], (len(networks.bias), *rows.shape))
     out = jnp.clip(apply(networks, init_carry(networks, len(rows)), x)[0][..., 0], -1, 1)
     parts = jnp.split(out, np.cumsum([(2**depth + 2) ** 2 for depth in depths])[:-1], 1)
-    grids = [part.reshape(len(out), 2**depth + 2, -1) for depth, part in zip(depths, parts, strict=True)]
+    grids = [
+        part.reshape(len(out), 2**depth + 2, -1) for depth, part in zip(depths, parts, strict=True)
+    ]
     inside = [grid[:, 1:-1, 1:-1] for grid in grids]
     shown = _expressed(quadtree, grids, _variances(quadtree, inside))
-    on, weight = (jnp.concatenate([x.reshape(len(out), -1) for x in part], 1) for part in (shown, inside))
+    on, weight = (
+        jnp.concatenate([x.reshape(len(out), -1) for x in part], 1) for part in (shown, inside)
+    )
     return on, quadtree.largest * weight
 
 
@@ -183,7 +197,9 @@ def _variances(quadtree: Quadtree, inside: list[Array]) -> list[Array]:
         count = jnp.sum(counts, (2, 4))
         mean = jnp.sum(counts * means, (2, 4)) / count
         square = jnp.sum(squares + counts * (means - mean[:, :, None, :, None]) ** 2, (2, 4))
-        count, mean, square = (jnp.where(is_divided, x, leaf) for x, leaf in ((count, 1), (mean, grid), (square, 0)))
+        count, mean, square = (
+            jnp.where(is_divided, x, leaf) for x, leaf in ((count, 1), (mean, grid), (square, 0))
+        )
         found.append(square / count)
     return found[::-1]
 

@@ -52,10 +52,15 @@ def choose_parents(
     until = cumulative(counts)
     pool = jnp.minimum(jnp.floor(rates.survival * species.size).astype(jnp.int32) + 1, species.size)
     mine = jnp.sum(index[:, None] >= until[None], 1)  # the species' slot
-    first, size, start, pool = jnp.stack([until - counts, species.size, ranking.start, pool])[:, mine]
+    first, size, start, pool = jnp.stack([until - counts, species.size, ranking.start, pool])[
+        :, mine
+    ]
     is_champion = (index == first) & (size > rates.champion)
     number = _below(uniforms.take(2), pool[:, None])
-    one, two = start + jnp.where(is_champion, 0, number[:, 0]), start + number[:, 1]  # places in the ranking
+    one, two = (
+        start + jnp.where(is_champion, 0, number[:, 0]),
+        start + number[:, 1],
+    )  # places in the ranking
     alive = cumulative(species.alive.astype(jnp.int32))
     any_species = jnp.sum(alive[None] <= _below(uniforms.one(), alive[-1])[:, None], 1)
     two = jnp.where(uniforms.one() < rates.interspecies, ranking.start[any_species], two)
@@ -64,7 +69,9 @@ def choose_parents(
     fitness_one, fitness_two = fitness[jnp.stack([one, two])]
     swap, equal = fitness_two > fitness_one, fitness_two == fitness_one
     mates_only = (uniforms.one() < rates.mate_only) & (one != two)
-    parents = Parents(jnp.where(swap, two, one), jnp.where(swap, one, two), equal, ~is_champion & ~mates_only)
+    parents = Parents(
+        jnp.where(swap, two, one), jnp.where(swap, one, two), equal, ~is_champion & ~mates_only
+    )
     return Parents(*jax.lax.optimization_barrier(tuple(parents)))
 
 

@@ -56,7 +56,9 @@ class Species:
 def empty_species(config: NeatConfig) -> Species:
     """All slots free."""
     zeros = jnp.zeros(config.max_species, jnp.int32)
-    return Species(zeros > 0, zeros, jnp.full(config.max_species, LOWEST, float), zeros, zeros, jnp.int32(0))
+    return Species(
+        zeros > 0, zeros, jnp.full(config.max_species, LOWEST, float), zeros, zeros, jnp.int32(0)
+    )
 
 
 class _Founding(NamedTuple):
@@ -142,7 +144,9 @@ def _found_species(config, rates, genomes, index, generation, over, search: _Fou
     row = jax.tree.map(lambda x: x[jnp.argmax(is_founder)][None], centres_of(genomes))
     if over:  # the row is on one device and zero on the others, so the sum rounds nothing
         own = jax.tree.map(lambda x: jnp.where(jnp.any(is_founder), x, jnp.zeros_like(x)), row)
-        row = dataclasses.replace(jax.lax.psum(own, over), on=jax.lax.pmax(own.on.astype(jnp.int32), over) > 0)
+        row = dataclasses.replace(
+            jax.lax.psum(own, over), on=jax.lax.pmax(own.on.astype(jnp.int32), over) > 0
+        )
     far = distances(config, rates, genomes, row)[:, 0]
     joins = (search.member == config.max_species) & ((far < rates.threshold) | is_founder)
     member = jnp.where(joins, slot, search.member).astype(jnp.int32)
@@ -174,7 +178,13 @@ class Standing(NamedTuple):
 
 
 def update_stagnation(
-    config: NeatConfig, rates: Rates, species: Species, fitness: Array, member: Array, generation: Array, stalls: Array
+    config: NeatConfig,
+    rates: Rates,
+    species: Species,
+    fitness: Array,
+    member: Array,
+    generation: Array,
+    stalls: Array,
 ) -> tuple[Species, Standing]:
     """Updates which species improved, and says how much of their fitness counts.
 
@@ -196,7 +206,9 @@ def update_stagnation(
     is_better = (now[None] > now[:, None]) | (
         (now[None] == now[:, None]) & (species.number[None] < species.number[:, None])
     )
-    rank = jnp.sum(jnp.where(species.alive[:, None], is_better & species.alive[None], True), 1, dtype=jnp.int32)
+    rank = jnp.sum(
+        jnp.where(species.alive[:, None], is_better & species.alive[None], True), 1, dtype=jnp.int32
+    )
     fresh = generation - improved <= rates.stagnation
     best_two = species.alive & (rank < 2)
     exempt = fresh | best_two if config.mode == "fast" else fresh
@@ -212,7 +224,9 @@ def update_stagnation(
 
 def ordered_sum(x: Array) -> Array:
     """The sum over the last axis in one order, halves upon halves, which no compiler changes."""
-    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, (1 << (x.shape[-1] - 1).bit_length()) - x.shape[-1])])
+    x = jnp.pad(
+        x, [(0, 0)] * (x.ndim - 1) + [(0, (1 << (x.shape[-1] - 1).bit_length()) - x.shape[-1])]
+    )
     while x.shape[-1] > 1:
         half = x.shape[-1] // 2
         x = x[..., :half] + x[..., half:]
@@ -244,7 +258,9 @@ def cumulative(counts: Array) -> Array:
     return jnp.sum(jnp.where(place[None] <= place[:, None], counts[None], 0), 1)
 
 
-def offspring_counts(config: NeatConfig, species: Species, standing: Standing, fitness: Array, member: Array) -> Array:
+def offspring_counts(
+    config: NeatConfig, species: Species, standing: Standing, fitness: Array, member: Array
+) -> Array:
     """How many children each species has: int32 `[S]`, G together.
 
     Explicit sharing: every member's fitness is divided by the size of its species, so a species has children in

@@ -23,15 +23,25 @@ class Uniforms:
         assert config.activations is not None and config.evolved is not None
         sets = sum(len(names) > 1 for names in (config.activations, config.aggregations))
         genes = 6 if config.mode == "canonical" else 4
-        count = _SINGLE + genes * config.max_conns + (2 * len(config.evolved) + 2 * sets + 1) * config.max_nodes
-        numbers = jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(key, i), (count,)))(index)
-        self._numbers = jax.lax.optimization_barrier(numbers)  # else some readers would compute them again
+        count = (
+            _SINGLE
+            + genes * config.max_conns
+            + (2 * len(config.evolved) + 2 * sets + 1) * config.max_nodes
+        )
+        numbers = jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(key, i), (count,)))(
+            index
+        )
+        self._numbers = jax.lax.optimization_barrier(
+            numbers
+        )  # else some readers would compute them again
         self._next = 0
 
     def take(self, count: int) -> Array:
         """The next columns, `[G, count]`."""
         first, self._next = self._next, self._next + count
-        assert self._next <= self._numbers.shape[1], "a generation needs more numbers than Uniforms makes room for"
+        assert self._next <= self._numbers.shape[1], (
+            "a generation needs more numbers than Uniforms makes room for"
+        )
         return self._numbers[:, first : self._next]
 
     def one(self) -> Array:

@@ -46,9 +46,13 @@ class Aaren:
 
     def leaves(self, input_dim: int) -> dict[str, Leaf]:
         """Declares wk, wv [D, n], bk, bv [n] and the queries q [n]."""
-        return gate_leaves(self.gates, input_dim, self.size) | {"q": Leaf((self.size,), ("mlp",), 1.0)}
+        return gate_leaves(self.gates, input_dim, self.size) | {
+            "q": Leaf((self.size,), ("mlp",), 1.0)
+        }
 
-    def init(self, key: PRNGKey, input_dim: int, dtype: DTypeLike = jnp.float32) -> dict[str, jax.Array]:
+    def init(
+        self, key: PRNGKey, input_dim: int, dtype: DTypeLike = jnp.float32
+    ) -> dict[str, jax.Array]:
         """Draws the parameters. Consumes `key`."""
         return init_leaves(key, self.leaves(input_dim), dtype)
 
@@ -72,7 +76,11 @@ class Aaren:
         return h.mean.reshape(*h.mean.shape[:-2], self.size)
 
     def closed_form(
-        self, params: PyTree, projections: dict[str, jax.Array], h0: LogSumExp, resets: Bool[Array, "T B"] | None = None
+        self,
+        params: PyTree,
+        projections: dict[str, jax.Array],
+        h0: LogSumExp,
+        resets: Bool[Array, "T B"] | None = None,
     ) -> LogSumExp:
         """Returns all states by one scan: O(T) work, O(log T) depth. With resets through a tree, at more memory."""
         elements = self._element(params, projections, h0.numerator.dtype)
@@ -81,13 +89,20 @@ class Aaren:
             return LOGSUMEXP.combine(front, scan_monoid(LOGSUMEXP, elements))
         whole = jax.tree.map(lambda h, x: jnp.concatenate([h, x]), front, elements)
         flags = jnp.pad(resets, ((1, 0), (0, 0)))
-        states = scan_monoid(SEGMENTED, (jnp.broadcast_to(flags[..., None], whole.max.shape), whole))[1]
+        states = scan_monoid(
+            SEGMENTED, (jnp.broadcast_to(flags[..., None], whole.max.shape), whole)
+        )[1]
         return jax.tree.map(lambda x: x[1:], states)
 
-    def _element(self, params: PyTree, projections: dict[str, jax.Array], dtype: DTypeLike) -> LogSumExp:
+    def _element(
+        self, params: PyTree, projections: dict[str, jax.Array], dtype: DTypeLike
+    ) -> LogSumExp:
         """Returns the sums over one place alone: (s, 1, v)."""
         heads = (self.heads, self.size // self.heads)
-        k, v = (projections[gate].astype(dtype).reshape(*projections[gate].shape[:-1], *heads) for gate in self.gates)
+        k, v = (
+            projections[gate].astype(dtype).reshape(*projections[gate].shape[:-1], *heads)
+            for gate in self.gates
+        )
         query = params["q"].astype(dtype).reshape((1,) * (k.ndim - 2) + heads)
         scores = (k * query).sum(-1) / math.sqrt(heads[1])
         return LogSumExp(scores, jnp.ones_like(scores), v)
@@ -103,4 +118,6 @@ def _since_start(earlier: tuple, later: tuple) -> tuple:
     return began | begins, LOGSUMEXP.combine(a, b)
 
 
-SEGMENTED = Monoid(_since_start, lambda element: (jnp.zeros_like(element[0]), LOGSUMEXP.identity(element[1])))
+SEGMENTED = Monoid(
+    _since_start, lambda element: (jnp.zeros_like(element[0]), LOGSUMEXP.identity(element[1]))
+)

@@ -167,7 +167,9 @@ def both(a: Aux, b: Aux) -> Aux:
     sums = {name: jax.tree.map(jnp.add, a.losses[name], b.losses[name]) for name in names}
     losses = a.losses | b.losses | sums
     pairs = {name: (a.metrics[name], x) for name, x in b.metrics.items() if name in a.metrics}
-    stacked: Any = {name: jax.tree.map(lambda *x: jnp.stack(x), *pair).merged() for name, pair in pairs.items()}
+    stacked: Any = {
+        name: jax.tree.map(lambda *x: jnp.stack(x), *pair).merged() for name, pair in pairs.items()
+    }
     return Aux(losses, a.metrics | b.metrics | stacked)
 
 

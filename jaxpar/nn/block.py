@@ -43,7 +43,9 @@ def dropout(x: jax.Array, rate: float, key: PRNGKey | None) -> jax.Array:
     """Zeroes a share `rate` of `x` and scales the rest; the identity without a key. Consumes `key`."""
     if key is None or rate == 0.0:
         return x
-    return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0).astype(x.dtype)
+    return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0).astype(
+        x.dtype
+    )
 
 
 def block(
@@ -91,7 +93,11 @@ def block(
     def read(x: Stream) -> jax.Array:
         if not isinstance(x, Ladder):
             return x
-        return (x.x if ahead else x.whole) if isinstance(ahead, bool) else jnp.where(ahead, x.x, x.whole)
+        return (
+            (x.x if ahead else x.whole)
+            if isinstance(ahead, bool)
+            else jnp.where(ahead, x.x, x.whole)
+        )
 
     def add(x: Stream, y: jax.Array) -> Stream:
         return Ladder(x.whole, y) if isinstance(x, Ladder) else x + y
@@ -103,5 +109,8 @@ def block(
     if mlp is not None:
         h = enter(norm.apply(layer["mlp_norm"], read(stream)))
         out, told = mlp.apply(layer, h, context._replace(key=keys[3]))
-        stream, aux = add(stream, dropout(post("mlp_post_norm", leave(out)), rate, keys[2])), both(aux, told)
+        stream, aux = (
+            add(stream, dropout(post("mlp_post_norm", leave(out)), rate, keys[2])),
+            both(aux, told),
+        )
     return checkpoint_name(stream, "residual"), cache, aux

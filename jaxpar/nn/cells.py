@@ -69,7 +69,11 @@ class SequenceCell(Protocol):
         ...
 
     def closed_form(
-        self, params: PyTree, projections: PyTree, h0: PyTree, resets: Bool[Array, "T B"] | None = None
+        self,
+        params: PyTree,
+        projections: PyTree,
+        h0: PyTree,
+        resets: Bool[Array, "T B"] | None = None,
     ) -> PyTree | None:
         """Returns all states [T, B, ...] by a scan that needs no iteration, or None if there is no such scan."""
         ...
@@ -104,19 +108,29 @@ class Cell:
 
     def __post_init__(self):
         """Refuses what no cell can be."""
-        name = getattr(self.step, "__name__", "step").strip("_")  # a `functools.partial` has no name
+        name = getattr(self.step, "__name__", "step").strip(
+            "_"
+        )  # a `functools.partial` has no name
         check_fields(self, f"{name}.")
         if self.size % self.heads:
             legal = ", ".join(str(h) for h in range(1, self.size + 1) if self.size % h == 0)
-            raise UsageError(f"heads={self.heads} of cell {name} do not divide size={self.size}; legal are {legal}.")
+            raise UsageError(
+                f"heads={self.heads} of cell {name} do not divide size={self.size}; legal are {legal}."
+            )
 
     def leaves(self, input_dim: int) -> dict[str, Leaf]:
         """Declares the parameters: w<g> [D, n] and b<g> [n] of each gate g, then the recurrent ones."""
         if not self.gates and self.weights is None:
-            raise UsageError("this cell declares no parameters; make them yourself, or give it gates and weights.")
-        return gate_leaves(self.gates, input_dim, self.size) | (self.weights(self) if self.weights else {})
+            raise UsageError(
+                "this cell declares no parameters; make them yourself, or give it gates and weights."
+            )
+        return gate_leaves(self.gates, input_dim, self.size) | (
+            self.weights(self) if self.weights else {}
+        )
 
-    def init(self, key: PRNGKey, input_dim: int, dtype: DTypeLike = jnp.float32) -> dict[str, jax.Array]:
+    def init(
+        self, key: PRNGKey, input_dim: int, dtype: DTypeLike = jnp.float32
+    ) -> dict[str, jax.Array]:
         """Draws the declared parameters. Consumes `key`."""
         return init_leaves(key, self.leaves(input_dim), dtype)
 
@@ -135,7 +149,11 @@ class Cell:
         return h if self.lanes == 1 else h[-1]
 
     def closed_form(
-        self, params: PyTree, projections: PyTree, h0: PyTree, resets: Bool[Array, "T B"] | None = None
+        self,
+        params: PyTree,
+        projections: PyTree,
+        h0: PyTree,
+        resets: Bool[Array, "T B"] | None = None,
     ) -> PyTree | None:
         """Returns h[t] = a[t] h[t-1] + b[t] by one affine scan, in the dtype of h0; None without `affine`."""
         if self.affine is None:
@@ -156,7 +174,9 @@ def gate_leaves(gates: tuple[str, ...], input_dim: int, size: int) -> dict[str, 
     return out
 
 
-def gate_products(gates: tuple[str, ...], params: PyTree, xs: Float[Array, "*L D"]) -> dict[str, jax.Array]:
+def gate_products(
+    gates: tuple[str, ...], params: PyTree, xs: Float[Array, "*L D"]
+) -> dict[str, jax.Array]:
     """Computes x w<g> + b<g> of each gate g: one matrix product a gate, over all leading axes."""
     return {gate: xs @ params["w" + gate] + along(params["b" + gate], xs) for gate in gates}
 
@@ -166,7 +186,9 @@ def along(vector: Float[Array, " n"], like: jax.Array) -> jax.Array:
     return vector.reshape((1,) * (like.ndim - 1) + (-1,))
 
 
-def heads_product(h: Float[Array, "*L n"], weight: Float[Array, "H K G K"]) -> tuple[jax.Array, ...]:
+def heads_product(
+    h: Float[Array, "*L n"], weight: Float[Array, "H K G K"]
+) -> tuple[jax.Array, ...]:
     """Multiplies each head's K = n / H units by its own matrices, one a gate: G arrays `[*L, n]`.
 
     In the weight's dtype with sums in the state's, and without TF32: a recurrence compounds its rounding over T steps.
@@ -175,7 +197,11 @@ def heads_product(h: Float[Array, "*L n"], weight: Float[Array, "H K G K"]) -> t
     heads, width, gates, _ = weight.shape
     parts = h.reshape(*h.shape[:-1], heads, width).astype(weight.dtype)
     out = jnp.einsum(
-        "...hk,hkgl->...ghl", parts, weight, precision=jax.lax.Precision.HIGHEST, preferred_element_type=h.dtype
+        "...hk,hkgl->...ghl",
+        parts,
+        weight,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=h.dtype,
     )
     out = out.reshape(*h.shape[:-1], gates, heads * width)
     return tuple(out[..., gate, :] for gate in range(gates))

@@ -64,16 +64,22 @@ class ConvEmbedding:
         """Declares w_1 [k, C, D], w_2 .. w_{n+1} [k, D, D] and b_1 .. b_n [D] for inputs of C numbers."""
         leaves = {}
         for number, width in enumerate(self._widths(inputs), 1):
-            leaves[f"w_{number}"] = Leaf((self.taps, width, self.size), AXES, math.sqrt(2 / self.taps / width))
+            leaves[f"w_{number}"] = Leaf(
+                (self.taps, width, self.size), AXES, math.sqrt(2 / self.taps / width)
+            )
             leaves[f"b_{number}"] = Leaf((self.size,), (None,), "zeros")
         del leaves[f"b_{self.num_convs + 1}"]
         return leaves
 
     def init_state(self, batch: int, inputs: int, dtype: DTypeLike) -> ConvState:
         """Returns the state before the first step: zeros."""
-        lines = tuple(jnp.zeros((batch, self.taps - 1, width), dtype) for width in self._widths(inputs))
+        lines = tuple(
+            jnp.zeros((batch, self.taps - 1, width), dtype) for width in self._widths(inputs)
+        )
         wide = jnp.promote_types(dtype, jnp.float32)
-        return ConvState(lines, tuple(jnp.zeros((batch, self.size), wide) for _ in lines[1:] if self.spiking))
+        return ConvState(
+            lines, tuple(jnp.zeros((batch, self.size), wide) for _ in lines[1:] if self.spiking)
+        )
 
     def apply(
         self, params: dict, x: Float[Array, "B T C"], state: ConvState | None = None
@@ -88,12 +94,16 @@ class ConvEmbedding:
         for number, last in enumerate(before.lines, 1):
             lines.append(jnp.concatenate([last, x], 1))
             near = jnp.stack([lines[-1][:, j : j + length] for j in range(self.taps)], 2)
-            y = contract("btjc,jcd->btd", near, params[f"w_{number}"], AXES, bias=params.get(f"b_{number}"))
+            y = contract(
+                "btjc,jcd->btd", near, params[f"w_{number}"], AXES, bias=params.get(f"b_{number}")
+            )
             if number > self.num_convs:
                 x = x + y
             elif self.spiking:
                 currents = y.astype(before.potentials[number - 1].dtype)
-                fired, after = integrate_and_fire(currents, before.potentials[number - 1], beta=self.beta)
+                fired, after = integrate_and_fire(
+                    currents, before.potentials[number - 1], beta=self.beta
+                )
                 potentials.append(after[:, -1])
                 x = fired.astype(y.dtype)
             else:

@@ -58,7 +58,9 @@ def LSTM(size: int, heads: int = 1) -> Cell:
     State (c, h). With `heads` > 1 each U is block-diagonal. Of torch.nn.LSTM's parameters: each bias is the sum of its
     two.
     """
-    return Cell(_lstm, size, ("i", "f", "g", "o"), _lstm_weights, lanes=2, jacobian="dense", heads=heads)
+    return Cell(
+        _lstm, size, ("i", "f", "g", "o"), _lstm_weights, lanes=2, jacobian="dense", heads=heads
+    )
 
 
 def _lstm_weights(cell: Cell) -> dict[str, Leaf]:
@@ -77,7 +79,9 @@ def MinGRU(size: int) -> Cell:
 
     z = s(x wz + bz)    h' = (1 - z) * h + z * (x wh + bh)
     """
-    return Cell(_min_gru, size, ("z", "h"), _min_gru_weights, jacobian="diag", affine=_min_gru_affine)
+    return Cell(
+        _min_gru, size, ("z", "h"), _min_gru_weights, jacobian="diag", affine=_min_gru_affine
+    )
 
 
 def _min_gru_weights(cell: Cell) -> dict[str, Leaf]:
@@ -100,7 +104,14 @@ def MinLSTM(size: int) -> Cell:
     f = s(x wf + bf)    i = s(x wi + bi)    h' = f / (f + i) * h + i / (f + i) * (x wh + bh)
 
     """
-    return Cell(_min_lstm, size, ("f", "i", "h"), _min_lstm_weights, jacobian="diag", affine=_min_lstm_affine)
+    return Cell(
+        _min_lstm,
+        size,
+        ("f", "i", "h"),
+        _min_lstm_weights,
+        jacobian="diag",
+        affine=_min_lstm_affine,
+    )
 
 
 def _min_lstm_weights(cell: Cell) -> dict[str, Leaf]:
@@ -178,7 +189,11 @@ def LEM(size: int) -> Cell:
 
 
 def _lem_weights(cell: Cell) -> dict[str, Leaf]:
-    return _vectors(cell, ("ad", "ae", "az", "ay")) | _bias(cell, "bd", "renew") | _bias(cell, "be", "renew")
+    return (
+        _vectors(cell, ("ad", "ae", "az", "ay"))
+        | _bias(cell, "bd", "renew")
+        | _bias(cell, "be", "renew")
+    )
 
 
 def _lem(params, state, u):
@@ -218,7 +233,11 @@ def _vectors(cell: Cell, names: tuple[str, ...]) -> dict[str, Leaf]:
 def _matrices(cell: Cell, gates: int) -> dict[str, Leaf]:
     """Recurrent matrices [H, K, G, K] of all gates in one leaf: one product a step."""
     width = cell.size // cell.heads
-    return {"u": Leaf((cell.heads, width, gates, width), ("heads", None, None, None), 1 / math.sqrt(width))}
+    return {
+        "u": Leaf(
+            (cell.heads, width, gates, width), ("heads", None, None, None), 1 / math.sqrt(width)
+        )
+    }
 
 
 def _bias(cell: Cell, name: str, init: str) -> dict[str, Leaf]:

@@ -49,9 +49,13 @@ def recurrent(
       UsageError: If xs has not three axes or `resets` not the first two of them.
     """
     if xs.ndim != 3:
-        raise UsageError(f"a recurrent layer takes xs [B, T, D] with three axes, not {xs.ndim}: shape {xs.shape}.")
+        raise UsageError(
+            f"a recurrent layer takes xs [B, T, D] with three axes, not {xs.ndim}: shape {xs.shape}."
+        )
     if resets is not None and resets.shape != xs.shape[:2]:
-        raise UsageError(f"resets of shape {resets.shape} do not fit xs of shape {xs.shape}; give [B, T].")
+        raise UsageError(
+            f"resets of shape {resets.shape} do not fit xs of shape {xs.shape}; give [B, T]."
+        )
     projections = cell.input_projections(params, jnp.swapaxes(xs, 0, 1))
     h0 = first_state(cell, h0, xs.shape[0], projections)
     states, stats = cell_states(
@@ -65,7 +69,9 @@ def recurrent(
 def first_state(cell: SequenceCell, h0: PyTree | None, batch: int, projections: PyTree) -> PyTree:
     """Returns the state before the first step, given or the cell's initial one, in float32 at least."""
     wide = jnp.promote_types(jnp.result_type(*jax.tree.leaves(projections)), jnp.float32)
-    return cell.initial((batch,), wide) if h0 is None else jax.tree.map(lambda h: h.astype(wide), h0)
+    return (
+        cell.initial((batch,), wide) if h0 is None else jax.tree.map(lambda h: h.astype(wide), h0)
+    )
 
 
 def cell_states(
@@ -89,17 +95,25 @@ def cell_states(
             return states, None
 
     is_state = all(h.shape == lane.shape[1:] for h in jax.tree.leaves(h0))
-    if resets is not None and platform() == "gpu" and is_state:  # the kernels take inputs like the state
+    if (
+        resets is not None and platform() == "gpu" and is_state
+    ):  # the kernels take inputs like the state
         resets = jnp.broadcast_to(resets[..., None], lane.shape).astype(lane.dtype)
 
     def step(h, inputs):
         projections, reset = inputs
         if reset is not None:
-            h = jax.tree.map(lambda new, old: jnp.where(_beside(reset, old) > 0, new, old), cell.initial((1,)), h)
-        h = jax.tree.map(lambda new, old: new.astype(old.dtype), cell.step(params, h, projections), h)
+            h = jax.tree.map(
+                lambda new, old: jnp.where(_beside(reset, old) > 0, new, old), cell.initial((1,)), h
+            )
+        h = jax.tree.map(
+            lambda new, old: new.astype(old.dtype), cell.step(params, h, projections), h
+        )
         return h, h
 
-    _, states, stats = parallel_scan(step, h0, (projections, resets), method=method_for(cell, method), with_stats=True)
+    _, states, stats = parallel_scan(
+        step, h0, (projections, resets), method=method_for(cell, method), with_stats=True
+    )
     return states, stats
 
 

@@ -13,7 +13,10 @@ __all__ = ["Leaf", "init_leaves"]
 CONSTANTS = {"ones": 1.0, "zeros": 0.0}
 GATES = {"keep": 1.0, "renew": -1.0}
 RATES = ("rate", "log_rate", "log_count")
-LASTS = (2.0, 100.0)  # steps after which a state kept with s(b) = 1 - 1 / steps is down to about a third
+LASTS = (
+    2.0,
+    100.0,
+)  # steps after which a state kept with s(b) = 1 - 1 / steps is down to about a third
 
 
 class Leaf(NamedTuple):
@@ -56,9 +59,13 @@ def init_leaves(key: PRNGKey, leaves: PyTree, dtype=jnp.float32) -> PyTree:
         if leaf.init in RATES:
             return jnp.broadcast_to(_rates(leaf.init, leaf.shape[-1], dtype), leaf.shape)
         name = jax.tree_util.keystr(path)
-        return leaf.init * jax.random.normal(jax.random.fold_in(key, zlib.crc32(name.encode())), leaf.shape, dtype)
+        return leaf.init * jax.random.normal(
+            jax.random.fold_in(key, zlib.crc32(name.encode())), leaf.shape, dtype
+        )
 
-    return jax.tree_util.tree_map_with_path(one, leaves, is_leaf=lambda leaf: isinstance(leaf, Leaf))
+    return jax.tree_util.tree_map_with_path(
+        one, leaves, is_leaf=lambda leaf: isinstance(leaf, Leaf)
+    )
 
 
 def _rates(init: str, size: int, dtype) -> jax.Array:

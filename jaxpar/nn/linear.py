@@ -56,7 +56,13 @@ class Weight(Protocol):
     """What may stand in an array's place; a pytree."""
 
     def contract(
-        self, equation: str, x: Array, axes: Axes, *, precision: PrecisionLike = None, apart: bool = False
+        self,
+        equation: str,
+        x: Array,
+        axes: Axes,
+        *,
+        precision: PrecisionLike = None,
+        apart: bool = False,
     ) -> Array:
         """Returns what `contract` of the module returns for this weight."""
         ...
@@ -112,27 +118,43 @@ def contract(
     else:
         y = _product((equation, axes, precision, apart), x, w.astype(x.dtype))
     y = checkpoint_name(y, "product")
-    return y if bias is None else y + bias.astype(y.dtype).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+    return (
+        y
+        if bias is None
+        else y + bias.astype(y.dtype).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(how: tuple, x: Array, weight: Array) -> Array:
     equation, axes, precision, _ = how
-    if platform() == "gpu" and x.dtype.itemsize == 2 and not any(mesh_axes(name) for name in (*axes, "batch") if name):
+    if (
+        platform() == "gpu"
+        and x.dtype.itemsize == 2
+        and not any(mesh_axes(name) for name in (*axes, "batch") if name)
+    ):
         filled = _with_enough_rows(equation, x, weight)
         y = jnp.einsum(equation, filled, weight, precision=precision)
-        return y if filled is x else y[:, : x.shape[1]]  # of an equation that turns axes, the second is another
+        return (
+            y if filled is x else y[:, : x.shape[1]]
+        )  # of an equation that turns axes, the second is another
     weight = constrain(weight, *in_role(axes, "product"), name="a weight")
-    return _in_columns(how, 2, jnp.einsum(equation, _in_columns(how, 0, x), weight, precision=precision))
+    return _in_columns(
+        how, 2, jnp.einsum(equation, _in_columns(how, 0, x), weight, precision=precision)
+    )
 
 
 def _in_columns(how: tuple, which: int, x: Array) -> Array:
     """Splits an input (0) or a result (2) as its weight is by the layout "2d"; otherwise GSPMD gathers weights."""
     over, letters = mesh_axes("embed_product"), _letters(how[0])
-    split = {letter for letter, name in zip(letters[1], how[1], strict=True) if name == "embed"} & set(letters[which])
+    split = {
+        letter for letter, name in zip(letters[1], how[1], strict=True) if name == "embed"
+    } & set(letters[which])
     if not over or not split:
         return x
-    return jax.lax.with_sharding_constraint(x, P(*(over if c in split else P.UNCONSTRAINED for c in letters[which])))
+    return jax.lax.with_sharding_constraint(
+        x, P(*(over if c in split else P.UNCONSTRAINED for c in letters[which]))
+    )
 
 
 def _with_enough_rows(equation: str, x: Array, weight: Array) -> Array:
@@ -199,7 +221,12 @@ def whole_weight(w: PyTree) -> Array:
 
 
 def fixed_product(
-    equation: str, x: Array, w: Array | Weight, axes: Axes, precision: PrecisionLike = None, apart: bool = False
+    equation: str,
+    x: Array,
+    w: Array | Weight,
+    axes: Axes,
+    precision: PrecisionLike = None,
+    apart: bool = False,
 ) -> Array:
     """Multiplies by `whole_weight(w)`, without a gradient: the backward pass keeps `w` as it is stored, and not `x`."""
     like = jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
@@ -215,11 +242,17 @@ def _fixed_backward(how: tuple, w: PyTree, g: Array) -> tuple[Array, PyTree]:
     *_, apart, like = how
     if apart:  # else the weight would be found to be that of the forward pass, and kept wide
         w, g = jax.lax.optimization_barrier((w, g))
-    return _input_gradient(how, whole_weight(w).astype(g.dtype), like, g), jax.tree.map(_no_gradient, w)
+    return _input_gradient(how, whole_weight(w).astype(g.dtype), like, g), jax.tree.map(
+        _no_gradient, w
+    )
 
 
 def _no_gradient(x: Array) -> Array | np.ndarray:
-    return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0)
+    return (
+        jnp.zeros_like(x)
+        if jnp.issubdtype(x.dtype, jnp.inexact)
+        else np.zeros(x.shape, jax.dtypes.float0)
+    )
 
 
 _fixed.defvjp(lambda how, x, w: (_fixed(how, x, w), w), _fixed_backward)
@@ -236,7 +269,13 @@ class Frozen:
     weight: Array
 
     def contract(
-        self, equation: str, x: Array, axes: Axes, *, precision: PrecisionLike = None, apart: bool = False
+        self,
+        equation: str,
+        x: Array,
+        axes: Axes,
+        *,
+        precision: PrecisionLike = None,
+        apart: bool = False,
     ) -> Array:
         """Multiplies as an array would."""
         return fixed_product(equation, x, self.weight, axes, precision, apart)
@@ -276,7 +315,13 @@ class Lora:
     rate: float = flax.struct.field(pytree_node=False, default=0.0)
 
     def contract(
-        self, equation: str, x: Array, axes: Axes, *, precision: PrecisionLike = None, apart: bool = False
+        self,
+        equation: str,
+        x: Array,
+        axes: Axes,
+        *,
+        precision: PrecisionLike = None,
+        apart: bool = False,
     ) -> Array:
         """Returns the sum of both products; that of A is as small as the rank."""
         letters, weight, out = _letters(equation)
@@ -295,7 +340,9 @@ class Lora:
         if self.magnitude is None:
             return y
         ratio = self.magnitude / jax.lax.stop_gradient(self.norm())
-        return y * ratio.astype(y.dtype).reshape([ratio.shape[kept.index(c)] if c in kept else 1 for c in out])
+        return y * ratio.astype(y.dtype).reshape(
+            [ratio.shape[kept.index(c)] if c in kept else 1 for c in out]
+        )
 
     def _dropped(self, x: Array) -> Array:
         if self.key is None or not self.rate:
@@ -306,7 +353,9 @@ class Lora:
     def _sum(self) -> Array:
         weight = whole_weight(self.weight)
         wide = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
-        return wide + self.scale * jnp.tensordot(self.down, self.up, 1, precision="highest").astype(wide.dtype)
+        return wide + self.scale * jnp.tensordot(self.down, self.up, 1, precision="highest").astype(
+            wide.dtype
+        )
 
     def norm(self) -> Array:
         """Returns the norm of W + scale A B of each output, float32 at least; leading axes of stacks are not taken."""
@@ -322,7 +371,9 @@ class Lora:
         return summed * (self.magnitude / self.norm())[(None,) * (self.down.ndim - 1)]
 
     @classmethod
-    def of(cls, key: Array, weight: Array, contracted: int, rank: int, scale: float = 1.0) -> "Lora":
+    def of(
+        cls, key: Array, weight: Array, contracted: int, rank: int, scale: float = 1.0
+    ) -> "Lora":
         """Returns `weight` with an adapter that changes nothing yet; consumes `key`.
 
         Args:
@@ -333,10 +384,12 @@ class Lora:
           scale: Of the change.
         """
         rows = weight.shape[:contracted]
-        down = jax.random.normal(key, (*rows, rank), weight.dtype) / jnp.sqrt(jnp.asarray(rows).prod()).astype(
-            weight.dtype
+        down = jax.random.normal(key, (*rows, rank), weight.dtype) / jnp.sqrt(
+            jnp.asarray(rows).prod()
+        ).astype(weight.dtype)
+        return cls(
+            weight, down, jnp.zeros((rank, *weight.shape[contracted:]), weight.dtype), scale=scale
         )
-        return cls(weight, down, jnp.zeros((rank, *weight.shape[contracted:]), weight.dtype), scale=scale)
 
     def on_weight(self, fn: Callable[[Array], Array]) -> "Lora":
         """Applies `fn` to W alone."""
@@ -363,15 +416,32 @@ class Transposed:
         return cls(weight.transpose(axes[contracted:] + axes[:contracted]))
 
     def contract(
-        self, equation: str, x: Array, axes: Axes, *, precision: PrecisionLike = None, apart: bool = False
+        self,
+        equation: str,
+        x: Array,
+        axes: Axes,
+        *,
+        precision: PrecisionLike = None,
+        apart: bool = False,
     ) -> Array:
         """Multiplies as W would; sums are float32 at least."""
         letters, of_weight, out = _letters(equation)
-        shared, kept = ([c for c in of_weight if (c in out) == is_kept] for is_kept in (False, True))
-        if of_weight != "".join(shared + kept) or letters[2:] != "".join(shared) or out[2:] != "".join(kept):
-            raise UsageError(f"transposed weights take rows of two axes and contract all others, not {equation!r}.")
+        shared, kept = (
+            [c for c in of_weight if (c in out) == is_kept] for is_kept in (False, True)
+        )
+        if (
+            of_weight != "".join(shared + kept)
+            or letters[2:] != "".join(shared)
+            or out[2:] != "".join(kept)
+        ):
+            raise UsageError(
+                f"transposed weights take rows of two axes and contract all others, not {equation!r}."
+            )
         if math.prod(x.shape[:2]) > 1 or platform() != "gpu":
-            axes, equation = (*axes[len(shared) :], *axes[: len(shared)]), f"{letters},{''.join(kept + shared)}->{out}"
+            axes, equation = (
+                (*axes[len(shared) :], *axes[: len(shared)]),
+                f"{letters},{''.join(kept + shared)}->{out}",
+            )
             return _product((equation, axes, precision, apart), x, self.weight.astype(x.dtype))
         wide = jnp.promote_types(x.dtype, jnp.float32)
         each = self.weight.astype(wide) * x.reshape((1,) * len(kept) + x.shape[2:]).astype(wide)
@@ -402,10 +472,18 @@ class Deferred:
     slot: tuple[Array, Array]
 
     def contract(
-        self, equation: str, x: Array, axes: Axes, *, precision: PrecisionLike = None, apart: bool = False
+        self,
+        equation: str,
+        x: Array,
+        axes: Axes,
+        *,
+        precision: PrecisionLike = None,
+        apart: bool = False,
     ) -> Array:
         """Multiplies as an array would."""
-        return _deferring((equation, axes, precision, apart), x, self.weight.astype(x.dtype), self.slot)
+        return _deferring(
+            (equation, axes, precision, apart), x, self.weight.astype(x.dtype), self.slot
+        )
 
     def on_weight(self, fn: Callable[[Array], Array]) -> "Deferred":
         """Applies `fn` to W alone."""
@@ -433,11 +511,17 @@ _deferring.defvjp(_deferring_forward, _deferring_backward)
 
 
 def deferred_gradient(
-    equation: str, slot: tuple[Array, Array], weight: Array, axes: Axes, precision: PrecisionLike = None
+    equation: str,
+    slot: tuple[Array, Array],
+    weight: Array,
+    axes: Axes,
+    precision: PrecisionLike = None,
 ) -> Array:
     """Returns the gradient of a `Deferred` weight from the gradient of its slot, in the dtype of the weight."""
     x, g = slot
-    return _weight_gradient((equation, axes, precision, False), weight.astype(x.dtype), x, g).astype(weight.dtype)
+    return _weight_gradient(
+        (equation, axes, precision, False), weight.astype(x.dtype), x, g
+    ).astype(weight.dtype)
 
 
 def on_weight(fn: Callable[[Array], Array], w: PyTree) -> PyTree:

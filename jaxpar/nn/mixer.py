@@ -58,7 +58,16 @@ from jaxpar.nn.auxiliary import Aux
 from jaxpar.transfers import Transfer
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
-__all__ = ["DECODING", "TRAINING", "ActivationSizes", "Context", "FeedForward", "Mixer", "PreparesDecoding", "Rules"]
+__all__ = [
+    "DECODING",
+    "TRAINING",
+    "ActivationSizes",
+    "Context",
+    "FeedForward",
+    "Mixer",
+    "PreparesDecoding",
+    "Rules",
+]
 
 
 class Rules(NamedTuple):
@@ -136,7 +145,9 @@ class Context(NamedTuple):
         """Raises `UsageError` for fields that are given and that mixer `who` cannot honour."""
         for name in names:
             if getattr(self, name) is not None:
-                raise UsageError(f"{who} cannot honour {name}; leave it out, or take mixer=attention.")
+                raise UsageError(
+                    f"{who} cannot honour {name}; leave it out, or take mixer=attention."
+                )
 
     def refuse_split(self, who: str) -> None:
         """Raises `UsageError` where the ambient mesh splits the sequence inside layers, which `who` reads in turn."""
@@ -229,7 +240,9 @@ class FeedForward(Protocol):
         """Declares the parameters of one layer: those that leave the branch start with `out_std`."""
         ...
 
-    def apply(self, params: dict, x: Float[Array, "B T D"], context: Context) -> tuple[Float[Array, "B T D"], Aux]:
+    def apply(
+        self, params: dict, x: Float[Array, "B T D"], context: Context
+    ) -> tuple[Float[Array, "B T D"], Aux]:
         """Returns outputs, and what it tells; the context's key is its own."""
         ...
 

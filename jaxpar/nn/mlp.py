@@ -50,7 +50,9 @@ ACTIVATIONS = {
     ),
     "geglu": _elementwise(
         lambda gate, up: jax.nn.gelu(gate, approximate=True) * up,
-        lambda gate, up: gate * jax.nn.sigmoid(math.sqrt(8 / math.pi) * (gate + 0.044715 * gate**3)) * up,
+        lambda gate, up: (
+            gate * jax.nn.sigmoid(math.sqrt(8 / math.pi) * (gate + 0.044715 * gate**3)) * up
+        ),
     ),
     "gelu": _elementwise(
         lambda x: jax.nn.gelu(x, approximate=True),
@@ -87,7 +89,9 @@ class Mlp:
 
     def leaves(self, embed_dim: int, std: float, out_std: float) -> dict[str, Leaf]:
         """Declares w_up, w_gate [D, F], w_down [F, D] and their biases."""
-        out = {f"w_{part}": Leaf((embed_dim, self.size), ("embed", "mlp"), std) for part in self.parts}
+        out = {
+            f"w_{part}": Leaf((embed_dim, self.size), ("embed", "mlp"), std) for part in self.parts
+        }
         out["w_down"] = Leaf((self.size, embed_dim), ("mlp", "embed"), out_std)
         if self.bias:
             out |= {f"b_{part}": Leaf((self.size,), ("mlp",), "zeros") for part in self.parts}
@@ -99,7 +103,9 @@ class Mlp:
         """Products with weights that read its input: as many sums over devices for the gradient of that."""
         return len(self.parts)
 
-    def apply(self, params: dict, x: Float[Array, "B T D"], context: Context) -> tuple[Float[Array, "B T D"], Aux]:
+    def apply(
+        self, params: dict, x: Float[Array, "B T D"], context: Context
+    ) -> tuple[Float[Array, "B T D"], Aux]:
         """Returns `products`, of blocks of tokens where the context says so, and nothing to tell."""
         rules = context.rules
         if rules.blockwise:
@@ -111,21 +117,32 @@ class Mlp:
         del sizes
         return iter(())
 
-    def products(self, params: dict, x: Float[Array, "B T D"], *, apart: bool = False) -> Float[Array, "B T D"]:
+    def products(
+        self, params: dict, x: Float[Array, "B T D"], *, apart: bool = False
+    ) -> Float[Array, "B T D"]:
         """Computes [B, T, D] -> [B, T, F] -> [B, T, D]; `apart` is that of `contract`."""
 
         def product(equation, x, part, axes):
-            return contract(equation, x, params[f"w_{part}"], axes, bias=params.get(f"b_{part}"), apart=apart)
+            return contract(
+                equation, x, params[f"w_{part}"], axes, bias=params.get(f"b_{part}"), apart=apart
+            )
 
         if "w_inside" in params:
             joined = product("btd,dpf->btpf", x, "inside", ("embed", None, "mlp"))
             inside = [joined[:, :, part] for part in range(len(self.parts))]
-            return product("btf,fd->btd", ACTIVATIONS[self.activation](*inside), "down", ("mlp", "embed"))
+            return product(
+                "btf,fd->btd", ACTIVATIONS[self.activation](*inside), "down", ("mlp", "embed")
+            )
         up = checkpoint_name(product("btd,df->btf", x, "up", ("embed", "mlp")), "mlp")
         inside = [up]
         if "gate" in self.parts:
-            inside = [checkpoint_name(product("btd,df->btf", x, "gate", ("embed", "mlp")), "mlp"), up]
-        return product("btf,fd->btd", ACTIVATIONS[self.activation](*inside), "down", ("mlp", "embed"))
+            inside = [
+                checkpoint_name(product("btd,df->btf", x, "gate", ("embed", "mlp")), "mlp"),
+                up,
+            ]
+        return product(
+            "btf,fd->btd", ACTIVATIONS[self.activation](*inside), "down", ("mlp", "embed")
+        )
 
     def for_decoding(self, params: dict) -> dict:
         """Returns the parameters with "w_inside" [parts, F, D] in place of w_gate and w_up, where that is faster."""
@@ -133,12 +150,18 @@ class Mlp:
         split = any(mesh_axes(name) for name in ("embed_weight", "mlp"))
         if split or not transposed_is_faster(*(params[name] for name in (*names, "w_down"))):
             return params
-        inside = {f"{kind}_inside": [f"{kind}_{part}" for part in self.parts] for kind in "wb"[: 1 + self.bias]}
+        inside = {
+            f"{kind}_inside": [f"{kind}_{part}" for part in self.parts]
+            for kind in "wb"[: 1 + self.bias]
+        }
         out = {name: x for name, x in params.items() if name not in sum(inside.values(), [])}
         if self.bias:
             out["b_inside"] = jnp.stack([params[name] for name in inside["b_inside"]])
         joined = jnp.stack([params[name] for name in names], 1)
-        return out | {"w_inside": Transposed.of(joined, 1), "w_down": Transposed.of(params["w_down"], 1)}
+        return out | {
+            "w_inside": Transposed.of(joined, 1),
+            "w_down": Transposed.of(params["w_down"], 1),
+        }
 
 
 def mlp_by_blocks(
@@ -200,7 +223,9 @@ def _block_after_block(mlp: Mlp, x: jax.Array, params: dict) -> jax.Array:
     count = -(-total // BLOCK)
     size = -(-total // count)
     # Wider than they are multiplied: the sum of their gradients over the blocks is of this dtype.
-    params = jax.tree.map(lambda w: w.astype(wide_dtype(w)) if jnp.issubdtype(w.dtype, jnp.floating) else w, params)
+    params = jax.tree.map(
+        lambda w: w.astype(wide_dtype(w)) if jnp.issubdtype(w.dtype, jnp.floating) else w, params
+    )
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def one(part, params):
@@ -208,6 +233,8 @@ def _block_after_block(mlp: Mlp, x: jax.Array, params: dict) -> jax.Array:
 
     if count == 1:
         return one(x.reshape(total, width), params).reshape(x.shape)
-    parts = jnp.pad(x.reshape(total, width), ((0, count * size - total), (0, 0))).reshape(count, size, width)
+    parts = jnp.pad(x.reshape(total, width), ((0, count * size - total), (0, 0))).reshape(
+        count, size, width
+    )
     _, y = jax.lax.scan(lambda _, part: (None, one(part, params)), None, parts)
     return y.reshape(-1, width)[:total].reshape(x.shape)

@@ -51,7 +51,13 @@ class Quantised:
     scales: Array
 
     def contract(
-        self, equation: str, x: Array, axes: Axes, *, precision: PrecisionLike = None, apart: bool = False
+        self,
+        equation: str,
+        x: Array,
+        axes: Axes,
+        *,
+        precision: PrecisionLike = None,
+        apart: bool = False,
     ) -> Array:
         """Multiplies by the values, and the result by the scales; reads a byte a weight."""
         _, weight, out = _letters(equation)
@@ -100,7 +106,13 @@ class Nf4:
     scales: Array
 
     def contract(
-        self, equation: str, x: Array, axes: Axes, *, precision: PrecisionLike = None, apart: bool = False
+        self,
+        equation: str,
+        x: Array,
+        axes: Axes,
+        *,
+        precision: PrecisionLike = None,
+        apart: bool = False,
     ) -> Array:
         """Widens the weight and multiplies; forward and backward pass each widen it anew."""
         return fixed_product(equation, x, self, axes, precision, apart)

@@ -59,9 +59,13 @@ class SequenceNetwork:
         """Refuses what no network can be."""
         check_fields(self)
         if self.cell in LAYERS and self.size % (unit := 4 * self.heads):
-            raise UsageError(f"size={self.size} must be a multiple of 4 heads, {unit}, for cell={self.cell}.")
+            raise UsageError(
+                f"size={self.size} must be a multiple of 4 heads, {unit}, for cell={self.cell}."
+            )
         if self.cell in LAYERS and self.method is not None:
-            raise UsageError(f"cell={self.cell} has a closed form, which no method solves; take method=auto.")
+            raise UsageError(
+                f"cell={self.cell} has a closed form, which no method solves; take method=auto."
+            )
         self.unit()
 
     def unit(self) -> Cell | Aaren | MatrixState:
@@ -93,7 +97,9 @@ class SequenceNetwork:
 
     def axes(self) -> PyTree:
         """Returns the logical axes of every parameter."""
-        return jax.tree.map(lambda leaf: leaf.axes, self.leaves(), is_leaf=lambda x: isinstance(x, Leaf))
+        return jax.tree.map(
+            lambda leaf: leaf.axes, self.leaves(), is_leaf=lambda x: isinstance(x, Leaf)
+        )
 
     def apply(
         self, params: PyTree, xs: Float[Array, "B T D"], states: PyTree | None = None
@@ -108,12 +114,16 @@ class SequenceNetwork:
         x = x @ params["w_in"] + params["b_in"][None, None]
         last, infos = {}, []
         for name, layer in params["layers"].items():
-            ys, last[name], info = self._mix(layer, _norm(x, layer["norm"]), states and states[name])
+            ys, last[name], info = self._mix(
+                layer, _norm(x, layer["norm"]), states and states[name]
+            )
             x = constrain(x + ys, None, "batch", None)
             infos.append(info)
         out = _norm(x, params["norm"]) @ params["head"] + params["b_head"][None, None]
         worst = {name: jnp.stack([info[name] for info in infos]) for name in infos[0]}
-        info = {name: jnp.min(x) if name == "converged" else largest(x) for name, x in worst.items()}
+        info = {
+            name: jnp.min(x) if name == "converged" else largest(x) for name, x in worst.items()
+        }
         return jnp.swapaxes(out, 0, 1), last, info
 
     def _mix(
@@ -123,11 +133,16 @@ class SequenceNetwork:
         unit = self.unit()
         if not isinstance(unit, MatrixState):
             projections = unit.input_projections(layer, x)
-            ys, last, info = sharded_recurrence(unit, layer, projections, state, method=self.method, with_info=True)
+            ys, last, info = sharded_recurrence(
+                unit, layer, projections, state, method=self.method, with_info=True
+            )
             return ys @ layer["w_out"], last, info
         length, rows, width = x.shape
         if state is None:
-            state = {"seen": jnp.zeros((rows,), jnp.int32), "cache": unit.init_cache(rows, 0, width, x.dtype)}
+            state = {
+                "seen": jnp.zeros((rows,), jnp.int32),
+                "cache": unit.init_cache(rows, 0, width, x.dtype),
+            }
         places = state["seen"][:, None] + jnp.arange(length, dtype=jnp.int32)[None]
         # Time is whole on each device here, in training too.
         context = Context(places, seen=state["seen"], rules=DECODING)
@@ -135,7 +150,9 @@ class SequenceNetwork:
         closed = {"iterations": jnp.zeros(()), "residual": jnp.zeros(()), "converged": jnp.ones(())}
         return jnp.swapaxes(ys, 0, 1), {"seen": state["seen"] + length, "cache": cache}, closed
 
-    def loss(self, params: PyTree, batch: dict[str, jax.Array], key: PRNGKey | None = None) -> tuple[jax.Array, Info]:
+    def loss(
+        self, params: PyTree, batch: dict[str, jax.Array], key: PRNGKey | None = None
+    ) -> tuple[jax.Array, Info]:
         """Computes the loss of a batch, and with it accuracy (of classes), iterations, residual and converged.
 
         Args:
@@ -162,7 +179,11 @@ def weighted_cross_entropy(
 
 
 def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + EPS) * scale.reshape((1,) * (x.ndim - 1) + (-1,))
+    return (
+        x
+        * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + EPS)
+        * scale.reshape((1,) * (x.ndim - 1) + (-1,))
+    )
 
 
 @struct.dataclass
@@ -206,7 +227,9 @@ class SequenceTrainer:
         state = jax.eval_shape(lambda: self.init(jax.random.key(0)))
         return axes_like(state, state.params, self.network.axes())
 
-    def step(self, key: PRNGKey, state: SequenceState, inputs: dict[str, jax.Array]) -> tuple[SequenceState, Info]:
+    def step(
+        self, key: PRNGKey, state: SequenceState, inputs: dict[str, jax.Array]
+    ) -> tuple[SequenceState, Info]:
         """Makes one optimizer step on a batch as the network's `loss` takes it, which gets `key`.
 
         Returns:
@@ -222,7 +245,9 @@ class SequenceTrainer:
         params, opt_state, said = self.make_optimizer().update(
             grads, state.opt_state, state.params, good=jnp.isfinite(info["loss"])
         )
-        return SequenceState(params, opt_state, state.step + 1), jax.tree.map(jnp.float32, info | said)
+        return SequenceState(params, opt_state, state.step + 1), jax.tree.map(
+            jnp.float32, info | said
+        )
 
     def metrics(self, params: PyTree, batch: dict[str, jax.Array]) -> Info:
         """Computes what the network's `loss` does of a batch, the loss among it, as in use: without dropout."""

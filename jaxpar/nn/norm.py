@@ -43,7 +43,9 @@ class Norm:
             out["bias"] = Leaf(shape, axes, "zeros")
         return out
 
-    def apply(self, weights: dict[str, jax.Array], x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    def apply(
+        self, weights: dict[str, jax.Array], x: Float[Array, "... D"]
+    ) -> Float[Array, "... D"]:
         """Returns the normalised `x` in its dtype."""
         row = (1,) * (x.ndim - 1) + (-1,)
 
@@ -55,6 +57,8 @@ class Norm:
             out = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
             scale = weights["scale"].reshape(row)
             out = out * (1 + scale.astype(wide.dtype) if self.plus_one else scale)
-            return (out + weights["bias"].reshape(row) if "bias" in weights else out).astype(x.dtype)
+            return (out + weights["bias"].reshape(row) if "bias" in weights else out).astype(
+                x.dtype
+            )
 
         return normed(x, weights)

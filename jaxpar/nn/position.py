@@ -46,7 +46,11 @@ class Rope:
     def __post_init__(self):
         """Refuses wavelengths that are both kept and divided."""
         check_fields(self)
-        if self.factor != 1 and self.scaling == "llama3" and not self.low_freq_factor < self.high_freq_factor:
+        if (
+            self.factor != 1
+            and self.scaling == "llama3"
+            and not self.low_freq_factor < self.high_freq_factor
+        ):
             raise UsageError(
                 f"high_freq_factor={self.high_freq_factor} must be over low_freq_factor={self.low_freq_factor}."
             )
@@ -73,7 +77,9 @@ class Rope:
             freq = freq * (keep + (1 - keep) / self.factor)
         return jnp.asarray(freq, dtype)
 
-    def rotate(self, x: Float[Array, "B T H K"], positions: Int[Array, "B T"]) -> Float[Array, "B T H K"]:
+    def rotate(
+        self, x: Float[Array, "B T H K"], positions: Int[Array, "B T"]
+    ) -> Float[Array, "B T H K"]:
         """Rotates the pair (x[i], x[i + R/2]) by positions * frequency[i] radians, the pairing of Llama's weights."""
         wide, width = wide_dtype(x), self.width(x.shape[-1])
         freq = self.frequencies(x.shape[-1], wide)
@@ -81,7 +87,9 @@ class Rope:
         cos, sin = jnp.cos(angle), jnp.sin(angle)
         a, b = jnp.split(x[..., :width].astype(wide), 2, axis=-1)
         turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-        return turned if width == x.shape[-1] else jnp.concatenate([turned, x[..., width:]], axis=-1)
+        return (
+            turned if width == x.shape[-1] else jnp.concatenate([turned, x[..., width:]], axis=-1)
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,33 +43,48 @@ class S5:
     def leaves(self, input_dim: int) -> dict[str, Leaf]:
         """Declares br, bi [D, n], cr, ci [n, n]; the poles and steps start as `init` says."""
         std_in, std_out = 1 / math.sqrt(input_dim), 1 / math.sqrt(self.size)
-        into, out = ((input_dim, self.size), ("embed", "mlp")), ((self.size, self.size), ("mlp", None))
-        vectors = {name: Leaf((self.size,), ("mlp",), "zeros") for name in ("decay", "angle", "step")}
+        into, out = (
+            ((input_dim, self.size), ("embed", "mlp")),
+            ((self.size, self.size), ("mlp", None)),
+        )
+        vectors = {
+            name: Leaf((self.size,), ("mlp",), "zeros") for name in ("decay", "angle", "step")
+        }
         return vectors | {"br": Leaf(*into, std_in), "bi": Leaf(*into, std_in), "cr": Leaf(*out, std_out),
                           "ci": Leaf(*out, std_out)}  # fmt: skip
 
-    def init(self, key: PRNGKey, input_dim: int, dtype: DTypeLike = jnp.float32) -> dict[str, jax.Array]:
+    def init(
+        self, key: PRNGKey, input_dim: int, dtype: DTypeLike = jnp.float32
+    ) -> dict[str, jax.Array]:
         """Draws the parameters, all in logarithms but the angles. Consumes `key`."""
         params = init_leaves(key, self.leaves(input_dim), dtype)
         params["decay"] = jnp.full(self.size, math.log(0.5), dtype)
         params["angle"] = jnp.pi * jnp.arange(self.size, dtype=dtype)
-        params["step"] = jnp.linspace(math.log(STEPS[1]), math.log(STEPS[0]), self.size, dtype=dtype)
+        params["step"] = jnp.linspace(
+            math.log(STEPS[1]), math.log(STEPS[0]), self.size, dtype=dtype
+        )
         return params
 
-    def input_projections(self, params: PyTree, xs: Float[Array, "*L D"]) -> tuple[jax.Array, jax.Array]:
+    def input_projections(
+        self, params: PyTree, xs: Float[Array, "*L D"]
+    ) -> tuple[jax.Array, jax.Array]:
         """Computes what the inputs add to the states: real and imaginary parts."""
         keep, pole = self._transition(params)
         added = jax.lax.complex(xs @ params["br"], xs @ params["bi"]) * along((keep - 1) / pole, xs)
         return added.real, added.imag
 
-    def initial(self, batch_shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> tuple[jax.Array, jax.Array]:
+    def initial(
+        self, batch_shape: tuple[int, ...], dtype: DTypeLike = jnp.float32
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns zeros."""
         lane = jnp.zeros((*batch_shape, self.size), dtype)
         return lane, lane
 
     def step(self, params: PyTree, h: tuple, projections: tuple) -> tuple[jax.Array, jax.Array]:
         """Returns the next state."""
-        new = along(self._transition(params)[0], h[0]) * jax.lax.complex(*h) + jax.lax.complex(*projections)
+        new = along(self._transition(params)[0], h[0]) * jax.lax.complex(*h) + jax.lax.complex(
+            *projections
+        )
         return new.real, new.imag
 
     def output(self, params: PyTree, h: tuple) -> Float[Array, "*L n"]:
@@ -77,7 +92,11 @@ class S5:
         return 2 * (h[0] @ params["cr"] - h[1] @ params["ci"])
 
     def closed_form(
-        self, params: PyTree, projections: tuple, h0: tuple, resets: Bool[Array, "T B"] | None = None
+        self,
+        params: PyTree,
+        projections: tuple,
+        h0: tuple,
+        resets: Bool[Array, "T B"] | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Returns all states by one scan: O(T) work, O(log T) depth."""
         b = jax.lax.complex(*projections)

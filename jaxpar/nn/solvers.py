@@ -9,7 +9,17 @@ from jaxpar.nn.aaren import Aaren
 from jaxpar.nn.cells import Cell
 from jaxpar.nn.layer import cell_states, first_state
 from jaxpar.nn.leaf import init_leaves
-from jaxpar.solve import Elk, Fused, GaussSeidel, Jacobi, Newton, ParallelBackward, Picard, Quasi, Sequential
+from jaxpar.solve import (
+    Elk,
+    Fused,
+    GaussSeidel,
+    Jacobi,
+    Newton,
+    ParallelBackward,
+    Picard,
+    Quasi,
+    Sequential,
+)
 from jaxpar.solve.problem import Method
 from jaxpar.types import UsageError
 
@@ -40,9 +50,13 @@ def solver(name: str, window: int = 0) -> Method | None:
     method = METHODS[name]
     if not window:
         return method and method()
-    windowed = [key for key, kind in METHODS.items() if kind and "window" in kind.__dataclass_fields__]
+    windowed = [
+        key for key, kind in METHODS.items() if kind and "window" in kind.__dataclass_fields__
+    ]
     if name not in windowed or window < 0:
-        raise UsageError(f"window={window} does not fit method={name!r}; windows over 0 are for {', '.join(windowed)}.")
+        raise UsageError(
+            f"window={window} does not fit method={name!r}; windows over 0 are for {', '.join(windowed)}."
+        )
     return dataclasses.replace(method(), window=window)
 
 

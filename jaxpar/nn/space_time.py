@@ -51,7 +51,9 @@ class SpaceTimeStack:
                 "visible=Visible(causal=False))."
             )
         if any(rate > 0 for rate in (self.stack.dropout, space.dropout, self.time.dropout)):
-            raise UsageError("layers of space and time have no dropout, whose draws would change with the mesh; set 0.")
+            raise UsageError(
+                "layers of space and time have no dropout, whose draws would change with the mesh; set 0."
+            )
 
     def stacks(self) -> dict[str, Stack]:
         """Returns the layers that look along "space" and along "time"."""
@@ -66,7 +68,9 @@ class SpaceTimeStack:
         """Draws the parameters. Consumes `key`."""
         return init_leaves(key, self.leaves(), dtype)
 
-    def apply(self, params: PyTree, x: Float[Array, "B T S D"]) -> tuple[Float[Array, "B T S D"], Aux]:
+    def apply(
+        self, params: PyTree, x: Float[Array, "B T S D"]
+    ) -> tuple[Float[Array, "B T S D"], Aux]:
         """Computes the residual stream after all layers and the last norm, in `dtype`, and what the layers told.
 
         The result is split along time. T and S need not divide over the devices: the split axis is filled up with zeros
@@ -81,17 +85,25 @@ class SpaceTimeStack:
           UsageError: If layers tell of their tokens, and of some that fill up as well.
         """
         stacks, (frames, places) = self.stacks(), x.shape[1:3]
-        layers = {name: stack.hold({"layers": params[name]})["layers"] for name, stack in stacks.items()}
+        layers = {
+            name: stack.hold({"layers": params[name]})["layers"] for name, stack in stacks.items()
+        }
         x = constrain(_filled(x.astype(self.stack.dtype), "time"), *SPLIT["space"])
 
         def pair(x, layer, index):
             x, told = _look("space", stacks["space"], layer["space"], index, x)
             # Two layouts of one array are what an all-to-all is to GSPMD.
-            x = constrain(constrain(_filled(x, "space"), *SPLIT["space"]), *SPLIT["time"])[:, :frames]
+            x = constrain(constrain(_filled(x, "space"), *SPLIT["space"]), *SPLIT["time"])[
+                :, :frames
+            ]
             x, more = _look("time", stacks["time"], layer["time"], index, x)
-            x = constrain(constrain(_filled(x, "time"), *SPLIT["time"]), *SPLIT["space"])[:, :, :places]
+            x = constrain(constrain(_filled(x, "time"), *SPLIT["time"]), *SPLIT["space"])[
+                :, :, :places
+            ]
             told = both(told, more)
-            if (told.losses or told.metrics) and (_short("time", frames) or _short("space", places)):
+            if (told.losses or told.metrics) and (
+                _short("time", frames) or _short("space", places)
+            ):
                 raise UsageError(
                     f"layers tell {', '.join((*told.losses, *told.metrics))} of all tokens, and T={frames}, S={places} "
                     f"are filled up to divide over the devices; take sizes that do, or layers that tell nothing."
@@ -146,5 +158,7 @@ def _look(
 
     x = local(merged, [split], rows)(x)
     context = stack.context(x)
-    x, _, told = stack.layer(layer, index, x, context._replace(rules=context.rules._replace(outside=rows, inside=rows)))
+    x, _, told = stack.layer(
+        layer, index, x, context._replace(rules=context.rules._replace(outside=rows, inside=rows))
+    )
     return local(apart, [rows], split)(x), told

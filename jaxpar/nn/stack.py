@@ -86,11 +86,17 @@ class Stack:
             turn = f"the {len(self.mixers)} mixers in turn"
             raise UsageError(f"num_layers={self.num_layers} is not a multiple of {turn}.")
         if self.ladder_from and self.residual != "ladder":
-            raise UsageError(f"ladder_from={self.ladder_from} needs residual=ladder, not {self.residual}.")
+            raise UsageError(
+                f"ladder_from={self.ladder_from} needs residual=ladder, not {self.residual}."
+            )
         if self.ladder_from >= self.num_layers:
-            raise UsageError(f"ladder_from={self.ladder_from} must be under num_layers={self.num_layers}.")
+            raise UsageError(
+                f"ladder_from={self.ladder_from} must be under num_layers={self.num_layers}."
+            )
         if self.weights == "ternary":
-            leaves = jax.tree.leaves([self._layer_leaves(mixer) for mixer in self.mixers], is_leaf=_is_leaf)
+            leaves = jax.tree.leaves(
+                [self._layer_leaves(mixer) for mixer in self.mixers], is_leaf=_is_leaf
+            )
             if any("experts" in leaf.axes for leaf in leaves):
                 raise UsageError("experts have no ternary weights; take weights=full, or an mlp.")
 
@@ -129,21 +135,34 @@ class Stack:
             shape, axes = (self.num_layers // self.period, *leaf.shape), ("layers", *leaf.axes)
             return leaf._replace(shape=shape, axes=axes)
 
-        layers = [jax.tree.map(stacked, self._layer_leaves(mixer), is_leaf=_is_leaf) for mixer in self.mixers]
+        layers = [
+            jax.tree.map(stacked, self._layer_leaves(mixer), is_leaf=_is_leaf)
+            for mixer in self.mixers
+        ]
         return {"layers": self._together(layers), "final_norm": self.norm.leaves(self.embed_dim)}
 
     def _together(self, places: Sequence[PyTree]) -> PyTree:
         """One tree of those of each mixer's layers: of one mixer, its own."""
-        return places[0] if self.period == 1 else {str(place): tree for place, tree in enumerate(places)}
+        return (
+            places[0]
+            if self.period == 1
+            else {str(place): tree for place, tree in enumerate(places)}
+        )
 
     def _apart(self, layers: PyTree) -> list[PyTree]:
         """The trees of each mixer's layers."""
-        return [layers] if self.period == 1 else [layers[str(place)] for place in range(self.period)]
+        return (
+            [layers] if self.period == 1 else [layers[str(place)] for place in range(self.period)]
+        )
 
     def _each(self, places: Sequence[PyTree]) -> tuple[PyTree, ...]:
         """Each layer's own, in order, from those of each mixer's layers."""
         num = self.num_layers // self.period
-        return tuple(layer for turn in zip(*(_unstack(tree, num) for tree in places), strict=True) for layer in turn)
+        return tuple(
+            layer
+            for turn in zip(*(_unstack(tree, num) for tree in places), strict=True)
+            for layer in turn
+        )
 
     def init(self, key: PRNGKey, dtype: DTypeLike = jnp.float32) -> PyTree:
         """Draws the parameters. Consumes `key`."""
@@ -173,7 +192,9 @@ class Stack:
 
             return on_weight(one, x)
 
-        layers = jax.tree_util.tree_map_with_path(lower, self.leaves()["layers"], params["layers"], is_leaf=_is_leaf)
+        layers = jax.tree_util.tree_map_with_path(
+            lower, self.leaves()["layers"], params["layers"], is_leaf=_is_leaf
+        )
         return params | {"layers": layers}
 
     def _is_ternary(self, leaf: Leaf) -> bool:
@@ -206,7 +227,9 @@ class Stack:
             if self.weights == "ternary":
                 layer = jax.tree.map(small, self._layer_leaves(mixer), layer, is_leaf=_is_leaf)
             for branch in (mixer, self.mlp):
-                layer = branch.for_decoding(layer) if isinstance(branch, PreparesDecoding) else layer
+                layer = (
+                    branch.for_decoding(layer) if isinstance(branch, PreparesDecoding) else layer
+                )
             layers.append(layer)
         return params | {"layers": tuple(layers)}
 
@@ -217,13 +240,19 @@ class Stack:
             return Ternary(names[1:], ()) if self._is_ternary(leaf) else names[1:]  # type: ignore[arg-type]
 
         pairs = zip(self.mixers, self._apart(axes["layers"]), strict=True)
-        turn = tuple(jax.tree.map(one, self._layer_leaves(mixer), tree, is_leaf=_is_leaf) for mixer, tree in pairs)
+        turn = tuple(
+            jax.tree.map(one, self._layer_leaves(mixer), tree, is_leaf=_is_leaf)
+            for mixer, tree in pairs
+        )
         return axes | {"layers": turn * (self.num_layers // self.period)}
 
     def init_cache(self, batch: int, slots: int) -> StackCache:
         """Returns the empty cache of `batch` rows, of room for `slots` tokens where its size depends on them."""
         mixers = self.mixers * (self.num_layers // self.period)
-        layers = tuple(mixer.init_cache(batch, slots, self.embed_dim, jnp.dtype(self.dtype)) for mixer in mixers)
+        layers = tuple(
+            mixer.init_cache(batch, slots, self.embed_dim, jnp.dtype(self.dtype))
+            for mixer in mixers
+        )
         zero = jnp.zeros((batch,), jnp.int32)
         return self._split(StackCache(layers, zero, zero))
 
@@ -282,7 +311,9 @@ class Stack:
           UsageError: If pseudo tokens enter at a layer that is not there.
         """
         if pseudo is not None and pseudo.layer not in (None, *range(self.num_layers)):
-            raise UsageError(f"pseudo tokens enter at layer {pseudo.layer}; legal are 0 to {self.num_layers - 1}.")
+            raise UsageError(
+                f"pseudo tokens enter at layer {pseudo.layer}; legal are 0 to {self.num_layers - 1}."
+            )
         params = self.hold(params)
         context = self.context(x, positions, segments, starts, cache, fresh, weights)
         context = context._replace(valid=valid, visible=visible, key=key, places=places)
@@ -290,7 +321,9 @@ class Stack:
         x = constrain(x.astype(self.dtype), *rules.outside)
         stream, layers, aux = self._layers(params["layers"], self.begin(x), context, cache, pseudo)
         aux = with_scalar_losses(aux)
-        x = gather(self.norm.apply(params["final_norm"], self.end(stream)), rules.outside, rules.inside)
+        x = gather(
+            self.norm.apply(params["final_norm"], self.end(stream)), rules.outside, rules.inside
+        )
         if pseudo is not None and pseudo.layer is None:
             x = pseudo.after(x)
         if cache is None:
@@ -316,7 +349,9 @@ class Stack:
         if cache is not None and not fresh:
             places, before = cache.seen[:, None] + places, cache.first
             if segments is not None:
-                raise UsageError("segments number the documents of whole rows; with a cache give starts.")
+                raise UsageError(
+                    "segments number the documents of whole rows; with a cache give starts."
+                )
         elif segments is None and starts is not None:
             segments = jnp.cumsum(starts, 1, dtype=jnp.int32)
         first = began(places, starts, before)
@@ -365,14 +400,20 @@ class Stack:
           UsageError: If `x` is not as `begin` makes it, or nothing says which mixer the layer has.
         """
         if mixer is None and self.period > 1 and not isinstance(index, int):
-            raise UsageError("layers of several mixers in turn take a number that is known, or their mixer.")
+            raise UsageError(
+                "layers of several mixers in turn take a number that is known, or their mixer."
+            )
         mixer = mixer or self.mixers[index % self.period if self.period > 1 else 0]  # type: ignore[call-overload]
         if isinstance(x, Ladder) != (self.residual == "ladder"):
-            raise UsageError(f"layers of residual={self.residual} take the stream that Stack.begin returns.")
+            raise UsageError(
+                f"layers of residual={self.residual} take the stream that Stack.begin returns."
+            )
         key = None if context.key is None else jax.random.fold_in(context.key, index)
         context = context._replace(key=key)
         ahead = index >= self.ladder_from if ahead is None else ahead
-        x, cache, aux = block(mixer, self.mlp, self.norm, layer, x, context, cache, rate=self.dropout, ahead=ahead)
+        x, cache, aux = block(
+            mixer, self.mlp, self.norm, layer, x, context, cache, rate=self.dropout, ahead=ahead
+        )
         if self.ranges:
             size = jnp.abs(jax.lax.stop_gradient(self.end(x)))
             if context.weights is not None:
@@ -390,12 +431,18 @@ class Stack:
 
         def one(number: int, **given):
             mixer = self.mixers[number % self.period]
-            return self.remat_of(functools.partial(body, ahead=number >= self.ladder_from, mixer=mixer, **given))
+            return self.remat_of(
+                functools.partial(body, ahead=number >= self.ladder_from, mixer=mixer, **given)
+            )
 
         olds = (None,) * self.num_layers if cache is None else cache.layers
-        can_scan = pseudo is None and not isinstance(layers, tuple) and (cache is None or context.fresh)
+        can_scan = (
+            pseudo is None and not isinstance(layers, tuple) and (cache is None or context.fresh)
+        )
         if self.scan_layers and can_scan:
-            return self._scanned(lambda number: one(number, old=olds[number]), self._apart(layers), x)
+            return self._scanned(
+                lambda number: one(number, old=olds[number]), self._apart(layers), x
+            )
         each = layers if isinstance(layers, tuple) else self._each(self._apart(layers))
         caches, told = [], []
         for index, (layer, old) in enumerate(zip(each, olds, strict=True)):
@@ -428,7 +475,11 @@ class Stack:
                     out.append(made)
                 return x, tuple(out)
 
-            some = places if last - first == num else jax.tree.map(operator.itemgetter(slice(first, last)), places)
+            some = (
+                places
+                if last - first == num
+                else jax.tree.map(operator.itemgetter(slice(first, last)), places)
+            )
             x, out = jax.lax.scan(turn, x, (some, jnp.arange(first, last)))
             outs.append(out)
         out = outs[0] if len(outs) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *outs)
@@ -464,4 +515,6 @@ def _unstack(layers: PyTree, num_layers: int) -> tuple[PyTree, ...]:
     """Splits stacked layers by `lax.split`, whose transpose is a concatenation that XLA fuses into the optimizer."""
     flat, treedef = jax.tree.flatten(layers)
     parts = [jax.lax.split(leaf, [1] * num_layers, axis=0) for leaf in flat]
-    return tuple(treedef.unflatten([jnp.squeeze(part[i], 0) for part in parts]) for i in range(num_layers))
+    return tuple(
+        treedef.unflatten([jnp.squeeze(part[i], 0) for part in parts]) for i in range(num_layers)
+    )

@@ -59,19 +59,29 @@ class StackNetwork:
         """Refuses a mixer that sees what is still to come, and convolutions to another width than the stack's."""
         check_fields(self)
         if self.embedding is not None and self.embedding.size != self.stack.embed_dim:
-            raise UsageError(f"embedding.size={self.embedding.size} must be the stack's {self.stack.embed_dim}.")
+            raise UsageError(
+                f"embedding.size={self.embedding.size} must be the stack's {self.stack.embed_dim}."
+            )
         if not all(mixer.causal for mixer in self.stack.mixers):
-            raise UsageError("a network over sequences sees the past alone; give its stack a mixer that is causal.")
+            raise UsageError(
+                "a network over sequences sees the past alone; give its stack a mixer that is causal."
+            )
 
     def leaves(self) -> dict[str, PyTree]:
         """Declares the stack's parameters, w_in [inputs, D] or "embedding", head [D, outputs] and biases."""
         width = self.stack.embed_dim
         enter = {
             "w_in": Leaf((self.inputs, width), (None, "embed"), 1 / math.sqrt(self.inputs)),
-            "b_in": Leaf((width,), (None,), 1.0),  # so that a single number's place on the line survives the norm
+            "b_in": Leaf(
+                (width,), (None,), 1.0
+            ),  # so that a single number's place on the line survives the norm
         }
         return {
-            **(enter if self.embedding is None else {"embedding": self.embedding.leaves(self.inputs)}),
+            **(
+                enter
+                if self.embedding is None
+                else {"embedding": self.embedding.leaves(self.inputs)}
+            ),
             **self.stack.leaves(),
             "head": Leaf((width, self.outputs), ("embed", None), 1 / math.sqrt(width)),
             "b_head": Leaf((self.outputs,), (None,), "zeros"),
@@ -83,7 +93,9 @@ class StackNetwork:
 
     def axes(self) -> PyTree:
         """Returns the logical axes of every parameter."""
-        return jax.tree.map(lambda leaf: leaf.axes, self.leaves(), is_leaf=lambda x: isinstance(x, Leaf))
+        return jax.tree.map(
+            lambda leaf: leaf.axes, self.leaves(), is_leaf=lambda x: isinstance(x, Leaf)
+        )
 
     def apply(
         self, params: PyTree, xs: Float[Array, "B T D"], cache: NetworkCache | None = None
@@ -95,7 +107,9 @@ class StackNetwork:
           that has room for these steps alone, where its size depends on them.
         """
         fresh = cache is None
-        before, lines = NetworkCache(self.stack.init_cache(*xs.shape[:2])) if cache is None else cache
+        before, lines = (
+            NetworkCache(self.stack.init_cache(*xs.shape[:2])) if cache is None else cache
+        )
         x, lines = self._enter(params, xs, lines)
         x, after, aux = self.stack.apply(params, x, cache=before, fresh=fresh)
         assert after is not None
@@ -107,13 +121,17 @@ class StackNetwork:
         xs = xs.astype(self.stack.dtype)
         if self.embedding is not None:
             return self.embedding.apply(params["embedding"], xs, state)
-        return contract("bti,id->btd", xs, params["w_in"], (None, "embed"), bias=params["b_in"]), None
+        return contract(
+            "bti,id->btd", xs, params["w_in"], (None, "embed"), bias=params["b_in"]
+        ), None
 
     def _leave(self, params: PyTree, x: jax.Array) -> jax.Array:
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         return contract("btd,dc->btc", x, params["head"], ("embed", None), bias=params["b_head"])
 
-    def loss(self, params: PyTree, batch: dict[str, jax.Array], key: PRNGKey | None = None) -> tuple[jax.Array, Info]:
+    def loss(
+        self, params: PyTree, batch: dict[str, jax.Array], key: PRNGKey | None = None
+    ) -> tuple[jax.Array, Info]:
         """Computes the loss of a batch and the layers' own losses; with it accuracy (of classes) and what layers told.
 
         Args:

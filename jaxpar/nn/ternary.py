@@ -55,13 +55,21 @@ class Ternary:
     scale: Array
 
     def contract(
-        self, equation: str, x: Array, axes: Axes, *, precision: PrecisionLike = None, apart: bool = False
+        self,
+        equation: str,
+        x: Array,
+        axes: Axes,
+        *,
+        precision: PrecisionLike = None,
+        apart: bool = False,
     ) -> Array:
         """Returns the product with W~ of x, normalised and rounded to eight bits, in the dtype of x.
 
         Of the forward pass x is kept alone. Sums over devices are of float32 at least, where integers are exact.
         """
-        return _product((equation, axes, precision, apart), x, self.values.astype(x.dtype), self.scale)
+        return _product(
+            (equation, axes, precision, apart), x, self.values.astype(x.dtype), self.scale
+        )
 
     def on_weight(self, fn: Callable[[Array], Array]) -> "Ternary":
         """Stays what it is."""
@@ -122,15 +130,21 @@ def _product(how: tuple, x: Array, values: Array, scale: Array) -> Array:
     equation, axes, precision, _ = how
     integers, scales, _ = int8_rows(x, _contracted(equation))
     values = constrain(values, *in_role(axes, "use"), name="a weight")
-    if platform() == "cpu":  # which has no product of every shape from 16 bits into 32, and makes it in 32 anyhow
+    if (
+        platform() == "cpu"
+    ):  # which has no product of every shape from 16 bits into 32, and makes it in 32 anyhow
         integers, values = integers.astype(scales.dtype), values.astype(scales.dtype)
-    sums = jnp.einsum(equation, integers, values, precision=precision, preferred_element_type=scales.dtype)
+    sums = jnp.einsum(
+        equation, integers, values, precision=precision, preferred_element_type=scales.dtype
+    )
     return _scaled(equation, sums, scales, scale, x.dtype)
 
 
 def _backward(how: tuple, kept: tuple, g: Array) -> tuple[Array, Array, Array]:
     x, values, scale = kept
-    if how[3]:  # else the integers would be found to be those of the forward pass, and kept beside x
+    if how[
+        3
+    ]:  # else the integers would be found to be those of the forward pass, and kept beside x
         x, g = jax.lax.optimization_barrier((x, g))
     contracted = _contracted(how[0])
     integers, scales, inverse = int8_rows(x, contracted)
@@ -142,7 +156,9 @@ def _backward(how: tuple, kept: tuple, g: Array) -> tuple[Array, Array, Array]:
     return dx.astype(x.dtype), dweight, jnp.zeros_like(scale)
 
 
-_product.defvjp(lambda how, x, values, scale: (_product(how, x, values, scale), (x, values, scale)), _backward)
+_product.defvjp(
+    lambda how, x, values, scale: (_product(how, x, values, scale), (x, values, scale)), _backward
+)
 
 
 @flax.struct.dataclass
@@ -159,7 +175,13 @@ class PackedTernary:
     scale: Array
 
     def contract(
-        self, equation: str, x: Array, axes: Axes, *, precision: PrecisionLike = None, apart: bool = False
+        self,
+        equation: str,
+        x: Array,
+        axes: Axes,
+        *,
+        precision: PrecisionLike = None,
+        apart: bool = False,
     ) -> Array:
         """Returns what `Ternary.contract` would, by sums in int32.
 
@@ -174,7 +196,9 @@ class PackedTernary:
             or [c for c in letters if c in shared] != shared
             or set(kept) & set(letters)
         ):
-            raise UsageError(f"packed weights take rows and contract their first axes in order, not {equation!r}.")
+            raise UsageError(
+                f"packed weights take rows and contract their first axes in order, not {equation!r}."
+            )
         integers, scales, _ = int8_rows(x, _contracted(equation))
         integers = integers.astype(jnp.int8)
         length = math.prod(x.shape[i] for i in _contracted(equation))
@@ -184,9 +208,14 @@ class PackedTernary:
             sums = sums.reshape([sizes.get(c, 1) for c in out])
         else:
             weight = self.unpacked(length)
-            weight = weight.reshape(*weight.shape[:-1], *(x.shape[i] for i in _contracted(equation)))
+            weight = weight.reshape(
+                *weight.shape[:-1], *(x.shape[i] for i in _contracted(equation))
+            )
             sums = jnp.einsum(
-                f"{letters},{''.join(kept + shared)}->{out}", integers, weight, preferred_element_type=jnp.int32
+                f"{letters},{''.join(kept + shared)}->{out}",
+                integers,
+                weight,
+                preferred_element_type=jnp.int32,
             )
         return _scaled(equation, sums, scales, self.scale, x.dtype)
 
@@ -214,11 +243,17 @@ def pack(weight: Ternary, contracted: int) -> PackedTernary:
     sizes = weight.values.shape
     length = math.prod(sizes[:contracted])
     quarter = -(-length // 4)
-    codes = weight.values.reshape(length, -1).T.reshape(*sizes[contracted:], length).astype(jnp.int8) + 1
-    codes = jnp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, 4 * quarter - length)], constant_values=1)
+    codes = (
+        weight.values.reshape(length, -1).T.reshape(*sizes[contracted:], length).astype(jnp.int8)
+        + 1
+    )
+    codes = jnp.pad(
+        codes, [(0, 0)] * (codes.ndim - 1) + [(0, 4 * quarter - length)], constant_values=1
+    )
     planes = codes.astype(jnp.uint8).reshape(*codes.shape[:-1], 4, quarter)
     return PackedTernary(
-        functools.reduce(jnp.bitwise_or, (planes[..., i, :] << (2 * i) for i in range(4))), weight.scale
+        functools.reduce(jnp.bitwise_or, (planes[..., i, :] << (2 * i) for i in range(4))),
+        weight.scale,
     )
 
 

@@ -71,7 +71,9 @@ class ImageClassifier:
         return behind | {
             "w_in": Leaf((into, width), (None, "embed"), 1 / math.sqrt(into)),
             "b_in": Leaf((width,), (None,), "zeros"),
-            "positions": Leaf((self.num_patches, width), (None, "embed"), 1.0),  # as loud as what the patches say
+            "positions": Leaf(
+                (self.num_patches, width), (None, "embed"), 1.0
+            ),  # as loud as what the patches say
             **self.stack.leaves(),
             "head": Leaf((width, self.classes), ("embed", None), 1 / math.sqrt(width)),
             "b_head": Leaf((self.classes,), (None,), "zeros"),
@@ -83,7 +85,9 @@ class ImageClassifier:
 
     def axes(self) -> PyTree:
         """Returns the logical axes of every parameter."""
-        return jax.tree.map(lambda leaf: leaf.axes, self.leaves(), is_leaf=lambda x: isinstance(x, Leaf))
+        return jax.tree.map(
+            lambda leaf: leaf.axes, self.leaves(), is_leaf=lambda x: isinstance(x, Leaf)
+        )
 
     def patches(self, images: Float[Array, "B H W C"]) -> Float[Array, "B N PPC"]:
         """Cuts images into patches: both row by row, channels innermost."""
@@ -115,7 +119,9 @@ class ImageClassifier:
         x = x.mean(1) if self.readout == "mean" else x[:, -1]
         return contract("bd,dc->bc", x, params["head"], ("embed", None), bias=params["b_head"])
 
-    def loss(self, params: PyTree, batch: dict[str, jax.Array], key: PRNGKey | None = None) -> tuple[jax.Array, Info]:
+    def loss(
+        self, params: PyTree, batch: dict[str, jax.Array], key: PRNGKey | None = None
+    ) -> tuple[jax.Array, Info]:
         """Computes the mean cross entropy and the layers' own losses; with it accuracy and what the layers told.
 
         Args:
@@ -151,7 +157,9 @@ class FramePredictor:
             raise UsageError(f"shape={self.shape} of films must be frames, height and width.")
         _check_patch(self.patch, *self.shape[1:])
         if not self.stack.time.causal:
-            raise UsageError("a frame that sees the next one predicts nothing; give attention along time causal=True.")
+            raise UsageError(
+                "a frame that sees the next one predicts nothing; give attention along time causal=True."
+            )
 
     def leaves(self) -> dict[str, PyTree]:
         """Declares the stack's parameters, w_in [P P, D], places [S, D], times [T, D], head [D, P P] and two biases."""
@@ -172,24 +180,36 @@ class FramePredictor:
 
     def axes(self) -> PyTree:
         """Returns the logical axes of every parameter."""
-        return jax.tree.map(lambda leaf: leaf.axes, self.leaves(), is_leaf=lambda x: isinstance(x, Leaf))
+        return jax.tree.map(
+            lambda leaf: leaf.axes, self.leaves(), is_leaf=lambda x: isinstance(x, Leaf)
+        )
 
-    def apply(self, params: PyTree, films: Float[Array, "B T H W"]) -> tuple[Float[Array, "B T H W"], Aux]:
+    def apply(
+        self, params: PyTree, films: Float[Array, "B T H W"]
+    ) -> tuple[Float[Array, "B T H W"], Aux]:
         """Computes of each frame the logits of the next one's pixels, in float32 at least, and what the layers told."""
         if films.shape[1:] != self.shape:
             raise UsageError(f"films of shape {films.shape[1:]} are none of shape {self.shape}.")
         (frames, height, width), p = self.shape, self.patch
-        x = _cut(films.reshape(-1, height, width, 1), p).reshape(-1, frames, height * width // p**2, p * p)
+        x = _cut(films.reshape(-1, height, width, 1), p).reshape(
+            -1, frames, height * width // p**2, p * p
+        )
         x = constrain(x.astype(self.stack.stack.dtype), "batch", None, None, None)
         x = contract("btsp,pd->btsd", x, params["w_in"], (None, "embed"), bias=params["b_in"])
-        x = x + params["places"].astype(x.dtype)[None, None] + params["times"].astype(x.dtype)[None, :, None]
+        x = (
+            x
+            + params["places"].astype(x.dtype)[None, None]
+            + params["times"].astype(x.dtype)[None, :, None]
+        )
         x, aux = self.stack.apply(params, x)
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         x = contract("btsd,dp->btsp", x, params["head"], ("embed", None), bias=params["b_head"])
         x = x.reshape(-1, frames, height // p, width // p, p, p)
         return jnp.swapaxes(x, 3, 4).reshape(-1, *self.shape), aux
 
-    def loss(self, params: PyTree, batch: dict[str, jax.Array], key: PRNGKey | None = None) -> tuple[jax.Array, Info]:
+    def loss(
+        self, params: PyTree, batch: dict[str, jax.Array], key: PRNGKey | None = None
+    ) -> tuple[jax.Array, Info]:
         """Computes the mean cross entropy of a pixel, in nats, and the layers' own losses; with it what layers told.
 
         Args:

@@ -21,7 +21,9 @@ class MomentumState(NamedTuple):
     mean: PyTree
 
 
-def scale_by_whole_muon(axes: PyTree, sides: PyTree, beta: float, eps: float) -> optax.GradientTransformation:
+def scale_by_whole_muon(
+    axes: PyTree, sides: PyTree, beta: float, eps: float
+) -> optax.GradientTransformation:
     """Returns Muon's update (Nesterov momentum, orthogonalised) of stacks of matrices, each on one device as a whole.
 
     The momentum lies as its parameter does. For Newton-Schulz the devices that share a stack of matrices trade shares:
@@ -61,13 +63,19 @@ def scale_by_whole_muon(axes: PyTree, sides: PyTree, beta: float, eps: float) ->
 
             return 0.2 * math.sqrt(max(rows, columns)) * _on_whole_matrices(on_whole, x, names)
 
-        updates = jax.tree.map(orthogonal, ahead, axes, sides, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+        updates = jax.tree.map(
+            orthogonal, ahead, axes, sides, is_leaf=lambda x: isinstance(x, optax.MaskedNode)
+        )
         return updates, MomentumState(count, mean)
 
     return optax.GradientTransformation(init, update)
 
 
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of Muon's author: steepest at zero, five iterations
+NEWTON_SCHULZ = (
+    3.4445,
+    -4.7750,
+    2.0315,
+)  # coefficients of Muon's author: steepest at zero, five iterations
 
 
 def orthogonalise(x: Float[Array, "L m n"], eps: float) -> Float[Array, "L m n"]:
@@ -90,10 +98,14 @@ def _on_whole_matrices(fn, x: jax.Array, axes: tuple) -> jax.Array:
 
     Where the L are split themselves, as over the stages of a pipeline, each share stays with those that have it.
     """
-    split = [(dim, mesh_axes(name)) for dim, name in enumerate(axes) if dim and name and mesh_axes(name)]
+    split = [
+        (dim, mesh_axes(name)) for dim, name in enumerate(axes) if dim and name and mesh_axes(name)
+    ]
     if not split:
         return local(fn, [axes], axes, check=False)(x)
-    devices = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for _, over in split for axis in over)
+    devices = math.prod(
+        jax.sharding.get_abstract_mesh().shape[axis] for _, over in split for axis in over
+    )
 
     def on_device(x):
         layers = x.shape[0]

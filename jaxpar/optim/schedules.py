@@ -23,7 +23,11 @@ def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
         fall = max(1, steps // 5)
         after = optax.linear_schedule(peak, end, fall, transition_begin=steps - fall)
     if config.warmup_steps:
-        start = peak / config.warmup_steps if config.warmup_start is None else peak * config.warmup_start
+        start = (
+            peak / config.warmup_steps
+            if config.warmup_start is None
+            else peak * config.warmup_start
+        )
         rise = optax.linear_schedule(start, peak, config.warmup_steps)
         after = optax.join_schedules([rise, after], [config.warmup_steps])
     return in_widest_float(after)

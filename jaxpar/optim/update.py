@@ -67,7 +67,9 @@ class Optimizer:
 
     def init(self, params: PyTree) -> PyTree:
         """Returns the first state."""
-        return self.rule.init(params) if self.schedule is None else self.transformation().init(params)
+        return (
+            self.rule.init(params) if self.schedule is None else self.transformation().init(params)
+        )
 
     def joined(self, params: PyTree, state: PyTree) -> Joined:
         """Returns the parameters as one vector, and the state for it, where the rule allows: for loops over updates.
@@ -84,10 +86,14 @@ class Optimizer:
             return jax.tree.structure(x) == structure
 
         def part_state(moved):
-            return jax.tree.map(lambda old, new: part(new) if is_whole(old) else new, state, moved, is_leaf=is_whole)
+            return jax.tree.map(
+                lambda old, new: part(new) if is_whole(old) else new, state, moved, is_leaf=is_whole
+            )
 
         vector, part = ravel_pytree(params)
-        vectors = jax.tree.map(lambda x: ravel_pytree(x)[0] if is_whole(x) else x, state, is_leaf=is_whole)
+        vectors = jax.tree.map(
+            lambda x: ravel_pytree(x)[0] if is_whole(x) else x, state, is_leaf=is_whole
+        )
         return Joined(vector, vectors, part, part_state)
 
     def update(
@@ -123,35 +129,54 @@ class Optimizer:
         if max_norm is None:
             grads, _ = self._clip().update(grads, optax.EmptyState())
         else:
-            grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-12)), grads)
+            grads = jax.tree.map(
+                lambda g: g * jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-12)), grads
+            )
         used = self._scheduled(state) if rate is None else rate
         updates, moved = self._stepped(grads, state, params, used)
         new = optax.apply_updates(params, updates), moved
         (params, state), good = finite_or_old(new, (params, state), norm, good)
         skipped = (~good).astype(jnp.float32)
-        return params, state, {"grad_norm": norm, "learning_rate": jnp.asarray(used), "skipped": skipped}
+        return (
+            params,
+            state,
+            {"grad_norm": norm, "learning_rate": jnp.asarray(used), "skipped": skipped},
+        )
 
     def transformation(self) -> optax.GradientTransformation:
         """Returns the same as one of optax, which keeps what is not finite: for what takes optax's."""
         if self.schedule is None:
-            raise UsageError("an optimizer without a schedule is none of optax's; make it for num_steps.")
+            raise UsageError(
+                "an optimizer without a schedule is none of optax's; make it for num_steps."
+            )
         return self._chain(self.schedule, self._clip())
 
     def _scheduled(self, state: PyTree) -> ArrayLike:
         if self.schedule is None:
-            raise UsageError("this optimizer has no schedule; give rate= to every update, or make it for num_steps.")
+            raise UsageError(
+                "this optimizer has no schedule; give rate= to every update, or make it for num_steps."
+            )
         return self.schedule(state[1][-1].count)
 
     def _clip(self) -> optax.GradientTransformation:
         return optax.clip_by_global_norm(self.clip_norm) if self.clip_norm else optax.identity()
 
-    def _chain(self, schedule: optax.Schedule, clip: optax.GradientTransformation) -> optax.GradientTransformation:
+    def _chain(
+        self, schedule: optax.Schedule, clip: optax.GradientTransformation
+    ) -> optax.GradientTransformation:
         scale = optax.scale_by_learning_rate(schedule)
         if self.decay_last:
-            last = optax.add_decayed_weights(lambda count: -self.weight_decay * schedule(count), self.decays)
+            last = optax.add_decayed_weights(
+                lambda count: -self.weight_decay * schedule(count), self.decays
+            )
             return self._scaled(optax.chain(clip, optax.chain(self.rule, scale), last))
         return self._scaled(
-            optax.chain(clip, optax.chain(self.rule, optax.add_decayed_weights(self.weight_decay, self.decays), scale))
+            optax.chain(
+                clip,
+                optax.chain(
+                    self.rule, optax.add_decayed_weights(self.weight_decay, self.decays), scale
+                ),
+            )
         )
 
     def _scaled(self, chain: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -165,7 +190,9 @@ class Optimizer:
 
         return optax.GradientTransformation(chain.init, update)
 
-    def _stepped(self, grads: PyTree, state: PyTree, params: PyTree, rate: ArrayLike) -> tuple[PyTree, PyTree]:
+    def _stepped(
+        self, grads: PyTree, state: PyTree, params: PyTree, rate: ArrayLike
+    ) -> tuple[PyTree, PyTree]:
         """Returns what is added to the parameters, and the next state; `grads` are clipped."""
 
         def schedule(count):  # the rate is known, and the count only goes on
@@ -179,7 +206,10 @@ class Optimizer:
 
 
 def finite_or_old(
-    new: tuple[PyTree, PyTree], old: tuple[PyTree, PyTree], grad_norm: Array, good: Array | bool = True
+    new: tuple[PyTree, PyTree],
+    old: tuple[PyTree, PyTree],
+    grad_norm: Array,
+    good: Array | bool = True,
 ) -> tuple[tuple[PyTree, PyTree], Array]:
     """Keeps a step whole or not at all: `new` if its parameters and the gradient are finite, else `old`.
 

@@ -62,7 +62,10 @@ def follow(jaxpr: ClosedJaxpr, whole: Sequence[str]) -> list[tuple[Dimension, ..
       A tuple for each argument, one `Dimension` for each of its dimensions. Those of size 1 are never another.
     """
     known = _Dimensions()
-    inputs = [known.fresh(array_of(var).shape, why) for var, why in zip(jaxpr.jaxpr.invars, whole, strict=True)]
+    inputs = [
+        known.fresh(array_of(var).shape, why)
+        for var, why in zip(jaxpr.jaxpr.invars, whole, strict=True)
+    ]
     known.walk(jaxpr.jaxpr, inputs)
     return [tuple(known.of(number) for number in names) for names in inputs]
 
@@ -172,7 +175,9 @@ def _entrywise(shape: Sequence[int], result: Sequence[int]) -> bool:
 
 
 def _holds_programs(equation: JaxprEqn) -> bool:
-    values = jax.tree.leaves(tuple(equation.params.values()), is_leaf=lambda x: isinstance(x, Jaxpr | ClosedJaxpr))
+    values = jax.tree.leaves(
+        tuple(equation.params.values()), is_leaf=lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
+    )
     return any(isinstance(value, Jaxpr | ClosedJaxpr) for value in values)
 
 
@@ -216,7 +221,9 @@ def _reshape(known: _Dimensions, equation: JaxprEqn, ins: list[Names]) -> list[N
     left, right = sides
     while left and right:
         groups = ([left.pop(0)], [right.pop(0)])
-        while (lengths := [math.prod(known.sizes[n] for n in group) for group in groups])[0] != lengths[1]:
+        while (lengths := [math.prod(known.sizes[n] for n in group) for group in groups])[
+            0
+        ] != lengths[1]:
             shorter = lengths.index(min(lengths))
             groups[shorter].append(sides[shorter].pop(0))
         if min(len(group) for group in groups) > 1:
@@ -253,7 +260,9 @@ def _gather(known: _Dimensions, equation: JaxprEqn, ins: list[Names]) -> list[Na
     (table, index), numbers = ins, equation.params["dimension_numbers"]
     out = list(known.fresh(array_of(equation.outvars[0]).shape))
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    for i, place in zip((i for i in range(len(table)) if i not in gone), numbers.offset_dims, strict=True):
+    for i, place in zip(
+        (i for i in range(len(table)) if i not in gone), numbers.offset_dims, strict=True
+    ):
         if known.sizes[table[i]] == known.sizes[out[place]]:
             out[place] = table[i]
         else:
@@ -261,7 +270,9 @@ def _gather(known: _Dimensions, equation: JaxprEqn, ins: list[Names]) -> list[Na
     rest = [place for place in range(len(out)) if place not in numbers.offset_dims]
     for number, place in zip(index[:-1], rest, strict=True):
         out[place] = number
-    for i, j in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
+    for i, j in zip(
+        numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True
+    ):
         known.join(table[i], index[j])
     chosen = [table[i] for i in numbers.collapsed_slice_dims]
     for number in chosen:
@@ -275,14 +286,18 @@ def _gather(known: _Dimensions, equation: JaxprEqn, ins: list[Names]) -> list[Na
 def _scatter(known: _Dimensions, equation: JaxprEqn, ins: list[Names]) -> list[Names]:
     (table, index, rows), numbers = ins, equation.params["dimension_numbers"]
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-    for i, place in zip((i for i in range(len(table)) if i not in gone), numbers.update_window_dims, strict=True):
+    for i, place in zip(
+        (i for i in range(len(table)) if i not in gone), numbers.update_window_dims, strict=True
+    ):
         if known.sizes[table[i]] == known.sizes[rows[place]]:
             known.join(table[i], rows[place])
         else:
             known.keep((table[i], rows[place]), "is cut (scatter)")
     rest = [place for place in range(len(rows)) if place not in numbers.update_window_dims]
     known.join_all(tuple(rows[place] for place in rest), index[:-1])
-    for i, j in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
+    for i, j in zip(
+        numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True
+    ):
         known.join(table[i], index[j])
     return [table]
 
@@ -290,15 +305,24 @@ def _scatter(known: _Dimensions, equation: JaxprEqn, ins: list[Names]) -> list[N
 def _scan(known: _Dimensions, equation: JaxprEqn, ins: list[Names]) -> list[Names]:
     inner, length = opened(equation.params["jaxpr"]), equation.params["length"]
     # What is scanned over, or stacked, has an axis more than the body sees; the names of the counts depend on JAX.
-    scanned = sum(array_of(a).ndim > array_of(b).ndim for a, b in zip(equation.invars, inner.invars, strict=True))
-    carries = sum(array_of(a).ndim == array_of(b).ndim for a, b in zip(equation.outvars, inner.outvars, strict=True))
+    scanned = sum(
+        array_of(a).ndim > array_of(b).ndim
+        for a, b in zip(equation.invars, inner.invars, strict=True)
+    )
+    carries = sum(
+        array_of(a).ndim == array_of(b).ndim
+        for a, b in zip(equation.outvars, inner.outvars, strict=True)
+    )
     first = len(ins) - scanned
     fixed, carry, xs = ins[: first - carries], ins[first - carries : first], ins[first:]
     known.keep([names[0] for names in xs], "counts the steps of a scan")
     results = known.walk(inner, [*fixed, *carry, *(names[1:] for names in xs)])
     for before, after in zip(carry, results, strict=False):
         known.join_all(before, after)
-    ys = [(*known.fresh((length,), "counts the steps of a scan"), *names) for names in results[carries:]]
+    ys = [
+        (*known.fresh((length,), "counts the steps of a scan"), *names)
+        for names in results[carries:]
+    ]
     return [*results[:carries], *ys]
 
 
@@ -307,7 +331,9 @@ def _while(known: _Dimensions, equation: JaxprEqn, ins: list[Names]) -> list[Nam
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     carry = ins[second:]
     known.walk(opened(params["cond_jaxpr"]), [*ins[:first], *carry])
-    for before, after in zip(carry, known.walk(opened(params["body_jaxpr"]), ins[first:]), strict=True):
+    for before, after in zip(
+        carry, known.walk(opened(params["body_jaxpr"]), ins[first:]), strict=True
+    ):
         known.join_all(before, after)
     return carry
 
@@ -327,7 +353,9 @@ _RULES: dict[str, _Rule] = {
     "reshape": _reshape,
     "broadcast_in_dim": _broadcast,
     "transpose": lambda known, eqn, ins: [tuple(ins[0][i] for i in eqn.params["permutation"])],
-    "squeeze": lambda known, eqn, ins: [tuple(n for i, n in enumerate(ins[0]) if i not in eqn.params["dimensions"])],
+    "squeeze": lambda known, eqn, ins: [
+        tuple(n for i, n in enumerate(ins[0]) if i not in eqn.params["dimensions"])
+    ],
     "optimization_barrier": lambda known, eqn, ins: ins,
     "gather": _gather,
     "scatter": _scatter,
@@ -335,4 +363,6 @@ _RULES: dict[str, _Rule] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,
-} | dict.fromkeys(("slice", "dynamic_slice", "dynamic_update_slice", "concatenate", "pad", "split"), _parts)
+} | dict.fromkeys(
+    ("slice", "dynamic_slice", "dynamic_update_slice", "concatenate", "pad", "split"), _parts
+)

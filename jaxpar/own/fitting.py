@@ -62,21 +62,31 @@ def train_own(
         laid = lay_out(model, batches(0), given)
         tell(str(laid))
         model = laid.model
-        evaluate = functools.partial(mean_loss, model, held_out, batch_size) if len(held_out) else None
+        evaluate = (
+            functools.partial(mean_loss, model, held_out, batch_size) if len(held_out) else None
+        )
         hooks = Hooks(axes=model.axes(), evaluate=evaluate, check=check_finite)
         start, state = 0, None
         if folder is not None:
-            checkpoints = stack.enter_context(contextlib.closing(Checkpoints(folder / "checkpoints")))
+            checkpoints = stack.enter_context(
+                contextlib.closing(Checkpoints(folder / "checkpoints"))
+            )
             metadata = {"seed": seed, "batch_size": batch_size, "examples": len(examples)}
             hooks = dataclasses.replace(hooks, checkpoints=checkpoints, metadata=metadata)
             start, state = resume(model, hooks) or (0, None)
-            writer = stack.enter_context(contextlib.closing(open_writers(folder, resume_step=start or None)))
+            writer = stack.enter_context(
+                contextlib.closing(open_writers(folder, resume_step=start or None))
+            )
             hooks = dataclasses.replace(hooks, writer=writer)
-        hooks = dataclasses.replace(hooks, progress=stack.enter_context(open_progress(counts.num_steps, start)))
+        hooks = dataclasses.replace(
+            hooks, progress=stack.enter_context(open_progress(counts.num_steps, start))
+        )
         return fit(model, jax.random.key(seed), batches, counts, hooks, state=state, start=start)
 
 
-def examples_in_batches(model: OwnModel, examples: Sequence[object], batch_size: int, seed: int) -> BatchFn:
+def examples_in_batches(
+    model: OwnModel, examples: Sequence[object], batch_size: int, seed: int
+) -> BatchFn:
     """Returns step -> batch on the ambient mesh: all examples in random order, again and again, each order its own.
 
     A pure function of seed and step. Each process collates its own rows alone.
@@ -99,7 +109,8 @@ def examples_in_batches(model: OwnModel, examples: Sequence[object], batch_size:
     def batch(step: int) -> PyTree:
         first = step * batch_size
         return place_rows(
-            lambda rows: collated(model, [chosen(first + i) for i in range(rows.start, rows.stop)]), batch_size
+            lambda rows: collated(model, [chosen(first + i) for i in range(rows.start, rows.stop)]),
+            batch_size,
         )
 
     return batch
@@ -113,8 +124,16 @@ def collated(model: OwnModel, examples: list) -> PyTree:
     """
     rows = model.collate(examples)
     for path, leaf in jax.tree_util.tree_leaves_with_path(rows):
-        if not isinstance(leaf, np.ndarray | jax.Array) or not leaf.shape or leaf.shape[0] != len(examples):
-            found = f"shape {leaf.shape}" if isinstance(leaf, np.ndarray | jax.Array) else f"a {type(leaf).__name__}"
+        if (
+            not isinstance(leaf, np.ndarray | jax.Array)
+            or not leaf.shape
+            or leaf.shape[0] != len(examples)
+        ):
+            found = (
+                f"shape {leaf.shape}"
+                if isinstance(leaf, np.ndarray | jax.Array)
+                else f"a {type(leaf).__name__}"
+            )
             raise UsageError(
                 f"collate made {path_of(path) or 'a batch'} of {found} from {len(examples)} examples; legal are arrays "
                 f"whose first dimension is {len(examples)}."
@@ -143,12 +162,18 @@ def check_finite(step: int, metrics: Mapping[str, float]) -> None:
     """
     if not np.isfinite(metrics["train/loss"]):
         loss = metrics["train/loss"]
-        raise UsageError(f"the loss of step {step} is {loss}; lower the learning rate or mend the loss.")
+        raise UsageError(
+            f"the loss of step {step} is {loss}; lower the learning rate or mend the loss."
+        )
     if metrics["train/skipped"]:
-        raise UsageError(f"the update of step {step} is not finite, its loss is; lower the learning rate.")
+        raise UsageError(
+            f"the update of step {step} is not finite, its loss is; lower the learning rate."
+        )
 
 
-def mean_loss(model: OwnModel, examples: Sequence[object], batch_size: int, state: OwnState) -> dict[str, float]:
+def mean_loss(
+    model: OwnModel, examples: Sequence[object], batch_size: int, state: OwnState
+) -> dict[str, float]:
     """Returns {"validation/loss": ..., "validation/<metric>": ...}, means over the examples' whole batches.
 
     The key is that of seed 0, whatever the step. Fewer examples than a batch are one batch, repeated to fill it.
@@ -156,9 +181,14 @@ def mean_loss(model: OwnModel, examples: Sequence[object], batch_size: int, stat
     sums: dict[str, float] = {}
     count = max(len(examples) // batch_size, 1)
     for number in range(count):
-        rows = [examples[i % len(examples)] for i in range(number * batch_size, (number + 1) * batch_size)]
+        rows = [
+            examples[i % len(examples)]
+            for i in range(number * batch_size, (number + 1) * batch_size)
+        ]
         batch = place_rows(lambda part, rows=rows: collated(model, rows[part]), batch_size)
-        for name, value in jax.device_get(_loss_of(model)(state.params, state.collections, batch)).items():
+        for name, value in jax.device_get(
+            _loss_of(model)(state.params, state.collections, batch)
+        ).items():
             sums[name] = sums.get(name, 0.0) + float(value) / count
     return {f"validation/{name}": value for name, value in sums.items()}
 
@@ -172,7 +202,9 @@ def _loss_of(model: OwnModel) -> Callable:
     return jax.jit(loss)
 
 
-def predictions(model: OwnModel, state: OwnState, examples: Sequence[object], batch_size: int) -> PyTree:
+def predictions(
+    model: OwnModel, state: OwnState, examples: Sequence[object], batch_size: int
+) -> PyTree:
     """Returns what `predict` says of every example, NumPy arrays with a row an example in front.
 
     Args:

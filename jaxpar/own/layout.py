@@ -69,14 +69,30 @@ class OwnLayout:
         """The table: parameter, shape, axes, bytes on a device; what is left whole; the sum."""
         cells = [("parameter", "shape", "axes", "bytes a device")]
         for row in self.rows:
-            axes = ", ".join(f"{name}={over}" if over else "-" for name, over in zip(row.axes, row.split, strict=True))
-            cells.append((row.path, " x ".join(map(str, row.shape)) or "scalar", axes or "-", f"{row.bytes:,}"))
+            axes = ", ".join(
+                f"{name}={over}" if over else "-"
+                for name, over in zip(row.axes, row.split, strict=True)
+            )
+            cells.append(
+                (
+                    row.path,
+                    " x ".join(map(str, row.shape)) or "scalar",
+                    axes or "-",
+                    f"{row.bytes:,}",
+                )
+            )
         widths = [max(len(row[i]) for row in cells) for i in range(3)]
         last = max(len(row[3]) for row in cells)
         rows = [[*(row[i].ljust(widths[i]) for i in range(3)), row[3].rjust(last)] for row in cells]
         lines = ["  ".join(row) for row in rows]
         total = sum(row.bytes for row in self.rows)
-        return "\n".join([*lines, f"{total:,} bytes of parameters a device", *(f"note: {w}" for w in self.warnings)])
+        return "\n".join(
+            [
+                *lines,
+                f"{total:,} bytes of parameters a device",
+                *(f"note: {w}" for w in self.warnings),
+            ]
+        )
 
 
 def lay_out(model: OwnModel, batch: PyTree, given: Mapping[str, Axes] | None = None) -> OwnLayout:
@@ -98,7 +114,9 @@ def lay_out(model: OwnModel, batch: PyTree, given: Mapping[str, Axes] | None = N
                              "tensor.")  # fmt: skip
     model = dataclasses.replace(model, names=())
     state = jax.eval_shape(model.init, jax.random.key(0))
-    paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path({"params": state.params})]
+    paths = [
+        path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path({"params": state.params})
+    ]
     leaves, dimensions = jax.tree.leaves(state.params), _dimensions(model, state, batch)
     chosen = _tensor_dimensions(leaves, dimensions)
     asked = _asked(paths, leaves, given or {})
@@ -118,14 +136,18 @@ def _dimensions(model: OwnModel, state: PyTree, batch: PyTree) -> list[tuple[Dim
         return model.valued(params, collections, batch, key)[0]
 
     arguments = (state.params, state.collections, batch, jax.random.key(0))
-    jaxpr = jax.make_jaxpr(unsplit(value))(*arguments)  # what a device does alone, read as what all of them do
+    jaxpr = jax.make_jaxpr(unsplit(value))(
+        *arguments
+    )  # what a device does alone, read as what all of them do
     counts = [len(jax.tree.leaves(part)) for part in arguments]
     reasons = ("", "of a collection", "of the batch", "")
     whole = [why for count, why in zip(counts, reasons, strict=True) for _ in range(count)]
     return follow(jaxpr, whole)[: counts[0]]
 
 
-def _tensor_dimensions(leaves: Sequence[jax.ShapeDtypeStruct], dimensions: Sequence[tuple[Dimension, ...]]) -> set[int]:
+def _tensor_dimensions(
+    leaves: Sequence[jax.ShapeDtypeStruct], dimensions: Sequence[tuple[Dimension, ...]]
+) -> set[int]:
     """Returns the identities of the dimensions that tensor splits, by the first rule."""
     parts = num_shares(*mesh_axes("mlp"))
     if parts == 1:
@@ -137,7 +159,9 @@ def _tensor_dimensions(leaves: Sequence[jax.ShapeDtypeStruct], dimensions: Seque
         for one in dims if len(dims) > 1 else ():
             known[id(one)] = one
             held[id(one)] = held.get(id(one), 0) + _bytes(leaf.shape, leaf)
-            beside.setdefault(id(one), set()).update(id(other) for other in dims if other is not one)
+            beside.setdefault(id(one), set()).update(
+                id(other) for other in dims if other is not one
+            )
             if sum(one is other for other in dims) > 1:
                 one.whole = one.whole or "is both input and output of a weight"
     legal = [number for number, one in known.items() if not one.whole and one.divisor % parts == 0]
@@ -155,7 +179,9 @@ def _tensor_dimensions(leaves: Sequence[jax.ShapeDtypeStruct], dimensions: Seque
     return max(found, key=lambda chosen: sum(worth[number] for number in chosen), default=set())
 
 
-def _axes(shape: tuple[int, ...], dims: tuple[Dimension, ...], chosen: set[int]) -> tuple[Axes, str]:
+def _axes(
+    shape: tuple[int, ...], dims: tuple[Dimension, ...], chosen: set[int]
+) -> tuple[Axes, str]:
     """Returns the axes of one parameter, and a sentence where a mesh axis leaves a matrix whole."""
     axes = [_name(one) if id(one) in chosen else None for one in dims]
     if len(shape) < 2:
@@ -166,10 +192,16 @@ def _axes(shape: tuple[int, ...], dims: tuple[Dimension, ...], chosen: set[int])
         for size, one in zip(shape, dims, strict=True):
             indivisible = f"does not divide over tensor={tensor}" if one.divisor % tensor else ""
             part = f" in parts of {one.divisor}" if one.divisor != size else ""
-            reasons.append(f"{size}{part} {one.whole or indivisible or 'costs more sums than what is split'}")
+            reasons.append(
+                f"{size}{part} {one.whole or indivisible or 'costs more sums than what is split'}"
+            )
         why.append(f"whole over tensor: {'; '.join(reasons)}")
     if fsdp > 1:
-        open_dims = [i for i, one in enumerate(dims) if axes[i] is None and one.whole != "counts the steps of a scan"]
+        open_dims = [
+            i
+            for i, one in enumerate(dims)
+            if axes[i] is None and one.whole != "counts the steps of a scan"
+        ]
         fits = [i for i in open_dims if shape[i] % fsdp == 0]
         if fits:
             axes[max(fits, key=lambda i: shape[i])] = "embed"
@@ -183,18 +215,28 @@ def _name(one: Dimension) -> str:
     return "heads" if one.batched else "vocab" if one.looked_up else "mlp"
 
 
-def _asked(paths: Sequence[str], leaves: Sequence[jax.ShapeDtypeStruct], given: Mapping[str, Axes]) -> dict[str, Axes]:
+def _asked(
+    paths: Sequence[str], leaves: Sequence[jax.ShapeDtypeStruct], given: Mapping[str, Axes]
+) -> dict[str, Axes]:
     """Returns the axes that the user gave, by path."""
     asked: dict[str, Axes] = {}
     for pattern, axes in given.items():
-        found = [(path, leaf) for path, leaf in zip(paths, leaves, strict=True) if fnmatch.fnmatchcase(path, pattern)]
+        found = [
+            (path, leaf)
+            for path, leaf in zip(paths, leaves, strict=True)
+            if fnmatch.fnmatchcase(path, pattern)
+        ]
         if not found:
             raise UsageError(f"no parameter is called {pattern!r}; they are {', '.join(paths)}.")
         if unknown := [name for name in axes if name is not None and name not in RULES]:
-            raise UsageError(f"{pattern!r} is given the unknown axis {unknown[0]!r}; legal are {', '.join(RULES)}.")
+            raise UsageError(
+                f"{pattern!r} is given the unknown axis {unknown[0]!r}; legal are {', '.join(RULES)}."
+            )
         for path, leaf in found:
             if len(axes) != len(leaf.shape):
-                raise UsageError(f"{path} of shape {leaf.shape} is given {len(axes)} axes; legal is one a dimension.")
+                raise UsageError(
+                    f"{path} of shape {leaf.shape} is given {len(axes)} axes; legal is one a dimension."
+                )
             asked[path] = tuple(axes)
     return asked
 

@@ -73,10 +73,14 @@ class OwnModel:
         params, collections = parted(variables)
         if not jax.tree.leaves(params):
             raise UsageError("init_variables made no parameter, so there is nothing to train.")
-        for path, leaf in jax.tree_util.tree_leaves_with_path({"params": params} | (collections or {})):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(
+            {"params": params} | (collections or {})
+        ):
             if not isinstance(leaf, jax.Array | np.ndarray):
                 kind = type(leaf).__name__
-                raise UsageError(f"{path_of(path)} is a {kind}, not an array; legal leaves of variables are arrays.")
+                raise UsageError(
+                    f"{path_of(path)} is a {kind}, not an array; legal leaves of variables are arrays."
+                )
             if path[0].key == "params" and not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise UsageError(
                     f"{path_of(path)} is of {leaf.dtype}, which has no gradient; legal are parameters of floats, and "
@@ -96,12 +100,16 @@ class OwnModel:
             total, metrics, collections = self.valued(params, state.collections, inputs, key)
             return total, (metrics, collections)
 
-        (total, (metrics, collections)), grads = jax.value_and_grad(value, has_aux=True)(state.params)
+        (total, (metrics, collections)), grads = jax.value_and_grad(value, has_aux=True)(
+            state.params
+        )
         updates, optimizer = self.rule().update(grads, state.optimizer, state.params)
         norm = optax.tree.norm(grads)
         new = optax.apply_updates(state.params, updates), (optimizer, collections)
         old = state.params, (state.optimizer, state.collections)
-        (params, (optimizer, collections)), good = finite_or_old(new, old, norm, jnp.isfinite(total))
+        (params, (optimizer, collections)), good = finite_or_old(
+            new, old, norm, jnp.isfinite(total)
+        )
         info = {"loss": total, "grad_norm": norm, "skipped": (~good).astype(jnp.float32)}
         return OwnState(params, collections, optimizer), info | metrics
 
@@ -130,18 +138,30 @@ class OwnModel:
             params = jax.tree.map(_for_use, params, self.param_axes(params))
         result = self.loss(variables_of(params, collections), batch, key)
         total, more = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-        if not isinstance(total, jax.Array) or total.shape or not jnp.issubdtype(total.dtype, jnp.floating):
+        if (
+            not isinstance(total, jax.Array)
+            or total.shape
+            or not jnp.issubdtype(total.dtype, jnp.floating)
+        ):
             is_array = isinstance(total, jax.Array)
             found = f"{total.dtype}{list(total.shape)}" if is_array else f"a {type(total).__name__}"
-            raise UsageError(f"loss must return a float scalar, or (scalar, dict), but made {found}; take a mean.")
+            raise UsageError(
+                f"loss must return a float scalar, or (scalar, dict), but made {found}; take a mean."
+            )
         if not isinstance(more, Mapping):
-            raise UsageError(f"loss returned (scalar, {type(more).__name__}); legal beside the scalar is a dict.")
+            raise UsageError(
+                f"loss returned (scalar, {type(more).__name__}); legal beside the scalar is a dict."
+            )
         new = _new_collections(collections or {}, more)
         return total, _metrics(more, new), None if collections is None else new
 
     def rule(self) -> optax.GradientTransformation:
         """Returns the optimizer as one of optax's."""
-        return self.optimizer.transformation() if isinstance(self.optimizer, Optimizer) else self.optimizer
+        return (
+            self.optimizer.transformation()
+            if isinstance(self.optimizer, Optimizer)
+            else self.optimizer
+        )
 
 
 def _new_collections(old: Mapping[str, PyTree], more: Mapping[str, PyTree]) -> dict[str, PyTree]:
@@ -152,9 +172,14 @@ def _new_collections(old: Mapping[str, PyTree], more: Mapping[str, PyTree]) -> d
             f"(scalar, {{{missing[0]!r}: ...}}); flax's apply gives it with mutable=[{missing[0]!r}]."
         )
     new = {name: flax.core.unfreeze(more[name]) for name in old}
-    shapes = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree) for tree in (dict(old), new)]
+    shapes = [
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+        for tree in (dict(old), new)
+    ]
     if shapes[0] != shapes[1]:
-        raise UsageError(f"loss returned {', '.join(old)} with other names, shapes or dtypes than it was given.")
+        raise UsageError(
+            f"loss returned {', '.join(old)} with other names, shapes or dtypes than it was given."
+        )
     return new
 
 
@@ -164,10 +189,16 @@ def _metrics(more: Mapping[str, PyTree], collections: Mapping[str, PyTree]) -> I
     for name in sorted(more.keys() - collections.keys()):
         if not isinstance(more[name], jax.Array | np.ndarray | float | int):
             made = ", ".join(collections) or "none"
-            raise UsageError(f"loss returned {name!r}, neither a scalar nor a collection that init made ({made}).")
+            raise UsageError(
+                f"loss returned {name!r}, neither a scalar nor a collection that init made ({made})."
+            )
         found[name] = jnp.asarray(more[name])
         if found[name].shape or name in OWN_METRICS:
-            reason = f"has shape {found[name].shape}" if found[name].shape else "is one that every run has"
+            reason = (
+                f"has shape {found[name].shape}"
+                if found[name].shape
+                else "is one that every run has"
+            )
             raise UsageError(f"metric {name!r} of loss {reason}; legal are scalars by other names.")
     return found
 

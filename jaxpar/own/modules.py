@@ -34,7 +34,9 @@ def from_nnx(
       optimizer: As `OwnModel`'s.
       collate: As `OwnModel`'s.
     """
-    graph, _, streams, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))), nnx.Param, nnx.RngState, ...)
+    graph, _, streams, _ = nnx.split(
+        nnx.eval_shape(lambda: make(nnx.Rngs(0))), nnx.Param, nnx.RngState, ...
+    )
 
     def init_variables(key: PRNGKey) -> PyTree:
         _, params, _, rest = nnx.split(make(nnx.Rngs(key)), nnx.Param, nnx.RngState, ...)
@@ -42,7 +44,9 @@ def from_nnx(
         return {"params": nnx.to_pure_dict(params)} | ({"state": rest} if rest else {})
 
     def merged(variables: PyTree, key: PRNGKey) -> nnx.Module:
-        return nnx.merge(graph, variables["params"], _from_key(streams, key), variables.get("state", {}))
+        return nnx.merge(
+            graph, variables["params"], _from_key(streams, key), variables.get("state", {})
+        )
 
     def own_loss(variables: PyTree, batch: PyTree, key: PRNGKey) -> tuple:
         module = merged(variables, key)

@@ -52,13 +52,17 @@ def verify_own(
       A row a layout and dtype.
     """
     if not layouts:
-        raise UsageError("there is no layout to verify; legal are such as Layout(MeshSpec(data=2, tensor=4)).")
+        raise UsageError(
+            "there is no layout to verify; legal are such as Layout(MeshSpec(data=2, tensor=4))."
+        )
     sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch(0))
     batch_axes = jax.tree.map(lambda x: ("batch", *(None,) * (len(x.shape) - 1)), sample)
     state = jax.device_get(jax.jit(model.init)(jax.random.key(seed)))
 
     def in_dtype(laid: OwnModel, dtype: str) -> Model:
-        params, collections = jax.tree.map(lambda x: _cast(x, dtype), (state.params, state.collections))
+        params, collections = jax.tree.map(
+            lambda x: _cast(x, dtype), (state.params, state.collections)
+        )
 
         def loss(params, batch):
             batch = jax.tree.map(lambda x: _cast(x, dtype), batch)
@@ -67,7 +71,9 @@ def verify_own(
         return Model(params, laid.param_axes(params), loss, laid.rule())
 
     rows: list[LayoutReport] = []
-    for _, same in itertools.groupby(layouts, lambda layout: (layout.mesh.fsdp, layout.mesh.tensor)):
+    for _, same in itertools.groupby(
+        layouts, lambda layout: (layout.mesh.fsdp, layout.mesh.tensor)
+    ):
         group = list(same)
         mesh = make_mesh(group[0].mesh, jax.devices()[: group[0].num_devices])
         with use_mesh(mesh, rules_from(layout=group[0].name)):
@@ -88,7 +94,9 @@ def verify_own(
     return rows
 
 
-def allowed_transfers(params: PyTree, axes: PyTree, batch_axes: PyTree, layout: Layout) -> list[Transfer]:
+def allowed_transfers(
+    params: PyTree, axes: PyTree, batch_axes: PyTree, layout: Layout
+) -> list[Transfer]:
     """Returns what a layout may send between devices, on the ambient mesh.
 
     That is what `jaxpar.verify.allowed_by_axes` says: each parameter gathered at most twice,

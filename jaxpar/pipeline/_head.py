@@ -58,7 +58,9 @@ def share_of(rows: Array, x: Array, targets: Array, size: int, smoothing: float 
     pulled = jnp.einsum("btn,nd->btd", soft, rows)
     row = _looked_up(rows, targets - first)
     if smoothing:
-        row = (1 - smoothing) * row + (smoothing / size * rows.sum(0, dtype=wide)).astype(row.dtype)[None, None]
+        row = (1 - smoothing) * row + (smoothing / size * rows.sum(0, dtype=wide)).astype(
+            row.dtype
+        )[None, None]
     chosen = (x.astype(wide) * row.astype(wide)).sum(-1)
     return Share(soft, top, norm, chosen, pulled, row, jnp.zeros_like(top))
 
@@ -68,7 +70,9 @@ def merge_shares(share: Share, weights: Array, z_loss: float) -> tuple[Array, Ar
 
     Loss and z are the same on all. Messages: three numbers a token from each stage to all, and one sum of [B, T, D].
     """
-    top, norm, chosen = jax.lax.all_gather(jnp.stack([share.top, share.norm, share.chosen]), AXIS, axis=1)
+    top, norm, chosen = jax.lax.all_gather(
+        jnp.stack([share.top, share.norm, share.chosen]), AXIS, axis=1
+    )
     highest = top.max(0)
     shares = norm * jnp.exp(top - highest[None])
     total = shares.sum(0)
@@ -82,7 +86,9 @@ def merge_shares(share: Share, weights: Array, z_loss: float) -> tuple[Array, Ar
     return value, z, jax.lax.psum(dx, AXIS).astype(share.soft.dtype), factor
 
 
-def rows_gradient(share: Share, x: Array, targets: Array, weights: Array, size: int, smoothing: float = 0.0) -> Array:
+def rows_gradient(
+    share: Share, x: Array, targets: Array, weights: Array, size: int, smoothing: float = 0.0
+) -> Array:
     """Returns the gradient of a stage's rows, after the barrier, [n, D], float32 at least; not of rows over `size`."""
     count = share.soft.shape[-1]
     hit = jnp.arange(count)[None, None] == (targets - jax.lax.axis_index(AXIS) * count)[..., None]

@@ -25,24 +25,32 @@ def empty_on_host(kept: list[jax.ShapeDtypeStruct], *leading: int) -> list[Array
     Each is filled with another number: of equal ones XLA makes one, and then copies it on the host.
     """
     return [
-        jax.device_put(jnp.full((*leading, *like.shape), number, like.dtype), HOST) for number, like in enumerate(kept)
+        jax.device_put(jnp.full((*leading, *like.shape), number, like.dtype), HOST)
+        for number, like in enumerate(kept)
     ]
 
 
-def exchanged(stash: list[Array], host: Sequence[Array], cell: dict[str, Array]) -> tuple[list[Array], list[Array]]:
+def exchanged(
+    stash: list[Array], host: Sequence[Array], cell: dict[str, Array]
+) -> tuple[list[Array], list[Array]]:
     """Returns the stash with what comes back, and the host's slots with what goes, of what both held before."""
     source = jnp.maximum(cell["offload"], 0)
     goal = jnp.where(cell["offload_to"] >= 0, cell["offload_to"], host[0].shape[0] - 1)
 
     def fetch(cell, stash):
         back = [jax.device_put(_slot(each, cell["fetch"]), DEVICE) for each in host]
-        return [_with_slot(slots, cell["fetch_to"], new) for slots, new in zip(stash, back, strict=True)]
+        return [
+            _with_slot(slots, cell["fetch_to"], new) for slots, new in zip(stash, back, strict=True)
+        ]
 
     # All reads come before all writes, by barriers: else XLA copies the slots.
     stash, here = jax.lax.optimization_barrier((stash, [_slot(each, source) for each in stash]))
     stash = at_most_once(cell["fetch"] >= 0, fetch, cell, stash)
     stash, here = jax.lax.optimization_barrier((stash, here))
-    there = [_with_slot(slots, goal, jax.device_put(new, HOST)) for slots, new in zip(host, here, strict=True)]
+    there = [
+        _with_slot(slots, goal, jax.device_put(new, HOST))
+        for slots, new in zip(host, here, strict=True)
+    ]
     return stash, there
 
 

@@ -21,4 +21,6 @@ def at_most_once(is_due: Array, task: Callable, cell: dict, state: PyTree) -> Py
         return turn + 1, task({name: value + turn for name, value in cell.items()}, state)
 
     turns = is_due.astype(jnp.int32)
-    return jax.lax.while_loop(lambda carry: carry[0] < turns, once, (jnp.zeros_like(turns), state))[1]
+    return jax.lax.while_loop(lambda carry: carry[0] < turns, once, (jnp.zeros_like(turns), state))[
+        1
+    ]

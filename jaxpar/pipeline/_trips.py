@@ -16,7 +16,9 @@ def ticks_of_gathers(schedule: Schedule, ticks: dict[Task, int]) -> dict[Side, i
     """
     found: dict[Side, int] = {}
     free = [0] * schedule.devices
-    for side in sorted((side for side in schedule.sides if side.kind == "gather"), key=lambda side: side[1:3]):
+    for side in sorted(
+        (side for side in schedule.sides if side.kind == "gather"), key=lambda side: side[1:3]
+    ):
         found[side] = max(tick_of_side(schedule, ticks, side), free[side.device])
         free[side.device] = found[side] + 1
     return found
@@ -52,7 +54,9 @@ def ticks_of_transfers(schedule: Schedule, ticks: dict[Task, int]) -> dict[Side,
         name = f"what chunk {chunk} keeps of microbatch {j}"
         out, back = (ways.get((way, chunk, j)) for way in ("offload", "fetch"))
         if out is None or back is None:
-            raise UsageError(f"{name} has {kind} and nothing that undoes it; `check_schedule` says what is wrong.")
+            raise UsageError(
+                f"{name} has {kind} and nothing that undoes it; `check_schedule` says what is wrong."
+            )
         if back <= out:
             raise UsageError(
                 f"{name} has no time to go to the host and come back in lock-step, where its backward task comes two "

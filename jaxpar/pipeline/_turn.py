@@ -78,7 +78,13 @@ class Turn:
         known = _known(params, where)
         again, leaves = self.again(*known), []
         for place, here, made in zip(self.places, self.known, self.fresh, strict=True):
-            leaf = known[here] if here >= 0 else again[made] if made >= 0 else _keys(kept[place], self.kept[place])
+            leaf = (
+                known[here]
+                if here >= 0
+                else again[made]
+                if made >= 0
+                else _keys(kept[place], self.kept[place])
+            )
             leaves.append(leaf)
         pull = jax.tree.unflatten(self.pull, leaves)
         extra = jnp.asarray(share, self.told_dtype)
@@ -95,10 +101,15 @@ class Turn:
         """Returns the gradients that were put off, in turn."""
         weights, _ = take_apart(self.products, jax.tree.leaves(params))
         products = [product for product in self.products if product]
-        return [product.gradient(weight, pair) for product, weight, pair in zip(products, weights, pairs, strict=True)]
+        return [
+            product.gradient(weight, pair)
+            for product, weight, pair in zip(products, weights, pairs, strict=True)
+        ]
 
 
-def turn_of(stages: Stages, params: PyTree, x: PyTree, where: Where, is_whole: bool = False) -> Turn:
+def turn_of(
+    stages: Stages, params: PyTree, x: PyTree, where: Where, is_whole: bool = False
+) -> Turn:
     """Returns how to run a turn, from one turn's parameters, its input and what else it reads; or from their shapes."""
     with _of_weights(is_whole):
         return _turn_of(stages, params, x, where, is_whole)
@@ -134,16 +145,26 @@ def _turn_of(stages: Stages, params: PyTree, x: PyTree, where: Where, is_whole: 
     given = params, *rest, x
     program, (kept, told) = jax.make_jaxpr(probe, return_shape=True)(*given)
     depends, again = _without(program, len(jax.tree.leaves(x)), len(kept))
-    numbers = [list(itertools.accumulate((one == is_kept for one in depends), initial=0)) for is_kept in (True, False)]
+    numbers = [
+        list(itertools.accumulate((one == is_kept for one in depends), initial=0))
+        for is_kept in (True, False)
+    ]
     places, fresh = (
-        tuple(number[place] if place >= 0 and depends[place] == is_kept else -1 for place in found["places"])
+        tuple(
+            number[place] if place >= 0 and depends[place] == is_kept else -1
+            for place in found["places"]
+        )
         for number, is_kept in zip(numbers, (True, False), strict=True)
     )
     kept = tuple(like for like, is_kept in zip(kept, depends, strict=True) if is_kept)
-    return Turn(stages, products, found["pull"], found["known"], places, fresh, kept, again, told, is_whole)
+    return Turn(
+        stages, products, found["pull"], found["known"], places, fresh, kept, again, told, is_whole
+    )
 
 
-def _without(program: jex.ClosedJaxpr, last: int, results: int) -> tuple[list[bool], Callable[..., list[Array]]]:
+def _without(
+    program: jex.ClosedJaxpr, last: int, results: int
+) -> tuple[list[bool], Callable[..., list[Array]]]:
     """Returns which of the first results depend on the last inputs, and a program of the other inputs for the others.
 
     Of an inner program all results depend on an input of it, or none.
@@ -162,7 +183,9 @@ def _without(program: jex.ClosedJaxpr, last: int, results: int) -> tuple[list[bo
             needed.update(var for var in step.invars if not isinstance(var, jex.Literal))
             steps.append(step)
     info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
-    less = jaxpr.replace(invars=jaxpr.invars[:count], outvars=wanted, eqns=steps[::-1], debug_info=info)
+    less = jaxpr.replace(
+        invars=jaxpr.invars[:count], outvars=wanted, eqns=steps[::-1], debug_info=info
+    )
     return depends, jex.jaxpr_as_fun(jex.ClosedJaxpr(less, program.consts))
 
 
@@ -178,7 +201,9 @@ def _differentiated(
 
     def run(slots, rest, x, weights, index, data, key):
         late = [Deferred(*pair) for pair in zip(weights, slots, strict=True)]
-        x, told = stages.layer(tree.unflatten(put_together(products, late, rest)), index, x, data, key)
+        x, told = stages.layer(
+            tree.unflatten(put_together(products, late, rest)), index, x, data, key
+        )
         return (x, sum(told.losses.values(), start=jnp.zeros((), jnp.float32))), told
 
     slots = [product.slot() for product in products if product]

@@ -44,7 +44,9 @@ class Program:
         schedule, layers = self.table.schedule, work.layers
         ((_, _, sums, loss, told, last), _), _ = jax.lax.scan(work.tick, work.start(), rows[:, 0])
         loss, last, outside = jax.tree.map(lambda x: jax.lax.psum(x, AXIS), (loss, last, sums.ends))
-        gradients = collect_chunks(jax.tree.unflatten(jax.tree.structure(layers), sums.layers), schedule)
+        gradients = collect_chunks(
+            jax.tree.unflatten(jax.tree.structure(layers), sums.layers), schedule
+        )
         return loss, told, last, sums._replace(layers=gradients, ends=outside)
 
     def work(self, given: Given) -> "Work":
@@ -65,7 +67,10 @@ class Work:
         self.table, self.stages, self.size = program.table, program.stages, program.chunk_size
         self.schedule, self.own, self.given = self.table.schedule, own, given
         self.layers, self.ends, self.parts, self.key, self.total, *_ = given
-        self.share, self.turns = 1 / self.schedule.microbatches, np.arange(self.size, dtype=np.int32)
+        self.share, self.turns = (
+            1 / self.schedule.microbatches,
+            np.arange(self.size, dtype=np.int32),
+        )
         where = self.where(0, 0, 0)
         self.vocabulary = program.vocabulary
         self.x = jax.eval_shape(lambda: self.enter(where, 0))
@@ -75,7 +80,9 @@ class Work:
         self.kept = [raw_shape(like) for like in self.turn.kept]
         self.ops = {task.op for task in self.schedule.tasks}
         is_apart = Op.B in self.ops  # otherwise no task leaves factors to another
-        self.pairs = [(product.x, product.y) for product in self.turn.products if product and is_apart]
+        self.pairs = [
+            (product.x, product.y) for product in self.turn.products if product and is_apart
+        ]
 
     def where(self, chunk: Index, turn: Index, j: Index) -> Where:
         """What a turn of a device's chunk reads of microbatch j."""
@@ -95,7 +102,9 @@ class Work:
     def gather(self, cell: dict, state: State) -> State:
         """Gathers the weights of a chunk into a slot."""
         chunk = gathered_chunk(_at_all(self.layers, cell["gather"]), self.stages)
-        weights = jax.tree.map(lambda x, new: _with(x, new, cell["gather_to"]), state.slots.weights, chunk)
+        weights = jax.tree.map(
+            lambda x, new: _with(x, new, cell["gather_to"]), state.slots.weights, chunk
+        )
         return state._replace(slots=state.slots._replace(weights=weights))
 
     def start(self) -> tuple[State, tuple]:
@@ -110,10 +119,16 @@ class Work:
         told = _zeros(turn.told, num_chunks, m, self.size)
         flying = tuple(_zeros(self.x) for _ in range(self.table.latency - 1))
         host = empty_on_host(self.kept, slots["host"] + 1, self.size) if "host" in slots else []
-        weights = gathered_chunk(_zeros(jax.tree.map(lambda x: x[0], self.layers)), self.stages) if self.gathers else ()
+        weights = (
+            gathered_chunk(_zeros(jax.tree.map(lambda x: x[0], self.layers)), self.stages)
+            if self.gathers
+            else ()
+        )
         weights = jax.tree.map(lambda x: jnp.broadcast_to(x, (slots["weights"], *x.shape)), weights)
         held = Slots(streams, stash, factors, host=host, weights=weights)
-        return State(_zeros(self.x), held, Sums(wide, ends), _zeros(self.loss), told, _zeros(self.last, m)), flying
+        return State(
+            _zeros(self.x), held, Sums(wide, ends), _zeros(self.loss), told, _zeros(self.last, m)
+        ), flying
 
     def tick(self, carry: tuple[State, tuple], row: Array) -> tuple[tuple[State, tuple], None]:
         """Does a task, and exchanges messages with both neighbours; before it, slots with the host."""
@@ -166,14 +181,22 @@ class Work:
             j = cell["microbatch"]
             return _split(self.enter(self.where(cell["chunk"], 0, j), j))
 
-        x = at_most_once(self.is_first(chunk), enter, cell, _split(_at_all(slots.inbox, cell["input"])))
+        x = at_most_once(
+            self.is_first(chunk), enter, cell, _split(_at_all(slots.inbox, cell["input"]))
+        )
 
         def one(carry, turn):
             x, stash, all_told = carry
             here = dataclasses.replace(where, index=where.index + turn)
             x, kept, told = self.turn.forward(params_of(turn), x, here)
-            stash = [_with(slots, each, slot, turn) for slots, each in zip(stash, kept, strict=True)]
-            return (x, stash, jax.tree.map(lambda x, new: _with(x, new, chunk, j, turn), all_told, told)), None
+            stash = [
+                _with(slots, each, slot, turn) for slots, each in zip(stash, kept, strict=True)
+            ]
+            return (
+                x,
+                stash,
+                jax.tree.map(lambda x, new: _with(x, new, chunk, j, turn), all_told, told),
+            ), None
 
         (x, stash, told), _ = jax.lax.scan(one, (x, slots.stash, state.told), self.turns)
         return state._replace(message=_split(x), slots=slots._replace(stash=stash), told=told)
@@ -195,7 +218,9 @@ class Work:
             if fused:
                 late = self.turn.gradients(params, pairs)
             else:
-                factors = jax.tree.map(lambda x, new: _with(x, new, cell["factors"], turn), factors, pairs)
+                factors = jax.tree.map(
+                    lambda x, new: _with(x, new, cell["factors"], turn), factors, pairs
+                )
             return (g, factors, self.add(layers, chunk, turn, rest=rest, late=late)), None
 
         start = state.message, slots.factors, state.sums.layers
@@ -228,7 +253,9 @@ class Work:
         def last(ends, x):
             return self.stages.last(ends, x, where.data, self.total)
 
-        loss, pull, told = jax.vjp(last, self.ends, _at_all(state.slots.inbox, cell["input"]), has_aux=True)
+        loss, pull, told = jax.vjp(
+            last, self.ends, _at_all(state.slots.inbox, cell["input"]), has_aux=True
+        )
         ends, g = pull(jnp.ones_like(loss))
         sums = state.sums._replace(ends=added(state.sums.ends, ends))
         last_told = jax.tree.map(lambda x, new: _with(x, new, j), state.last, told)
@@ -247,14 +274,21 @@ class Work:
         return state._replace(sums=state.sums._replace(layers=layers))
 
     def add(
-        self, sums: list[Array], chunk: Array, turn: Array, rest: list | None = None, late: list | None = None
+        self,
+        sums: list[Array],
+        chunk: Array,
+        turn: Array,
+        rest: list | None = None,
+        late: list | None = None,
     ) -> list[Array]:
         """Adds a turn's gradients to those of its chunk: of the products, of the others, or of both."""
         products, new = self.turn.products, []
         for totals, more in zip(take_apart(products, sums), (late, rest), strict=True):
             if more is not None:
                 pairs = zip(totals, more, strict=True)
-                totals = [_with(x, _at(x, chunk, turn) + y.astype(x.dtype), chunk, turn) for x, y in pairs]
+                totals = [
+                    _with(x, _at(x, chunk, turn) + y.astype(x.dtype), chunk, turn) for x, y in pairs
+                ]
             new.append(totals)
         return put_together(products, *new)
 
@@ -286,7 +320,9 @@ class HeadWork(Work):
         """What this stage says of the last layer's output."""
         head = self.head
         targets, _ = head.targets(where.data, self.total)
-        return share_of(self.given.rows, head.ready(self.ends, x), targets, self.vocabulary, head.smoothing)
+        return share_of(
+            self.given.rows, head.ready(self.ends, x), targets, self.vocabulary, head.smoothing
+        )
 
     def start(self) -> tuple[State, tuple]:
         state, flying = super().start()
@@ -316,7 +352,9 @@ class HeadWork(Work):
         x, share, j = _at_all(state.slots.head, cell["head"])
         head, rows = self.head, state.sums.rows
         targets, weights = head.targets(self.where(0, 0, j).data, self.total)
-        more = rows_gradient(share, head.ready(self.ends, x), targets, weights, self.vocabulary, head.smoothing)
+        more = rows_gradient(
+            share, head.ready(self.ends, x), targets, weights, self.vocabulary, head.smoothing
+        )
         return state._replace(sums=state.sums._replace(rows=rows + more.astype(rows.dtype)))
 
     def meet(self, cell: dict, state: State, message: PyTree) -> State:
@@ -324,7 +362,9 @@ class HeadWork(Work):
         me, owner = jax.lax.axis_index(AXIS), self.schedule.placement[-1]
 
         def sent(cell, inbox):
-            every = jax.tree.map(lambda x: jax.lax.psum(jnp.where(me == owner, x, 0), AXIS), message)
+            every = jax.tree.map(
+                lambda x: jax.lax.psum(jnp.where(me == owner, x, 0), AXIS), message
+            )
             return _put(inbox, every, cell["from_all"])
 
         def barrier(cell, state):
@@ -341,7 +381,12 @@ class HeadWork(Work):
             kept = _put(slots.head, (x, share._replace(factor=factor), j), cell["merge"])
             slots = slots._replace(head=kept, inbox=_put(slots.inbox, _split(g), cell["merged"]))
             last = _put(state.last, told, j)
-            return state._replace(slots=slots, sums=sums._replace(ends=ends), loss=state.loss + once * value, last=last)
+            return state._replace(
+                slots=slots,
+                sums=sums._replace(ends=ends),
+                loss=state.loss + once * value,
+                last=last,
+            )
 
         inbox = at_most_once(cell["from_all"] >= 0, sent, cell, state.slots.inbox)
         state = state._replace(slots=state.slots._replace(inbox=inbox))
@@ -371,7 +416,11 @@ def _put(buffers: PyTree, values: PyTree, slot: Index, column: Index | None = No
     """Writes into a slot, or into a column of it; nothing where the slot is -1, and then no bit changes."""
 
     def one(buffer, value):
-        places = (jnp.maximum(slot, 0),) if column is None else (jnp.maximum(slot, 0), jnp.maximum(column, 0))
+        places = (
+            (jnp.maximum(slot, 0),)
+            if column is None
+            else (jnp.maximum(slot, 0), jnp.maximum(column, 0))
+        )
         return _with(buffer, jnp.where(slot >= 0, value, _at(buffer, *places)), *places)
 
     return jax.tree.map(one, buffers, values)

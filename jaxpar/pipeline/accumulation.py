@@ -153,7 +153,9 @@ class InTurn:
 
         def add(sums, index_and_part):
             index, part = index_and_part
-            (value, aux), grads = gradient(params, part, key_of_part(key, index, count), total, 1 / count)
+            (value, aux), grads = gradient(
+                params, part, key_of_part(key, index, count), total, 1 / count
+            )
             return jax.tree.map(jnp.add, sums, (value, grads)), aux
 
         first = jax.tree.leaves(params)[0]

@@ -105,13 +105,26 @@ class PipeDream:
 
         def first_state(own):
             state = self.rule.init(own)
-            names = axes_like(state, own, axes) if axes else jax.tree.map(lambda x: (None,) * x.ndim, state)
-            return jax.tree.map(lambda names, x: constrain(x, *names)[None], names, state, is_leaf=is_axes)
+            names = (
+                axes_like(state, own, axes)
+                if axes
+                else jax.tree.map(lambda x: (None,) * x.ndim, state)
+            )
+            return jax.tree.map(
+                lambda names, x: constrain(x, *names)[None], names, state, is_leaf=is_axes
+            )
 
-        return jax.jit(by_stage(first_state, (_own(params),), AT))(params)  # which without jit refuses constants
+        return jax.jit(by_stage(first_state, (_own(params),), AT))(
+            params
+        )  # which without jit refuses constants
 
     def __call__(
-        self, stages: Stages, params: PyTree, state: PyTree, microbatches: PyTree, key: PRNGKey | None = None
+        self,
+        stages: Stages,
+        params: PyTree,
+        state: PyTree,
+        microbatches: PyTree,
+        key: PRNGKey | None = None,
     ) -> tuple[PyTree, PyTree, Array]:
         """Returns parameters and state after one update a microbatch, and the loss of each, [m], as it went forward.
 
@@ -134,14 +147,18 @@ class PipeDream:
             and after them, as a tied embedding is.
         """
         devices = _num_stages(stages, params)
-        m, known = (sorted({leaf.shape[0] for leaf in jax.tree.leaves(tree)}) for tree in (microbatches, state))
+        m, known = (
+            sorted({leaf.shape[0] for leaf in jax.tree.leaves(tree)})
+            for tree in (microbatches, state)
+        )
         if len(m) != 1 or known not in ([], [devices]):
             raise UsageError(
                 f"microbatches are stacked, all [m, ...], and the state is [{devices}, ...] of as many stages; here m "
                 f"is {m}, and the state is of {known}."
             )
         microbatches = jax.tree.map(
-            lambda x: constrain(x, None, "batch", *(None,) * (x.ndim - 2), name="microbatches"), microbatches
+            lambda x: constrain(x, None, "batch", *(None,) * (x.ndim - 2), name="microbatches"),
+            microbatches,
         )
         first = _read_first(stages, params, microbatches, key)
         table, slots = _packed(devices, *m)
@@ -199,13 +216,17 @@ class _Work:
         self.x = jax.eval_shape(lambda: stages.first(held, where.data, where.key))
         self.turn = turn_of(stages, _layer(held), self.x, where)
         self.kept = [raw_shape(like) for like in self.turn.kept]
-        self.loss, _ = jax.eval_shape(lambda x: stages.last(held, x, where.data, stages.total(where.data)), self.x)
+        self.loss, _ = jax.eval_shape(
+            lambda x: stages.last(held, x, where.data, stages.total(where.data)), self.x
+        )
 
     def run(self, own: PyTree, state: PyTree, rows: Array) -> tuple[PyTree, PyTree, Array]:
         """Returns what `PipeDream` does: a stage's layers and state, and what lies outside of the layers on all."""
         slots = self.table.slots
         stash, losses = _zeros(self.kept, slots["stash"], self.size), _zeros(self.loss, self.m)
-        start = _Carry(_zeros(self.x), _zeros(self.x, slots["inbox"]), stash, self.ring, state, losses)
+        start = _Carry(
+            _zeros(self.x), _zeros(self.x, slots["inbox"]), stash, self.ring, state, losses
+        )
         end, _ = jax.lax.scan(self.tick, start, rows)
         own = self.version(end.ring, self.m % (self.devices - self.me))
 
@@ -237,7 +258,9 @@ class _Work:
         def enter(cell, x):
             del x
             where = self.where(cell["microbatch"])
-            return _split(self.stages.first(self.held(carry.ring, cell["read"], 0), where.data, where.key))
+            return _split(
+                self.stages.first(self.held(carry.ring, cell["read"], 0), where.data, where.key)
+            )
 
         x = at_most_once(self.me == 0, enter, cell, _split(_at_all(carry.inbox, cell["input"])))
 
@@ -245,7 +268,10 @@ class _Work:
             x, stash = x_and_stash
             here = dataclasses.replace(where, index=where.index + turn)
             x, kept, told = self.turn.forward(_layer(self.held(carry.ring, slot, turn)), x, here)
-            stash = [_with(slots, each, cell["stash"], turn) for slots, each in zip(stash, kept, strict=True)]
+            stash = [
+                _with(slots, each, cell["stash"], turn)
+                for slots, each in zip(stash, kept, strict=True)
+            ]
             return (x, stash), sum(told.losses.values(), jnp.zeros((), self.loss.dtype))
 
         (x, stash), losses = jax.lax.scan(one, (x, carry.stash), self.turns)
@@ -275,7 +301,9 @@ class _Work:
         newest = self.version(carry.ring, cell["newest"])
         updates, state = self.rule.update(gradient, carry.state, newest)
         new = optax.apply_updates(newest, updates)
-        ring = jax.tree.map(lambda x, new: _with(x, new, _within(x, cell["write"])), carry.ring, new)
+        ring = jax.tree.map(
+            lambda x, new: _with(x, new, _within(x, cell["write"])), carry.ring, new
+        )
         return carry._replace(ring=ring, state=state)
 
     def returned(self, cell: dict, carry_and_sums: tuple[_Carry, PyTree]) -> tuple[_Carry, PyTree]:
@@ -289,22 +317,32 @@ class _Work:
 
         loss, pull = jax.vjp(last, self.ends(cell, carry), carry.message)
         of_ends, g = pull(jnp.ones_like(loss))
-        return carry._replace(message=_split(g), losses=carry.losses.at[j].add(loss)), added(sums, of_ends)
+        return carry._replace(message=_split(g), losses=carry.losses.at[j].add(loss)), added(
+            sums, of_ends
+        )
 
     def entered(self, cell: dict, carry_and_sums: tuple[_Carry, PyTree]) -> tuple[_Carry, PyTree]:
         """Adds the gradient of what entered the first stage's layers."""
         carry, sums = carry_and_sums
         where = self.where(cell["microbatch"])
-        _, pull = jax.vjp(lambda ends: self.stages.first(ends, where.data, where.key), self.ends(cell, carry))
+        _, pull = jax.vjp(
+            lambda ends: self.stages.first(ends, where.data, where.key), self.ends(cell, carry)
+        )
         return carry, added(sums, pull(carry.message)[0])
 
     def ends(self, cell: dict, carry: _Carry) -> PyTree:
         """What lies outside of the layers, of the version that a task reads, as a step holds it."""
-        return {name: part for name, part in self.held(carry.ring, cell["read"], 0).items() if name != "layers"}
+        return {
+            name: part
+            for name, part in self.held(carry.ring, cell["read"], 0).items()
+            if name != "layers"
+        }
 
     def where(self, j: Index) -> Where:
         """What the stage's first turn reads of microbatch j."""
-        return Where(self.me * self.size, _at_all(self.microbatches, j), key_of_part(self.key, j, self.m))
+        return Where(
+            self.me * self.size, _at_all(self.microbatches, j), key_of_part(self.key, j, self.m)
+        )
 
     def filled(self, own: PyTree) -> PyTree:
         """A ring with the first version in every slot."""
@@ -343,10 +381,14 @@ def _num_stages(stages: Stages, params: PyTree) -> int:
     """P, of the ambient mesh, between whose stages the layers divide."""
     devices = jax.sharding.get_abstract_mesh().shape.get(AXIS, 0)
     if not devices:
-        raise UsageError("PipeDream needs a mesh with an axis `stage`; make one with jaxpar.mesh.make_mesh.")
+        raise UsageError(
+            "PipeDream needs a mesh with an axis `stage`; make one with jaxpar.mesh.make_mesh."
+        )
     turns = {leaf.shape[:1] for leaf in jax.tree.leaves(params["layers"])}
     if turns != {(stages.num_turns,)}:
-        raise UsageError(f'parameters of "layers" must be stacked, [{stages.num_turns}, ...]; here are {turns}.')
+        raise UsageError(
+            f'parameters of "layers" must be stacked, [{stages.num_turns}, ...]; here are {turns}.'
+        )
     if stages.num_turns % devices:
         below = stages.num_turns // devices * devices
         legal = f"{below} or {below + devices}" if below else f"{devices}"
@@ -356,12 +398,19 @@ def _num_stages(stages: Stages, params: PyTree) -> int:
     return devices
 
 
-def _read_first(stages: Stages, params: PyTree, microbatches: PyTree, key: PRNGKey | None) -> frozenset[str]:
+def _read_first(
+    stages: Stages, params: PyTree, microbatches: PyTree, key: PRNGKey | None
+) -> frozenset[str]:
     """Names of the parameters that are read before the layers; the last stage has all others but the layers."""
-    ends = {name: part for name, part in jax.eval_shape(stages.hold, params).items() if name != "layers"}
+    ends = {
+        name: part for name, part in jax.eval_shape(stages.hold, params).items() if name != "layers"
+    }
     data = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), microbatches)
     x, total = jax.eval_shape(stages.first, ends, data, key), jax.eval_shape(stages.total, data)
-    before, after = _names_read(stages.first, ends, data, key), _names_read(stages.last, ends, x, data, total)
+    before, after = (
+        _names_read(stages.first, ends, data, key),
+        _names_read(stages.last, ends, x, data, total),
+    )
     if both := before & after:
         raise UsageError(
             f"{', '.join(sorted(both))} is read before the layers and after them, by stages that update apart; "
@@ -383,6 +432,10 @@ def _packed(devices: int, m: int) -> tuple[TickTable, np.ndarray]:
     """The table, and int32 [ticks, P, `VERSIONS`]: version v of stage s lies in slot v mod P - s; -1 says nothing."""
     table = pack_schedule(pipedream(devices, m))
     op, j, slots = table.column("op"), table.column("microbatch"), devices - np.arange(devices)
-    used = np.maximum(j - slots + 1, 0)  # updates before, where the stage has as many microbatches under way
+    used = np.maximum(
+        j - slots + 1, 0
+    )  # updates before, where the stage has as many microbatches under way
     each = [(used, op != Op.IDLE), (j, op == Op.BW), (j + 1, op == Op.BW)]
-    return table, np.stack([np.where(says, version % slots, -1) for version, says in each], -1).astype(np.int32)
+    return table, np.stack(
+        [np.where(says, version % slots, -1) for version, says in each], -1
+    ).astype(np.int32)

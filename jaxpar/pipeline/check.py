@@ -32,7 +32,9 @@ def check_schedule(schedule: Schedule, cap: int | None = None) -> list[str]:
     if not found and cap is not None:
         held = simulate_schedule(schedule).held
         found += [
-            f"device {d} keeps {n} microbatches of a chunk, over a cap of {cap}" for d, n in enumerate(held) if n > cap
+            f"device {d} keeps {n} microbatches of a chunk, over a cap of {cap}"
+            for d, n in enumerate(held)
+            if n > cap
         ]
     return found
 
@@ -59,7 +61,10 @@ def _wrong_tasks(schedule: Schedule) -> Iterator[str]:
             shares = [Task(op, device, j) for device in range(schedule.devices)]
             legal |= set(shares)
             yield from (f"{task} is missing" for task in shares if task not in times)
-    yield from (f"{task} is of no chunk that microbatch {task.microbatch} passes" for task in times.keys() - legal)
+    yield from (
+        f"{task} is of no chunk that microbatch {task.microbatch} passes"
+        for task in times.keys() - legal
+    )
 
 
 def _wrong_sides(schedule: Schedule) -> Iterator[str]:
@@ -84,7 +89,10 @@ def _wrong_sides(schedule: Schedule) -> Iterator[str]:
             elif not other:
                 yield f"{name} has {kind} and nothing that undoes it"
             elif kind == "fetch":
-                if (sides[0].place, schedule.sides.index(sides[0])) < (other[0].place, schedule.sides.index(other[0])):
+                if (sides[0].place, schedule.sides.index(sides[0])) < (
+                    other[0].place,
+                    schedule.sides.index(other[0]),
+                ):
                     yield f"{name} comes back before it is offloaded"
                 if sides[0].place > row.index(schedule.backward(chunk, j)):
                     yield f"{name} comes back after it is needed"
@@ -92,7 +100,11 @@ def _wrong_sides(schedule: Schedule) -> Iterator[str]:
             owner = schedule.placement[chunk]
             yield f"{kind} of chunk {chunk} is on device {device}, its chunk on device {owner}"
         else:
-            users = [i for i, task in enumerate(row) if task.chunk == chunk and task.op not in (Op.S, Op.T)]
+            users = [
+                i
+                for i, task in enumerate(row)
+                if task.chunk == chunk and task.op not in (Op.S, Op.T)
+            ]
             if not users:
                 yield f"{kind} of chunk {chunk} serves no task of device {device}"
                 continue

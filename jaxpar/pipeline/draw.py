@@ -9,7 +9,9 @@ from jaxpar.pipeline.timing import UNITS, TaskCosts, Timing, simulate_schedule, 
 
 __all__ = ["draw_schedule", "schedule_text"]
 
-COLORS: dict[Op, str] = dict(zip((Op.F, Op.B, Op.W, Op.S, Op.BW, Op.T), COLORS_IN_TURN, strict=False))
+COLORS: dict[Op, str] = dict(
+    zip((Op.F, Op.B, Op.W, Op.S, Op.BW, Op.T), COLORS_IN_TURN, strict=False)
+)
 WORDS = {Op.F: "forward", Op.B: "gradient of inputs", Op.W: "gradient of weights", Op.BW: "gradient of both",
          Op.S: "softmax of the vocabulary", Op.T: "gradient of the vocabulary"}  # fmt: skip
 PALER = ", paler boxes later chunks"
@@ -34,7 +36,9 @@ def schedule_text(schedule: Schedule, numbered: bool = False) -> str:
             number = f"{task.microbatch}.{task.chunk}" if several else str(task.microbatch)
             cells[ticks[task]] = LETTERS[task.op] + (number if numbered else "")
         width = max(map(len, cells))
-        lines.append(" ".join(cell.ljust(width) for cell in cells).rstrip() if numbered else "".join(cells))
+        lines.append(
+            " ".join(cell.ljust(width) for cell in cells).rstrip() if numbered else "".join(cells)
+        )
     return "\n".join(lines)
 
 
@@ -65,15 +69,31 @@ def draw_schedule(
     from matplotlib.patches import Patch
 
     timing = simulate_schedule(schedule, costs, latency=latency, lockstep=lockstep)
-    axes, has_chunks = figure.subplots(), any(len(schedule.chunks_of(d)) > 1 for d in range(schedule.devices))
+    axes, has_chunks = (
+        figure.subplots(),
+        any(len(schedule.chunks_of(d)) > 1 for d in range(schedule.devices)),
+    )
     for what, device, start, end in timing.times:
         if isinstance(what, Side):
-            axes.barh(device + 0.41 + 0.06 * ROWS[what.kind], end - start, left=start, height=0.05, color="0.3")
+            axes.barh(
+                device + 0.41 + 0.06 * ROWS[what.kind],
+                end - start,
+                left=start,
+                height=0.05,
+                color="0.3",
+            )
             continue
         shade = schedule.chunks_of(device).index(what.chunk) if what.op not in (Op.S, Op.T) else 0
         alpha = 1 - 0.55 * shade / max(1, len(schedule.chunks_of(device)) - 1)
         axes.barh(
-            device, end - start, left=start, height=0.76, color=COLORS[what.op], alpha=alpha, edgecolor="white", lw=0.4
+            device,
+            end - start,
+            left=start,
+            height=0.76,
+            color=COLORS[what.op],
+            alpha=alpha,
+            edgecolor="white",
+            lw=0.4,
         )
         if (end - start) * 90 > timing.makespan:
             text = str(what.microbatch)
@@ -94,7 +114,11 @@ def draw_schedule(
     )  # fmt: skip
     axes.set(yticks=range(schedule.devices), ylabel="device", xlim=(0, timing.makespan))
     axes.set_xlabel("time, in units of the costs; numbers are microbatches" + PALER * has_chunks)
-    axes.set_title(f"{schedule}: idle {timing.idle_fraction:.1%}, keeps {max(timing.held)}", fontsize=8, loc="left")
+    axes.set_title(
+        f"{schedule}: idle {timing.idle_fraction:.1%}, keeps {max(timing.held)}",
+        fontsize=8,
+        loc="left",
+    )
     axes.invert_yaxis()
     tidy(axes, "")
     save(figure, out)

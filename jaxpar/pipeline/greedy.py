@@ -52,7 +52,12 @@ def list_schedule(
       latency: Of a message.
       copies: Of the model.
     """
-    state = _State(Schedule(name, placement, microbatches, ((),) * (max(placement) + 1), copies), rule, costs, latency)
+    state = _State(
+        Schedule(name, placement, microbatches, ((),) * (max(placement) + 1), copies),
+        rule,
+        costs,
+        latency,
+    )
     now = 0.0
     while state.left:
         for device in range(len(state.rows)):
@@ -91,16 +96,25 @@ class _State:
         limit, path = self.rule.limit, self.schedule.path(task.microbatch)
         if limit is not None and self.held[self.schedule.placement[task.chunk]] >= limit:
             return False
-        return task.chunk != path[0] or self.begun[task.microbatch % self.schedule.copies] < self.rule.in_flight
+        return (
+            task.chunk != path[0]
+            or self.begun[task.microbatch % self.schedule.copies] < self.rule.in_flight
+        )
 
     def pick(self, device: int, now: float) -> Task | None:
-        mine = [(time, task) for task, time in self.ready.items() if self.schedule.placement[task.chunk] == device]
+        mine = [
+            (time, task)
+            for task, time in self.ready.items()
+            if self.schedule.placement[task.chunk] == device
+        ]
         legal = [task for time, task in mine if time <= now and self.may(task)]
         if legal:
             return min(legal, key=self.rank)
         if not self.weights[device]:
             return None
-        soon = min((time for time, task in mine if time > now and self.may(task)), default=float("inf"))
+        soon = min(
+            (time for time, task in mine if time > now and self.may(task)), default=float("inf")
+        )
         if self.rule.waits and soon - now < self.costs.of(self.weights[device][0]):
             return None
         return self.weights[device][0]
@@ -130,7 +144,9 @@ class _State:
         self.ready[after] = end + self.latency * (self.schedule.placement[after.chunk] != device)
 
 
-def best_of(candidates: Iterable[Schedule | None], costs: TaskCosts, latency: float = 0.0) -> Schedule:
+def best_of(
+    candidates: Iterable[Schedule | None], costs: TaskCosts, latency: float = 0.0
+) -> Schedule:
     """Returns the one that ends first; of several the one that keeps least."""
 
     def key(schedule: Schedule) -> tuple[float, int]:
@@ -154,10 +170,14 @@ def hanayo(devices: int, microbatches: int, waves: int = 1, costs: TaskCosts = U
     require(devices, microbatches, waves)
     rules = [
         Preference(in_flight, 2 * waves * devices, False, first, deep)
-        for in_flight, first, deep in itertools.product((devices, microbatches), (True, False), (True, False))
+        for in_flight, first, deep in itertools.product(
+            (devices, microbatches), (True, False), (True, False)
+        )
     ]
     placement = wave(devices, waves)
-    return best_of((list_schedule("hanayo", placement, microbatches, rule, costs) for rule in rules), costs)
+    return best_of(
+        (list_schedule("hanayo", placement, microbatches, rule, costs) for rule in rules), costs
+    )
 
 
 def bitpipe(devices: int, microbatches: int, costs: TaskCosts = UNITS) -> Schedule:
@@ -179,12 +199,16 @@ def bitpipe(devices: int, microbatches: int, costs: TaskCosts = UNITS) -> Schedu
     require(devices, microbatches)
     for name, value in (("devices", devices), ("microbatches", microbatches)):
         if value % 2:
-            raise UsageError(f"two directions share {name} evenly; {name}={value} is odd, take {value + 1}.")
+            raise UsageError(
+                f"two directions share {name} evenly; {name}={value} is odd, take {value + 1}."
+            )
     counts = sorted({max(1, devices // 2), devices * 3 // 4, devices})
     rules = [
         Preference(in_flight, None, False, first, deep)
         for in_flight, first, deep in itertools.product(counts, (True, False), (True, False))
     ]
     placement = mirrored(devices)
-    made = (list_schedule("bitpipe", placement, microbatches, rule, costs, copies=2) for rule in rules)
+    made = (
+        list_schedule("bitpipe", placement, microbatches, rule, costs, copies=2) for rule in rules
+    )
     return best_of(made, costs)

@@ -251,4 +251,6 @@ def require(devices: int, microbatches: int, chunks: int = 1) -> None:
     """Refuses numbers of which no schedule can be made."""
     for name, value in (("devices", devices), ("microbatches", microbatches), ("chunks", chunks)):
         if value < 1:
-            raise UsageError(f"a pipeline with {name}={value} has nothing to do; {name} is at least 1.")
+            raise UsageError(
+                f"a pipeline with {name}={value} has nothing to do; {name} is at least 1."
+            )

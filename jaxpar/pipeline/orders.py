@@ -25,7 +25,11 @@ __all__ = [
 
 
 def _schedule(
-    name: str, placement: tuple[int, ...], m: int, rows: Sequence[Iterable[Task]], is_asynchronous: bool = False
+    name: str,
+    placement: tuple[int, ...],
+    m: int,
+    rows: Sequence[Iterable[Task]],
+    is_asynchronous: bool = False,
 ) -> Schedule:
     kept = tuple(tuple(task for task in row if task.microbatch < m) for row in rows)
     return Schedule(name, placement, m, kept, asynchronous=is_asynchronous)
@@ -94,7 +98,11 @@ def _in_turn(forward: list[Task], backward: list[Task], warm_up: int) -> list[Ta
     """`warm_up` forward tasks, then one forward, one backward, then what is left."""
     warm_up = min(warm_up, len(forward))
     pairs = zip(forward[warm_up:], backward, strict=False)
-    return [*forward[:warm_up], *(task for pair in pairs for task in pair), *backward[len(forward) - warm_up :]]
+    return [
+        *forward[:warm_up],
+        *(task for pair in pairs for task in pair),
+        *backward[len(forward) - warm_up :],
+    ]
 
 
 def interleaved(devices: int, microbatches: int, chunks: int) -> Schedule:
@@ -111,7 +119,12 @@ def interleaved(devices: int, microbatches: int, chunks: int) -> Schedule:
     """
     require(devices, microbatches, chunks)
     groups = -(-microbatches // devices)
-    turns = [(turn, group * devices + j) for group in range(groups) for turn in range(chunks) for j in range(devices)]
+    turns = [
+        (turn, group * devices + j)
+        for group in range(groups)
+        for turn in range(chunks)
+        for j in range(devices)
+    ]
     rows = []
     for device in range(devices):
         forward = [Task(Op.F, turn * devices + device, j) for turn, j in turns]
@@ -162,7 +175,9 @@ def zero_bubble(devices: int, microbatches: int, limit: int) -> Schedule:
             row += [Task(Op.F, device, j + warm_up - 1), Task(Op.B, device, j)]
             if j >= delay:
                 row.append(Task(Op.W, device, j - delay))
-        rows.append(row + [Task(Op.W, device, j) for j in range(max(0, microbatches - delay), microbatches)])
+        rows.append(
+            row + [Task(Op.W, device, j) for j in range(max(0, microbatches - delay), microbatches)]
+        )
     return _schedule(f"zb_{limit}", loop(devices), microbatches, rows)
 
 
@@ -185,14 +200,18 @@ def blockwise(devices: int, microbatches: int, chunks: int, unit: int) -> Schedu
     """
     require(devices, microbatches, chunks)
     if unit < devices:
-        raise UsageError(f"a unit of {unit} microbatches leaves {devices} devices waiting; take at least {devices}.")
+        raise UsageError(
+            f"a unit of {unit} microbatches leaves {devices} devices waiting; take at least {devices}."
+        )
     units = range(-(-microbatches // unit))
     turns = [(turn, u * unit + j) for u in units for turn in range(chunks) for j in range(unit)]
     limit = (chunks - 1) * unit + devices
     rows = []
     for device in range(devices):
         forward = [Task(Op.F, turn * devices + device, j) for turn, j in turns if j < microbatches]
-        back = [((chunks - 1 - turn) * devices + device, j) for turn, j in turns if j < microbatches]
+        back = [
+            ((chunks - 1 - turn) * devices + device, j) for turn, j in turns if j < microbatches
+        ]
         warm_up = min(limit - device, len(forward))
         delay = limit - warm_up
         row = forward[: warm_up - 1]

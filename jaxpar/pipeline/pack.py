@@ -96,9 +96,13 @@ def pack_schedule(schedule: Schedule, latency: int = 1) -> TickTable:
         is offloaded has no time for both ways, or only some of the weights are gathered.
     """
     if latency < 1:
-        raise UsageError(f"a message cannot be read in the tick that sends it; latency={latency} must be at least 1.")
+        raise UsageError(
+            f"a message cannot be read in the tick that sends it; latency={latency} must be at least 1."
+        )
     if schedule.has_vocabulary and schedule.copies > 1:
-        raise UsageError("the head of two copies has two broadcasts in a tick; take a schedule of one copy.")
+        raise UsageError(
+            "the head of two copies has two broadcasts in a tick; take a schedule of one copy."
+        )
     ticks = tick_of_each(schedule, latency)
     moves = ticks_of_transfers(schedule, ticks)
     columns, gathers = _columns_of(schedule), ticks_of_gathers(schedule, ticks)
@@ -116,7 +120,10 @@ def pack_schedule(schedule: Schedule, latency: int = 1) -> TickTable:
     if gathers:
         packing.gather(gathers)
     slots, moves = packing.color(), moves | gathers
-    begun = [(moves[side] if side in moves else tick_of_side(schedule, ticks, side), side) for side in schedule.sides]
+    begun = [
+        (moves[side] if side in moves else tick_of_side(schedule, ticks, side), side)
+        for side in schedule.sides
+    ]
     return TickTable(rows, slots, latency, tuple(begun), schedule)
 
 
@@ -130,11 +137,18 @@ class _Packing:
     """Collects intervals (kind, device, from, to, cells that get the slot's number), then gives slots."""
 
     def __init__(
-        self, schedule: Schedule, ticks: dict[Task, int], moves: dict[Side, int], latency: int, rows: np.ndarray
+        self,
+        schedule: Schedule,
+        ticks: dict[Task, int],
+        moves: dict[Side, int],
+        latency: int,
+        rows: np.ndarray,
     ):
         self.schedule, self.ticks, self.latency, self.rows = schedule, ticks, latency, rows
         self.columns = _columns_of(schedule)
-        self.moves = {(side.kind, side.chunk, side.microbatch): tick for side, tick in moves.items()}
+        self.moves = {
+            (side.kind, side.chunk, side.microbatch): tick for side, tick in moves.items()
+        }
         self.intervals: list[tuple[str, int, float, float, list[tuple[int, str]]]] = []
 
     def put(self, tick: int, device: int, **cells: int) -> None:
@@ -151,14 +165,18 @@ class _Packing:
             for task in row:
                 if task.op not in READERS:
                     continue
-                mine = [side for side in gathers if (side.device, side.chunk) == (device, task.chunk)]
+                mine = [
+                    side for side in gathers if (side.device, side.chunk) == (device, task.chunk)
+                ]
                 before = [side for side in mine if gathers[side] <= self.ticks[task]]
                 if not before:
                     raise UsageError(
                         f"{task} of {self.schedule.name} reads weights that were not gathered; `with_gathers` has "
                         "all of them gathered."
                     )
-                read.setdefault(max(before, key=lambda side: gathers[side]), []).append(self.ticks[task])
+                read.setdefault(max(before, key=lambda side: gathers[side]), []).append(
+                    self.ticks[task]
+                )
             for side, users in read.items():
                 tick = gathers[side]
                 self.put(tick, device, gather=own.index(side.chunk))
@@ -181,7 +199,12 @@ class _Packing:
                 return
             cells = [(start, kind), (end, kind)]
             if op == Op.S:
-                cells.append((max(self.ticks[Task(Op.S, d, j)] for d in range(self.schedule.devices)), "merge"))
+                cells.append(
+                    (
+                        max(self.ticks[Task(Op.S, d, j)] for d in range(self.schedule.devices)),
+                        "merge",
+                    )
+                )
             self.intervals.append((kind, self.schedule.device_of(task), start, end, cells))
 
     def keep_away(self, device: int, start: int, end: int, chunk: int, j: int) -> None:
@@ -204,7 +227,9 @@ class _Packing:
             self.put(tick, device, send=ALL)
             for other in range(schedule.devices):
                 self.arrive(other, tick, "from_all", Task(Op.S, other, j))
-        elif op == Op.F and chunk == path[-1]:  # whose backward task begins with the loss, of its output
+        elif (
+            op == Op.F and chunk == path[-1]
+        ):  # whose backward task begins with the loss, of its output
             self.send(device, tick, schedule.backward(chunk, j))
         elif op == Op.F:
             self.send(device, tick, Task(Op.F, chunk + 1, j))
@@ -212,7 +237,9 @@ class _Packing:
             self.send(device, tick, schedule.backward(chunk - 1, j))
         if op in (Op.B, Op.BW) and chunk == path[-1] and schedule.has_vocabulary:
             merged = max(self.ticks[Task(Op.S, d, j)] for d in range(schedule.devices))
-            self.intervals.append(self.inbox(device, merged, merged, "merged", task))  # where it is, without a message
+            self.intervals.append(
+                self.inbox(device, merged, merged, "merged", task)
+            )  # where it is, without a message
 
     def send(self, device: int, tick: int, reader: Task) -> None:
         goal, devices = self.schedule.device_of(reader), self.schedule.devices
@@ -227,13 +254,21 @@ class _Packing:
                 self.put(tick, device, send=way)
                 self.arrive(goal, tick, column, reader)
                 return
-        raise UsageError(f"{reader} is more than one device away from what it needs; place neighbours side by side.")
+        raise UsageError(
+            f"{reader} is more than one device away from what it needs; place neighbours side by side."
+        )
 
     def arrive(self, goal: int, tick: int, column: str, reader: Task) -> None:
         self.intervals.append(self.inbox(goal, tick, tick + self.latency - 1, column, reader))
 
     def inbox(self, goal: int, sent: int, put: int, column: str, reader: Task) -> tuple:
-        return "inbox", goal, put, self.ticks[reader], [(put, column), (self.ticks[reader], "input")]
+        return (
+            "inbox",
+            goal,
+            put,
+            self.ticks[reader],
+            [(put, column), (self.ticks[reader], "input")],
+        )
 
     def color(self) -> dict[str, int]:
         """Gives each interval a slot that no other has meanwhile; one may begin in the tick in which another ends."""
@@ -277,10 +312,14 @@ class _Walk:
 
     def __init__(self, table: TickTable):
         self.table, self.schedule = table, table.schedule
-        self.slots: list[dict[tuple[str, int], object]] = [{} for _ in range(table.schedule.devices)]
+        self.slots: list[dict[tuple[str, int], object]] = [
+            {} for _ in range(table.schedule.devices)
+        ]
         self.found: list[str] = []
         self.done: set[Task] = set()
-        self.way: dict[int, list[tuple[int, str, object]]] = {}  # when it arrives -> goal, column, what
+        self.way: dict[
+            int, list[tuple[int, str, object]]
+        ] = {}  # when it arrives -> goal, column, what
         self.offloads = {
             (tick, side.device): Task(Op.F, side.chunk, side.microbatch)
             for tick, side in table.sides
@@ -288,7 +327,10 @@ class _Walk:
         }
 
     def tick(self, tick: int) -> None:
-        cells = [dict(zip(self.table.columns, map(int, row), strict=True)) for row in self.table.rows[tick]]
+        cells = [
+            dict(zip(self.table.columns, map(int, row), strict=True))
+            for row in self.table.rows[tick]
+        ]
         for device, cell in enumerate(cells):
             self.move(tick, device, cell)
             if cell.get("gather", -1) >= 0:
@@ -304,7 +346,9 @@ class _Walk:
                 if cell[column] >= 0:
                     self.slots[device]["inbox", cell[column]] = what
                 elif what is not None:
-                    self.found.append(f"tick {tick}, device {device}: what comes by {column} is put nowhere")
+                    self.found.append(
+                        f"tick {tick}, device {device}: what comes by {column} is put nowhere"
+                    )
 
     def move(self, tick: int, device: int, cell: dict[str, int]) -> None:
         """Between stash and host: both are read before either is written."""
@@ -312,11 +356,15 @@ class _Walk:
         for way, kind, other in (("offload", "stash", "host"), ("fetch", "host", "stash")):
             source, goal = cell.get(way, -1), cell.get(f"{way}_to", -1)
             if (source < 0) != (goal < 0):
-                self.found.append(f"tick {tick}, device {device}: {way} has a slot to read or to write, not both")
+                self.found.append(
+                    f"tick {tick}, device {device}: {way} has a slot to read or to write, not both"
+                )
             elif source >= 0:
                 written[other, goal] = slots.get((kind, source))
                 if written[other, goal] is None:
-                    self.found.append(f"tick {tick}, device {device}: {kind} slot {source} holds nothing to {way}")
+                    self.found.append(
+                        f"tick {tick}, device {device}: {kind} slot {source} holds nothing to {way}"
+                    )
                 elif way == "offload" and (tick, device) in self.offloads:
                     # F writes at the end of its tick; its slot holds another's or nothing before.
                     self.read(tick, device, kind, source, self.offloads[tick, device])
@@ -346,7 +394,12 @@ class _Walk:
             self.read(tick, device, "inbox", cell["input"], before[op])
         if op in READERS and "weights" in cell:
             self.read(tick, device, "weights", cell["weights"], ("weights", chunk))
-        reads = {Op.B: ("stash", Op.F), Op.BW: ("stash", Op.F), Op.W: ("factors", Op.B), Op.T: ("head", Op.S)}
+        reads = {
+            Op.B: ("stash", Op.F),
+            Op.BW: ("stash", Op.F),
+            Op.W: ("factors", Op.B),
+            Op.T: ("head", Op.S),
+        }
         if op in reads:
             kind, writer = reads[op]
             self.read(tick, device, kind, cell[kind], Task(writer, chunk, j))
@@ -364,10 +417,16 @@ class _Walk:
         elif way == BEFORE:
             self.way.setdefault(late, []).append(((device - 1) % devices, "from_after", task))
         elif way == ALL:
-            self.way.setdefault(late, []).extend((other, "from_all", task) for other in range(devices))
+            self.way.setdefault(late, []).extend(
+                (other, "from_all", task) for other in range(devices)
+            )
 
     def merge(self, tick: int, cells: list[dict[str, int]]) -> None:
-        shares = [self.slots[d].get(("head", cell["merge"])) for d, cell in enumerate(cells) if cell["merge"] >= 0]
+        shares = [
+            self.slots[d].get(("head", cell["merge"]))
+            for d, cell in enumerate(cells)
+            if cell["merge"] >= 0
+        ]
         names: Iterable = {share.microbatch for share in shares if isinstance(share, Task)}
         if not shares:
             return
@@ -382,4 +441,8 @@ class _Walk:
 def _say(what: object) -> str:
     if type(what) is not tuple:
         return str(what)
-    return f"weights of chunk {what[1]}" if what[0] == "weights" else f"the gradient of the head for {what[1]}"
+    return (
+        f"weights of chunk {what[1]}"
+        if what[0] == "weights"
+        else f"the gradient of the head for {what[1]}"
+    )

@@ -49,9 +49,13 @@ def partition_layers(
     """
     layers = len(compute)
     if not layers or len(send) != layers or len(weights) != layers:
-        raise UsageError(f"{layers} layers have {len(send)} times of sending and {len(weights)} of weights.")
+        raise UsageError(
+            f"{layers} layers have {len(send)} times of sending and {len(weights)} of weights."
+        )
     if machines < 1 or (not is_replicated and machines > layers):
-        raise UsageError(f"{layers} layers cannot lie on {machines} machines; legal is 1 to {layers}.")
+        raise UsageError(
+            f"{layers} layers cannot lie on {machines} machines; legal is 1 to {layers}."
+        )
 
     def alone(i: int, j: int, n: int) -> float:
         return max(sum(compute[i:j]), 2 * (n - 1) / n * sum(weights[i:j])) / n
@@ -65,7 +69,9 @@ def partition_layers(
                 if not is_replicated and i < n - 1:
                     continue
                 time, stages = best(i, n - last)
-                found.append((max(time, send[i - 1], alone(i, j, last)), (*stages, Stage(i, j, last))))
+                found.append(
+                    (max(time, send[i - 1], alone(i, j, last)), (*stages, Stage(i, j, last)))
+                )
         return min(found)
 
     return best(layers, machines)

@@ -106,13 +106,25 @@ class Pipelined:
 
         def start(params, batch, key):
             made = self._made(stages, params, batch, key, count)
-            return by_stage(lambda given: made.program.work(given).start()[0].slots, (made.specs,), AT)(made.given)
+            return by_stage(
+                lambda given: made.program.work(given).start()[0].slots, (made.specs,), AT
+            )(made.given)
 
         found = jax.eval_shape(start, params, batch, key)
-        share = lambda x: jax.ShapeDtypeStruct((x.shape[0] // self.schedule.devices, *x.shape[1:]), x.dtype)  # noqa: E731
-        return {name: [share(x) for x in jax.tree.leaves(part)] for name, part in found._asdict().items()}
 
-    def _made(self, stages: Stages, params: PyTree, batch: PyTree, key: PRNGKey | None, count: int) -> "_Made":
+        def share(x):
+            return jax.ShapeDtypeStruct(
+                (x.shape[0] // self.schedule.devices, *x.shape[1:]), x.dtype
+            )
+
+        return {
+            name: [share(x) for x in jax.tree.leaves(part)]
+            for name, part in found._asdict().items()
+        }
+
+    def _made(
+        self, stages: Stages, params: PyTree, batch: PyTree, key: PRNGKey | None, count: int
+    ) -> "_Made":
         """What a step is made of before its loop over ticks."""
         self.check(stages, count)
         held = stages.hold(params)
@@ -124,10 +136,17 @@ class Pipelined:
             entered, pull = self._entered(stages, ends, given)
             size = ends[head.rows].shape[0]
             rows = _filled(ends[head.rows], self.schedule.devices)
-            given = given._replace(ends={name: ends[name] for name in head.reads}, rows=rows, entered=entered)
+            given = given._replace(
+                ends={name: ends[name] for name in head.reads}, rows=rows, entered=entered
+            )
             specs = specs._replace(rows=AT, entered=ALL)
         table = _packed(self.schedule, self.latency)
-        return _Made(Program(stages, table, stages.num_turns // self.schedule.depth, size), given, specs, pull)
+        return _Made(
+            Program(stages, table, stages.num_turns // self.schedule.depth, size),
+            given,
+            specs,
+            pull,
+        )
 
     def _entered(self, stages: Stages, ends: PyTree, given: Given) -> tuple[PyTree, Callable]:
         """What enters the first layer of each microbatch, and its backward pass: outside of the loop over ticks."""
@@ -154,8 +173,14 @@ class Pipelined:
         """What turns told, [m, N, ...], of [P v, m, turns of a chunk, ...]: by the chunks a microbatch passed."""
         schedule = self.schedule
         own = [schedule.chunks_of(device) for device in range(schedule.devices)]
-        at = {chunk: device * len(own[0]) + place for device, row in enumerate(own) for place, chunk in enumerate(row)}
-        rows = np.array([[at[chunk] for chunk in schedule.path(j)] for j in range(schedule.microbatches)])
+        at = {
+            chunk: device * len(own[0]) + place
+            for device, row in enumerate(own)
+            for place, chunk in enumerate(row)
+        }
+        rows = np.array(
+            [[at[chunk] for chunk in schedule.path(j)] for j in range(schedule.microbatches)]
+        )
         columns = np.arange(schedule.microbatches)[:, None]
         return jax.tree.map(lambda x: x[rows, columns].reshape(len(rows), -1, *x.shape[3:]), told)
 
@@ -171,9 +196,13 @@ class Pipelined:
                 f"the schedule {schedule} needs mesh.stage={schedule.devices}, not the {here} that are here."
             )
         if count != schedule.microbatches:
-            raise UsageError(f"the schedule {schedule} has {schedule.microbatches} microbatches, not {count}.")
+            raise UsageError(
+                f"the schedule {schedule} has {schedule.microbatches} microbatches, not {count}."
+            )
         if schedule.asynchronous:
-            raise UsageError(f"{schedule.name} changes weights in between and has no one gradient; PipeDream runs it.")
+            raise UsageError(
+                f"{schedule.name} changes weights in between and has no one gradient; PipeDream runs it."
+            )
         kinds = {side.kind for side in schedule.sides}
         if "reduce" in kinds or ("gather" in kinds and stages.axes is None):
             raise UsageError(

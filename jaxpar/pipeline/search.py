@@ -67,8 +67,13 @@ def search_schedule(
     require(devices, microbatches)
     least = max(map(placement.count, range(devices)))
     if cap is not None and cap < least:
-        raise UsageError(f"a device has {least} chunks, and keeps as many of one microbatch; cap={cap} is too small.")
-    candidates = [*closed_forms(placement, microbatches), *_by_rules(placement, microbatches, costs, cap, latency)]
+        raise UsageError(
+            f"a device has {least} chunks, and keeps as many of one microbatch; cap={cap} is too small."
+        )
+    candidates = [
+        *closed_forms(placement, microbatches),
+        *_by_rules(placement, microbatches, costs, cap, latency),
+    ]
     best = best_of([each for each in candidates if _fits(each, cap)], costs, latency)
     best = _improve(best, costs, cap, latency, swaps, random.Random(seed))
     return dataclasses.replace(best, name="searched")
@@ -92,17 +97,28 @@ def _by_rules(
 ) -> Iterator[Schedule]:
     devices = max(placement) + 1
     chunks = max(map(placement.count, range(devices)))
-    safe = m if cap is None else min(m, cap // chunks)  # so many can never leave each other without room
-    counts = sorted({safe, min(m, devices), min(m, 2 * devices - 1), m if cap is None else min(m, cap)})
+    safe = (
+        m if cap is None else min(m, cap // chunks)
+    )  # so many can never leave each other without room
+    counts = sorted(
+        {safe, min(m, devices), min(m, 2 * devices - 1), m if cap is None else min(m, cap)}
+    )
     switches = itertools.product((True, False), repeat=3)
     for (first, deep, waits), count in itertools.product(switches, counts):
-        made = list_schedule("rule", placement, m, Preference(count, cap, True, first, deep, waits), costs, latency)
+        made = list_schedule(
+            "rule", placement, m, Preference(count, cap, True, first, deep, waits), costs, latency
+        )
         if made is not None:
             yield made
 
 
 def _improve(
-    schedule: Schedule, costs: TaskCosts, cap: int | None, latency: float, swaps: int, draw: random.Random
+    schedule: Schedule,
+    costs: TaskCosts,
+    cap: int | None,
+    latency: float,
+    swaps: int,
+    draw: random.Random,
 ) -> Schedule:
     """Moves single tasks earlier or later in their rows while that ends no later; equal ends may lead on."""
     end = _end(schedule, costs, latency)

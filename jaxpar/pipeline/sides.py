@@ -7,7 +7,15 @@ import dataclasses
 import functools
 
 from jaxpar.pipeline.ops import Op, Schedule, Side, Task
-from jaxpar.pipeline.timing import SLOTS, UNITS, SlotSizes, TaskCosts, Timed, simulate_schedule, tick_of_each
+from jaxpar.pipeline.timing import (
+    SLOTS,
+    UNITS,
+    SlotSizes,
+    TaskCosts,
+    Timed,
+    simulate_schedule,
+    tick_of_each,
+)
 from jaxpar.types import UsageError
 
 __all__ = ["with_gathers", "with_offload", "with_reductions", "with_vocabulary"]
@@ -31,7 +39,9 @@ def with_gathers(schedule: Schedule, ahead: int = 0) -> Schedule:
             if way and held.get(way) != chunk:
                 held[way] = chunk
                 sides.append(Side("gather", device, max(0, place - ahead), chunk))
-    return dataclasses.replace(schedule, sides=tuple(dict.fromkeys(sides)))  # one gather serves both directions
+    return dataclasses.replace(
+        schedule, sides=tuple(dict.fromkeys(sides))
+    )  # one gather serves both directions
 
 
 def with_reductions(schedule: Schedule) -> Schedule:
@@ -70,7 +80,9 @@ def with_offload(
       sizes: Bytes of what is kept.
       lockstep: Whether devices keep step, as the program does that runs it.
     """
-    timed = functools.partial(simulate_schedule, costs=costs, latency=latency, lockstep=lockstep, sizes=sizes)
+    timed = functools.partial(
+        simulate_schedule, costs=costs, latency=latency, lockstep=lockstep, sizes=sizes
+    )
     before = timed(schedule)
     at = {entry.what: entry for entry in before.times if isinstance(entry.what, Task)}
     ticks = tick_of_each(schedule) if lockstep else {}
@@ -79,17 +91,26 @@ def with_offload(
         if task.op == Op.F:
             back = schedule.backward(task.chunk, task.microbatch)
             gap = at[back].start - at[task].end
-            if gap >= costs.offload + costs.fetch and not (lockstep and ticks[back] < ticks[task] + 2):
+            if gap >= costs.offload + costs.fetch and not (
+                lockstep and ticks[back] < ticks[task] + 2
+            ):
                 gaps[task] = gap
 
-    def tried(schedule: Schedule, peak: tuple[float, ...], places: dict[Task, int]) -> tuple[Schedule, tuple] | None:
+    def tried(
+        schedule: Schedule, peak: tuple[float, ...], places: dict[Task, int]
+    ) -> tuple[Schedule, tuple] | None:
         """The schedule with these offloaded too, fetched before the tasks at these places, if that costs nothing."""
         pairs = []
         for task, place in places.items():
             device = schedule.device_of(task)
             out = schedule.rows[device].index(task) + 1
-            pairs += [Side(kind, device, where, *task[1:]) for kind, where in (("offload", out), ("fetch", place))]
-        more = dataclasses.replace(schedule, sides=tuple(sorted((*schedule.sides, *pairs), key=_when)))
+            pairs += [
+                Side(kind, device, where, *task[1:])
+                for kind, where in (("offload", out), ("fetch", place))
+            ]
+        more = dataclasses.replace(
+            schedule, sides=tuple(sorted((*schedule.sides, *pairs), key=_when))
+        )
         try:
             after = timed(more)
         except UsageError:  # in lock-step, transfers are in each other's way
@@ -100,7 +121,9 @@ def with_offload(
     def places_of(task: Task) -> tuple[int, ...]:
         row = schedule.rows[schedule.device_of(task)]
         first, last = row.index(task) + 1, row.index(schedule.backward(task.chunk, task.microbatch))
-        return (last, last - 1) if lockstep else (_place_of_fetch(row, at, first, last, costs.fetch),)
+        return (
+            (last, last - 1) if lockstep else (_place_of_fetch(row, at, first, last, costs.fetch),)
+        )
 
     if all_at_once := tried(schedule, before.bytes, {task: places_of(task)[0] for task in gaps}):
         return all_at_once[0]
@@ -111,7 +134,9 @@ def with_offload(
     return best[0]
 
 
-def _place_of_fetch(row: tuple[Task, ...], at: dict[Task, Timed], first: int, last: int, time: float) -> int:
+def _place_of_fetch(
+    row: tuple[Task, ...], at: dict[Task, Timed], first: int, last: int, time: float
+) -> int:
     """After the last task that ends early enough before the one at place `last`."""
     begin = at[row[last]].start - time
     while last > first and at[row[last - 1]].end > begin:
@@ -139,7 +164,9 @@ def with_vocabulary(schedule: Schedule, costs: TaskCosts = UNITS, latency: float
       UsageError: If there are two copies, or the head is split already.
     """
     if schedule.copies > 1 or schedule.has_vocabulary:
-        raise UsageError(f"the head of {schedule.name} is split already, or there are two; take one copy without.")
+        raise UsageError(
+            f"the head of {schedule.name} is split already, or there are two; take one copy without."
+        )
     timing = simulate_schedule(schedule, costs, latency=latency)
     at = {entry.what: entry for entry in timing.times if isinstance(entry.what, Task)}
     last = schedule.path(0)[-1]
@@ -149,7 +176,10 @@ def with_vocabulary(schedule: Schedule, costs: TaskCosts = UNITS, latency: float
         keyed = [((at[task].start, 2), task) for task in row]
         for j in range(schedule.microbatches):
             known = at[Task(Op.F, last, j)].end
-            keyed += [((known, 0), Task(Op.S, device, j)), ((known + costs.S, 1), Task(Op.T, device, j))]
+            keyed += [
+                ((known, 0), Task(Op.S, device, j)),
+                ((known + costs.S, 1), Task(Op.T, device, j)),
+            ]
         rows.append(tuple(task for _, task in sorted(keyed, key=lambda entry: entry[0])))
     name = f"{schedule.name}+vocabulary"
     return dataclasses.replace(schedule, name=name, rows=tuple(rows), sides=())

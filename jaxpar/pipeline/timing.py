@@ -52,7 +52,12 @@ class TaskCosts:
 
     def of_side(self, side: Side) -> float:
         """Returns the time of what runs beside the tasks."""
-        return {"offload": self.offload, "fetch": self.fetch, "gather": self.gather, "reduce": self.reduce}[side.kind]
+        return {
+            "offload": self.offload,
+            "fetch": self.fetch,
+            "gather": self.gather,
+            "reduce": self.reduce,
+        }[side.kind]
 
 
 class SlotSizes(NamedTuple):
@@ -165,7 +170,9 @@ def simulate_schedule(
     """
     check_value("latency", latency, AtLeast(0))
     if costs.scale and len(costs.scale) != len(schedule.placement):
-        raise UsageError(f"costs.scale has {len(costs.scale)} entries for {len(schedule.placement)} chunks.")
+        raise UsageError(
+            f"costs.scale has {len(costs.scale)} entries for {len(schedule.placement)} chunks."
+        )
     done, sides, at, ticks = (_in_step if lockstep else _run)(schedule, costs, latency)
     times = [Timed(task, schedule.device_of(task), *when) for task, when in done.items()]
     times += [Timed(side, side.device, *when) for side, when in sides.items()]
@@ -250,7 +257,11 @@ class _Sides:
         """When what a task needs from beside is there."""
         if task.op in (Op.S, Op.T):
             return 0.0
-        fetched = self._fetched.get((task.chunk, task.microbatch), 0.0) if task.op in (Op.B, Op.BW) else 0.0
+        fetched = (
+            self._fetched.get((task.chunk, task.microbatch), 0.0)
+            if task.op in (Op.B, Op.BW)
+            else 0.0
+        )
         return max(fetched, self._gathered.get(task.chunk, 0.0))
 
 
@@ -264,7 +275,10 @@ def _in_step(schedule: Schedule, costs: TaskCosts, latency: float) -> tuple[dict
     ticks = max(ticks_of.values(), default=-1) + 1
     moves = ticks_of_transfers(schedule, ticks_of)
     fetches = {(side.device, tick) for side, tick in moves.items() if side.kind == "fetch"}
-    first = {task: costs.fetch * ((schedule.device_of(task), tick) in fetches) for task, tick in ticks_of.items()}
+    first = {
+        task: costs.fetch * ((schedule.device_of(task), tick) in fetches)
+        for task, tick in ticks_of.items()
+    }
     length = [costs.offload if moves else 0.0] * ticks
     for task, tick in ticks_of.items():
         length[tick] = max(length[tick], first[task] + costs.of(task))
@@ -278,7 +292,9 @@ def _in_step(schedule: Schedule, costs: TaskCosts, latency: float) -> tuple[dict
     for task, tick in ticks_of.items():
         begin = starts[tick] + first[task]
         done[task] = begin, begin + costs.of(task)
-    at: dict[Task | Side, tuple[float, float]] = {task: (tick, tick + 0.5) for task, tick in ticks_of.items()}
+    at: dict[Task | Side, tuple[float, float]] = {
+        task: (tick, tick + 0.5) for task, tick in ticks_of.items()
+    }
     sides = {}
     for side in schedule.sides:
         if side in moves:
@@ -313,10 +329,16 @@ def _without_sides(schedule: Schedule) -> Schedule:
     return dataclasses.replace(schedule, sides=())
 
 
-def _timing(schedule: Schedule, costs: TaskCosts, sizes: SlotSizes, times: list[Timed], at: dict, ticks: int) -> Timing:
+def _timing(
+    schedule: Schedule, costs: TaskCosts, sizes: SlotSizes, times: list[Timed], at: dict, ticks: int
+) -> Timing:
     tasks = [entry for entry in times if isinstance(entry.what, Task)]
-    rows = [[entry for entry in tasks if entry.device == device] for device in range(schedule.devices)]
-    kinds = Counter((entry.device, entry.what.kind) for entry in times if isinstance(entry.what, Side))
+    rows = [
+        [entry for entry in tasks if entry.device == device] for device in range(schedule.devices)
+    ]
+    kinds = Counter(
+        (entry.device, entry.what.kind) for entry in times if isinstance(entry.what, Side)
+    )
     kept = _intervals(schedule, at)
     weights = tuple(_versions(schedule, device) for device in range(schedule.devices))
 
@@ -331,11 +353,16 @@ def _timing(schedule: Schedule, costs: TaskCosts, sizes: SlotSizes, times: list[
 
     each = range(schedule.devices)
     sent = sum(
-        schedule.device_of(need) != schedule.device_of(task) for task in schedule.tasks for need in schedule.needs(task)
+        schedule.device_of(need) != schedule.device_of(task)
+        for task in schedule.tasks
+        for need in schedule.needs(task)
     )
     return Timing(
         makespan=max((entry.end for entry in times), default=0.0),
-        span=tuple(max((e.end for e in row), default=0.0) - min((e.start for e in row), default=0.0) for row in rows),
+        span=tuple(
+            max((e.end for e in row), default=0.0) - min((e.start for e in row), default=0.0)
+            for row in rows
+        ),
         work=tuple(sum(costs.of(task) for task in row) for row in schedule.rows),
         activations=tuple(most(device, "activations") for device in each),
         factors=tuple(most(device, "factors") for device in each),
@@ -373,7 +400,11 @@ def _versions(schedule: Schedule, device: int) -> int:
 
 def _intervals(schedule: Schedule, at: dict) -> list[dict[str, list[tuple[float, float]]]]:
     """From when to when something is kept, by device and kind."""
-    away = {(side.kind, *side[3:]): at[side] for side in schedule.sides if side.kind in ("offload", "fetch")}
+    away = {
+        (side.kind, *side[3:]): at[side]
+        for side in schedule.sides
+        if side.kind in ("offload", "fetch")
+    }
     names = ("activations", "factors", "held", "heads", "gathered", "hosted")
     kept: list[dict[str, list]] = [{name: [] for name in names} for _ in range(schedule.devices)]
     for task in schedule.tasks:
@@ -397,21 +428,29 @@ def _intervals(schedule: Schedule, at: dict) -> list[dict[str, list[tuple[float,
     return kept
 
 
-def _gathered(schedule: Schedule, device: int, row: tuple[Task, ...], at: dict) -> list[tuple[float, float]]:
+def _gathered(
+    schedule: Schedule, device: int, row: tuple[Task, ...], at: dict
+) -> list[tuple[float, float]]:
     """A gathered chunk stays until the last task that reads it before its next gather; W has its factors."""
     gathers = [side for side in schedule.sides if side.device == device and side.kind == "gather"]
     spans = []
     for number, side in enumerate(gathers):
         later = [other.place for other in gathers[number + 1 :] if other.chunk == side.chunk]
         users = row[side.place : later[0] if later else len(row)]
-        ends = [at[task][1] for task in users if task.chunk == side.chunk and task.op in (Op.F, Op.B, Op.BW)]
+        ends = [
+            at[task][1]
+            for task in users
+            if task.chunk == side.chunk and task.op in (Op.F, Op.B, Op.BW)
+        ]
         spans.append((at[side][0], max(ends, default=at[side][1])))
     return spans
 
 
 def _peak(spans: list[tuple[float, float, float]]) -> float:
     """Largest sum of the sizes of intervals (start, end, size) at once; what ends when another starts makes room."""
-    events = sorted(event for start, end, size in spans for event in ((start, 1, size), (end, 0, -size)))
+    events = sorted(
+        event for start, end, size in spans for event in ((start, 1, size), (end, 0, -size))
+    )
     total = peak = 0.0
     for _, _, size in events:
         total += size

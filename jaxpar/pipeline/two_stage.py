@@ -39,7 +39,15 @@ from jax.lax import PrecisionLike
 from jaxpar.nn.linear import Deferred, contract, deferred_gradient
 from jaxpar.types import Array, PyTree, UsageError
 
-__all__ = ["Factors", "Product", "TwoStage", "find_products", "put_together", "take_apart", "two_stage"]
+__all__ = [
+    "Factors",
+    "Product",
+    "TwoStage",
+    "find_products",
+    "put_together",
+    "take_apart",
+    "two_stage",
+]
 
 
 class Product(NamedTuple):
@@ -80,7 +88,9 @@ class Factors(NamedTuple):
     rest: list[Array]
 
 
-def find_products(fn: Callable, params: PyTree, *args: PyTree, products: PyTree) -> list[Product | None]:
+def find_products(
+    fn: Callable, params: PyTree, *args: PyTree, products: PyTree
+) -> list[Product | None]:
     """Returns of each array of `params` how it is multiplied, or None where its gradient cannot be put off.
 
     It can where `jaxpar.nn.linear.contract` reads it once, and not inside a loop, in which the factors would be summed.
@@ -93,7 +103,11 @@ def find_products(fn: Callable, params: PyTree, *args: PyTree, products: PyTree)
     """
     leaves, tree = jax.tree.flatten(params)
     wanted = jax.tree.leaves(
-        jax.tree.map(lambda one, part: jax.tree.map(lambda leaf: one and leaf is part, part), products, params)
+        jax.tree.map(
+            lambda one, part: jax.tree.map(lambda leaf: one and leaf is part, part),
+            products,
+            params,
+        )
     )
     while True:
         seen: list[_Seen] = [_Seen() for _ in leaves]
@@ -107,7 +121,10 @@ def find_products(fn: Callable, params: PyTree, *args: PyTree, products: PyTree)
             return fn(tree.unflatten(given), *args)
 
         jax.eval_shape(read, leaves, args)
-        found = [here.product if one and here.count == 1 else None for here, one in zip(seen, wanted, strict=True)]
+        found = [
+            here.product if one and here.count == 1 else None
+            for here, one in zip(seen, wanted, strict=True)
+        ]
         if [product is not None for product in found] == wanted:
             return found
         wanted = [product is not None for product in found]
@@ -137,7 +154,9 @@ class _Recorder:
     weight: Array
     note: _Note = flax.struct.field(pytree_node=False)
 
-    def contract(self, equation: str, x: Array, axes: tuple, *, precision=None, apart: bool = False) -> Array:
+    def contract(
+        self, equation: str, x: Array, axes: tuple, *, precision=None, apart: bool = False
+    ) -> Array:
         y = contract(equation, x, self.weight, axes, precision=precision, apart=apart)
         seen, state, weight = self.note
         is_outside = self.weight is weight and get_opaque_trace_state(convention="flax") == state
@@ -150,7 +169,9 @@ class _Recorder:
 def take_apart(products: Sequence[Product | None], leaves: Sequence) -> tuple[list, list]:
     """Returns what belongs to arrays whose gradients are put off, and what to the others, each in order."""
     pairs = list(zip(leaves, products, strict=True))
-    return [leaf for leaf, product in pairs if product], [leaf for leaf, product in pairs if not product]
+    return [leaf for leaf, product in pairs if product], [
+        leaf for leaf, product in pairs if not product
+    ]
 
 
 def put_together(products: Sequence[Product | None], late: Sequence, rest: Sequence) -> list:
@@ -194,7 +215,10 @@ class TwoStage:
         joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *(f.pairs for f in several))
         rest = jax.tree.map(lambda *parts: sum(parts), *(f.rest for f in several))
         leaves, tree = jax.tree.flatten(params)
-        weights, products = take_apart(self.products, leaves)[0], [each for each in self.products if each]
+        weights, products = (
+            take_apart(self.products, leaves)[0],
+            [each for each in self.products if each],
+        )
         triples = zip(products, weights, joined, strict=True)
         late = [product.gradient(weight, pair) for product, weight, pair in triples]
         return tree.unflatten(put_together(self.products, late, rest))
@@ -218,5 +242,7 @@ def two_stage(fn: Callable, params: PyTree, *args: PyTree, products: PyTree) -> 
     """
     found = find_products(fn, params, *args, products=products)
     if all(product is None for product in found):
-        raise UsageError("no gradient can be put off: none of `products` is read by jaxpar.nn.linear.contract, once.")
+        raise UsageError(
+            "no gradient can be put off: none of `products` is read by jaxpar.nn.linear.contract, once."
+        )
     return TwoStage(fn, tuple(found))

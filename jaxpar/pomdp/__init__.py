@@ -63,7 +63,15 @@ Example:
     assert info.visits.tolist() == [10, 10, 10]
 """
 
-from jaxpar.pomdp.belief import Belief, BeliefUpdater, Evidence, Gaussian, KalmanBelief, ParticleBelief, Particles
+from jaxpar.pomdp.belief import (
+    Belief,
+    BeliefUpdater,
+    Evidence,
+    Gaussian,
+    KalmanBelief,
+    ParticleBelief,
+    Particles,
+)
 from jaxpar.pomdp.bounds import blind, fib, qmdp
 from jaxpar.pomdp.cassandra import load_pomdp, save_pomdp
 from jaxpar.pomdp.check import check_model, check_tabular
@@ -78,7 +86,14 @@ from jaxpar.pomdp.pomcpow import Pomcpow
 from jaxpar.pomdp.pomdpx import load_pomdpx, save_pomdpx
 from jaxpar.pomdp.root_parallel import RootParallel
 from jaxpar.pomdp.scenario_tree import DespotInfo
-from jaxpar.pomdp.simulate import DishonestValues, Episode, Summary, simulate, simulate_many, summarize
+from jaxpar.pomdp.simulate import (
+    DishonestValues,
+    Episode,
+    Summary,
+    simulate,
+    simulate_many,
+    summarize,
+)
 from jaxpar.pomdp.tabular import TabularEnvironment, TabularPomdp, from_environment, tabular_update
 from jaxpar.pomdp.tree import DenseChildren, HashedChildren
 from jaxpar.pomdp.tree_search import TreeSearch

@@ -108,7 +108,9 @@ def _by_witness(alphas: np.ndarray, gain: float) -> np.ndarray:
     """Any number of states: winners at sampled beliefs, then Lark's linear programs for the others."""
     num_states = alphas.shape[1]
     beliefs = np.random.default_rng(0).dirichlet(np.full(num_states, 0.5), 64 * num_states)
-    beliefs = np.concatenate([np.eye(num_states), np.full((1, num_states), 1 / num_states), beliefs])
+    beliefs = np.concatenate(
+        [np.eye(num_states), np.full((1, num_states), 1 / num_states), beliefs]
+    )
     kept = list(np.unique(np.argmax(beliefs @ alphas.T, axis=1)))
     left = [i for i in range(len(alphas)) if i not in kept]
     while left:

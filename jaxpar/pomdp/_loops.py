@@ -27,7 +27,10 @@ def _(size: int, batched: list[bool], flags: Array) -> tuple[Array, bool]:
 
 
 def while_live(
-    most: Array, level: Callable[[Array, Carry], Carry], first: Carry, live: Callable[[Carry], Array]
+    most: Array,
+    level: Callable[[Array, Carry], Carry],
+    first: Carry,
+    live: Callable[[Carry], Array],
 ) -> tuple[Array, Carry]:
     """`carry = level(d, carry)` for d = 0, 1, ..., `most - 1` while any of `live(carry)`; how many those were, int32.
 
@@ -38,7 +41,9 @@ def while_live(
     def going(state: tuple) -> Array:
         return (state[0] < most) & any_in_batch(live(state[1]))
 
-    return jax.lax.while_loop(going, lambda state: (state[0] + 1, level(*state)), (jnp.zeros((), jnp.int32), first))
+    return jax.lax.while_loop(
+        going, lambda state: (state[0] + 1, level(*state)), (jnp.zeros((), jnp.int32), first)
+    )
 
 
 def map_active(apply: Callable[[Array], PyTree], active: Array, block: int) -> PyTree:
@@ -60,7 +65,9 @@ def map_active(apply: Callable[[Array], PyTree], active: Array, block: int) -> P
     # Active numbers are packed to the front; `room` is a multiple of the block, so that no slice is moved by clamping.
     so_far, room = jnp.cumsum(active, dtype=jnp.int32), count + -count % block
     most, place = so_far[-1], jnp.where(active, so_far - 1, room)
-    padded = jnp.zeros((room,), jnp.int32).at[place].set(jnp.arange(count, dtype=jnp.int32), mode="drop")
+    padded = (
+        jnp.zeros((room,), jnp.int32).at[place].set(jnp.arange(count, dtype=jnp.int32), mode="drop")
+    )
 
     def going(state: tuple) -> Array:
         return any_in_batch(state[0] < most)

@@ -87,7 +87,9 @@ def upper_at(bounds: Bounds, measures: Array) -> Array:
 
     def one(measure):
         share = jnp.where(valid, _shares(bounds.points, measure), 0)
-        return jnp.minimum(measure @ bounds.corners + (share * drops).min(), (bounds.informed @ measure).max())
+        return jnp.minimum(
+            measure @ bounds.corners + (share * drops).min(), (bounds.informed @ measure).max()
+        )
 
     batch = max(1, 2**24 // bounds.points.size)
     return jax.lax.map(one, flat, batch_size=batch).reshape(measures.shape[:-1])
@@ -96,7 +98,9 @@ def upper_at(bounds: Bounds, measures: Array) -> Array:
 def _shares(points: Array, measure: Array) -> Array:
     """The largest multiple of each point `[M, S]` that fits under a measure `[S]`."""
     held = points > 0
-    inverse = 1 / jnp.where(held, points, 1)  # outside the loop over measures: products there are cheaper
+    inverse = 1 / jnp.where(
+        held, points, 1
+    )  # outside the loop over measures: products there are cheaper
     return jnp.where(held, measure[None] * inverse, jnp.inf).min(-1)
 
 
@@ -106,17 +110,23 @@ def successors(model: TabularPomdp, beliefs: Array) -> Array:
     return jnp.einsum("kat,ato->kaot", predicted, model.observation)
 
 
-def _upper_q(model: TabularPomdp, bounds: Bounds, beliefs: Array, joint: Array) -> tuple[Array, Array]:
+def _upper_q(
+    model: TabularPomdp, bounds: Bounds, beliefs: Array, joint: Array
+) -> tuple[Array, Array]:
     """`[K, A]` upper bounds of Q, and the part `[K, A, O]` of each observation in it."""
     parts = upper_at(bounds, joint)
     return beliefs @ model.expected_reward.T + model.discount * parts.sum(-1), parts
 
 
-def _vectors(model: TabularPomdp, bounds: Bounds, joint: Array, beliefs: Array) -> tuple[Array, Array]:
+def _vectors(
+    model: TabularPomdp, bounds: Bounds, joint: Array, beliefs: Array
+) -> tuple[Array, Array]:
     """New vectors `[K, S]` at beliefs `[K, S]` with their `successors`, and their actions `[K]`."""
     best = bounds.alphas[lower_at(bounds, joint)[1]]  # [K, A, O, S']
     ahead = jnp.einsum("ato,kaot->kat", model.observation, best)
-    vectors = model.expected_reward[None] + model.discount * jnp.einsum("ast,kat->kas", model.transition, ahead)
+    vectors = model.expected_reward[None] + model.discount * jnp.einsum(
+        "ast,kat->kas", model.transition, ahead
+    )
     actions = jnp.einsum("kas,ks->ka", vectors, beliefs).argmax(-1)
     return vectors[jnp.arange(len(beliefs)), actions], actions.astype(jnp.int32)
 
@@ -128,7 +138,9 @@ def _backed_up(model: TabularPomdp, bounds: Bounds, beliefs: Array) -> tuple[Arr
     return vectors, actions, _upper_q(model, bounds, beliefs, joint)[0].max(-1)
 
 
-def _follow_paths(key: PRNGKey, model: TabularPomdp, bounds: Bounds, tol: Array, num_paths: int, depth: int) -> Array:
+def _follow_paths(
+    key: PRNGKey, model: TabularPomdp, bounds: Bounds, tol: Array, num_paths: int, depth: int
+) -> Array:
     """The beliefs of the paths, `[depth, K, S]`; a path whose gap is closed repeats its last."""
 
     def one(beliefs, inputs):
@@ -143,7 +155,9 @@ def _follow_paths(key: PRNGKey, model: TabularPomdp, bounds: Bounds, tol: Array,
         obs = (jnp.log(jnp.maximum(excess, jnp.finfo(excess.dtype).tiny)) + noise).argmax(-1)
         ahead, evidence = mine[paths, obs], chance[paths, obs]
         goes_on = (excess[paths, obs] > 0) & (evidence > 0)
-        following = jnp.where(goes_on[:, None], ahead / jnp.where(goes_on, evidence, 1)[:, None], beliefs)
+        following = jnp.where(
+            goes_on[:, None], ahead / jnp.where(goes_on, evidence, 1)[:, None], beliefs
+        )
         return following, beliefs
 
     first = jnp.broadcast_to(model.start, (num_paths, len(model.start)))
@@ -151,7 +165,9 @@ def _follow_paths(key: PRNGKey, model: TabularPomdp, bounds: Bounds, tol: Array,
     return jax.lax.scan(one, first, (jax.random.split(key, depth), levels))[1]
 
 
-def consistent_bounds(model: TabularPomdp, bounds: Bounds, beliefs: Array, tol: Array) -> tuple[Bounds, Array]:
+def consistent_bounds(
+    model: TabularPomdp, bounds: Bounds, beliefs: Array, tol: Array
+) -> tuple[Bounds, Array]:
     """Both bounds made consistent at some beliefs `[B, S]`, and `[lower, upper]` at the start.
 
     A trial backs up each belief of a path once. Where actions lead back to a belief, at once or in a circle (bumping
@@ -185,7 +201,10 @@ def consistent_bounds(model: TabularPomdp, bounds: Bounds, beliefs: Array, tol: 
     values = _repeated(lowered, upper_at(bounds, beliefs), lambda values: values, enough)
     best = lower_at(bounds, beliefs)[1]
     vectors, actions = _repeated(
-        raised, (bounds.alphas[best], bounds.actions[best]), lambda carry: (carry[0] * beliefs).sum(-1), enough
+        raised,
+        (bounds.alphas[best], bounds.actions[best]),
+        lambda carry: (carry[0] * beliefs).sum(-1),
+        enough,
     )
     bounds = _added(bounds, vectors, actions, beliefs, values)
     start = model.start[None]
@@ -204,13 +223,18 @@ def _repeated(sweep: Callable, first: Carry, value_of: Callable, enough: Array) 
         following = sweep(state)
         return count + 1, following, jnp.abs(value_of(following) - value_of(state)).max()
 
-    return jax.lax.while_loop(going, once, (jnp.zeros((), jnp.int32), first, jnp.asarray(jnp.inf, enough.dtype)))[1]
+    return jax.lax.while_loop(
+        going, once, (jnp.zeros((), jnp.int32), first, jnp.asarray(jnp.inf, enough.dtype))
+    )[1]
 
 
 def _added(bounds: Bounds, vectors: Array, actions: Array, beliefs: Array, values: Array) -> Bounds:
     """The bounds with K more vectors and points, and lower corners where a point is one."""
     at, here, zero = bounds.num_alphas, bounds.num_points, jnp.zeros((), jnp.int32)
-    at_corner, place = jnp.where(beliefs == 1, values[:, None], jnp.inf).min(0), jax.lax.dynamic_update_slice
+    at_corner, place = (
+        jnp.where(beliefs == 1, values[:, None], jnp.inf).min(0),
+        jax.lax.dynamic_update_slice,
+    )
     return bounds._replace(
         alphas=place(bounds.alphas, vectors, (at, zero)),
         actions=place(bounds.actions, actions, (at,)),
@@ -253,7 +277,9 @@ def pruned(bounds: Bounds) -> Bounds:
         others = point @ bounds.corners + shares * jnp.minimum(drops, 0)
         # Two points that give each other's value: the later one goes.
         better = (others < value) | ((others <= value) & (jnp.arange(num) < index))
-        return jnp.any(valid & better & (jnp.arange(num) != index)) | (value >= point @ bounds.corners)
+        return jnp.any(valid & better & (jnp.arange(num) != index)) | (
+            value >= point @ bounds.corners
+        )
 
     batch = max(1, 2**24 // bounds.points.size)
     gone = jax.lax.map(redundant, (jnp.arange(num), bounds.points, bounds.values), batch_size=batch)

@@ -82,9 +82,15 @@ def parse(source: str | os.PathLike, root: str) -> Element:
         open_ones[-1].text += text
 
     def entity(*given: object) -> None:
-        raise UsageError(f"{name}, line {parser.CurrentLineNumber}: a document with entities of its own is not read")
+        raise UsageError(
+            f"{name}, line {parser.CurrentLineNumber}: a document with entities of its own is not read"
+        )
 
-    parser.StartElementHandler, parser.EndElementHandler, parser.CharacterDataHandler = begin, end, add
+    parser.StartElementHandler, parser.EndElementHandler, parser.CharacterDataHandler = (
+        begin,
+        end,
+        add,
+    )
     parser.EntityDeclHandler = entity
     try:
         parser.Parse(content, True)

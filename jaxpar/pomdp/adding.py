@@ -56,7 +56,13 @@ def _whole_totals(size: int, ids: Array, values: Array) -> Array:
         digits.append(whole.astype(jnp.int32))
         rest = rest - whole
     columns = jnp.stack(digits, -1)
-    sums = jnp.zeros((size, *columns.shape[1:]), jnp.int32).at[ids].add(columns, mode="drop").at[ids].get(mode="clip")
+    sums = (
+        jnp.zeros((size, *columns.shape[1:]), jnp.int32)
+        .at[ids]
+        .add(columns, mode="drop")
+        .at[ids]
+        .get(mode="clip")
+    )
     total, unit = jnp.zeros(values.shape, jnp.float32), 1.0
     for k in range(1, parts + 1):
         unit = unit * 2.0**-width

@@ -141,7 +141,9 @@ class Particles:
         """
         known = concrete_values(self.log_weights)
         if known is not None and not np.isfinite(known[0]).any():
-            raise UsageError("the belief has no particle left with any weight; give it a rejuvenation hook")
+            raise UsageError(
+                "the belief has no particle left with any weight; give it a rejuvenation hook"
+            )
         chosen = systematic(key, self.log_weights, num)
         return jax.tree.map(lambda x: x[chosen], self.states)
 
@@ -167,7 +169,9 @@ def systematic(key: PRNGKey, log_weights: Array, num: int) -> Array:
     return jnp.minimum(jnp.searchsorted(total, points, side="right"), last).astype(jnp.int32)
 
 
-Rejuvenate = Callable[[PRNGKey, Particles, Array, PyTree, Particles, Array, Environment, PyTree], Particles]
+Rejuvenate = Callable[
+    [PRNGKey, Particles, Array, PyTree, Particles, Array, Environment, PyTree], Particles
+]
 """`(key, prior, action, obs, posterior, depleted, env, params) -> Particles`, called after every update."""
 
 
@@ -207,24 +211,34 @@ class ParticleBelief:
         states = jax.vmap(lambda key: env.init(key, params))(keys)
         order = _side_by_side(states)
         states = jax.tree.map(lambda x: x[order], states)
-        return Particles(states, jnp.full((self.num_particles,), -math.log(self.num_particles), jnp.float32))
+        return Particles(
+            states, jnp.full((self.num_particles,), -math.log(self.num_particles), jnp.float32)
+        )
 
     def update(
-        self, key: PRNGKey, belief: Particles, action: Array, obs: PyTree, env: Environment, params: PyTree
+        self,
+        key: PRNGKey,
+        belief: Particles,
+        action: Array,
+        obs: PyTree,
+        env: Environment,
+        params: PyTree,
     ) -> tuple[Particles, Evidence]:
         """The belief after `action` and `obs`; consumes `key`. Costs P transitions, one sort and one cumulative sum."""
         move, pick, hook = jax.random.split(key, 3)
         keys = jax.random.split(move, self.num_particles)
-        states, likelihood = jax.vmap(lambda key, state: _move(key, env, params, state, action, obs))(
-            keys, belief.states
-        )
+        states, likelihood = jax.vmap(
+            lambda key, state: _move(key, env, params, state, action, obs)
+        )(keys, belief.states)
         joint, invalid = _weighed(belief.log_weights + likelihood)
         evidence = jax.nn.logsumexp(joint)
         depleted = ~jnp.isfinite(evidence)
         ended = jax.vmap(lambda state: env.terminal(state, params))(states)
         before = _weighed(belief.log_weights)[0]
         predicted = _normalised(jnp.where(ended, -jnp.inf, before), before)
-        posterior = Particles(states, jnp.where(depleted, -jnp.inf, joint - jnp.where(depleted, 0.0, evidence)))
+        posterior = Particles(
+            states, jnp.where(depleted, -jnp.inf, joint - jnp.where(depleted, 0.0, evidence))
+        )
         if self.rejuvenate is not None:
             posterior = self.rejuvenate(hook, belief, action, obs, posterior, depleted, env, params)
             offered, more = _weighed(posterior.log_weights)
@@ -235,7 +249,9 @@ class ParticleBelief:
         ess = jnp.exp(-jax.nn.logsumexp(2 * weights))
         resampled = ess < self.resample_below * self.num_particles
         chosen = jnp.where(
-            resampled, systematic(pick, weights, self.num_particles), jnp.arange(self.num_particles, dtype=jnp.int32)
+            resampled,
+            systematic(pick, weights, self.num_particles),
+            jnp.arange(self.num_particles, dtype=jnp.int32),
         )
         equal = jnp.full_like(weights, -math.log(self.num_particles))
         kept = jax.tree.map(lambda x: x[chosen], posterior.states)
@@ -267,7 +283,9 @@ def _side_by_side(states: PyTree) -> Array:
 def _normalised(log_weights: Array, otherwise: Array) -> Array:
     """Log weights that sum to one, or `otherwise` where there is none."""
     total = jax.nn.logsumexp(log_weights)
-    return jnp.where(jnp.isfinite(total), log_weights - jnp.where(jnp.isfinite(total), total, 0.0), otherwise)
+    return jnp.where(
+        jnp.isfinite(total), log_weights - jnp.where(jnp.isfinite(total), total, 0.0), otherwise
+    )
 
 
 def _move(
@@ -281,9 +299,14 @@ def _move(
     else:
         drawn, obs_key = env.observe(see, following, action, params), able.obs_key
         name = (lambda x: x) if obs_key is None else (lambda x: obs_key(x, params))
-        same = [jnp.all(a == b) for a, b in zip(jax.tree.leaves(name(drawn)), jax.tree.leaves(name(obs)), strict=True)]
+        same = [
+            jnp.all(a == b)
+            for a, b in zip(jax.tree.leaves(name(drawn)), jax.tree.leaves(name(obs)), strict=True)
+        ]
         likelihood = jnp.where(jnp.stack(same).all(), 0.0, -jnp.inf)
-    return following, jnp.where(env.terminal(following, params), -jnp.inf, jnp.asarray(likelihood, jnp.float32))
+    return following, jnp.where(
+        env.terminal(following, params), -jnp.inf, jnp.asarray(likelihood, jnp.float32)
+    )
 
 
 @flax.struct.dataclass
@@ -305,7 +328,9 @@ class Gaussian:
 
     def sample(self, key: PRNGKey, num: int) -> Array:
         """`num` independent states `[num, S]`; consumes `key`."""
-        return jax.random.multivariate_normal(key, self.mean, self.covariance, (num,), self.mean.dtype)
+        return jax.random.multivariate_normal(
+            key, self.mean, self.covariance, (num,), self.mean.dtype
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,18 +347,30 @@ class KalmanBelief:
         """The environment's start; draws nothing."""
         able = capabilities(env)
         if able.gaussian_start is None:
-            raise UsageError(f"a Kalman belief needs gaussian_start of the environment, and {env.name} has none")
+            raise UsageError(
+                f"a Kalman belief needs gaussian_start of the environment, and {env.name} has none"
+            )
         if able.linear_gaussian is None:
-            raise UsageError(f"a Kalman belief needs linear_gaussian of the environment, and {env.name} has none")
+            raise UsageError(
+                f"a Kalman belief needs linear_gaussian of the environment, and {env.name} has none"
+            )
         return Gaussian(*able.gaussian_start(params))
 
     def update(
-        self, key: PRNGKey, belief: Gaussian, action: Array, obs: Array, env: Environment, params: PyTree
+        self,
+        key: PRNGKey,
+        belief: Gaussian,
+        action: Array,
+        obs: Array,
+        env: Environment,
+        params: PyTree,
     ) -> tuple[Gaussian, Evidence]:
         """One prediction and one correction; draws nothing. Costs one O x O Cholesky factor."""
         linear_gaussian = capabilities(env).linear_gaussian
         if linear_gaussian is None:
-            raise UsageError(f"a Kalman belief needs linear_gaussian of the environment, and {env.name} has none")
+            raise UsageError(
+                f"a Kalman belief needs linear_gaussian of the environment, and {env.name} has none"
+            )
         forward, drift, noise, seen, blur = linear_gaussian(action, params)
         mean = forward @ belief.mean + drift
         covariance = forward @ belief.covariance @ forward.T + noise
@@ -341,10 +378,16 @@ class KalmanBelief:
         factor = jax.scipy.linalg.cho_factor(spread, lower=True)
         gain = jax.scipy.linalg.cho_solve(factor, seen @ covariance).T
         keep = jnp.eye(mean.shape[0], dtype=mean.dtype) - gain @ seen
-        learned = Gaussian(mean + gain @ surprise, keep @ covariance @ keep.T + gain @ blur @ gain.T)
+        learned = Gaussian(
+            mean + gain @ surprise, keep @ covariance @ keep.T + gain @ blur @ gain.T
+        )
         log_det = 2 * jnp.sum(jnp.log(jnp.diag(factor[0])))
         distance = surprise @ jax.scipy.linalg.cho_solve(factor, surprise)
         evidence = -0.5 * (distance + log_det + surprise.shape[0] * math.log(2 * math.pi))
         lost, never = ~jnp.isfinite(evidence), jnp.zeros((), bool)
-        posterior = jax.tree.map(lambda new, old: jnp.where(lost, old, new), learned, Gaussian(mean, covariance))
-        return posterior, Evidence(evidence, jnp.asarray(jnp.inf), lost, never, lost.astype(jnp.int32))
+        posterior = jax.tree.map(
+            lambda new, old: jnp.where(lost, old, new), learned, Gaussian(mean, covariance)
+        )
+        return posterior, Evidence(
+            evidence, jnp.asarray(jnp.inf), lost, never, lost.astype(jnp.int32)
+        )

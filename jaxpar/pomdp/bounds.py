@@ -26,7 +26,12 @@ def qmdp(model: TabularPomdp, *, tol: float = 1e-6) -> Array:
     def sweep(q):
         return reward + model.discount * model.transition @ q.max(0)
 
-    return _settled(sweep, jnp.broadcast_to(reward.max() / (1 - model.discount), reward.shape), model.discount, tol)
+    return _settled(
+        sweep,
+        jnp.broadcast_to(reward.max() / (1 - model.discount), reward.shape),
+        model.discount,
+        tol,
+    )
 
 
 def fib(model: TabularPomdp, *, tol: float = 1e-6) -> Array:
@@ -76,4 +81,6 @@ def check_discounted(model: TabularPomdp) -> None:
     """Refuses a known discount of one or more, for which no value for ever is finite."""
     known = concrete_values(model.discount)
     if known is not None and known[0] >= 1:
-        raise UsageError("an infinite horizon needs a discount below one; give a horizon, or a smaller discount")
+        raise UsageError(
+            "an infinite horizon needs a discount below one; give a horizon, or a smaller discount"
+        )

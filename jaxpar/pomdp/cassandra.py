@@ -55,13 +55,18 @@ def save_pomdp(model: TabularPomdp, path: str | os.PathLike) -> None:
                 f"{kind} cannot be written with the name {bad[0]!r}: it needs a letter first, and no : or #"
             )
     lines = [f"discount: {decimal(model.discount)}", "values: reward"]
-    lines += [f"{kind}: {len(names) if is_numbered(names) else ' '.join(names)}" for kind, names in counts.items()]
+    lines += [
+        f"{kind}: {len(names) if is_numbered(names) else ' '.join(names)}"
+        for kind, names in counts.items()
+    ]
     lines += ["start: " + " ".join(map(decimal, np.asarray(model.start))), ""]
     for head, array in (("T", model.transition), ("O", model.observation), ("R", model.reward)):
         rest = {"T": "", "O": "", "R": " : *" * (4 - np.ndim(array))}[head]
         array = np.asarray(array)
         for place in np.argwhere(array):
-            lines.append(f"{head}: {' : '.join(map(str, place))}{rest} {decimal(array[tuple(place)])}")
+            lines.append(
+                f"{head}: {' : '.join(map(str, place))}{rest} {decimal(array[tuple(place)])}"
+            )
     Path(path).write_text("\n".join(lines) + "\n")
 
 
@@ -76,7 +81,9 @@ def _illegal(name: str) -> bool:
 
 def decimal(value: ArrayLike) -> str:
     """The fewest digits that give the same float of the same precision again."""
-    return np.format_float_positional(cast(np.floating, np.asarray(value)[()]), unique=True, trim="0")
+    return np.format_float_positional(
+        cast(np.floating, np.asarray(value)[()]), unique=True, trim="0"
+    )
 
 
 class _Parser:
@@ -87,7 +94,9 @@ class _Parser:
         self.tokens = list(_tokens(text))
         self.end = text.count("\n") + 1
         self.given: dict[str, Any] = {}
-        self.sizes: tuple[int, ...] = ()  # of states, actions and observations, once the preamble is complete
+        self.sizes: tuple[
+            int, ...
+        ] = ()  # of states, actions and observations, once the preamble is complete
         self.start: np.ndarray | None = None
         self.start_line = self.reset_line = 0
         self.rewards: list[tuple[tuple, np.ndarray]] = []
@@ -102,7 +111,10 @@ class _Parser:
             elif word in ("T", "O", "R"):
                 self.entry(word, line)
             else:
-                self.refuse(line, f"{word!r} begins no statement; legal are {', '.join(_PREAMBLE)}, start, T, O, R")
+                self.refuse(
+                    line,
+                    f"{word!r} begins no statement; legal are {', '.join(_PREAMBLE)}, start, T, O, R",
+                )
         self.need_preamble(self.end, "the end of the file")
         if self.start is None:
             self.start = np.full(self.sizes[0], 1 / self.sizes[0])
@@ -111,7 +123,9 @@ class _Parser:
             ("O", self.observation, self.observation_lines),
         ):
             self.check_rows(kind, rows, lines)
-        states, actions, observations = (self.given[kind] for kind in ("states", "actions", "observations"))
+        states, actions, observations = (
+            self.given[kind] for kind in ("states", "actions", "observations")
+        )
         return TabularPomdp.of(
             self.transition,
             self.observation,
@@ -152,14 +166,19 @@ class _Parser:
     def numbers(self, words: list[tuple[str, int]], count: int, what: str, line: int) -> np.ndarray:
         values = [self.number(word, at) for word, at in words]
         if len(values) != count:
-            self.refuse(words[-1][1] if words else line, f"{what} takes {count} numbers, not {len(values)}")
+            self.refuse(
+                words[-1][1] if words else line, f"{what} takes {count} numbers, not {len(values)}"
+            )
         return np.asarray(values)
 
     def number(self, word: str, line: int) -> float:
         if not _NUMBER.fullmatch(word):
             self.refuse(line, f"expected a number, not {word!r}")
         if abs(float(word)) > LARGEST:
-            self.refuse(line, f"{word} is too large a number; at most {LARGEST:g} in size can be planned with")
+            self.refuse(
+                line,
+                f"{word} is too large a number; at most {LARGEST:g} in size can be planned with",
+            )
         return float(word)
 
     # --- preamble and start -------------------------------------------------------------------------------------
@@ -177,7 +196,10 @@ class _Parser:
                 self.refuse(line, f"the discount must be in (0, 1], not {self.given[kind]:g}")
         elif kind == "values":
             if [word for word, _ in words] not in (["reward"], ["cost"]):
-                self.refuse(line, f"values must be 'reward' or 'cost', not {' '.join(w for w, _ in words)!r}")
+                self.refuse(
+                    line,
+                    f"values must be 'reward' or 'cost', not {' '.join(w for w, _ in words)!r}",
+                )
             self.given[kind] = words[0][0]
         else:
             self.given[kind] = self.entities(kind, words, line)
@@ -189,7 +211,10 @@ class _Parser:
             return tuple(str(i) for i in range(int(words[0][0])))
         for word, at in words:
             if _illegal(word):
-                self.refuse(at, f"{word!r} cannot be a name among {kind}: a letter first, and no word of the format")
+                self.refuse(
+                    at,
+                    f"{word!r} cannot be a name among {kind}: a letter first, and no word of the format",
+                )
         names = tuple(word for word, _ in words)
         if not names or len(set(names)) != len(names):
             self.refuse(line, f"{kind} must be a number or a list of different names")
@@ -201,7 +226,9 @@ class _Parser:
             return
         if missing := [kind for kind in _PREAMBLE if kind not in self.given]:
             self.refuse(line, f"{missing[0]} must be given before {before}")
-        s, a, o = self.sizes = tuple(len(self.given[kind]) for kind in ("states", "actions", "observations"))
+        s, a, o = self.sizes = tuple(
+            len(self.given[kind]) for kind in ("states", "actions", "observations")
+        )
         self.transition, self.transition_lines = np.zeros((a, s, s)), np.zeros((a, s), int)
         self.observation, self.observation_lines = np.zeros((a, s, o)), np.zeros((a, s), int)
 
@@ -210,12 +237,17 @@ class _Parser:
         if self.start_line:
             self.refuse(line, f"start is given a second time, after line {self.start_line}")
         if self.reset_line:
-            self.refuse(line, f"start must come before the 'reset' of line {self.reset_line}, which goes back to it")
+            self.refuse(
+                line,
+                f"start must come before the 'reset' of line {self.reset_line}, which goes back to it",
+            )
         self.start_line = line
         mode = self.next()[0] if self.peek() in ("include", "exclude") else None
         self.colon("start")
         words, num_states = self.body(), self.sizes[0]
-        is_names = all(word[0].isalpha() for word, _ in words) or (len(words) == 1 and num_states > 1)
+        is_names = all(word[0].isalpha() for word, _ in words) or (
+            len(words) == 1 and num_states > 1
+        )
         if not words:
             self.refuse(line, "start names no state")
         if mode is None and [word for word, _ in words] == ["uniform"]:
@@ -230,7 +262,9 @@ class _Parser:
         else:
             self.start = self.numbers(words, num_states, "start", line)
             if (self.start < 0).any() or abs(self.start.sum() - 1) > SUM_TOLERANCE:
-                self.refuse(line, f"start sums to {self.start.sum():g}, not to one, or has a negative entry")
+                self.refuse(
+                    line, f"start sums to {self.start.sum():g}, not to one, or has a negative entry"
+                )
 
     # --- T, O and R ---------------------------------------------------------------------------------------------
 
@@ -240,7 +274,9 @@ class _Parser:
             return slice(None)
         if word.isdigit():
             if int(word) >= len(names):
-                self.refuse(line, f"{kind} are numbered 0 to {len(names) - 1}, so there is no {word}")
+                self.refuse(
+                    line, f"{kind} are numbered 0 to {len(names) - 1}, so there is no {word}"
+                )
             return int(word)
         if word not in names:
             self.refuse(line, f"there is no {word!r} among the {kind}")
@@ -271,7 +307,9 @@ class _Parser:
             bad = values[(values < 0) | (values > 1 + SUM_TOLERANCE)][0]
             self.refuse(line, f"{bad:g} is no probability")
         array, lines = (
-            (self.transition, self.transition_lines) if kind == "T" else (self.observation, self.observation_lines)
+            (self.transition, self.transition_lines)
+            if kind == "T"
+            else (self.observation, self.observation_lines)
         )
         array[tuple(place)] = values
         lines[tuple(place[:2])] = line
@@ -308,12 +346,17 @@ class _Parser:
             row = f"{kind}: {self.given['actions'][action]} : {self.given['states'][state]}"
             if line == 0:
                 self.refuse(self.end, f"{row} is nowhere given")
-            self.refuse(line, f"{row} sums to {sums[action, state]:g}, not to one (this line is the last to set it)")
+            self.refuse(
+                line,
+                f"{row} sums to {sums[action, state]:g}, not to one (this line is the last to set it)",
+            )
 
     def reward(self) -> np.ndarray:
         """`[A, S]`, or `[A, S, S]` where some statement tells next states or observations apart."""
         s, a, o = self.sizes
-        by_obs = any(len(p) == 4 and isinstance(p[3], int) or len(p) in (2, 3) for p, _ in self.rewards)
+        by_obs = any(
+            len(p) == 4 and isinstance(p[3], int) or len(p) in (2, 3) for p, _ in self.rewards
+        )
         by_next = by_obs or any(len(p) > 2 and isinstance(p[2], int) for p, _ in self.rewards)
         result = np.zeros((a, s, s) if by_next else (a, s))
         for action in range(a):

@@ -18,7 +18,11 @@ MAX_PAIRS = 256
 
 
 def check_model(
-    env: Environment | TabularPomdp, params: PyTree = None, *, key: PRNGKey | None = None, num_samples: int = 4096
+    env: Environment | TabularPomdp,
+    params: PyTree = None,
+    *,
+    key: PRNGKey | None = None,
+    num_samples: int = 4096,
 ) -> Report:
     """Checks a model for planning: an environment with its optional parts, or a `TabularPomdp`.
 
@@ -42,7 +46,9 @@ def check_model(
     params = env.default_params if params is None else params
     check_key, tabular_key = jax.random.split(jax.random.key(0) if key is None else key)
     report = check_environment(env, params, key=check_key, num_samples=num_samples)
-    if capabilities(env).tabular is not None and check_tabular(tabular_key, env, params, num_samples=num_samples):
+    if capabilities(env).tabular is not None and check_tabular(
+        tabular_key, env, params, num_samples=num_samples
+    ):
         report = dataclasses.replace(report, checks=(*report.checks, "tabular"))
     return report
 
@@ -63,7 +69,11 @@ def check_tabular(
     model = from_environment(env, params)
     shape = jax.eval_shape(env.init, key, params)
     leaves, tree = jax.tree.flatten(shape)
-    if len(leaves) != 1 or leaves[0].shape != () or not jnp.issubdtype(leaves[0].dtype, jnp.integer):
+    if (
+        len(leaves) != 1
+        or leaves[0].shape != ()
+        or not jnp.issubdtype(leaves[0].dtype, jnp.integer)
+    ):
         return False
 
     def state_of(index):
@@ -75,7 +85,9 @@ def check_tabular(
     pairs = np.argwhere(np.ones((len(model.actions), len(model.states)), bool))
     init_key, choice_key, transition_key, observe_key = jax.random.split(key, 4)
     if len(pairs) > MAX_PAIRS:
-        pairs = pairs[np.asarray(jax.random.choice(choice_key, len(pairs), (MAX_PAIRS,), replace=False))]
+        pairs = pairs[
+            np.asarray(jax.random.choice(choice_key, len(pairs), (MAX_PAIRS,), replace=False))
+        ]
 
     @jax.vmap
     def of_pair(keys, pair):
@@ -84,26 +96,51 @@ def check_tabular(
         following = jax.vmap(lambda key: index_of(env.transition(key, state, action, params)))(go)
         # The second index is that of the next state for what is seen.
         seen = jax.vmap(lambda key: env.observe(key, state, action, params))(look)
-        rewards = jax.vmap(lambda s: env.reward(state, action, state_of(s), params))(jnp.arange(len(model.states)))
-        counts = jnp.bincount(following, length=len(model.states)), jnp.bincount(seen, length=len(model.observations))
+        rewards = jax.vmap(lambda s: env.reward(state, action, state_of(s), params))(
+            jnp.arange(len(model.states))
+        )
+        counts = (
+            jnp.bincount(following, length=len(model.states)),
+            jnp.bincount(seen, length=len(model.observations)),
+        )
         return (*counts, rewards)
 
     keys = jax.random.split(transition_key, (len(pairs), 2))
-    nexts, seen, rewards = (np.asarray(x) for x in jax.jit(of_pair)(keys, jnp.asarray(pairs, jnp.int32)))
-    begun = jax.vmap(lambda key: index_of(env.init(key, params)))(jax.random.split(init_key, num_samples))
+    nexts, seen, rewards = (
+        np.asarray(x) for x in jax.jit(of_pair)(keys, jnp.asarray(pairs, jnp.int32))
+    )
+    begun = jax.vmap(lambda key: index_of(env.init(key, params)))(
+        jax.random.split(init_key, num_samples)
+    )
     begun = np.bincount(np.asarray(begun), minlength=len(model.states))
     actions, states = pairs.T
     rows = [f"action {model.actions[a]!r} in state {model.states[s]!r}" for a, s in pairs]
-    _frequencies(f"{env.name}: a first state", begun[None], np.asarray(model.start)[None], ["init"], max_z)
-    _frequencies(f"{env.name}: a next state", nexts, np.asarray(model.transition)[actions, states], rows, max_z)
+    _frequencies(
+        f"{env.name}: a first state", begun[None], np.asarray(model.start)[None], ["init"], max_z
+    )
+    _frequencies(
+        f"{env.name}: a next state",
+        nexts,
+        np.asarray(model.transition)[actions, states],
+        rows,
+        max_z,
+    )
     into = [f"action {model.actions[a]!r} into state {model.states[s]!r}" for a, s in pairs]
-    _frequencies(f"{env.name}: an observation", seen, np.asarray(model.observation)[actions, states], into, max_z)
+    _frequencies(
+        f"{env.name}: an observation",
+        seen,
+        np.asarray(model.observation)[actions, states],
+        into,
+        max_z,
+    )
     _rewards(env, model, rewards, actions, states, rows)
     _ends(env, model, params, state_of)
     return True
 
 
-def _frequencies(what: str, counts: np.ndarray, p: np.ndarray, rows: list[str], max_z: float) -> None:
+def _frequencies(
+    what: str, counts: np.ndarray, p: np.ndarray, rows: list[str], max_z: float
+) -> None:
     n = counts.sum(-1, keepdims=True)
     bound = max_z * np.sqrt(np.maximum(n * p * (1 - p), 0) + max_z**2 / 36) + max_z**2 / 6
     wrong = np.abs(counts - n * p) > np.where(p == 0, 0, bound)
@@ -116,10 +153,18 @@ def _frequencies(what: str, counts: np.ndarray, p: np.ndarray, rows: list[str], 
 
 
 def _rewards(
-    env: Environment, model: TabularPomdp, rewards: np.ndarray, actions: np.ndarray, states: np.ndarray, rows: list[str]
+    env: Environment,
+    model: TabularPomdp,
+    rewards: np.ndarray,
+    actions: np.ndarray,
+    states: np.ndarray,
+    rows: list[str],
 ) -> None:
     """Rewards of possible transitions, or their means where the arrays have those."""
-    possible, wanted = np.asarray(model.transition)[actions, states], np.asarray(model.reward)[actions, states]
+    possible, wanted = (
+        np.asarray(model.transition)[actions, states],
+        np.asarray(model.reward)[actions, states],
+    )
     if wanted.ndim == 1:
         rewards = np.where(possible > 0, possible * rewards, 0).sum(-1)[:, None]
         possible, wanted = np.ones((len(rows), 1)), wanted[:, None]
@@ -133,8 +178,12 @@ def _rewards(
         )
 
 
-def _ends(env: Environment, model: TabularPomdp, params: PyTree, state_of: Callable[[Array], PyTree]) -> None:
-    ended = np.asarray(jax.vmap(lambda s: env.terminal(state_of(s), params))(jnp.arange(len(model.states))))
+def _ends(
+    env: Environment, model: TabularPomdp, params: PyTree, state_of: Callable[[Array], PyTree]
+) -> None:
+    ended = np.asarray(
+        jax.vmap(lambda s: env.terminal(state_of(s), params))(jnp.arange(len(model.states)))
+    )
     if (wrong := ended & ~np.asarray(model.terminal)).any():
         state = model.states[int(np.argmax(wrong))]
         raise UsageError(

@@ -34,7 +34,12 @@ def _begun(
 
 @functools.partial(jax.jit, static_argnames=("planner", "env"), donate_argnames=("search",))
 def _grown(
-    key: PRNGKey, planner: SearchPlanner[State], env: Environment, params: PyTree, belief: Belief, search: State
+    key: PRNGKey,
+    planner: SearchPlanner[State],
+    env: Environment,
+    params: PyTree,
+    belief: Belief,
+    search: State,
 ) -> State:
     """One batch more, in place: the search is donated, so that no batch copies its tree."""
     return planner.tree_search().grow(key, env, params, belief, search, 1)
@@ -55,9 +60,13 @@ def refuse_empty(nothing: Array) -> None:
     """`UsageError` where there is nothing to plan, which a compiled draw cannot say."""
     ended, weightless = jax.device_get(nothing)
     if weightless:
-        raise UsageError("the belief has no particle left with any weight; give it a rejuvenation hook")
+        raise UsageError(
+            "the belief has no particle left with any weight; give it a rejuvenation hook"
+        )
     if ended:
-        raise UsageError("every state of the belief is terminal: the episode has ended and there is nothing to plan")
+        raise UsageError(
+            "every state of the belief is terminal: the episode has ended and there is nothing to plan"
+        )
 
 
 def repeat_until(
@@ -106,6 +115,10 @@ def plan_until(
     search, nothing = _begun(key, planner, env, params, belief)
     refuse_empty(nothing)
     search = repeat_until(
-        lambda search: _grown(key, planner, env, params, belief, search), search, planner.iterations, deadline, clock
+        lambda search: _grown(key, planner, env, params, belief, search),
+        search,
+        planner.iterations,
+        deadline,
+        clock,
     )
     return _decided(planner, search)

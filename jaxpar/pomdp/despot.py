@@ -38,7 +38,15 @@ from jaxpar.pomdp.adding import add_at
 from jaxpar.pomdp.belief import Belief
 from jaxpar.pomdp.clock import refuse_empty, repeat_until
 from jaxpar.pomdp.model import discount_of, legal_actions, num_actions
-from jaxpar.pomdp.scenario_tree import COUNT, DEFAULT, LOWER, UPPER_BOUND, DespotInfo, ScenarioTree, WavePath
+from jaxpar.pomdp.scenario_tree import (
+    COUNT,
+    DEFAULT,
+    LOWER,
+    UPPER_BOUND,
+    DespotInfo,
+    ScenarioTree,
+    WavePath,
+)
 from jaxpar.pomdp.scenarios import (
     HORIZON,
     UPPER,
@@ -102,13 +110,19 @@ class Despot:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.max_particles < self.num_scenarios:
-            raise UsageError(f"max_particles must be at least num_scenarios = {self.num_scenarios}, for the root")
+            raise UsageError(
+                f"max_particles must be at least num_scenarios = {self.num_scenarios}, for the root"
+            )
 
-    def plan(self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief) -> tuple[Array, DespotInfo]:
+    def plan(
+        self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief
+    ) -> tuple[Array, DespotInfo]:
         """As `Planner.plan`, with bounds in the report."""
         return self.decide(self.search(key, env, params, belief))
 
-    def search(self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief) -> ScenarioTree:
+    def search(
+        self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief
+    ) -> ScenarioTree:
         """The tree that `plan` decides by."""
         return self.grow(env, params, self.init_search(key, env, params, belief), self.iterations)
 
@@ -129,8 +143,12 @@ class Despot:
         Raises:
             UsageError: every state drawn from the belief has ended.
         """
-        discount_of(params, self.discount)  # here, since a discount that is traced cannot be refused
-        tree = jax.tree.map(jnp.copy, _begun(key, self, env, params, belief))  # shared buffers cannot be donated
+        discount_of(
+            params, self.discount
+        )  # here, since a discount that is traced cannot be refused
+        tree = jax.tree.map(
+            jnp.copy, _begun(key, self, env, params, belief)
+        )  # shared buffers cannot be donated
         refuse_empty(jnp.stack([tree.ended >= 1, tree.stranded > 0]))
         steps = -1
 
@@ -174,9 +192,15 @@ class Despot:
             inconsistent=tree.inconsistent,
         )
 
-    def init_search(self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief) -> ScenarioTree:
+    def init_search(
+        self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief
+    ) -> ScenarioTree:
         """K scenarios and their root; consumes `key`."""
-        discount, count, actions = discount_of(params, self.discount), self.num_scenarios, num_actions(env, params)
+        discount, count, actions = (
+            discount_of(params, self.discount),
+            self.num_scenarios,
+            num_actions(env, params),
+        )
         draw_key, scenario_key = jax.random.split(key)
         states, keys = belief.sample(draw_key, count), jax.random.split(scenario_key, count)
         ended = jax.vmap(lambda state: env.terminal(state, params))(states)
@@ -186,7 +210,9 @@ class Despot:
         default, upper, invalid, inconsistent = self.evaluate(
             keys, env, params, column, depth, ~ended[:, None], discount
         )
-        chosen = default_actions(scenario_keys(keys, depth)[:, 1], self.default, env, params, column)
+        chosen = default_actions(
+            scenario_keys(keys, depth)[:, 1], self.default, env, params, column
+        )
         chosen = chosen[jnp.argmin(ended), 0]
         default, utility = default.sum() / count, jnp.maximum(upper.sum(), default.sum()) / count
         node = jnp.stack([default, jnp.maximum(default, utility - self.regularization)])
@@ -202,7 +228,11 @@ class Despot:
             return jnp.full((max_nodes, *of_root.shape), fill, of_root.dtype).at[0].set(of_root)
 
         def particles(first: Array) -> Array:
-            filled = jnp.zeros((max_blocks * actions, *first.shape[1:]), first.dtype).at[:count].set(first)
+            filled = (
+                jnp.zeros((max_blocks * actions, *first.shape[1:]), first.dtype)
+                .at[:count]
+                .set(first)
+            )
             return filled.reshape(max_blocks, actions, *first.shape[1:])
 
         zero, none = jnp.zeros((), jnp.int32), jnp.full((max_blocks, actions), EMPTY, jnp.int32)
@@ -217,7 +247,10 @@ class Despot:
             born=rows(jnp.stack([jnp.sum(~ended, dtype=jnp.float32), default, utility])),
             node=rows(node),
             edge=jnp.zeros((max_blocks, actions, 2), jnp.float32),
-            particle_node=none.reshape(-1).at[:count].set(jnp.where(ended, EMPTY, 0)).reshape(none.shape),
+            particle_node=none.reshape(-1)
+            .at[:count]
+            .set(jnp.where(ended, EMPTY, 0))
+            .reshape(none.shape),
             particle_block=none,
             states=jax.tree.map(particles, states),
             visits=jnp.zeros((actions,), jnp.int32),
@@ -232,7 +265,9 @@ class Despot:
             depth=zero,
         )
 
-    def grow(self, env: Environment, params: PyTree, tree: ScenarioTree, iterations: int) -> ScenarioTree:
+    def grow(
+        self, env: Environment, params: PyTree, tree: ScenarioTree, iterations: int
+    ) -> ScenarioTree:
         """`iterations` waves more; pure, and deterministic: all chance is in the scenarios."""
 
         def wave(_: Array, tree: ScenarioTree) -> ScenarioTree:
@@ -252,8 +287,12 @@ class Despot:
             live = live & (node != EMPTY)
             values, born = (x.at[node].get(mode="clip") for x in (tree.node, tree.born))
             gap, share = values[:, UPPER_BOUND] - values[:, LOWER], born[:, COUNT] / count
-            excess = jnp.where(live & (root_gap > 0), gap - share * self.gap_ratio * root_gap, -jnp.inf)
-            if not self.wide:  # only the scenarios at the child with the largest excess uncertainty go on
+            excess = jnp.where(
+                live & (root_gap > 0), gap - share * self.gap_ratio * root_gap, -jnp.inf
+            )
+            if (
+                not self.wide
+            ):  # only the scenarios at the child with the largest excess uncertainty go on
                 live = live & (node == node[jnp.argmax(excess)])
             going = live & (excess > 0) & (d < self.max_depth)
             block = tree.particle_block.reshape(-1)[particle]
@@ -274,9 +313,13 @@ class Despot:
         path = WavePath(nodes, scenarios, jnp.zeros_like(scenarios), never)
         first = (path, ~never, scenarios)
         # The tree is as deep as there were waves.
-        return jax.lax.fori_loop(0, jnp.minimum(tree.iteration, self.max_depth) + 1, level, first)[0]
+        return jax.lax.fori_loop(0, jnp.minimum(tree.iteration, self.max_depth) + 1, level, first)[
+            0
+        ]
 
-    def expand(self, env: Environment, params: PyTree, tree: ScenarioTree, path: WavePath) -> ScenarioTree:
+    def expand(
+        self, env: Environment, params: PyTree, tree: ScenarioTree, path: WavePath
+    ) -> ScenarioTree:
         """All actions of all scenarios at the leaves that the wave reached."""
         discount, actions = discount_of(params, self.discount), tree.legal.shape[0]
         count, max_blocks = tree.keys.shape[0], tree.particle_node.shape[0]
@@ -292,9 +335,13 @@ class Despot:
 
         states = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[path.particle], tree.states)
         legal = legal_actions(env, params, states)
-        rows = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (count, actions, *x.shape[1:])), states)
+        rows = jax.tree.map(
+            lambda x: jnp.broadcast_to(x[:, None], (count, actions, *x.shape[1:])), states
+        )
         choice = jnp.broadcast_to(jnp.arange(actions, dtype=jnp.int32), (count, actions))
-        result = scenario_steps(scenario_keys(tree.keys, path.depth)[:, 0], env, params, rows, choice)
+        result = scenario_steps(
+            scenario_keys(tree.keys, path.depth)[:, 0], env, params, rows, choice
+        )
         taken = grow[:, None] & legal
         on = taken & ~result.terminated
         default, upper, wrong, inconsistent = self.evaluate(
@@ -305,17 +352,26 @@ class Despot:
         places = jnp.where(on, (edges - tree.num_blocks)[:, None] * actions + choice, 0)
         table = children.empty(count * actions, count * actions)
         _, ids, num_nodes = children.find(
-            table, places.ravel(), result.obs_key.ravel(), on.ravel(), tree.num_nodes, tree.born.shape[0]
+            table,
+            places.ravel(),
+            result.obs_key.ravel(),
+            on.ravel(),
+            tree.num_nodes,
+            tree.born.shape[0],
         )
         ids = ids.reshape(count, actions)
         lost = on & (ids == EMPTY)
         weight = (jnp.asarray(discount, jnp.float32) ** path.depth / count)[:, None]
         default, upper = weight * discount * default, weight * discount * upper
         tree, below = self._add_nodes(tree, ids, default, upper)
-        below = below + jnp.where(lost, default, 0.0)[..., None]  # who finds no room counts as the default policy
+        below = (
+            below + jnp.where(lost, default, 0.0)[..., None]
+        )  # who finds no room counts as the default policy
         # Values are sums over a node's scenarios; the price of a node is paid once, by the one that owns its row.
         price = jnp.where(own == edges, self.regularization, 0.0)[:, None, None]
-        gain = jnp.where(legal[..., None], (weight * result.reward)[..., None] + below - price, -jnp.inf)
+        gain = jnp.where(
+            legal[..., None], (weight * result.reward)[..., None] + below - price, -jnp.inf
+        )
         return dataclasses.replace(
             tree,
             block=block,
@@ -325,8 +381,11 @@ class Despot:
             .at[jnp.where(grow, path.particle, EMPTY)]
             .set(own, mode="drop")
             .reshape(max_blocks, actions),
-            states=jax.tree.map(lambda old, new: old.at[own].set(new, mode="drop"), tree.states, result.state),
-            visits=tree.visits + jnp.sum(taken & (path.depth == 0)[:, None], axis=0, dtype=jnp.int32),
+            states=jax.tree.map(
+                lambda old, new: old.at[own].set(new, mode="drop"), tree.states, result.state
+            ),
+            visits=tree.visits
+            + jnp.sum(taken & (path.depth == 0)[:, None], axis=0, dtype=jnp.int32),
             num_nodes=num_nodes,
             num_blocks=tree.num_blocks + jnp.sum(grow, dtype=jnp.int32),
             steps=tree.steps + jnp.sum(taken, dtype=jnp.int32),
@@ -344,7 +403,9 @@ class Despot:
         """What the default policy earns from states `[K, A]`, and an upper bound, by `scenario_bounds`."""
         return scenario_bounds(keys, self, env, params, states, depth, live, discount)
 
-    def _add_nodes(self, tree: ScenarioTree, ids: Array, default: Array, upper: Array) -> tuple[ScenarioTree, Array]:
+    def _add_nodes(
+        self, tree: ScenarioTree, ids: Array, default: Array, upper: Array
+    ) -> tuple[ScenarioTree, Array]:
         """New nodes `ids` `[K, A]`, each the sum of its scenarios, and the values shared among these, `[K, A, 2]`."""
         scenarios = jnp.broadcast_to(jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None], ids.shape)
         more = jnp.stack([jnp.ones_like(default), default, upper], axis=-1)
@@ -358,7 +419,9 @@ class Despot:
             born=born,
             node=tree.node.at[ids].set(values, mode="drop"),
         )
-        return tree, jnp.where((ids != EMPTY)[..., None], values / jnp.maximum(count, 1)[..., None], 0.0)
+        return tree, jnp.where(
+            (ids != EMPTY)[..., None], values / jnp.maximum(count, 1)[..., None], 0.0
+        )
 
     def back_up(self, tree: ScenarioTree, path: WavePath) -> ScenarioTree:
         """New values of the nodes on the way, deepest first; each is written by its first scenario."""
@@ -375,7 +438,9 @@ class Despot:
             node = jnp.where(first == scenarios, node, EMPTY)
             old = tree.node.at[node].get(mode="clip")
             default = tree.born.at[node].get(mode="clip")[:, DEFAULT, None]
-            block, action = (x.at[node].get(mode="fill", fill_value=EMPTY) for x in (tree.block, tree.action))
+            block, action = (
+                x.at[node].get(mode="fill", fill_value=EMPTY) for x in (tree.block, tree.action)
+            )
             # The scenarios below a node bring their changes to its first one, which adds their sum to the edge.
             change = add_at(jnp.zeros_like(change), first, change)
             place = jnp.where(block == EMPTY, EMPTY, block * tree.edge.shape[1] + action)
@@ -398,7 +463,9 @@ class Despot:
 
 
 @functools.partial(jax.jit, static_argnames=("planner", "env"))
-def _begun(key: PRNGKey, planner: Despot, env: Environment, params: PyTree, belief: Belief) -> ScenarioTree:
+def _begun(
+    key: PRNGKey, planner: Despot, env: Environment, params: PyTree, belief: Belief
+) -> ScenarioTree:
     return planner.init_search(key, env, params, belief)
 
 

@@ -64,7 +64,9 @@ class Exact:
         """None: that of the environment's parameters."""
         return None
 
-    def plan(self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief | Array) -> tuple[Array, PlanInfo]:
+    def plan(
+        self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief | Array
+    ) -> tuple[Array, PlanInfo]:
         """The action of the best vector, as a planner gives it, so that `simulate` can play the policy.
 
         With `ExactBelief` it earns at least `lower`, if it was solved for an infinite horizon; of a finite one the
@@ -79,7 +81,12 @@ class Exact:
         """
         count = num_actions(env, params)
         worth = self.alphas @ chances_of(belief, self.alphas.shape[1]).astype(self.alphas.dtype)
-        values = jnp.full((count,), -jnp.inf, worth.dtype).at[self.actions].max(worth).astype(jnp.float32)
+        values = (
+            jnp.full((count,), -jnp.inf, worth.dtype)
+            .at[self.actions]
+            .max(worth)
+            .astype(jnp.float32)
+        )
         action, zero = self.actions[worth.argmax()].astype(jnp.int32), jnp.zeros((), jnp.int32)
         return action, PlanInfo(
             value=worth.max().astype(jnp.float32),
@@ -153,7 +160,9 @@ def solve_exact(
     if horizon is None and concrete_values(jnp.zeros(())) is None:
         raise UsageError("without a horizon, solve_exact reads results: call it outside of jit.")
     if horizon is None and method == "points":
-        return _by_trials(jax.random.key(0) if key is None else key, model, tol, max_iterations, num_paths, depth)
+        return _by_trials(
+            jax.random.key(0) if key is None else key, model, tol, max_iterations, num_paths, depth
+        )
     return _by_vectors(model, horizon, tol, max_vectors)
 
 
@@ -168,19 +177,27 @@ def _by_vectors(model: TabularPomdp, horizon: int | None, tol: float, max_vector
         alphas = np.asarray(blind(model), np.float64)
         corners = np.asarray(fib(model), np.float64).max(0)
         gap = (corners - alphas).max(1).min()
-        steps = max(1, math.ceil(math.log(max(gap / tol, 1)) / -math.log(discount))) if gap > 0 else 1
+        steps = (
+            max(1, math.ceil(math.log(max(gap / tol, 1)) / -math.log(discount))) if gap > 0 else 1
+        )
     else:
         alphas, gap, steps = np.zeros((1, len(start))), 0.0, horizon
     actions = np.zeros(len(alphas), np.int32)
     for _ in range(steps):
-        alphas, actions = _alpha.backup(transition, observation, reward, discount, alphas, max_vectors)
+        alphas, actions = _alpha.backup(
+            transition, observation, reward, discount, alphas, max_vectors
+        )
     value = (alphas @ start).max()
     left = discount**steps * max(gap, 0.0)
-    lower, upper, alphas = (jnp.asarray(x, model.start.dtype) for x in (value, value + left, alphas))
+    lower, upper, alphas = (
+        jnp.asarray(x, model.start.dtype) for x in (value, value + left, alphas)
+    )
     return Exact(lower, lower, upper, alphas, jnp.asarray(actions), bool(left <= tol), steps)
 
 
-def _by_trials(key: PRNGKey, model: TabularPomdp, tol: float, max_iterations: int, num_paths: int, depth: int) -> Exact:
+def _by_trials(
+    key: PRNGKey, model: TabularPomdp, tol: float, max_iterations: int, num_paths: int, depth: int
+) -> Exact:
     most = max(num_paths * depth, SETTLED)
     capacity = 2 ** math.ceil(math.log2(2 * most + len(model.actions)))
     check_discounted(model)  # in a program its value is not known
@@ -188,13 +205,20 @@ def _by_trials(key: PRNGKey, model: TabularPomdp, tol: float, max_iterations: in
     seen: dict[bytes, np.ndarray] = {}
     while not done and number < max_iterations:
         before = int(bounds.num_points)
-        bounds, made = _trial(jax.random.fold_in(key, number), model, bounds, 0.5 * tol, num_paths, depth)
+        bounds, made = _trial(
+            jax.random.fold_in(key, number), model, bounds, 0.5 * tol, num_paths, depth
+        )
         ends, number = np.asarray(made), number + 1
-        _see(seen, np.asarray(bounds.points)[before : int(bounds.num_points)])  # slices of arrays of JAX's compile
+        _see(
+            seen, np.asarray(bounds.points)[before : int(bounds.num_points)]
+        )  # slices of arrays of JAX's compile
         bounds, capacity = _fitted(bounds, capacity, most)
         if number % SETTLE_EVERY == 0 and ends[1] - ends[0] > tol:
             bounds, made = _settle(
-                model, bounds, jnp.asarray(_latest(seen, model)), jnp.asarray(tol, model.start.dtype)
+                model,
+                bounds,
+                jnp.asarray(_latest(seen, model)),
+                jnp.asarray(tol, model.start.dtype),
             )
             ends = np.asarray(made)
             bounds, capacity = _fitted(bounds, capacity, most)
@@ -238,7 +262,9 @@ _settle = jax.jit(_points.consistent_bounds)
 _pruned = jax.jit(_points.pruned)
 
 
-def reachable_beliefs(model: TabularPomdp, *, merge: float = 1e-9, max_beliefs: int = 4096) -> np.ndarray:
+def reachable_beliefs(
+    model: TabularPomdp, *, merge: float = 1e-9, max_beliefs: int = 4096
+) -> np.ndarray:
     """All beliefs that some sequence of actions and observations leads to, float64 `[N, S]`, the start first.
 
     Breadth first on the host; beliefs whose entries all differ by at most `merge` are one.
@@ -246,7 +272,9 @@ def reachable_beliefs(model: TabularPomdp, *, merge: float = 1e-9, max_beliefs: 
     Raises:
         UsageError: there are more than `max_beliefs`.
     """
-    transition, observation = (np.asarray(x, np.float64) for x in (model.transition, model.observation))
+    transition, observation = (
+        np.asarray(x, np.float64) for x in (model.transition, model.observation)
+    )
     found = [np.asarray(model.start, np.float64)]
     at = 0
     while at < len(found):
@@ -254,12 +282,16 @@ def reachable_beliefs(model: TabularPomdp, *, merge: float = 1e-9, max_beliefs: 
             if np.abs(np.stack(found) - belief).max(1).min() > merge:
                 found.append(belief)
         if len(found) > max_beliefs:
-            raise UsageError(f"more than max_beliefs = {max_beliefs} beliefs can be reached; merge more or use bounds")
+            raise UsageError(
+                f"more than max_beliefs = {max_beliefs} beliefs can be reached; merge more or use bounds"
+            )
         at += 1
     return np.stack(found)
 
 
-def iterated_values(model: TabularPomdp, eta: float, num_iterations: int, beliefs: ArrayLike | None = None) -> Array:
+def iterated_values(
+    model: TabularPomdp, eta: float, num_iterations: int, beliefs: ArrayLike | None = None
+) -> Array:
     """`V_k = L_eta Psi_k` at every reachable belief, of the iterated reference scheme swept exactly.
 
     `Psi_{k+1}(b, a) = Psi_k(b, a) - L_eta Psi_k(b) + R(b, a) + gamma sum_o P(o | a, b) L_eta Psi_k(b')` from
@@ -296,19 +328,25 @@ def iterated_values(model: TabularPomdp, eta: float, num_iterations: int, belief
 
 def _graph(model: TabularPomdp, beliefs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Which belief follows, int32 `[N, A, O]`, and with what chance."""
-    transition, observation = (np.asarray(x, np.float64) for x in (model.transition, model.observation))
+    transition, observation = (
+        np.asarray(x, np.float64) for x in (model.transition, model.observation)
+    )
     shape = len(beliefs), transition.shape[0], observation.shape[-1]
     places, chances = np.zeros(shape, np.int32), np.zeros(shape)
     for i, belief in enumerate(beliefs):
         following, chance = _following(belief, transition, observation)
         distances = np.abs(following[:, None] - beliefs[None]).max(-1)
         if (distances.min(1) > 1e-6).any():
-            raise UsageError(f"the beliefs are not closed: a successor of number {i} is none of them")
+            raise UsageError(
+                f"the beliefs are not closed: a successor of number {i} is none of them"
+            )
         places[i][chance > 0], chances[i] = distances.argmin(1), chance
     return places, chances
 
 
-def _following(belief: np.ndarray, transition: np.ndarray, observation: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _following(
+    belief: np.ndarray, transition: np.ndarray, observation: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """The successors with a positive chance, `[n, S]` in order of action and observation, and all chances `[A, O]`."""
     joint = np.einsum("s,ast,ato->aot", belief, transition, observation)
     chance = joint.sum(-1)

@@ -45,7 +45,13 @@ class ExactBelief:
         return Particles(states, jnp.log(model.start).astype(jnp.float32))
 
     def update(
-        self, key: PRNGKey, belief: Particles, action: Array, obs: Array, env: Environment, params: PyTree
+        self,
+        key: PRNGKey,
+        belief: Particles,
+        action: Array,
+        obs: Array,
+        env: Environment,
+        params: PyTree,
     ) -> tuple[Particles, Evidence]:
         """The belief after `action` and `obs`, an int32; draws nothing. Costs S^2.
 
@@ -62,7 +68,11 @@ class ExactBelief:
         following = jnp.where(lost, predicted, _shares(joint, predicted))
         weights = jnp.log(following).astype(jnp.float32)
         found = Evidence(
-            jnp.log(evidence).astype(jnp.float32), jnp.asarray(jnp.inf), lost, never, jnp.zeros((), jnp.int32)
+            jnp.log(evidence).astype(jnp.float32),
+            jnp.asarray(jnp.inf),
+            lost,
+            never,
+            jnp.zeros((), jnp.int32),
         )
         return Particles(belief.states, weights), found
 
@@ -71,7 +81,9 @@ def _model(env: Environment, params: PyTree) -> TabularPomdp:
     if isinstance(params, TabularPomdp):
         return params
     if concrete_values(params) is None:
-        raise UsageError(f"the arrays of {env.name} are made outside of jit: give its parameters as constants")
+        raise UsageError(
+            f"the arrays of {env.name} are made outside of jit: give its parameters as constants"
+        )
     return from_environment(env, params)
 
 

@@ -54,7 +54,9 @@ class HeuristicValues:
         """The guesses; draws nothing. `UsageError` where the environment has none."""
         heuristic = capabilities(env).heuristic
         if heuristic is None:
-            raise UsageError(f'{env.name} has no heuristic(state, params); use leaf="rollout" or leaf="zero"')
+            raise UsageError(
+                f'{env.name} has no heuristic(state, params); use leaf="rollout" or leaf="zero"'
+            )
         return jax.vmap(lambda state, action: heuristic(state, params, action))(states, actions)
 
 
@@ -89,7 +91,11 @@ class ZeroValues:
 
 def evaluation(leaf: str, rollout_depth: int) -> Evaluate:
     """The kind that a planner's field `leaf` names, one of `LEAVES`."""
-    return {"heuristic": HeuristicValues(), "rollout": RolloutValues(rollout_depth), "zero": ZeroValues()}[leaf]
+    return {
+        "heuristic": HeuristicValues(),
+        "rollout": RolloutValues(rollout_depth),
+        "zero": ZeroValues(),
+    }[leaf]
 
 
 def leaf_values(

@@ -6,7 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.env import Discrete, Environment, PartiallyObserved, Transition, capabilities, own_discount, step
+from jaxpar.env import (
+    Discrete,
+    Environment,
+    PartiallyObserved,
+    Transition,
+    capabilities,
+    own_discount,
+    step,
+)
 from jaxpar.types import Array, PRNGKey, PyTree, Scalar, UsageError, concrete_values
 
 __all__ = ["discount_of"]
@@ -57,7 +65,9 @@ def discount_of(params: PyTree, discount: Scalar | None = None) -> Scalar:
     """`discount`, or else `params.discount`; `UsageError` outside (0, 1] where its value can be seen."""
     discount = own_discount(params) if discount is None else discount
     if discount is None:
-        raise UsageError("the environment's parameters have no discount; give the planner one, as discount=0.95")
+        raise UsageError(
+            "the environment's parameters have no discount; give the planner one, as discount=0.95"
+        )
     known = concrete_values(discount)
     if known is not None and not np.all((known[0] > 0) & (known[0] <= 1)):
         raise UsageError(f"a discount lies in (0, 1], not at {known[0]}")
@@ -79,31 +89,47 @@ def _step_keyed(
     obs_key = capabilities(env).obs_key
     name = following.obs if obs_key is None else obs_key(following.obs, params)
     if jnp.shape(name) or not jnp.issubdtype(jnp.asarray(name).dtype, jnp.integer):
-        raise UsageError(f"{env.name} needs obs_key(obs, params) -> int32: its observations are not integers")
+        raise UsageError(
+            f"{env.name} needs obs_key(obs, params) -> int32: its observations are not integers"
+        )
     return following, jnp.asarray(name, jnp.int32)
 
 
-def simulate_keyed(keys: PRNGKey, env: Environment, params: PyTree, states: PyTree, actions: Array) -> Simulated:
+def simulate_keyed(
+    keys: PRNGKey, env: Environment, params: PyTree, states: PyTree, actions: Array
+) -> Simulated:
     """One step of n simulations, each with its own of `keys` `[n]`, which it consumes."""
-    following, names = jax.vmap(lambda *row: _step_keyed(row[0], env, params, *row[1:]))(keys, states, actions)
+    following, names = jax.vmap(lambda *row: _step_keyed(row[0], env, params, *row[1:]))(
+        keys, states, actions
+    )
     usable = is_usable(following.reward)
     reward = jnp.where(usable, following.reward, 0.0)
     return Simulated(following.state, names, reward, following.terminated, ~usable)
 
 
-def simulate_steps(key: PRNGKey, env: Environment, params: PyTree, states: PyTree, actions: Array) -> Simulated:
+def simulate_steps(
+    key: PRNGKey, env: Environment, params: PyTree, states: PyTree, actions: Array
+) -> Simulated:
     """One step of n simulations, each with a key of its own; consumes `key`."""
     return simulate_keyed(jax.random.split(key, actions.shape[0]), env, params, states, actions)
 
 
 def random_legal(draws: Array, mask: Array) -> Array:
     """Actions, int32 `[n]`, uniform over the legal ones of `mask` `[n, A]` by `draws` `[n]` in [0, 1); 0 where none."""
-    order = jnp.cumsum(mask, axis=1)  # numbers the legal actions of a row 1, 2, ...; the first above draw * count is it
+    order = jnp.cumsum(
+        mask, axis=1
+    )  # numbers the legal actions of a row 1, 2, ...; the first above draw * count is it
     return jnp.argmax(mask & (order > draws[:, None] * order[:, -1:]), axis=1).astype(jnp.int32)
 
 
 def rollout_values(
-    key: PRNGKey, env: Environment, params: PyTree, states: PyTree, discount: Scalar, length: int, live: Array
+    key: PRNGKey,
+    env: Environment,
+    params: PyTree,
+    states: PyTree,
+    discount: Scalar,
+    length: int,
+    live: Array,
 ) -> Array:
     """Discounted returns of `length` steps from each state, float32 `[n]`; consumes `key`.
 
@@ -117,9 +143,13 @@ def rollout_values(
         pick, move = jax.random.split(key)
         if act is not None:
             play = act
-            action = jax.vmap(lambda key, state: play(key, state, params))(jax.random.split(pick, live.size), states)
+            action = jax.vmap(lambda key, state: play(key, state, params))(
+                jax.random.split(pick, live.size), states
+            )
         else:
-            action = random_legal(jax.random.uniform(pick, live.shape), legal_actions(env, params, states))
+            action = random_legal(
+                jax.random.uniform(pick, live.shape), legal_actions(env, params, states)
+            )
         result = simulate_steps(move, env, params, states, action)
         total = total + jnp.where(live, weight * result.reward, 0.0)
         return (result.state, live & ~result.terminated, total, weight * discount), None
@@ -131,7 +161,9 @@ def rollout_values(
 def with_likelihood(env: Environment) -> PartiallyObserved:
     """The environment as one that has `log_likelihood`; `UsageError` where it has none."""
     if capabilities(env).log_likelihood is None:
-        raise UsageError(f"weighted particles need log_likelihood of the environment, and {env.name} has none")
+        raise UsageError(
+            f"weighted particles need log_likelihood of the environment, and {env.name} has none"
+        )
     return cast(PartiallyObserved, env)
 
 

@@ -72,7 +72,9 @@ def outline(
         check_value(name, value, AtLeast(0), int)
     choices, seen = env.action_space(params), env.observation_space(params)
     actions = actions or (choices.names if isinstance(choices, Discrete) else ())
-    if isinstance(seen, Discrete) and capabilities(env).obs_key is None:  # then the keys are the observations
+    if (
+        isinstance(seen, Discrete) and capabilities(env).obs_key is None
+    ):  # then the keys are the observations
         observations = observations or seen.names
     tree = jax.tree.map(np.asarray, search.tree)
     links = children_of(planner.children, env, params).links(search.tree.children)
@@ -91,7 +93,11 @@ def outline(
             value = tree.value[row[tried]].max()
         else:
             value = tree.leaf_sum[at] / max(tree.leaf_visits[at], 1)
-        busiest = tried[np.argsort(-tree.edge_visits[row[tried]], kind="stable")][:width] if left else tried[:0]
+        busiest = (
+            tried[np.argsort(-tree.edge_visits[row[tried]], kind="stable")][:width]
+            if left
+            else tried[:0]
+        )
         below = tuple(action(named(actions, "a", a), row[a], left) for a in busiest.tolist())
         return Branch(name, int(tree.node_visits[at]), float(value), below)
 
@@ -99,7 +105,9 @@ def outline(
         mine = slice(*np.searchsorted(edge, [at, at + 1]))
         keys, nodes = key[mine], node[mine]
         busiest = np.argsort(-tree.node_visits[nodes], kind="stable")[:width]
-        below = tuple(belief(named(observations, "o", int(keys[i])), int(nodes[i]), left - 1) for i in busiest)
+        below = tuple(
+            belief(named(observations, "o", int(keys[i])), int(nodes[i]), left - 1) for i in busiest
+        )
         return Branch(name, int(tree.edge_visits[at]), float(tree.value[at]), below)
 
     return belief("belief", 0, depth)

@@ -38,9 +38,23 @@ from jaxpar.pomdp.simulations import (
     start_simulations,
     stop_stranded,
 )
-from jaxpar.pomdp.tree import EMPTY, Children, HashedChildren, Tree, add_counts, insert_edges, insert_nodes
+from jaxpar.pomdp.tree import (
+    EMPTY,
+    Children,
+    HashedChildren,
+    Tree,
+    add_counts,
+    insert_edges,
+    insert_nodes,
+)
 from jaxpar.pomdp.tree_search import BackUp, Decide, DepthOf, Select, children_of
-from jaxpar.pomdp.widening import Descent, NodeBeliefs, ParticleSearchState, no_descent, slot_of_visit
+from jaxpar.pomdp.widening import (
+    Descent,
+    NodeBeliefs,
+    ParticleSearchState,
+    no_descent,
+    slot_of_visit,
+)
 from jaxpar.types import Array, PRNGKey, PyTree, Scalar
 
 __all__ = ["ExpandParticles", "ParticleTreeSearch"]
@@ -145,7 +159,9 @@ class ParticleTreeSearch:
         """Itself, so that it stands wherever a planner does."""
         return self
 
-    def plan(self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief) -> tuple[Array, PlanInfo]:
+    def plan(
+        self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief
+    ) -> tuple[Array, PlanInfo]:
         """As `Planner.plan`."""
         return planner.plan(key, self, env, params, belief)
 
@@ -161,7 +177,9 @@ class ParticleTreeSearch:
         """As `AnytimePlanner.plan_until`."""
         return clocks.plan_until(key, self, env, params, belief, deadline, clock)
 
-    def search(self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief) -> ParticleSearchState:
+    def search(
+        self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief
+    ) -> ParticleSearchState:
         """The search that `plan` decides by, with the whole tree."""
         return planner.search(key, self, env, params, belief)
 
@@ -220,7 +238,12 @@ class ParticleTreeSearch:
         return jax.lax.fori_loop(0, iterations, batch, search)
 
     def _batch(
-        self, key: PRNGKey, env: PartiallyObserved, params: PyTree, belief: Belief, search: ParticleSearchState
+        self,
+        key: PRNGKey,
+        env: PartiallyObserved,
+        params: PyTree,
+        belief: Belief,
+        search: ParticleSearchState,
     ) -> ParticleSearchState:
         """One batch from the root to the leaves and back."""
         sample_key, level_key, node_key, leaf_key = jax.random.split(key, 4)
@@ -236,7 +259,9 @@ class ParticleTreeSearch:
             own_key = jax.random.fold_in(level_key, d)
             step_key, visit_key = jax.random.split(own_key)
             select_key = jax.random.fold_in(own_key, 2)  # a third child beside the two of `split`
-            tree, descent = self._descend(select_key, step_key, env, params, children, tree, simulations, before)
+            tree, descent = self._descend(
+                select_key, step_key, env, params, children, tree, simulations, before
+            )
             beliefs, states, reward, live = self.expand.visit(
                 visit_key, env, params, beliefs, simulations, descent, before, keyed
             )
@@ -253,13 +278,28 @@ class ParticleTreeSearch:
             last = jax.tree.map(lambda new, old: where_rows(descent.fresh, new, old), descent, last)
             return tree, beliefs, path, simulations, last
 
-        first = (started.tree, search.beliefs, path, simulations, no_descent(env, params, simulations))
-        depth, (tree, beliefs, path, simulations, last) = while_live(depth, level, first, lambda carry: carry[3].live)
+        first = (
+            started.tree,
+            search.beliefs,
+            path,
+            simulations,
+            no_descent(env, params, simulations),
+        )
+        depth, (tree, beliefs, path, simulations, last) = while_live(
+            depth, level, first, lambda carry: carry[3].live
+        )
         beliefs, path, simulations, waiting = self.expand.fill(
             node_key, env, params, belief, beliefs, path, simulations, last, before, keyed
         )
         leaves = leaf_values(
-            leaf_key, self.evaluate, env, params, simulations.states, simulations.action, waiting, discount
+            leaf_key,
+            self.evaluate,
+            env,
+            params,
+            simulations.states,
+            simulations.action,
+            waiting,
+            discount,
         )
         # Rewards are added here and not on the way down, since those of new nodes are known only now.
         usable = is_usable(path.rewards)
@@ -267,7 +307,10 @@ class ParticleTreeSearch:
         tree = dataclasses.replace(
             tree,
             reward_sum=add_at(tree.reward_sum, path.edges.reshape(-1), path.rewards.reshape(-1)),
-            invalid=tree.invalid + jnp.sum(~usable, dtype=jnp.int32) + beliefs.invalid - search.beliefs.invalid,
+            invalid=tree.invalid
+            + jnp.sum(~usable, dtype=jnp.int32)
+            + beliefs.invalid
+            - search.beliefs.invalid,
         )
         tree, path = record_leaves(tree, path, simulations, leaves, discount)
         tree = self.back_up(tree, children, path, depth, discount)
@@ -291,7 +334,9 @@ class ParticleTreeSearch:
         action = self.select(select_key, tree, simulations, legal)
         earlier = tree.edges.at[simulations.node, action].get(mode="fill", fill_value=EMPTY)
         visits = tree.edge_visits.at[earlier].get(mode="fill", fill_value=0)
-        visits, edges = jax.lax.optimization_barrier((visits, tree.edges))  # reads before writes, as in `insert`
+        visits, edges = jax.lax.optimization_barrier(
+            (visits, tree.edges)
+        )  # reads before writes, as in `insert`
         tree = dataclasses.replace(tree, edges=edges)
         tree, edge = insert_edges(tree, simulations.node, action, simulations.live)
         keys, keyed = jax.random.split(step_key, action.shape[0]), self.is_keyed(env, params)
@@ -300,10 +345,16 @@ class ParticleTreeSearch:
         )
         if keyed:
             obs_key = capabilities(env).obs_key
-            name = result.obs if obs_key is None else jax.vmap(lambda obs: obs_key(obs, params))(result.obs)
+            name = (
+                result.obs
+                if obs_key is None
+                else jax.vmap(lambda obs: obs_key(obs, params))(result.obs)
+            )
         else:
             draws = jax.random.uniform(slot_key, action.shape)
-            name = slot_of_visit(draws, visits + ranks(edge), self.k_observations, self.alpha_observations)
+            name = slot_of_visit(
+                draws, visits + ranks(edge), self.k_observations, self.alpha_observations
+            )
         descent = Descent(simulations.node, edge, edge, action, result, simulations.live)
         on = (edge != EMPTY) & ~self.expand.has_ended(descent, keyed)
         tree, child, _ = insert_nodes(tree, children, edge, name.astype(jnp.int32), on)

@@ -61,13 +61,19 @@ class FilterNodes:
         moved, known = descent.edge != EMPTY, (descent.child != EMPTY) & ~descent.fresh
         over = beliefs.terminal.at[descent.child].get(mode="clip") & known
         chosen = drawn_index(key, beliefs.log_weights.at[descent.child].get(mode="clip"))
-        states = jax.tree.map(lambda x: x.at[descent.child, chosen].get(mode="clip"), beliefs.states)
+        states = jax.tree.map(
+            lambda x: x.at[descent.child, chosen].get(mode="clip"), beliefs.states
+        )
         reward = descent.result.reward
-        if not is_keyed:  # that of the node, if it has one; of a new one it comes with the filter step
+        if (
+            not is_keyed
+        ):  # that of the node, if it has one; of a new one it comes with the filter step
             reward = jnp.where(known, beliefs.reward.at[descent.child].get(mode="clip"), reward)
             reward = jnp.where(descent.fresh, 0.0, reward)
         reward = jnp.where(moved, reward, 0.0)
-        kept = jax.tree.map(lambda new, old: where_rows(moved, new, old), descent.result.state, simulations.states)
+        kept = jax.tree.map(
+            lambda new, old: where_rows(moved, new, old), descent.result.state, simulations.states
+        )
         states = jax.tree.map(lambda new, old: where_rows(known, new, old), states, kept)
         return beliefs, states, reward, known & ~over
 
@@ -87,17 +93,25 @@ class FilterNodes:
             return where_rows(at_root, fresh, held.at[last.node].get(mode="clip"))
 
         states = jax.tree.map(prior, drawn, beliefs.states)
-        weights = jnp.where(at_root[:, None], 0.0, beliefs.log_weights.at[last.node].get(mode="clip"))
+        weights = jnp.where(
+            at_root[:, None], 0.0, beliefs.log_weights.at[last.node].get(mode="clip")
+        )
         keys = jax.random.split(filter_key, count)
         filtered = functools.partial(filter_step, env=env, params=params)
-        states, weights, reward, wrong = jax.vmap(filtered)(keys, states, weights, last.action, last.result)
+        states, weights, reward, wrong = jax.vmap(filtered)(
+            keys, states, weights, last.action, last.result
+        )
         first = is_first_at_node(last, before)
         mine = jnp.where(first, last.child, EMPTY)
         beliefs = dataclasses.replace(
             beliefs,
-            states=jax.tree.map(lambda old, new: old.at[mine].set(new, mode="drop"), beliefs.states, states),
+            states=jax.tree.map(
+                lambda old, new: old.at[mine].set(new, mode="drop"), beliefs.states, states
+            ),
             log_weights=beliefs.log_weights.at[mine].set(weights, mode="drop"),
-            obs=jax.tree.map(lambda old, new: old.at[mine].set(new, mode="drop"), beliefs.obs, last.result.obs),
+            obs=jax.tree.map(
+                lambda old, new: old.at[mine].set(new, mode="drop"), beliefs.obs, last.result.obs
+            ),
             reward=beliefs.reward.at[mine].set(reward, mode="drop"),
             terminal=beliefs.terminal.at[mine].set(last.result.terminated, mode="drop"),
             invalid=beliefs.invalid + jnp.sum(jnp.where(first, wrong, 0), dtype=jnp.int32),
@@ -107,9 +121,15 @@ class FilterNodes:
             here = (path.edges == last.edge[None]) & last.fresh[None]
             path = path._replace(rewards=path.rewards + jnp.where(here, own[None], 0.0))
         chosen = drawn_index(leaf_key, beliefs.log_weights.at[simulations.node].get(mode="clip"))
-        inside = (simulations.node != EMPTY) & (simulations.node != 0)  # the root holds no particles of its own
-        believed = jax.tree.map(lambda x: x.at[simulations.node, chosen].get(mode="clip"), beliefs.states)
-        states = jax.tree.map(lambda new, old: where_rows(inside, new, old), believed, simulations.states)
+        inside = (simulations.node != EMPTY) & (
+            simulations.node != 0
+        )  # the root holds no particles of its own
+        believed = jax.tree.map(
+            lambda x: x.at[simulations.node, chosen].get(mode="clip"), beliefs.states
+        )
+        states = jax.tree.map(
+            lambda new, old: where_rows(inside, new, old), believed, simulations.states
+        )
         over = beliefs.terminal.at[simulations.node].get(mode="clip") & inside
         return beliefs, path, simulations._replace(states=states), is_waiting(simulations) & ~over
 
@@ -191,11 +211,15 @@ class Pft:
 
     def depth_of(self, k: Depth) -> Depth:
         """At most one level more than the batches so far."""
-        return min(k + 1, self.max_depth) if isinstance(k, int) else jnp.minimum(k + 1, self.max_depth)
+        return (
+            min(k + 1, self.max_depth) if isinstance(k, int) else jnp.minimum(k + 1, self.max_depth)
+        )
 
     def select(self, key: PRNGKey, tree: Tree, simulations: Simulations, legal: Array) -> Array:
         """UCB1 with virtual visits among the actions that widening has opened; int32 `[n]`. The key is not used."""
-        rank = jnp.where(simulations.live, ranks(jnp.where(simulations.live, simulations.node, EMPTY)), 0)
+        rank = jnp.where(
+            simulations.live, ranks(jnp.where(simulations.live, simulations.node, EMPTY)), 0
+        )
         legal = self._opened(tree, simulations.node, rank, legal)
         return upper_confidence(tree, simulations.node, rank, legal, self.exploration)
 
@@ -204,15 +228,22 @@ class Pft:
         if self.k_actions is None:
             return legal
         row = tree.edges.at[node].get(mode="clip")
-        visits = jnp.sum(jnp.where(row != EMPTY, tree.edge_visits.at[row].get(mode="clip"), 0), axis=1) + rank
+        visits = (
+            jnp.sum(jnp.where(row != EMPTY, tree.edge_visits.at[row].get(mode="clip"), 0), axis=1)
+            + rank
+        )
         opened = open_slots(visits + 1, self.k_actions, self.alpha_actions)
         return legal & (jnp.cumsum(legal, axis=1) <= opened[:, None])
 
-    def back_up(self, tree: Tree, children: Children, path: Path, depth: Array, discount: Scalar) -> Tree:
+    def back_up(
+        self, tree: Tree, children: Children, path: Path, depth: Array, discount: Scalar
+    ) -> Tree:
         """New values of the edges on the way, by the field `backup`."""
         return (add_best if self.backup == "best" else add_returns)(tree, path, depth, discount)
 
-    def plan(self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief) -> tuple[Array, PlanInfo]:
+    def plan(
+        self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief
+    ) -> tuple[Array, PlanInfo]:
         """As `Planner.plan`."""
         return planner.plan(key, self, env, params, belief)
 
@@ -228,7 +259,9 @@ class Pft:
         """As `AnytimePlanner.plan_until`."""
         return clocks.plan_until(key, self, env, params, belief, deadline, clock)
 
-    def search(self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief) -> ParticleSearchState:
+    def search(
+        self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief
+    ) -> ParticleSearchState:
         """The search that `plan` decides by, with the whole tree."""
         return planner.search(key, self, env, params, belief)
 

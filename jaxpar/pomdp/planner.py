@@ -72,7 +72,9 @@ class Planner(Protocol):
         """Of one step, in (0, 1]; None takes `params.discount`."""
         ...
 
-    def plan(self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief) -> tuple[Array, PlanInfo]:
+    def plan(
+        self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief
+    ) -> tuple[Array, PlanInfo]:
         """An action for `belief`, int32, with its report; pure, with a fixed budget, for jit, vmap and scan.
 
         Args:
@@ -139,7 +141,13 @@ class Search(Protocol[State]):
         ...
 
     def grow(
-        self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief, search: State, iterations: int
+        self,
+        key: PRNGKey,
+        env: Environment,
+        params: PyTree,
+        belief: Belief,
+        search: State,
+        iterations: int,
     ) -> State:
         """`iterations` batches more; pure. The key of a batch is folded with its number."""
         ...
@@ -190,7 +198,12 @@ def root_value(value: Array, tried: Array, ended: Array) -> Array:
 
 
 def report(
-    search: SearchState, value: Array, preferences: Array, policy: Array, *, order: Array | None = None
+    search: SearchState,
+    value: Array,
+    preferences: Array,
+    policy: Array,
+    *,
+    order: Array | None = None,
 ) -> tuple[Array, PlanInfo]:
     """The action of the highest `order` (`preferences`, if None) that is legal and was tried, and the report.
 
@@ -202,14 +215,18 @@ def report(
     tried = row != EMPTY
     order = preferences if order is None else order
     best = jnp.where(tried & search.legal, order, -jnp.inf)
-    action = jnp.where(jnp.any(tried & search.legal), jnp.argmax(best), jnp.argmax(search.legal)).astype(jnp.int32)
+    action = jnp.where(
+        jnp.any(tried & search.legal), jnp.argmax(best), jnp.argmax(search.legal)
+    ).astype(jnp.int32)
     return action, PlanInfo(
         value=root_value(value, jnp.any(tried), search.ended >= search.drawn),
         values=jnp.where(tried, tree.value.at[row].get(mode="clip"), -jnp.inf),
         preferences=preferences,
         policy=policy,
         # The inner `where` keeps log away from 0, whose NaN gradient would pass through the outer one.
-        entropy=-jnp.sum(jnp.where(policy > 0, policy * jnp.log(jnp.where(policy > 0, policy, 1.0)), 0.0)),
+        entropy=-jnp.sum(
+            jnp.where(policy > 0, policy * jnp.log(jnp.where(policy > 0, policy, 1.0)), 0.0)
+        ),
         visits=jnp.where(tried, tree.edge_visits.at[row].get(mode="clip"), 0),
         nodes=tree.num_nodes,
         edges=tree.num_edges,

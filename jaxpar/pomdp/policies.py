@@ -61,7 +61,9 @@ def save_policy(policy: Exact, path: str | os.PathLike) -> None:
         text = "".join(f"{action}\n{row}\n\n" for action, row in rows)
     elif suffix == ".policy":
         sizes = f'vectorLength="{policy.alphas.shape[1]}" numObsValue="1" numVectors="{len(rows)}"'
-        vectors = "".join(f'<Vector action="{action}" obsValue="0">{row}</Vector>\n' for action, row in rows)
+        vectors = "".join(
+            f'<Vector action="{action}" obsValue="0">{row}</Vector>\n' for action, row in rows
+        )
         head = '<?xml version="1.0" encoding="ISO-8859-1"?>\n<Policy version="0.1" type="value">\n'
         text = f"{head}<AlphaVector {sizes}>\n{vectors}</AlphaVector>\n</Policy>\n"
     else:
@@ -87,7 +89,10 @@ def _of_text(text: str, name: str, model: TabularPomdp) -> tuple[list[int], list
         if not re.fullmatch(r"\d+", word) or int(word) >= len(model.actions):
             refuse(line, f"expected an action, 0 to {len(model.actions) - 1}, not {word!r}")
         if len(row) < size:
-            refuse(last, f"the vector after line {line} needs {size} numbers, one a state, and has {len(row)}")
+            refuse(
+                last,
+                f"the vector after line {line} needs {size} numbers, one a state, and has {len(row)}",
+            )
         actions.append(int(word))
         vectors.append(np.asarray([_number(word, line, refuse) for word, line in row]))
     if not vectors:
@@ -102,7 +107,9 @@ def _of_xml(root: Element, model: TabularPomdp) -> tuple[list[int], list[np.ndar
             "the policy is of a model with fully observed variables, whose vectors are over a part of the states"
         )
     if given.get("vectorLength") != str(size):
-        given.refuse(f"the vectors have length {given.get('vectorLength')}, and the model has {size} states")
+        given.refuse(
+            f"the vectors have length {given.get('vectorLength')}, and the model has {size} states"
+        )
     actions, vectors = [], []
     for element in given.children:
 

@@ -43,7 +43,9 @@ def ranks(ids: Array) -> Array:
     return jnp.zeros_like(place).at[order].set(place - first, unique_indices=True)
 
 
-def virtual_choice(rank: Array, values: Array, visits: Array, legal: Array, total: Array, scale: Scalar) -> Array:
+def virtual_choice(
+    rank: Array, values: Array, visits: Array, legal: Array, total: Array, scale: Scalar
+) -> Array:
     """The action that UCB1 takes after `rank` virtual visits, int32 `[n]`.
 
     UCB1 visits in decreasing order of Q_a + scale sqrt(log total / (visits_a + j)), j = 0, 1, ...; the place in this
@@ -64,8 +66,12 @@ def virtual_choice(rank: Array, values: Array, visits: Array, legal: Array, tota
 
     def made(bound: Array) -> Array:
         """How many virtual visits each action gets before its upper confidence bound falls below `bound`."""
-        gap = jnp.maximum(bound[:, None] - values, 1e-9)  # no division by 0 where the bound is a mean
-        count = jnp.minimum(jnp.ceil(bonus / gap**2 - visits), 2.0**20)  # sums of these are exact in float32
+        gap = jnp.maximum(
+            bound[:, None] - values, 1e-9
+        )  # no division by 0 where the bound is a mean
+        count = jnp.minimum(
+            jnp.ceil(bonus / gap**2 - visits), 2.0**20
+        )  # sums of these are exact in float32
         return jnp.where(legal, jnp.maximum(count, 0.0), 0.0)
 
     def halve(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -73,7 +79,9 @@ def virtual_choice(rank: Array, values: Array, visits: Array, legal: Array, tota
         enough = made(middle).sum(1) > rank
         return jnp.where(enough, middle, ends[0]), jnp.where(enough, ends[1], middle)
 
-    below, above = jax.lax.fori_loop(0, 32, halve, (low, top))  # 32 halvings end at float32's resolution
+    below, above = jax.lax.fori_loop(
+        0, 32, halve, (low, top)
+    )  # 32 halvings end at float32's resolution
     at_once = made(top).sum(1) > rank  # an action without visits has an infinite bound
     before = jnp.where((at_once | (above >= top))[:, None], 0.0, made(above))
     more = jnp.cumsum(jnp.maximum(made(jnp.where(at_once, top, below)) - before, 0.0), axis=1)
@@ -82,7 +90,9 @@ def virtual_choice(rank: Array, values: Array, visits: Array, legal: Array, tota
     return jnp.argmax((more > place[:, None]) & legal, axis=1).astype(jnp.int32)
 
 
-def upper_confidence(tree: Tree, node: Array, rank: Array, legal: Array, exploration: Scalar) -> Array:
+def upper_confidence(
+    tree: Tree, node: Array, rank: Array, legal: Array, exploration: Scalar
+) -> Array:
     """The actions of UCB1 at `node` `[n]` after `rank` `[n]` virtual visits, among `legal` `[n, A]`; int32 `[n]`."""
     row = tree.edges.at[node].get(mode="clip")
     tried = row != EMPTY
@@ -91,7 +101,9 @@ def upper_confidence(tree: Tree, node: Array, rank: Array, legal: Array, explora
     least = jnp.min(values, axis=1, keepdims=True)
     # The mean of an action without visits only has to be finite: its bonus is infinite.
     values = jnp.where(tried, values, jnp.where(jnp.isfinite(least), least, 0.0))
-    total = tree.node_visits.at[node].get(mode="clip").astype(jnp.float32) + 1  # above 1, so that its log is positive
+    total = (
+        tree.node_visits.at[node].get(mode="clip").astype(jnp.float32) + 1
+    )  # above 1, so that its log is positive
     return virtual_choice(rank, values, visits, legal, total, exploration)
 
 
@@ -104,9 +116,13 @@ def add_returns(tree: Tree, path: Path, depth: Array, discount: Scalar) -> Tree:
         edges = path.edges[d]
         future = jnp.where((path.nodes[d] != EMPTY) & (edges == EMPTY), path.leaf, future)
         sums = add_at(tree.future_sum, edges, future)
-        total = tree.reward_sum.at[edges].get(mode="clip") + discount * sums.at[edges].get(mode="clip")
+        total = tree.reward_sum.at[edges].get(mode="clip") + discount * sums.at[edges].get(
+            mode="clip"
+        )
         mean = total / jnp.maximum(tree.edge_visits.at[edges].get(mode="clip"), 1)
-        tree = dataclasses.replace(tree, future_sum=sums, value=tree.value.at[edges].set(mean, mode="drop"))
+        tree = dataclasses.replace(
+            tree, future_sum=sums, value=tree.value.at[edges].set(mean, mode="drop")
+        )
         return tree, jnp.where(edges != EMPTY, path.rewards[d] + discount * future, future)
 
     return jax.lax.fori_loop(0, depth + 1, level, (tree, jnp.zeros(path.leaf.shape)))[0]
@@ -123,10 +139,16 @@ def add_best(tree: Tree, path: Path, depth: Array, discount: Scalar) -> Tree:
         d = depth - i
         nodes, edges = path.nodes[d], path.edges[d]
         visits = jnp.maximum(tree.edge_visits.at[edges].get(mode="clip"), 1)
-        total = tree.reward_sum.at[edges].get(mode="clip") + discount * tree.future_sum.at[edges].get(mode="clip")
-        tree = dataclasses.replace(tree, value=tree.value.at[edges].set(total / visits, mode="drop"))
+        total = tree.reward_sum.at[edges].get(mode="clip") + discount * tree.future_sum.at[
+            edges
+        ].get(mode="clip")
+        tree = dataclasses.replace(
+            tree, value=tree.value.at[edges].set(total / visits, mode="drop")
+        )
         row = tree.edges.at[nodes].get(mode="clip")
-        best = jnp.max(jnp.where(row != EMPTY, tree.value.at[row].get(mode="clip"), -jnp.inf), axis=1)
+        best = jnp.max(
+            jnp.where(row != EMPTY, tree.value.at[row].get(mode="clip"), -jnp.inf), axis=1
+        )
         guesses = tree.leaf_visits.at[nodes].get(mode="clip")
         guess = tree.leaf_sum.at[nodes].get(mode="clip") / jnp.maximum(guesses, 1)
         parents = jnp.where(d > 0, path.edges[jnp.maximum(d - 1, 0)], EMPTY)
@@ -139,7 +161,9 @@ def best_mean(search: SearchState) -> tuple[Array, PlanInfo]:
     """The action of the highest mean return, and the report; the policy is the visits' share."""
     row = search.tree.edges[0]
     tried = row != EMPTY
-    visits = jnp.where(tried, search.tree.edge_visits.at[row].get(mode="clip"), 0).astype(jnp.float32)
+    visits = jnp.where(tried, search.tree.edge_visits.at[row].get(mode="clip"), 0).astype(
+        jnp.float32
+    )
     values = jnp.where(tried & search.legal, search.tree.value.at[row].get(mode="clip"), -jnp.inf)
     share = visits / jnp.maximum(visits.sum(), 1.0)
     return report(search, values.max(), jnp.where(tried, share, -jnp.inf), share, order=values)
@@ -203,19 +227,27 @@ class Pomcp:
 
     def depth_of(self, k: Depth) -> Depth:
         """At most one level more than the batches so far."""
-        return min(k + 1, self.max_depth) if isinstance(k, int) else jnp.minimum(k + 1, self.max_depth)
+        return (
+            min(k + 1, self.max_depth) if isinstance(k, int) else jnp.minimum(k + 1, self.max_depth)
+        )
 
     def select(self, key: PRNGKey, tree: Tree, simulations: Simulations, legal: Array) -> Array:
         """UCB1 with virtual visits; int32 `[n]`. The key is not used."""
         # Those that are not live share the id `EMPTY`, whose ranks mean nothing.
-        rank = jnp.where(simulations.live, ranks(jnp.where(simulations.live, simulations.node, EMPTY)), 0)
+        rank = jnp.where(
+            simulations.live, ranks(jnp.where(simulations.live, simulations.node, EMPTY)), 0
+        )
         return upper_confidence(tree, simulations.node, rank, legal, self.exploration)
 
-    def back_up(self, tree: Tree, children: Children, path: Path, depth: Array, discount: Scalar) -> Tree:
+    def back_up(
+        self, tree: Tree, children: Children, path: Path, depth: Array, discount: Scalar
+    ) -> Tree:
         """New values of the edges on the way, by the field `backup`."""
         return (add_best if self.backup == "best" else add_returns)(tree, path, depth, discount)
 
-    def plan(self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief) -> tuple[Array, PlanInfo]:
+    def plan(
+        self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief
+    ) -> tuple[Array, PlanInfo]:
         """As `Planner.plan`."""
         return planner.plan(key, self, env, params, belief)
 

@@ -41,37 +41,51 @@ class WeighArrivals:
         """As `ExpandParticles.visit`: the state that arrives is weighted and kept, and one of the node's goes on."""
         size, moved = beliefs.log_weights.shape[1], descent.edge != EMPTY
         named = jnp.where(is_first_at_node(descent, before), descent.child, EMPTY)
-        obs = jax.tree.map(lambda old, new: old.at[named].set(new, mode="drop"), beliefs.obs, descent.result.obs)
-        seen = jax.tree.map(lambda x: x.at[descent.child].get(mode="clip"), obs)
-        weight = jax.vmap(lambda obs, state, action, after: env.log_likelihood(obs, state, action, after, params))(
-            seen, simulations.states, descent.action, descent.result.state
+        obs = jax.tree.map(
+            lambda old, new: old.at[named].set(new, mode="drop"), beliefs.obs, descent.result.obs
         )
+        seen = jax.tree.map(lambda x: x.at[descent.child].get(mode="clip"), obs)
+        weight = jax.vmap(
+            lambda obs, state, action, after: env.log_likelihood(obs, state, action, after, params)
+        )(seen, simulations.states, descent.action, descent.result.state)
         good = is_weight(weight)
         weight = jnp.where(good, weight, -jnp.inf)
         if is_keyed:  # who made the observation itself must not be weighted by it again
             weight, good = jnp.zeros_like(weight), jnp.ones_like(good)
         place = ranks(descent.child)
         added = beliefs.num_added.at[descent.child].get(mode="clip")
-        row = jnp.where(place < size, descent.child, EMPTY)  # of one batch a node takes m states at most
+        row = jnp.where(
+            place < size, descent.child, EMPTY
+        )  # of one batch a node takes m states at most
         slot = (added + place) % size  # the oldest are written over
         beliefs = dataclasses.replace(
             beliefs,
             obs=obs,
             states=jax.tree.map(
-                lambda old, new: old.at[row, slot].set(new, mode="drop"), beliefs.states, descent.result.state
+                lambda old, new: old.at[row, slot].set(new, mode="drop"),
+                beliefs.states,
+                descent.result.state,
             ),
-            log_weights=beliefs.log_weights.at[row, slot].set(jnp.asarray(weight, jnp.float32), mode="drop"),
+            log_weights=beliefs.log_weights.at[row, slot].set(
+                jnp.asarray(weight, jnp.float32), mode="drop"
+            ),
             num_added=beliefs.num_added.at[row].add(1, mode="drop"),
             invalid=beliefs.invalid + jnp.sum((row != EMPTY) & ~good, dtype=jnp.int32),
         )
         on = (descent.child != EMPTY) & ~descent.fresh
         chosen = drawn_index(key, beliefs.log_weights.at[descent.child].get(mode="clip"))
-        states = jax.tree.map(lambda x: x.at[descent.child, chosen].get(mode="clip"), beliefs.states)
+        states = jax.tree.map(
+            lambda x: x.at[descent.child, chosen].get(mode="clip"), beliefs.states
+        )
         earned = jax.vmap(lambda state, action, after: env.reward(state, action, after, params))(
             simulations.states, descent.action, states
         )
-        reward = jnp.where(moved, jnp.where(on, earned, descent.result.reward), 0.0).astype(jnp.float32)
-        kept = jax.tree.map(lambda new, old: where_rows(moved, new, old), descent.result.state, simulations.states)
+        reward = jnp.where(moved, jnp.where(on, earned, descent.result.reward), 0.0).astype(
+            jnp.float32
+        )
+        kept = jax.tree.map(
+            lambda new, old: where_rows(moved, new, old), descent.result.state, simulations.states
+        )
         states = jax.tree.map(lambda new, old: where_rows(on, new, old), states, kept)
         return beliefs, states, reward, on
 

@@ -47,7 +47,9 @@ def save_pomdpx(model: TabularPomdp, path: str | os.PathLike) -> None:
     names = {"states": model.states, "actions": model.actions, "observations": model.observations}
     for kind, values in names.items():
         if bad := [name for name in values if name in ("*", "-") or len(name.split()) != 1]:
-            raise UsageError(f"{kind} cannot be written with the name {bad[0]!r}: it must be one word, and no * or -")
+            raise UsageError(
+                f"{kind} cannot be written with the name {bad[0]!r}: it must be one word, and no * or -"
+            )
 
     def values_of(kind: str) -> str:
         values = names[kind]
@@ -56,7 +58,11 @@ def save_pomdpx(model: TabularPomdp, path: str | os.PathLike) -> None:
         return f"<ValueEnum>{escape(' '.join(values))}</ValueEnum>"
 
     def table(
-        tag: str, var: str, parents: str, rows: Sequence[tuple[str, ArrayLike]], of: str = "CondProb"
+        tag: str,
+        var: str,
+        parents: str,
+        rows: Sequence[tuple[str, ArrayLike]],
+        of: str = "CondProb",
     ) -> list[str]:
         entries = [
             f"<Entry><Instance>{escape(where)}</Instance>"
@@ -66,7 +72,9 @@ def save_pomdpx(model: TabularPomdp, path: str | os.PathLike) -> None:
         head = f'<{of}><Var>{var}</Var><Parent>{parents}</Parent><Parameter type="TBL">'
         return [head, *entries, f"</Parameter></{of}>"]
 
-    transition, observation, reward = (np.asarray(x) for x in (model.transition, model.observation, model.reward))
+    transition, observation, reward = (
+        np.asarray(x) for x in (model.transition, model.observation, model.reward)
+    )
     pairs = list(itertools.product(enumerate(model.actions), enumerate(model.states)))
     next_too = " -" if reward.ndim == 3 else ""
     lines = [
@@ -84,7 +92,10 @@ def save_pomdpx(model: TabularPomdp, path: str | os.PathLike) -> None:
         "</InitialStateBelief>",
         "<StateTransitionFunction>",
         *table(
-            "ProbTable", "state_1", "action state_0", [(f"{a} {s} -", transition[i, j]) for (i, a), (j, s) in pairs]
+            "ProbTable",
+            "state_1",
+            "action state_0",
+            [(f"{a} {s} -", transition[i, j]) for (i, a), (j, s) in pairs],
         ),
         "</StateTransitionFunction>",
         "<ObsFunction>",
@@ -100,7 +111,11 @@ def save_pomdpx(model: TabularPomdp, path: str | os.PathLike) -> None:
             "ValueTable",
             "reward",
             "action state_0" + (" state_1" if next_too else ""),
-            [(f"{a} {s}{next_too}", reward[i, j]) for (i, a), (j, s) in pairs if reward[i, j].any()],
+            [
+                (f"{a} {s}{next_too}", reward[i, j])
+                for (i, a), (j, s) in pairs
+                if reward[i, j].any()
+            ],
             of="Func",
         ),
         "</RewardFunction>",
@@ -122,7 +137,11 @@ class _Variable:
         numbered = is_numbered(self.values)
         plain = word[1:] if numbered and word[:1] == self.letter else word
         if plain not in self.values:
-            shown = f"{self.letter}0 to {self.letter}{len(self.values) - 1}" if numbered else " ".join(self.values)
+            shown = (
+                f"{self.letter}0 to {self.letter}{len(self.values) - 1}"
+                if numbered
+                else " ".join(self.values)
+            )
             element.refuse(f"{self.name} has no value {word!r}; it has {shown}")
         return self.values.index(plain)
 
@@ -145,7 +164,10 @@ class _Reader:
             self.variables[name] = dataclasses.replace(self.variables[curr], name=name, kind="obs")
         if not self.of("obs"):
             self.variables["nothing"] = _Variable("nothing", ("0",), "obs", "o")
-        sizes = {kind: math.prod(len(v.values) for v in self.of(kind)) for kind in ("action", "prev", "obs")}
+        sizes = {
+            kind: math.prod(len(v.values) for v in self.of(kind))
+            for kind in ("action", "prev", "obs")
+        }
         most = sizes["action"] * sizes["prev"] * max(sizes["prev"], sizes["obs"])
         if most > LARGEST_TABLE:
             given.refuse(
@@ -170,7 +192,9 @@ class _Reader:
         words = (counts or enums)[0].words()
         if counts:
             if len(words) != 1 or not words[0].isdigit() or not 0 < int(words[0]) <= LARGEST_TABLE:
-                counts[0].refuse(f"the number of values of {name} must be a whole number, at least 1")
+                counts[0].refuse(
+                    f"the number of values of {name} must be a whole number, at least 1"
+                )
             words = [str(i) for i in range(int(words[0]))]
         if not words or len(set(words)) != len(words) or {"*", "-"} & set(words):
             enums[0].refuse(f"the values of {name} must be different words, and no * or -")
@@ -185,7 +209,9 @@ class _Reader:
         transition = self.product(
             "StateTransitionFunction", [*actions, *prevs, *currs], currs, {"action", "prev", "curr"}
         )
-        observation = self.product("ObsFunction", [*actions, *currs, *seen], seen, {"action", "curr", "obs"})
+        observation = self.product(
+            "ObsFunction", [*actions, *currs, *seen], seen, {"action", "curr", "obs"}
+        )
         s, a, o = (math.prod(len(v.values) for v in some) for some in (prevs, actions, seen))
         observation = observation.reshape(a, s, o)
         discount = self.root.one("Discount")
@@ -204,7 +230,9 @@ class _Reader:
             observations=_names(seen),
         )
 
-    def product(self, tag: str, axes: list[_Variable], wanted: list[_Variable], kinds: set[str]) -> np.ndarray:
+    def product(
+        self, tag: str, axes: list[_Variable], wanted: list[_Variable], kinds: set[str]
+    ) -> np.ndarray:
         """The product of the conditional probabilities of all `wanted` variables, broadcast over `axes`."""
         total = np.ones([len(v.values) for v in axes])
         missing = {v.name: v for v in wanted}
@@ -216,7 +244,9 @@ class _Reader:
             wrong = (np.abs(table.sum(-1) - 1) > SUM_TOLERANCE) | (table < 0).any(-1)
             if wrong.any():
                 where = np.argwhere(wrong)[0]
-                given = [f"{n}={self.variables[n].values[i]}" for n, i in zip(names, where, strict=False)]
+                given = [
+                    f"{n}={self.variables[n].values[i]}" for n, i in zip(names, where, strict=False)
+                ]
                 element.refuse(
                     f"{names[-1]} given {', '.join(given) or 'nothing'} sums to {table[tuple(where)].sum():g}, "
                     "not to one, or has a negative entry"
@@ -228,7 +258,9 @@ class _Reader:
                 total = total * _spread([curr, f"{curr} (seen)"], same, [v.name for v in axes])
         missing.pop("nothing", None)
         if missing:
-            (section[0] if section else self.root).refuse(f"<{tag}> says nothing of {next(iter(missing))}")
+            (section[0] if section else self.root).refuse(
+                f"<{tag}> says nothing of {next(iter(missing))}"
+            )
         return total
 
     def reward(self, observation: np.ndarray) -> np.ndarray:
@@ -253,7 +285,9 @@ class _Reader:
             sizes[0], sizes[1], sizes[2] if wide[2] else 1, sizes[3] if wide[3] else 1
         )
         if wide[3]:  # a table that tells no next states apart is one for all of them
-            return np.einsum("asto,ato->ast", np.broadcast_to(full, (*sizes[:3], sizes[3])), observation)
+            return np.einsum(
+                "asto,ato->ast", np.broadcast_to(full, (*sizes[:3], sizes[3])), observation
+            )
         return full[..., 0] if wide[2] else full[:, :, 0, 0]
 
     def factor(self, element: Element, tag: str, kinds: set[str]) -> tuple[list[str], np.ndarray]:
@@ -283,12 +317,18 @@ class _Reader:
         instance, numbers = entry.one("Instance"), entry.one(tag)
         words = instance.words()
         if len(words) != len(names):
-            instance.refuse(f"{len(names)} words are needed, for {' '.join(names)}, not {len(words)}")
+            instance.refuse(
+                f"{len(names)} words are needed, for {' '.join(names)}, not {len(words)}"
+            )
         place = tuple(
             slice(None) if word in ("*", "-") else self.variables[name].index(word, instance)
             for word, name in zip(words, names, strict=True)
         )
-        free = [len(self.variables[name].values) for word, name in zip(words, names, strict=True) if word == "-"]
+        free = [
+            len(self.variables[name].values)
+            for word, name in zip(words, names, strict=True)
+            if word == "-"
+        ]
         given = numbers.words()
         if given == ["uniform"] and tag == "ProbTable":
             values = np.full(free, 1 / free[-1]) if free else np.ones(())
@@ -301,10 +341,21 @@ class _Reader:
             if values.size != math.prod(free):
                 numbers.refuse(f"{math.prod(free)} numbers are needed, not {values.size}")
         # A * takes an axis of its own, along which all is the same.
-        shape = [n if word == "-" else 1 for word, n in zip(words, table.shape, strict=True) if word in ("*", "-")]
+        shape = [
+            n if word == "-" else 1
+            for word, n in zip(words, table.shape, strict=True)
+            if word in ("*", "-")
+        ]
         table[place] = values.reshape(shape)
 
-    def diagram(self, node: Element, names: list[str], table: np.ndarray, known: dict[str, int], top: Element) -> None:
+    def diagram(
+        self,
+        node: Element,
+        names: list[str],
+        table: np.ndarray,
+        known: dict[str, int],
+        top: Element,
+    ) -> None:
         """What a decision diagram says where the variables `known` have these values."""
         place = tuple(known.get(name, slice(None)) for name in names)
         if node.tag == "Terminal":
@@ -312,7 +363,11 @@ class _Reader:
             table[place] = self.number(words[0] if len(words) == 1 else node.text, node)
             return
         if node.tag == "SubDAG" and "idref" in node.attributes:
-            found = [t for t in top.all("SubDAGTemplate") if t.attributes.get("id") == node.attributes["idref"]]
+            found = [
+                t
+                for t in top.all("SubDAGTemplate")
+                if t.attributes.get("id") == node.attributes["idref"]
+            ]
             if len(found) != 1:
                 node.refuse(f"there is no one <SubDAGTemplate> {node.attributes['idref']!r}")
             for child in found[0].children:
@@ -329,7 +384,9 @@ class _Reader:
         elif node.get("type") == "uniform":
             table[place] = 1 / len(self.variables[name].values)
         elif node.get("type") == "deterministic":
-            self.point(table, names, known | {name: self.variables[name].index(node.get("val"), node)})
+            self.point(
+                table, names, known | {name: self.variables[name].index(node.get("val"), node)}
+            )
         elif node.get("type") == "persistent":
             before = next((prev for prev, curr in self.curr_of.items() if curr == name), None)
             if before not in names:
@@ -338,7 +395,9 @@ class _Reader:
                 if known.get(before, i) == i:
                     self.point(table, names, known | {before: i, name: i})
         else:
-            node.refuse(f"type={node.get('type')!r} is unknown; legal are uniform, deterministic, persistent")
+            node.refuse(
+                f"type={node.get('type')!r} is unknown; legal are uniform, deterministic, persistent"
+            )
 
     def point(self, table: np.ndarray, names: list[str], known: dict[str, int]) -> None:
         table[tuple(known.get(name, slice(None)) for name in names)] = 1
@@ -349,14 +408,18 @@ class _Reader:
         except ValueError:
             element.refuse(f"expected a number, not {word!r}")
         if not abs(value) <= LARGEST:
-            element.refuse(f"{word} is too large a number, or none; at most {LARGEST:g} in size can be planned with")
+            element.refuse(
+                f"{word} is too large a number, or none; at most {LARGEST:g} in size can be planned with"
+            )
         return value
 
 
 def _spread(names: list[str], table: np.ndarray, axes: list[str]) -> np.ndarray:
     """A table over `names` with its axes in the order of `axes`, and 1 for the others."""
     order = sorted(range(len(names)), key=lambda i: axes.index(names[i]))
-    return table.transpose(order).reshape([table.shape[names.index(name)] if name in names else 1 for name in axes])
+    return table.transpose(order).reshape(
+        [table.shape[names.index(name)] if name in names else 1 for name in axes]
+    )
 
 
 def _names(variables: list[_Variable]) -> tuple[str, ...]:

@@ -61,13 +61,17 @@ def merged(infos: PlanInfo, ranked_by: str, legal: Array) -> tuple[Array, PlanIn
         order = preferences = mean(infos.preferences)
         value = jnp.mean(infos.value)
     value = root_value(value, jnp.any(tried), jnp.all(infos.ended >= 1))
-    action = jnp.where(jnp.any(tried & legal), jnp.argmax(jnp.where(legal, order, -jnp.inf)), jnp.argmax(legal))
+    action = jnp.where(
+        jnp.any(tried & legal), jnp.argmax(jnp.where(legal, order, -jnp.inf)), jnp.argmax(legal)
+    )
     return action.astype(jnp.int32), PlanInfo(
         value=value,
         values=values,
         preferences=preferences,
         policy=policy,
-        entropy=-jnp.sum(jnp.where(policy > 0, policy * jnp.log(jnp.where(policy > 0, policy, 1.0)), 0.0)),
+        entropy=-jnp.sum(
+            jnp.where(policy > 0, policy * jnp.log(jnp.where(policy > 0, policy, 1.0)), 0.0)
+        ),
         visits=total,
         depth=jnp.max(infos.depth),
         iterations=jnp.max(infos.iterations),
@@ -101,7 +105,9 @@ class RootParallel:
     def __post_init__(self) -> None:
         check_fields(self)
         if not isinstance(self.planner, SearchPlanner):
-            raise UsageError(f"{type(self.planner).__name__}'s roots cannot be merged; give it a larger budget instead")
+            raise UsageError(
+                f"{type(self.planner).__name__}'s roots cannot be merged; give it a larger budget instead"
+            )
 
     @property
     def iterations(self) -> int:
@@ -118,7 +124,9 @@ class RootParallel:
         """The planner's."""
         return self.planner.discount
 
-    def plan(self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief) -> tuple[Array, PlanInfo]:
+    def plan(
+        self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief
+    ) -> tuple[Array, PlanInfo]:
         """An action for `belief`, int32, with its report; pure, with a fixed budget; consumes `key`."""
 
         def report(keys: PRNGKey, shared: tuple) -> PlanInfo:
@@ -147,7 +155,9 @@ class RootParallel:
         states = belief.sample(key, self.planner.num_simulations)
         refuse_empty(nothing_to_plan(env, params, belief, states))
         keys = jax.random.split(key, self.trees)
-        trees = jax.tree.map(jnp.copy, _begun(keys, self, env, params, belief))  # shared buffers cannot be donated
+        trees = jax.tree.map(
+            jnp.copy, _begun(keys, self, env, params, belief)
+        )  # shared buffers cannot be donated
 
         def advance(trees: PyTree) -> PyTree:
             return _grown(keys, self, env, params, belief, trees)
@@ -164,7 +174,9 @@ class RootParallel:
 
         def split(keys: PRNGKey, shared: tuple, *more: PyTree) -> PyTree:
             specs = (rows, same, *[rows] * len(more))
-            return jax.shard_map(each, in_specs=specs, out_specs=rows, check_vma=False)(keys, shared, *more)
+            return jax.shard_map(each, in_specs=specs, out_specs=rows, check_vma=False)(
+                keys, shared, *more
+            )
 
         return split
 
@@ -177,7 +189,9 @@ def _whole(infos: PlanInfo) -> PlanInfo:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _begun(keys: PRNGKey, planner: RootParallel, env: Environment, params: PyTree, belief: Belief) -> PyTree:
+def _begun(
+    keys: PRNGKey, planner: RootParallel, env: Environment, params: PyTree, belief: Belief
+) -> PyTree:
     searching = planner.planner.tree_search()
 
     def begin(keys: PRNGKey, shared: tuple) -> PyTree:
@@ -189,13 +203,20 @@ def _begun(keys: PRNGKey, planner: RootParallel, env: Environment, params: PyTre
 
 @functools.partial(jax.jit, static_argnums=(1, 2), donate_argnums=5)
 def _grown(
-    keys: PRNGKey, planner: RootParallel, env: Environment, params: PyTree, belief: Belief, trees: PyTree
+    keys: PRNGKey,
+    planner: RootParallel,
+    env: Environment,
+    params: PyTree,
+    belief: Belief,
+    trees: PyTree,
 ) -> PyTree:
     searching = planner.planner.tree_search()
 
     def grow(keys: PRNGKey, shared: tuple, trees: PyTree) -> PyTree:
         params, belief = shared
-        return jax.vmap(lambda key, tree: searching.grow(key, env, params, belief, tree, 1))(keys, trees)
+        return jax.vmap(lambda key, tree: searching.grow(key, env, params, belief, tree, 1))(
+            keys, trees
+        )
 
     return planner._split(grow)(keys, (params, belief), trees)
 

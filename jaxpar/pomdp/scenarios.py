@@ -40,9 +40,13 @@ def scenario_keys(keys: PRNGKey, depth: Array) -> PRNGKey:
     return jax.vmap(lambda key, d: jax.random.split(jax.random.fold_in(key, d)))(keys, depth)
 
 
-def scenario_steps(keys: PRNGKey, env: Environment, params: PyTree, states: PyTree, actions: Array) -> Simulated:
+def scenario_steps(
+    keys: PRNGKey, env: Environment, params: PyTree, states: PyTree, actions: Array
+) -> Simulated:
     """Steps `[K, A]`, all of a row with the row's key of `keys` `[K]`."""
-    return jax.vmap(lambda *column: simulate_keyed(keys, env, params, *column), in_axes=1, out_axes=1)(states, actions)
+    return jax.vmap(
+        lambda *column: simulate_keyed(keys, env, params, *column), in_axes=1, out_axes=1
+    )(states, actions)
 
 
 def default_actions(
@@ -60,7 +64,9 @@ def default_actions(
     """
     policy = capabilities(env).rollout_action if default is None else default
     if policy is not None and not isinstance(policy, int):
-        return jax.vmap(lambda key, row: jax.vmap(lambda state: policy(key, state, params))(row))(keys, states)
+        return jax.vmap(lambda key, row: jax.vmap(lambda state: policy(key, state, params))(row))(
+            keys, states
+        )
     shape = jax.tree.leaves(states)[0].shape[:2]
     if policy is not None:
         return jnp.full(shape, policy, jnp.int32)
@@ -102,15 +108,31 @@ def scenario_bounds(
         total = total + jnp.where(on, weight[:, None] * result.reward, 0.0)
         wrong = wrong + jnp.sum(on & result.invalid, dtype=jnp.int32)
         weight = jnp.where(d < horizon, weight * discount, weight)
-        return jnp.minimum(d + 1, horizon), states, alive & ~(on & result.terminated), total, weight, wrong
+        return (
+            jnp.minimum(d + 1, horizon),
+            states,
+            alive & ~(on & result.terminated),
+            total,
+            weight,
+            wrong,
+        )
 
     def going(carry: tuple) -> Array:
         return jnp.any(carry[2] & (carry[0] < horizon)[:, None])
 
-    first = (depth, states, live, jnp.zeros(live.shape), jnp.ones(depth.shape), jnp.zeros((), jnp.int32))
+    first = (
+        depth,
+        states,
+        live,
+        jnp.zeros(live.shape),
+        jnp.ones(depth.shape),
+        jnp.zeros((), jnp.int32),
+    )
     _, ends, alive, total, weight, wrong = jax.lax.while_loop(going, advance, first)
     evaluate, none = evaluation(planner.leaf, 1), jnp.full(alive.size, -1, jnp.int32)
-    beyond, missing = leaf_values(keys[0], evaluate, env, params, _flat(ends), none, alive.ravel(), discount)
+    beyond, missing = leaf_values(
+        keys[0], evaluate, env, params, _flat(ends), none, alive.ravel(), discount
+    )
     default = total + weight[:, None] * beyond.reshape(live.shape)
     upper = _upper_values(planner, env, params, states, horizon - depth, discount)
     finite = is_usable(upper)
@@ -122,7 +144,12 @@ def scenario_bounds(
 
 
 def _upper_values(
-    planner: "Despot", env: Environment, params: PyTree, states: PyTree, left: Array, discount: Scalar
+    planner: "Despot",
+    env: Environment,
+    params: PyTree,
+    states: PyTree,
+    left: Array,
+    discount: Scalar,
 ) -> Array:
     """Upper bounds of what states are worth with `left` steps to go, float32 `[K, A]`."""
     able, kind = capabilities(env), planner.upper
@@ -134,13 +161,25 @@ def _upper_values(
                 f'{env.name} has no upper_bound(state, params); give the planner max_reward=..., or upper="heuristic"'
             )
         gamma = jnp.asarray(discount, jnp.float32)
-        steps = jnp.full(left.shape, jnp.inf) if planner.leaf == "heuristic" else left.astype(jnp.float32)
+        steps = (
+            jnp.full(left.shape, jnp.inf)
+            if planner.leaf == "heuristic"
+            else left.astype(jnp.float32)
+        )
         # A geometric sum, whose quotient is 0 / 0 without a discount: there it is the number of steps.
-        sums = jnp.where(gamma < 1, (1 - gamma**steps) / jnp.where(gamma < 1, 1 - gamma, 1.0), steps)
-        return jnp.broadcast_to((planner.max_reward * sums)[:, None], jax.tree.leaves(states)[0].shape[:2])
-    part, bound = ("upper_bound", able.upper_bound) if kind == "bound" else ("heuristic", able.heuristic)
+        sums = jnp.where(
+            gamma < 1, (1 - gamma**steps) / jnp.where(gamma < 1, 1 - gamma, 1.0), steps
+        )
+        return jnp.broadcast_to(
+            (planner.max_reward * sums)[:, None], jax.tree.leaves(states)[0].shape[:2]
+        )
+    part, bound = (
+        ("upper_bound", able.upper_bound) if kind == "bound" else ("heuristic", able.heuristic)
+    )
     if bound is None:
-        raise UsageError(f'{env.name} has no {part}(state, params); give the planner max_reward=..., upper="reward"')
+        raise UsageError(
+            f'{env.name} has no {part}(state, params); give the planner max_reward=..., upper="reward"'
+        )
     return jax.vmap(jax.vmap(lambda state: jnp.asarray(bound(state, params), jnp.float32)))(states)
 
 

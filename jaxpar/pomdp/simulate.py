@@ -160,7 +160,9 @@ def simulate(
         return (following.state, belief, on), (live, row)
 
     alive = ~jnp.asarray(env.terminal(state, params), bool)
-    (_, _, cut), (live, rows) = jax.lax.scan(advance, (state, belief, alive), jax.random.split(steps_key, num_steps))
+    (_, _, cut), (live, rows) = jax.lax.scan(
+        advance, (state, belief, alive), jax.random.split(steps_key, num_steps)
+    )
     weights = jnp.asarray(discount, jnp.float32) ** jnp.arange(num_steps)
     # The value before the last step, less what that step earned: no belief after it is planned for.
     left = jnp.where(cut, weights[-1] * (rows["value"][-1] - rows["reward"][-1]), 0.0)

@@ -52,9 +52,13 @@ class Path(NamedTuple):
 
     def after(self, d: Array, nodes: Array, edges: Array, rewards: Array) -> "Path":
         """The path with the edges of level `d`, what they earned, and the nodes below them; all `[n]`."""
-        put = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=0)  # unlike `.at`, asks for no bounds
+        put = functools.partial(
+            jax.lax.dynamic_update_index_in_dim, axis=0
+        )  # unlike `.at`, asks for no bounds
         return self._replace(
-            nodes=put(self.nodes, nodes, d + 1), edges=put(self.edges, edges, d), rewards=put(self.rewards, rewards, d)
+            nodes=put(self.nodes, nodes, d + 1),
+            edges=put(self.edges, edges, d),
+            rewards=put(self.rewards, rewards, d),
         )
 
 
@@ -79,7 +83,12 @@ State = TypeVar("State", bound=SearchState)
 
 
 def empty_search(
-    env: Environment, params: PyTree, belief: Belief, children: Children, max_nodes: int, max_edges: int
+    env: Environment,
+    params: PyTree,
+    belief: Belief,
+    children: Children,
+    max_nodes: int,
+    max_edges: int,
 ) -> SearchState:
     """A search that has only its root, with room for so many nodes and edges."""
     actions = num_actions(env, params)
@@ -90,7 +99,13 @@ def empty_search(
 
 
 def start_simulations(
-    key: PRNGKey, env: Environment, params: PyTree, belief: Belief, search: State, count: int, max_depth: int
+    key: PRNGKey,
+    env: Environment,
+    params: PyTree,
+    belief: Belief,
+    search: State,
+    count: int,
+    max_depth: int,
 ) -> tuple[State, Path, Simulations]:
     """`count` simulations at the root, in states drawn from the belief, with an empty path; consumes `key`."""
     tree, states = search.tree, belief.sample(key, count)
@@ -143,10 +158,14 @@ def record_leaves(
     tree = add_leaves(tree, simulations.node, simulations.stuck, values, discount)
     # Whoever found no room below an edge has no node to be valued at: its value counts as a reward of that edge.
     beyond = (path.edges == simulations.stuck[None]) & (path.edges != EMPTY)
-    path = path._replace(rewards=path.rewards + jnp.where(beyond, discount * values[None], 0.0), leaf=values)
+    path = path._replace(
+        rewards=path.rewards + jnp.where(beyond, discount * values[None], 0.0), leaf=values
+    )
     return dataclasses.replace(
         tree,
         invalid=tree.invalid + jnp.sum(wrong, dtype=jnp.int32),
         iteration=tree.iteration + 1,
-        depth=jnp.maximum(tree.depth, jnp.sum(jnp.any(path.edges != EMPTY, axis=1), dtype=jnp.int32)),
+        depth=jnp.maximum(
+            tree.depth, jnp.sum(jnp.any(path.edges != EMPTY, axis=1), dtype=jnp.int32)
+        ),
     ), path

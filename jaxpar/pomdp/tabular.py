@@ -77,10 +77,14 @@ class TabularPomdp:
             UsageError: a shape, row, reward, name or discount that no POMDP has. Rows may be off one by `1e-4`, and
                 those that are off by more than rounding are normalised.
         """
-        transition, observation, reward = (np.asarray(x, np.float64) for x in (transition, observation, reward))
+        transition, observation, reward = (
+            np.asarray(x, np.float64) for x in (transition, observation, reward)
+        )
         _check_shapes(transition, observation, reward)
         (num_actions, num_states), num_observations = transition.shape[:2], observation.shape[-1]
-        start = np.full(num_states, 1 / num_states) if start is None else np.asarray(start, np.float64)
+        start = (
+            np.full(num_states, 1 / num_states) if start is None else np.asarray(start, np.float64)
+        )
         if start.shape != (num_states,):
             raise UsageError(f"start is {list(start.shape)} but must be [S] = [{num_states}]")
         named = [
@@ -134,12 +138,16 @@ def from_environment(env: Environment, params: PyTree = None) -> TabularPomdp:
     """
     tabular = capabilities(env).tabular
     if tabular is None:
-        raise UsageError(f"{env.name} has no part tabular(params), so it cannot be turned into arrays")
+        raise UsageError(
+            f"{env.name} has no part tabular(params), so it cannot be turned into arrays"
+        )
     arrays = tabular(env.default_params if params is None else params)
     return arrays if isinstance(arrays, TabularPomdp) else TabularPomdp.of(**arrays)
 
 
-def tabular_update(model: TabularPomdp, belief: Array, action: Array, obs: Array) -> tuple[Array, Array]:
+def tabular_update(
+    model: TabularPomdp, belief: Array, action: Array, obs: Array
+) -> tuple[Array, Array]:
     """Bayes: `b'(s') ∝ O(obs | action, s') sum_s T(s' | s, action) b(s)`.
 
     Args:
@@ -168,7 +176,9 @@ def tabular_update(model: TabularPomdp, belief: Array, action: Array, obs: Array
         action_name = model.actions[int(action_index)]
         event = f"observation {obs_name!r} after action {action_name!r}"
         raise UsageError(f"{event} has probability zero under this belief")
-    return jnp.where(evidence > 0, joint / jnp.where(evidence > 0, evidence, 1), predicted), evidence
+    return jnp.where(
+        evidence > 0, joint / jnp.where(evidence > 0, evidence, 1), predicted
+    ), evidence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +204,9 @@ class TabularEnvironment:
         """Uniform everything and no reward: only sizes and names are the environment's own."""
         s, a, o = len(self.states), len(self.actions), len(self.observations)
         shape = np.ones((a, s, s)) / s, np.ones((a, s, o)) / o, np.zeros((a, s))
-        return TabularPomdp.of(*shape, states=self.states, actions=self.actions, observations=self.observations)
+        return TabularPomdp.of(
+            *shape, states=self.states, actions=self.actions, observations=self.observations
+        )
 
     def observation_space(self, params: TabularPomdp) -> Discrete:
         """The observations."""
@@ -212,7 +224,9 @@ class TabularEnvironment:
         """Drawn from the row of state and action."""
         return _draw(key, params.transition[action, state])
 
-    def observe(self, key: PRNGKey, state: Array, action: Array | None, params: TabularPomdp) -> Array:
+    def observe(
+        self, key: PRNGKey, state: Array, action: Array | None, params: TabularPomdp
+    ) -> Array:
         """Drawn from the row of action and next state."""
         if action is None:
             return jax.random.randint(key, (), 0, len(self.observations), jnp.int32)
@@ -227,7 +241,9 @@ class TabularEnvironment:
         """Whether no action leaves the state or earns anything."""
         return params.terminal[state]
 
-    def log_likelihood(self, obs: Array, state: Array, action: Array, next_state: Array, params: TabularPomdp) -> Array:
+    def log_likelihood(
+        self, obs: Array, state: Array, action: Array, next_state: Array, params: TabularPomdp
+    ) -> Array:
         """The logarithm of one entry; minus infinity for an impossible observation."""
         return jnp.log(params.observation[action, next_state, obs]).astype(jnp.float32)
 
@@ -251,7 +267,9 @@ class TabularEnvironment:
         return picture.to_uint8(picture.disc(image, center, 6.0, picture.BLUE))
 
 
-def normalised(what: str, rows: np.ndarray, actions: Sequence[str], states: Sequence[str]) -> np.ndarray:
+def normalised(
+    what: str, rows: np.ndarray, actions: Sequence[str], states: Sequence[str]
+) -> np.ndarray:
     """Rows `[A, S, n]` of probabilities, checked, and divided by their sums where these are off by more than rounding.
 
     Raises:
@@ -273,7 +291,9 @@ def _check_shapes(transition: np.ndarray, observation: np.ndarray, reward: np.nd
         raise UsageError(f"transition is {list(transition.shape)} but must be [A, S, S]")
     pair = transition.shape[:2]
     if observation.ndim != 3 or observation.shape[:2] != pair or 0 in observation.shape:
-        raise UsageError(f"observation is {list(observation.shape)} but must be [A, S, O] = {[*pair, 'O']}")
+        raise UsageError(
+            f"observation is {list(observation.shape)} but must be [A, S, O] = {[*pair, 'O']}"
+        )
     if reward.shape not in (pair, transition.shape):
         raise UsageError(
             f"reward is {list(reward.shape)} but must be [A, S] = {list(pair)} or [A, S, S] = {list(transition.shape)}"
@@ -283,7 +303,9 @@ def _check_shapes(transition: np.ndarray, observation: np.ndarray, reward: np.nd
 def _names(what: str, names: Sequence[str] | None, count: int) -> tuple[str, ...]:
     names = tuple(str(i) for i in range(count)) if names is None else tuple(names)
     if len(names) != count or len(set(names)) != count:
-        raise UsageError(f"{what} must be {count} different names, not {len(names)} ({len(set(names))} different)")
+        raise UsageError(
+            f"{what} must be {count} different names, not {len(names)} ({len(set(names))} different)"
+        )
     return names
 
 

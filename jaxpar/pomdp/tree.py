@@ -80,7 +80,9 @@ class Tree:
     depth: Array
 
 
-def insert(table: Array, slots: Array, wanted: Array, count: Array, capacity: int) -> tuple[Array, Array, Array, Array]:
+def insert(
+    table: Array, slots: Array, wanted: Array, count: Array, capacity: int
+) -> tuple[Array, Array, Array, Array]:
     """Finds or makes the children at `slots` of a flat child table, for n simulations at once.
 
     Simulations that want the same new child get the same id. All claim the slot with their number and the lowest
@@ -155,7 +157,9 @@ class DenseChildren:
         self, table: Array, edges: Array, keys: Array, wanted: Array, count: Array, capacity: int
     ) -> tuple[Array, Array, Array]:
         """As `insert`, for pairs of an edge and an observation key; a key outside `0 .. O - 1` finds no room."""
-        wanted = wanted & (keys >= 0) & (keys < self.num_observations)  # else a key would name another edge's slot
+        wanted = (
+            wanted & (keys >= 0) & (keys < self.num_observations)
+        )  # else a key would name another edge's slot
         slots = jnp.where(wanted, edges * self.num_observations + keys, 0)
         return insert(table, slots, wanted, count, capacity)[:3]
 
@@ -194,10 +198,18 @@ class HashedChildren:
         return HashTable(none, none, none)
 
     def find(
-        self, table: HashTable, edges: Array, keys: Array, wanted: Array, count: Array, capacity: int
+        self,
+        table: HashTable,
+        edges: Array,
+        keys: Array,
+        wanted: Array,
+        count: Array,
+        capacity: int,
     ) -> tuple[HashTable, Array, Array]:
         """As `insert`, for pairs of an edge and an observation key."""
-        mixed = _mix(edges.astype(jnp.uint32) * jnp.uint32(0x9E3779B1) ^ _mix(keys.astype(jnp.uint32)))
+        mixed = _mix(
+            edges.astype(jnp.uint32) * jnp.uint32(0x9E3779B1) ^ _mix(keys.astype(jnp.uint32))
+        )
         stride = _mix(mixed + jnp.uint32(0x7F4A7C15)) | jnp.uint32(1)
         size = table.node.shape[0]
 
@@ -205,16 +217,24 @@ class HashedChildren:
             table, place, ids, pending, count = carry
             slot = (place & jnp.uint32(size - 1)).astype(jnp.int32)
             nodes, found, count, made = insert(table.node, slot, pending, count, capacity)
-            own = jnp.where(made, slot, size)  # who made the node writes its key; the others' writes are dropped
+            own = jnp.where(
+                made, slot, size
+            )  # who made the node writes its key; the others' writes are dropped
             table = HashTable(
-                table.edge.at[own].set(edges, mode="drop"), table.key.at[own].set(keys, mode="drop"), nodes
+                table.edge.at[own].set(edges, mode="drop"),
+                table.key.at[own].set(keys, mode="drop"),
+                nodes,
             )
-            match = pending & (found != EMPTY) & (table.edge[slot] == edges) & (table.key[slot] == keys)
+            match = (
+                pending & (found != EMPTY) & (table.edge[slot] == edges) & (table.key[slot] == keys)
+            )
             return table, place + stride, jnp.where(match, found, ids), pending & ~match, count
 
         # A slot that holds another pair is a collision: its searchers stay pending and go on by their stride.
         first = (table, mixed, jnp.full(keys.shape, EMPTY, jnp.int32), wanted, count)
-        _, (table, _, ids, _, count) = while_live(jnp.asarray(self.probes), probe, first, lambda carry: carry[3])
+        _, (table, _, ids, _, count) = while_live(
+            jnp.asarray(self.probes), probe, first, lambda carry: carry[3]
+        )
         return table, ids, count
 
     def links(self, table: HashTable) -> tuple[Array, Array, Array]:
@@ -242,14 +262,20 @@ def insert_edges(tree: Tree, nodes: Array, actions: Array, live: Array) -> tuple
     ), edges
 
 
-def insert_nodes(tree: Tree, children: Children, edges: Array, keys: Array, live: Array) -> tuple[Tree, Array, Array]:
+def insert_nodes(
+    tree: Tree, children: Children, edges: Array, keys: Array, live: Array
+) -> tuple[Tree, Array, Array]:
     """The nodes of the observations `keys` below `edges`, made where missing: `(tree, int32 [n])`, as `take`.
 
     And their visits before these, int32 `[n]`, which mean nothing where there is no node.
     """
-    table, nodes, count = children.find(tree.children, edges, keys, live, tree.num_nodes, tree.node_visits.shape[0])
+    table, nodes, count = children.find(
+        tree.children, edges, keys, live, tree.num_nodes, tree.node_visits.shape[0]
+    )
     earlier, visits = tree.node_visits.at[nodes].get(mode="clip"), tree.node_visits
-    earlier, visits = jax.lax.optimization_barrier((earlier, visits))  # reads before writes, as in `insert`
+    earlier, visits = jax.lax.optimization_barrier(
+        (earlier, visits)
+    )  # reads before writes, as in `insert`
     return (
         dataclasses.replace(
             tree,
@@ -262,10 +288,14 @@ def insert_nodes(tree: Tree, children: Children, edges: Array, keys: Array, live
     )
 
 
-def add_counts(tree: Tree, steps: Array, overflow: Array, stranded: Array, invalid: Array | None = None) -> Tree:
+def add_counts(
+    tree: Tree, steps: Array, overflow: Array, stranded: Array, invalid: Array | None = None
+) -> Tree:
     """Adds how many of each of these flags `[n]` are set to the tree's count of that name, by one sum for all."""
     flags = (steps, overflow, stranded) if invalid is None else (steps, overflow, invalid, stranded)
-    made, lost, *wrong, stuck = jnp.sum(jnp.stack(flags), axis=1, dtype=jnp.int32)  # one kernel for all
+    made, lost, *wrong, stuck = jnp.sum(
+        jnp.stack(flags), axis=1, dtype=jnp.int32
+    )  # one kernel for all
     return dataclasses.replace(
         tree,
         steps=tree.steps + made,
@@ -309,7 +339,9 @@ def back_up(tree: Tree, nodes: Array, parents: Array, values: Array) -> Tree:
     """
     stamp, who = representative(tree.stamp, nodes)
     number = jnp.arange(nodes.shape[0], dtype=jnp.int32)
-    mine = (nodes != EMPTY) & (who == number)  # one simulation a node; `EMPTY` reads the last node's stamp
+    mine = (nodes != EMPTY) & (
+        who == number
+    )  # one simulation a node; `EMPTY` reads the last node's stamp
     mass = tree.node_visits.at[nodes].get(mode="clip").astype(jnp.float32) * values
     change = mass - tree.weighted.at[nodes].get(mode="clip")
     return dataclasses.replace(

@@ -79,7 +79,9 @@ class Select(Protocol):
 class BackUp(Protocol):
     """Learns from a batch."""
 
-    def __call__(self, tree: Tree, children: Children, path: Path, depth: Array, discount: Scalar) -> Tree:
+    def __call__(
+        self, tree: Tree, children: Children, path: Path, depth: Array, discount: Scalar
+    ) -> Tree:
         """The tree with new values of the edges on the path, deepest level first.
 
         Args:
@@ -148,7 +150,9 @@ class TreeSearch:
         """Itself, so that it stands wherever a planner does."""
         return self
 
-    def plan(self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief) -> tuple[Array, PlanInfo]:
+    def plan(
+        self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief
+    ) -> tuple[Array, PlanInfo]:
         """As `Planner.plan`."""
         return planner.plan(key, self, env, params, belief)
 
@@ -175,15 +179,25 @@ class TreeSearch:
         most = 1 + sum(self.num_simulations * self.depth_of(k) for k in range(self.iterations))
         max_edges = self.max_nodes if self.max_edges is None else self.max_edges
         children = children_of(self.children, env, params)
-        return empty_search(env, params, belief, children, min(most, self.max_nodes), min(most, max_edges))
+        return empty_search(
+            env, params, belief, children, min(most, self.max_nodes), min(most, max_edges)
+        )
 
     def grow(
-        self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief, search: SearchState, iterations: int
+        self,
+        key: PRNGKey,
+        env: Environment,
+        params: PyTree,
+        belief: Belief,
+        search: SearchState,
+        iterations: int,
     ) -> SearchState:
         """`iterations` batches more; pure, for jit, vmap and scan. The key of a batch is folded with its number."""
 
         def batch(_: Array, search: SearchState) -> SearchState:
-            return self._batch(jax.random.fold_in(key, search.tree.iteration), env, params, belief, search)
+            return self._batch(
+                jax.random.fold_in(key, search.tree.iteration), env, params, belief, search
+            )
 
         return jax.lax.fori_loop(0, iterations, batch, search)
 
@@ -192,27 +206,48 @@ class TreeSearch:
     ) -> SearchState:
         """One batch from the root to the leaves and back."""
         sample_key, level_key, leaf_key = jax.random.split(key, 3)
-        discount, children = discount_of(params, self.discount), children_of(self.children, env, params)
+        discount, children = (
+            discount_of(params, self.discount),
+            children_of(self.children, env, params),
+        )
         search, path, simulations = start_simulations(
             sample_key, env, params, belief, search, self.num_simulations, self.max_depth
         )
         depth = self.depth_of(search.tree.iteration)
         levels = jnp.arange(self.max_depth)
-        keys = jax.vmap(lambda d: jax.random.split(jax.random.fold_in(level_key, d)))(levels)  # at once: fewer launches
+        keys = jax.vmap(lambda d: jax.random.split(jax.random.fold_in(level_key, d)))(
+            levels
+        )  # at once: fewer launches
 
-        def level(d: Array, carry: tuple[Tree, Path, Simulations]) -> tuple[Tree, Path, Simulations]:
+        def level(
+            d: Array, carry: tuple[Tree, Path, Simulations]
+        ) -> tuple[Tree, Path, Simulations]:
             tree, path, simulations = carry
             select_key, expand_key = keys[d]
             tree, simulations, legal, stranded = _legal_and_stranded(env, params, tree, simulations)
             actions = self.select(select_key, tree, simulations, legal)
             return expand(
-                expand_key, env, params, children, tree, path, simulations, actions, stranded, d, self.expand_after
+                expand_key,
+                env,
+                params,
+                children,
+                tree,
+                path,
+                simulations,
+                actions,
+                stranded,
+                d,
+                self.expand_after,
             )
 
         first = (search.tree, path, simulations)
-        depth, (tree, path, simulations) = while_live(depth, level, first, lambda carry: carry[2].live)
+        depth, (tree, path, simulations) = while_live(
+            depth, level, first, lambda carry: carry[2].live
+        )
         states, actions, waiting = simulations.states, simulations.action, is_waiting(simulations)
-        values = leaf_values(leaf_key, self.evaluate, env, params, states, actions, waiting, discount)
+        values = leaf_values(
+            leaf_key, self.evaluate, env, params, states, actions, waiting, discount
+        )
         tree, path = record_leaves(tree, path, simulations, values, discount)
         return dataclasses.replace(search, tree=self.back_up(tree, children, path, depth, discount))
 
@@ -229,7 +264,10 @@ def _legal_and_stranded(
     env: Environment, params: PyTree, tree: Tree, simulations: Simulations
 ) -> tuple[Tree, Simulations, Array, Array]:
     """The legal actions of each state, bool `[n, A]`, counted in the tree, and who has none and stops, bool `[n]`."""
-    legal, stranded = legal_actions(env, params, simulations.states), jnp.zeros(simulations.live.shape, bool)
+    legal, stranded = (
+        legal_actions(env, params, simulations.states),
+        jnp.zeros(simulations.live.shape, bool),
+    )
     if capabilities(env).action_mask is not None:
         simulations, stranded = stop_stranded(simulations, legal)
         at = jnp.where(simulations.live, simulations.node, EMPTY)
@@ -272,11 +310,15 @@ def expand(
     on = moved & ~result.terminated
     tree, node, earlier = insert_nodes(tree, children, edges, result.obs_key, on)
     lost = (simulations.live & ~moved) | (on & (node == EMPTY))
-    tree = add_counts(tree, steps=moved, overflow=lost, invalid=moved & result.invalid, stranded=stranded)
+    tree = add_counts(
+        tree, steps=moved, overflow=lost, invalid=moved & result.invalid, stranded=stranded
+    )
     tree = dataclasses.replace(tree, reward_sum=add_at(tree.reward_sum, edges, result.reward))
     # Whoever found no edge stays where it is, and so does whoever had stopped before.
     simulations = Simulations(
-        states=jax.tree.map(lambda new, old: where_rows(moved, new, old), result.state, simulations.states),
+        states=jax.tree.map(
+            lambda new, old: where_rows(moved, new, old), result.state, simulations.states
+        ),
         node=jnp.where(moved, node, simulations.node),
         stuck=jnp.where(on & (node == EMPTY), edges, simulations.stuck),
         live=on & (node != EMPTY) & (earlier >= expand_after),

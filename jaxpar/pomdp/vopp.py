@@ -36,7 +36,16 @@ from jaxpar.pomdp.belief import Belief
 from jaxpar.pomdp.leaves import LEAVES, evaluation
 from jaxpar.pomdp.planner import PlanInfo, report
 from jaxpar.pomdp.simulations import Path, SearchState, Simulations
-from jaxpar.pomdp.tree import EMPTY, Children, DenseChildren, HashedChildren, Tree, back_up, parents, representative
+from jaxpar.pomdp.tree import (
+    EMPTY,
+    Children,
+    DenseChildren,
+    HashedChildren,
+    Tree,
+    back_up,
+    parents,
+    representative,
+)
 from jaxpar.pomdp.tree_search import Depth, TreeSearch
 from jaxpar.types import Array, PRNGKey, PyTree, Scalar, UsageError
 
@@ -51,7 +60,13 @@ def soft_value(psi: Array, tried: Array, eta: Scalar) -> Array:
 
 
 def preference_step(
-    psi: Array, values: Array, tried: Array, eta: Scalar, first: Array, untried: Array, moves: Array | None = None
+    psi: Array,
+    values: Array,
+    tried: Array,
+    eta: Scalar,
+    first: Array,
+    untried: Array,
+    moves: Array | None = None,
 ) -> tuple[Array, Array]:
     """One step of the iterated scheme at n beliefs: the new Psi `[n, A]` and the new [L Psi] `[n]`.
 
@@ -164,7 +179,9 @@ class Vopp:
         depth = jnp.floor(self.depth_scale * jnp.asarray(k, jnp.float32) ** self.depth_power + 1e-4)
         return jnp.minimum(depth.astype(jnp.int32) + 1, self.max_depth)
 
-    def plan(self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief) -> tuple[Array, PlanInfo]:
+    def plan(
+        self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief
+    ) -> tuple[Array, PlanInfo]:
         """As `Planner.plan`."""
         return planner.plan(key, self, env, params, belief)
 
@@ -194,7 +211,9 @@ class Vopp:
         count, num_actions = legal.shape
         number, block = jnp.arange(count, dtype=jnp.int32), row_block(num_actions, count)
         first = number
-        if block < number.size:  # simulations at one node with one mask draw from the row of one of them
+        if (
+            block < number.size
+        ):  # simulations at one node with one mask draw from the row of one of them
             first = representative(tree.stamp, simulations.node)[1]
             first = jnp.where(jnp.all(legal == legal[first], axis=1), first, number)
         total = map_active(
@@ -212,7 +231,9 @@ class Vopp:
         tried = legal & (row != EMPTY)
         psi = tree.psi.at[row].get(mode="clip")
         if self.unvisited == "paper":
-            weights = _weights(jnp.where(tried, psi, -jnp.log(psi.shape[1]) / self.eta), legal, self.eta)
+            weights = _weights(
+                jnp.where(tried, psi, -jnp.log(psi.shape[1]) / self.eta), legal, self.eta
+            )
         else:
             untried = legal & ~tried
             known, unknown = (jnp.sum(mask, axis=1, keepdims=True) for mask in (tried, untried))
@@ -234,9 +255,13 @@ class Vopp:
         count = simulations.node.shape[0]
         golden = np.arange(count) * 0.6180339887498949 % 1.0
         draws = jax.random.uniform(key, (count,))
-        return jnp.where(simulations.node == 0, (jnp.asarray(golden, jnp.float32) + draws[0]) % 1.0, draws)
+        return jnp.where(
+            simulations.node == 0, (jnp.asarray(golden, jnp.float32) + draws[0]) % 1.0, draws
+        )
 
-    def back_up(self, tree: Tree, children: Children, path: Path, depth: Array, discount: Scalar) -> Tree:
+    def back_up(
+        self, tree: Tree, children: Children, path: Path, depth: Array, discount: Scalar
+    ) -> Tree:
         """Learns from one batch, deepest level first."""
         if self.sweep == "tree":
             return self._sweep(tree, children, tree.depth, discount)
@@ -260,7 +285,9 @@ class Vopp:
             parent = jnp.where(higher != EMPTY, level.at[higher].get(mode="clip"), -1)
             return jnp.where(parent >= 0, parent + 1, level)
 
-        levels = jax.lax.fori_loop(0, depth, find_level, jnp.where(ids == 0, 0, -1).astype(jnp.int32))
+        levels = jax.lax.fori_loop(
+            0, depth, find_level, jnp.where(ids == 0, 0, -1).astype(jnp.int32)
+        )
         edge_levels = jnp.where(owner != EMPTY, levels.at[owner].get(mode="clip"), -1)
 
         def back_up_level(i: Array, tree: Tree) -> Tree:
@@ -271,12 +298,22 @@ class Vopp:
         return jax.lax.fori_loop(0, depth + 1, back_up_level, tree)
 
     def _back_up_nodes(
-        self, tree: Tree, nodes: Array, edges: Array, parents: Array, discount: Scalar, moves: Array | None
+        self,
+        tree: Tree,
+        nodes: Array,
+        edges: Array,
+        parents: Array,
+        discount: Scalar,
+        moves: Array | None,
     ) -> Tree:
         """New values of `edges`, new preferences at `nodes`, and what these are worth to the edges above, `parents`."""
         visits = jnp.maximum(tree.edge_visits.at[edges].get(mode="clip"), 1)
-        total = tree.reward_sum.at[edges].get(mode="clip") + discount * tree.future_sum.at[edges].get(mode="clip")
-        tree = dataclasses.replace(tree, value=tree.value.at[edges].set(total / visits, mode="drop"))
+        total = tree.reward_sum.at[edges].get(mode="clip") + discount * tree.future_sum.at[
+            edges
+        ].get(mode="clip")
+        tree = dataclasses.replace(
+            tree, value=tree.value.at[edges].set(total / visits, mode="drop")
+        )
         if self.iterated and moves is not None:
             edges, psi, best = self._learn_edges(tree, nodes, edges, moves)
         else:
@@ -299,13 +336,18 @@ class Vopp:
             best = soft_value(psi, tried, self.eta)
         return row, psi, jnp.where(jnp.any(tried, axis=1), best, leaf)
 
-    def _learn_edges(self, tree: Tree, nodes: Array, edges: Array, moves: Array) -> tuple[Array, Array, Array]:
+    def _learn_edges(
+        self, tree: Tree, nodes: Array, edges: Array, moves: Array
+    ) -> tuple[Array, Array, Array]:
         """The edges `[n]` of the simulations, which alone have moved, their preferences, and the nodes' values `[n]`.
 
         Where rows are long, one simulation asks for each edge and one for each node, and nodes without edges ask for
         no row.
         """
-        number, block = jnp.arange(nodes.shape[0], dtype=jnp.int32), row_block(tree.edges.shape[1], nodes.shape[0])
+        number, block = (
+            jnp.arange(nodes.shape[0], dtype=jnp.int32),
+            row_block(tree.edges.shape[1], nodes.shape[0]),
+        )
 
         def learn(some: Array) -> tuple[Array, Array]:
             row, psi, best = self._learn(tree, nodes[some], moves)
@@ -318,7 +360,9 @@ class Vopp:
         asks_edge = (by_edge == number) & (edges != EMPTY)
         stamp = representative(tree.stamp, nodes)[0]
         # Who asks for an edge has its node's row at hand, so it represents the node, too, where there is one.
-        by_node = representative(stamp, jnp.where(asks_edge, nodes, EMPTY))[0].at[nodes].get(mode="clip")
+        by_node = (
+            representative(stamp, jnp.where(asks_edge, nodes, EMPTY))[0].at[nodes].get(mode="clip")
+        )
         leaf, guesses = self._guess(tree, nodes)
         expanded = guesses < tree.node_visits.at[nodes].get(mode="clip")
         asks_node = (by_node == number) & (nodes != EMPTY) & expanded
@@ -340,13 +384,19 @@ class Vopp:
         old = tried & ~jnp.isinf(psi)
         known = jnp.sum(old, axis=1)
         # Without a guess an action starts with an equal share of what the others say of the belief.
-        share = jnp.where(known > 0, soft_value(psi, old, self.eta) - jnp.log(jnp.maximum(known, 1)) / self.eta, 0.0)
+        share = jnp.where(
+            known > 0,
+            soft_value(psi, old, self.eta) - jnp.log(jnp.maximum(known, 1)) / self.eta,
+            0.0,
+        )
         if self.unvisited == "mask":
             return share, jnp.zeros_like(count)
         visits, legal = (x.at[nodes].get(mode="clip") for x in (tree.node_visits, tree.node_legal))
         guessed = guesses > 0  # the root has no guess
         most = jnp.where(guessed, jnp.maximum(self.considered(visits, legal), count), count)
-        return jnp.where(guessed, leaf - jnp.log(jnp.maximum(most, 1)) / self.eta, share), most - count
+        return jnp.where(
+            guessed, leaf - jnp.log(jnp.maximum(most, 1)) / self.eta, share
+        ), most - count
 
     def decide(self, search: SearchState) -> tuple[Array, PlanInfo]:
         """The action of the highest preference, and the report."""
@@ -387,8 +437,13 @@ def _sums_before(weights: Array) -> Array:
     """Cumulative sums of rows as products with triangles, in blocks of 32: several times faster on every device."""
     size = weights.shape[1]
     if size <= 128:
-        return jnp.matmul(weights, np.triu(np.ones((size, size), np.float32)), precision=jax.lax.Precision.HIGHEST)
+        return jnp.matmul(
+            weights, np.triu(np.ones((size, size), np.float32)), precision=jax.lax.Precision.HIGHEST
+        )
     blocks = jnp.pad(weights, ((0, 0), (0, -size % 32))).reshape(weights.shape[0], -1, 32)
-    within, totals = _sums_before(blocks.reshape(-1, 32)).reshape(blocks.shape), _sums_before(blocks.sum(2))
+    within, totals = (
+        _sums_before(blocks.reshape(-1, 32)).reshape(blocks.shape),
+        _sums_before(blocks.sum(2)),
+    )
     before = jnp.pad(totals[:, :-1], ((0, 0), (1, 0)))
     return (within + before[:, :, None]).reshape(weights.shape[0], -1)[:, :size]

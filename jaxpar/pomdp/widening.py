@@ -101,14 +101,20 @@ def filter_step(
     move_key, pick_key = jax.random.split(key)
     size = log_weights.shape[0]
     keys = jax.random.split(move_key, size)
-    following = jax.vmap(lambda key, state: env.transition(key, state, action, params))(keys, states)
-    rewards = jax.vmap(lambda state, after: env.reward(state, action, after, params))(states, following)
-    seen = jax.vmap(lambda state, after: env.log_likelihood(result.obs, state, action, after, params))(
+    following = jax.vmap(lambda key, state: env.transition(key, state, action, params))(
+        keys, states
+    )
+    rewards = jax.vmap(lambda state, after: env.reward(state, action, after, params))(
         states, following
     )
+    seen = jax.vmap(
+        lambda state, after: env.log_likelihood(result.obs, state, action, after, params)
+    )(states, following)
     ended = jax.vmap(lambda state: env.terminal(state, params))(following)
     prior = jax.nn.softmax(log_weights)
-    reward = jnp.sum(jnp.where(prior > 0, prior * rewards, 0.0))  # a reward that is NaN counts only where it can come
+    reward = jnp.sum(
+        jnp.where(prior > 0, prior * rewards, 0.0)
+    )  # a reward that is NaN counts only where it can come
     joint = jnp.where(ended, -jnp.inf, log_weights + seen)
     good = is_weight(joint)
     joint = jnp.where(good, joint, -jnp.inf)
@@ -125,7 +131,9 @@ def filter_step(
 def drawn_index(key: PRNGKey, log_weights: Array) -> Array:
     """One index of each row `[n, m]` by its weights, int32 `[n]`; 0 where there is none."""
     log_weights = jnp.where(is_weight(log_weights), log_weights, -jnp.inf)
-    top = jnp.max(log_weights, axis=1, keepdims=True)  # taken off, so that the largest weight is 1 and none overflows
+    top = jnp.max(
+        log_weights, axis=1, keepdims=True
+    )  # taken off, so that the largest weight is 1 and none overflows
     total = jnp.cumsum(jnp.exp(log_weights - jnp.where(jnp.isfinite(top), top, 0.0)), axis=1)
     draws = jax.random.uniform(key, (log_weights.shape[0], 1)) * total[:, -1:]
     return jnp.argmax(total > draws, axis=1).astype(jnp.int32)
@@ -149,8 +157,12 @@ def no_descent(env: Environment, params: PyTree, simulations: Simulations) -> De
     none, never = jnp.full((count,), EMPTY, jnp.int32), jnp.zeros((count,), bool)
     action = jnp.zeros((count,), jnp.int32)
     result = jax.eval_shape(
-        lambda keys, states: jax.vmap(lambda key, state: step(key, env, state, action[0], params))(keys, states),
+        lambda keys, states: jax.vmap(lambda key, state: step(key, env, state, action[0], params))(
+            keys, states
+        ),
         jax.random.split(jax.random.key(0), count),
         simulations.states,
     )
-    return Descent(none, none, none, action, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), result), never)
+    return Descent(
+        none, none, none, action, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), result), never
+    )

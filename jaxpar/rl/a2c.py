@@ -107,7 +107,9 @@ class A2c:
         return learner_axes(self)
 
 
-def a2c_loss(weights: PyTree, agent: ActorCritic, batch: Batch, rates: A2cRates) -> tuple[Array, Info]:
+def a2c_loss(
+    weights: PyTree, agent: ActorCritic, batch: Batch, rates: A2cRates
+) -> tuple[Array, Info]:
     """`-mean(log_prob A) + value_coef mean((v - G)^2) / 2 - entropy_coef H`, means by `Batch.weight`.
 
     Returns:

@@ -15,7 +15,13 @@ import jax.numpy as jnp
 from jaxpar.env import Adapter, Discrete, Environment, Space, capabilities
 from jaxpar.fields import AtLeast, OneOf, check_fields, field
 from jaxpar.rl.distributions import masked
-from jaxpar.rl.features import agent_action_space, agent_obs_space, feature_shape, features, num_agents
+from jaxpar.rl.features import (
+    agent_action_space,
+    agent_obs_space,
+    feature_shape,
+    features,
+    num_agents,
+)
 from jaxpar.rl.items import refuse_items
 from jaxpar.rl.network import Network
 from jaxpar.rl.value_decomposition import DECOMPOSITIONS, init_decomposition, joint_value
@@ -106,16 +112,27 @@ class ActionValues:
         return {
             "network": self.network.init(network_key, shape, {"q": (self.action_space.n, 1.0)}),
             "decomposition": init_decomposition(
-                decomposition_key, self.decomposition, state_size, self.num_agents, self.decomposition_size
+                decomposition_key,
+                self.decomposition,
+                state_size,
+                self.num_agents,
+                self.decomposition_size,
             ),
         }
 
     def first_carry(self) -> PyTree:
         """The carry of one environment when an episode starts."""
-        return jax.tree.map(lambda x: x if self.num_agents else x[0], self.network.initial(max(self.num_agents, 1)))
+        return jax.tree.map(
+            lambda x: x if self.num_agents else x[0], self.network.initial(max(self.num_agents, 1))
+        )
 
     def apply(
-        self, weights: PyTree, obs: PyTree, starts: Array, carry: PyTree, action_mask: Array | None = None
+        self,
+        weights: PyTree,
+        obs: PyTree,
+        starts: Array,
+        carry: PyTree,
+        action_mask: Array | None = None,
     ) -> QValues:
         """Values of actions at observations `[T, B, ...]`, from a carry `[B, ...]` on; `starts [T, B]`.
 
@@ -130,7 +147,11 @@ class ActionValues:
         x = x.reshape(*rows, *x.shape[len(lead) :])
         out = self.network.apply(weights["network"], x, starts.reshape(rows), carry)
         carry = jax.tree.map(lambda c: c.reshape(*lead[1:], *c.shape[1:]), out.carry)
-        return QValues(masked(self.action_space, out.heads["q"].reshape(*lead, -1), action_mask), carry, out.converged)
+        return QValues(
+            masked(self.action_space, out.heads["q"].reshape(*lead, -1), action_mask),
+            carry,
+            out.converged,
+        )
 
     def joint(self, weights: PyTree, obs: PyTree, q: Array) -> Array:
         """Values `[T, B]` of the joint action from those of the agents `[T, B, N]`; without a team, those."""
@@ -140,7 +161,12 @@ class ActionValues:
         return joint_value(weights["decomposition"], self.decomposition, state, q)
 
     def __call__(
-        self, key: PRNGKey, params: PyTree, obs: PyTree, carry: PyTree, action_mask: Array | None = None
+        self,
+        key: PRNGKey,
+        params: PyTree,
+        obs: PyTree,
+        carry: PyTree,
+        action_mask: Array | None = None,
     ) -> tuple:
         """Acts in one environment: `(action, carry, extras)`; consumes `key`.
 
@@ -153,15 +179,21 @@ class ActionValues:
         action = jnp.argmax(q, -1)
         if not self.greedy:
             explore_key, action_key = jax.random.split(key)
-            random = jax.random.categorical(action_key, masked(self.action_space, jnp.zeros_like(q), action_mask))
-            action = jnp.where(jax.random.uniform(explore_key, action.shape) < params[1], random, action)
+            random = jax.random.categorical(
+                action_key, masked(self.action_space, jnp.zeros_like(q), action_mask)
+            )
+            action = jnp.where(
+                jax.random.uniform(explore_key, action.shape) < params[1], random, action
+            )
         action = action.astype(self.action_space.dtype)
         extras = {"raw_action": action, "value": value}
         if action_mask is not None:
             extras["action_mask"] = action_mask
         return action, jax.tree.map(lambda c: c[0], out.carry), extras
 
-    def value(self, params: PyTree, obs: PyTree, carry: PyTree, action_mask: Array | None = None) -> Array:
+    def value(
+        self, params: PyTree, obs: PyTree, carry: PyTree, action_mask: Array | None = None
+    ) -> Array:
         """The value of the best legal action in one environment: `[]`, or `[N]` agents, a team's for each of them."""
         value = self._one(params if self.greedy else params[0], obs, carry, action_mask)[1]
         return jnp.broadcast_to(value, (self.num_agents,)) if self.num_agents else value
@@ -169,7 +201,13 @@ class ActionValues:
     def _one(self, weights, obs, carry, action_mask) -> tuple[QValues, Array]:
         """Values of one step of one environment, with axes T and B of 1; and the best of them."""
         obs, action_mask = jax.tree.map(lambda x: x[None, None], (obs, action_mask))
-        out = self.apply(weights, obs, jnp.zeros((1, 1), bool), jax.tree.map(lambda c: c[None], carry), action_mask)
+        out = self.apply(
+            weights,
+            obs,
+            jnp.zeros((1, 1), bool),
+            jax.tree.map(lambda c: c[None], carry),
+            action_mask,
+        )
         return out, self.joint(weights, obs, jnp.max(out.q, -1))[0, 0]
 
 
@@ -205,13 +243,19 @@ def q_loss(weights: PyTree, agent: ActionValues, batch: QBatch) -> tuple[Array, 
     q = agent.joint(weights, batch.obs, chosen)
     share = batch.weight / jnp.maximum(jnp.sum(batch.weight), 1)
     loss = 0.5 * jnp.sum(share * (q - batch.target) ** 2)
-    return loss, {"q_loss": loss, "q_mean": jnp.sum(share * q), "converged": out.converged.astype(jnp.float32)}
+    return loss, {
+        "q_loss": loss,
+        "q_mean": jnp.sum(share * q),
+        "converged": out.converged.astype(jnp.float32),
+    }
 
 
 def epsilon_schedule(rates: PyTree, updates: Array) -> Array:
     """The share of random actions: linear from `epsilon_start` to `epsilon_end` over `epsilon_anneal` updates."""
     fraction = jnp.minimum(updates / jnp.maximum(rates.epsilon_anneal, 1), 1)
-    return (rates.epsilon_start + (rates.epsilon_end - rates.epsilon_start) * fraction).astype(jnp.float32)
+    return (rates.epsilon_start + (rates.epsilon_end - rates.epsilon_start) * fraction).astype(
+        jnp.float32
+    )
 
 
 def action_masks(env: Environment | Adapter, state: PyTree, params: PyTree) -> Array | None:
@@ -234,5 +278,6 @@ def team_trajectory(agent: ActionValues, trajectory: Trajectory) -> Trajectory:
         reward=jnp.mean(trajectory.reward, -1),
         terminated=trajectory.ended & ~truncated,
         truncated=truncated,
-        bootstrap=jnp.sum(jnp.where(cut, trajectory.bootstrap, 0), -1) / jnp.maximum(jnp.sum(cut, -1), 1),
+        bootstrap=jnp.sum(jnp.where(cut, trajectory.bootstrap, 0), -1)
+        / jnp.maximum(jnp.sum(cut, -1), 1),
     )

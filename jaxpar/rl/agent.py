@@ -21,7 +21,13 @@ from jaxpar.rl.distributions import (
     sample_action,
     scale_action,
 )
-from jaxpar.rl.features import agent_action_space, agent_obs_space, feature_shape, features, num_agents
+from jaxpar.rl.features import (
+    agent_action_space,
+    agent_obs_space,
+    feature_shape,
+    features,
+    num_agents,
+)
 from jaxpar.rl.items import Items, item_shape, items_of, moves_of
 from jaxpar.rl.moments import standardised
 from jaxpar.rl.network import Network, Outputs
@@ -66,10 +72,14 @@ class ActorCritic:
         """Refuses environments that it cannot act in."""
         check_actions(self.env, self.action_space)
         if self.central and not self.num_agents:
-            raise UsageError("a central critic needs several agents; this environment has one: give central=False.")
+            raise UsageError(
+                "a central critic needs several agents; this environment has one: give central=False."
+            )
         if isinstance(self.network, Items):
             if self.num_agents:
-                raise UsageError(f"{self.env.name} has several agents; a network of items serves one: use Network.")
+                raise UsageError(
+                    f"{self.env.name} has several agents; a network of items serves one: use Network."
+                )
             moves_of(self.env, self.action_space)
 
     @property
@@ -92,7 +102,11 @@ class ActorCritic:
         heads = {"policy": (head_size(self.action_space), 0.01)}
         if isinstance(self.network, Items):
             moves = moves_of(self.env, self.action_space)
-            return {"actor": self.network.init(key, item_shape(self.env), heads | {"value": (1, 1.0)}, moves)}
+            return {
+                "actor": self.network.init(
+                    key, item_shape(self.env), heads | {"value": (1, 1.0)}, moves
+                )
+            }
         shape = feature_shape(self.obs_space)
         if not self.central:
             params = {"actor": self.network.init(key, shape, heads | {"value": (1, 1.0)})}
@@ -109,11 +123,18 @@ class ActorCritic:
 
     def first_carry(self) -> PyTree:
         """The carry of one environment when an episode starts."""
-        one = jax.tree.map(lambda x: x if self.num_agents else x[0], self.network.initial(max(self.num_agents, 1)))
+        one = jax.tree.map(
+            lambda x: x if self.num_agents else x[0], self.network.initial(max(self.num_agents, 1))
+        )
         return (one, one) if self.central else one
 
     def apply(
-        self, params: PyTree, obs: PyTree, starts: Array, carry: PyTree, action_mask: Array | None = None
+        self,
+        params: PyTree,
+        obs: PyTree,
+        starts: Array,
+        carry: PyTree,
+        action_mask: Array | None = None,
     ) -> ActorCriticOutput:
         """Policy and value at observations `[T, B, ...]`, from a carry `[B, ...]` on; `starts [T, B]`.
 
@@ -137,7 +158,10 @@ class ActorCritic:
         if self.central:
             joint = _joint_features(x)
             critic = self._critic().apply(
-                params["critic"], joint.reshape(*rows, joint.shape[-1]), starts.reshape(rows), central
+                params["critic"],
+                joint.reshape(*rows, joint.shape[-1]),
+                starts.reshape(rows),
+                central,
             )
             heads["value"], carry = critic.heads["value"], (carry, critic.carry)
             converged &= critic.converged
@@ -157,7 +181,12 @@ class ActorCritic:
         return ActorCriticOutput(policy, out.heads["value"].reshape(lead), out.carry, out.converged)
 
     def __call__(
-        self, key: PRNGKey, params: PyTree, obs: PyTree, carry: PyTree, action_mask: Array | None = None
+        self,
+        key: PRNGKey,
+        params: PyTree,
+        obs: PyTree,
+        carry: PyTree,
+        action_mask: Array | None = None,
     ) -> tuple:
         """Acts in one environment: `(action, carry, extras)`; consumes `key`.
 
@@ -167,7 +196,11 @@ class ActorCritic:
         head = out.policy[0, 0]
         space = self.action_space
         raw_action = mode(space, head) if self.greedy else sample_action(key, space, head)
-        extras = {"raw_action": raw_action, "log_prob": log_prob(space, head, raw_action), "value": out.value[0, 0]}
+        extras = {
+            "raw_action": raw_action,
+            "log_prob": log_prob(space, head, raw_action),
+            "value": out.value[0, 0],
+        }
         if action_mask is not None:
             extras["action_mask"] = action_mask
         return scale_action(space, raw_action), jax.tree.map(lambda c: c[0], out.carry), extras
@@ -184,11 +217,19 @@ class ActorCritic:
     def _one(self, params, obs, carry, action_mask) -> ActorCriticOutput:
         """Outputs for one step of one environment: the axes T and B are 1."""
         obs, action_mask = jax.tree.map(lambda x: x[None, None], (obs, action_mask))
-        return self.apply(params, obs, jnp.zeros((1, 1), bool), jax.tree.map(lambda c: c[None], carry), action_mask)
+        return self.apply(
+            params,
+            obs,
+            jnp.zeros((1, 1), bool),
+            jax.tree.map(lambda c: c[None], carry),
+            action_mask,
+        )
 
 
 def _joint_features(x: Array) -> Array:
     """All agents' observations, and a one-hot of the agent that is valued: `[T, B, N, ...]` -> `[T, B, N, N F + N]`."""
     num_agents = x.shape[2]
     shared = jnp.broadcast_to(x.reshape(*x.shape[:2], 1, -1), (*x.shape[:3], x[0, 0].size))
-    return jnp.concatenate([shared, jnp.broadcast_to(jnp.eye(num_agents), (*x.shape[:3], num_agents))], -1)
+    return jnp.concatenate(
+        [shared, jnp.broadcast_to(jnp.eye(num_agents), (*x.shape[:3], num_agents))], -1
+    )

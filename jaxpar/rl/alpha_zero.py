@@ -125,10 +125,18 @@ class AlphaZero:
         if self.normalize_obs:
             refuse_moments(self.env, self.network)
         if is_adapter(self.env):
-            raise UsageError(f"{self.env.name} is an adapter; a search needs an environment's parts: learn by Ppo.")
+            raise UsageError(
+                f"{self.env.name} is an adapter; a search needs an environment's parts: learn by Ppo."
+            )
         agent = self.agent()
-        if agent.num_agents or not isinstance(agent.action_space, Discrete) or agent.action_space.shape:
-            raise UsageError(f"{self.env.name} is not of one agent with Discrete actions, as a search needs.")
+        if (
+            agent.num_agents
+            or not isinstance(agent.action_space, Discrete)
+            or agent.action_space.shape
+        ):
+            raise UsageError(
+                f"{self.env.name} is not of one agent with Discrete actions, as a search needs."
+            )
         if has_memory(self.network):
             raise UsageError("the network has a memory; a search needs memory='none'.")
         if self.num_envs * self.num_steps % self.minibatches:
@@ -163,13 +171,20 @@ class AlphaZero:
         """The network's policy and value at one observation."""
         return guide_of(self.agent(), weights)
 
-    def decide(self, key: PRNGKey, weights: PyTree, state: PyTree, params: PyTree, rates: PyTree = None) -> Searched:
+    def decide(
+        self, key: PRNGKey, weights: PyTree, state: PyTree, params: PyTree, rates: PyTree = None
+    ) -> Searched:
         """Searches from one state; consumes `key`. Rates are the learner's unless a state's are given."""
         rates = self.rates if rates is None else rates
         return self.search(key, self.env, state, params, self.guide(weights), rates.discount)
 
     def play(
-        self, key: PRNGKey, weights: PyTree, params: PyTree, greedy: bool = False, rates: PyTree = None
+        self,
+        key: PRNGKey,
+        weights: PyTree,
+        params: PyTree,
+        greedy: bool = False,
+        rates: PyTree = None,
     ) -> tuple[Decisions, Info]:
         """Plays `num_envs` episodes of at most `num_steps` decisions; consumes `key`.
 
@@ -186,7 +201,9 @@ class AlphaZero:
         """
         rates = self.rates if rates is None else rates
         first_key, key = jax.random.split(key)
-        obs, state = jax.vmap(lambda key: reset(key, self.env, params))(jax.random.split(first_key, self.num_envs))
+        obs, state = jax.vmap(lambda key: reset(key, self.env, params))(
+            jax.random.split(first_key, self.num_envs)
+        )
         obs, state = jax.tree.map(_along_envs, (obs, state))
         over = jax.vmap(lambda state: jnp.asarray(self.env.terminal(state, params), bool))(state)
 
@@ -195,21 +212,37 @@ class AlphaZero:
             said = self.decide(search_key, weights, state, params, rates)
             drawn = jax.random.categorical(draw_key, jnp.log(said.visits.astype(jnp.float32)))
             action = jnp.argmax(said.visits) if greedy else drawn
-            return said, legal_actions_at(self.env, state, params), step(step_key, self.env, state, action, params)
+            return (
+                said,
+                legal_actions_at(self.env, state, params),
+                step(step_key, self.env, state, action, params),
+            )
 
         def decision(carry: tuple, key: PRNGKey) -> tuple:
             state, obs, over = carry
             said, legal, after = jax.vmap(one)(jax.random.split(key, self.num_envs), state)
-            row = (obs, legal, said.visits / self.search.simulations, said.value, after.reward, after.terminated, ~over)
+            row = (
+                obs,
+                legal,
+                said.visits / self.search.simulations,
+                said.value,
+                after.reward,
+                after.terminated,
+                ~over,
+            )
             return (after.state, after.obs, over | after.terminated | after.truncated), row
 
-        (_, last, over), rows = jax.lax.scan(decision, (state, obs, over), jax.random.split(key, self.num_steps))
+        (_, last, over), rows = jax.lax.scan(
+            decision, (state, obs, over), jax.random.split(key, self.num_steps)
+        )
         obs, legal, policy, value, reward, terminated, alive = rows
         _, last_value = jax.vmap(self.guide(weights))(last, jnp.ones_like(legal[0]))
         # Of an episode that is cut, the search of what it led to, which is not played, is the bootstrap.
         done = ~jnp.concatenate([alive[1:], jnp.ones_like(alive[:1])])
         following = jnp.concatenate([value[1:], last_value[None]])
-        target = lambda_returns(reward, jnp.where(terminated, 0.0, following), done, rates.discount, rates.td_lambda)
+        target = lambda_returns(
+            reward, jnp.where(terminated, 0.0, following), done, rates.discount, rates.td_lambda
+        )
         decisions = Decisions(obs, legal, policy, target, alive.astype(jnp.float32))
         info = {
             "return_mean": jnp.mean(jnp.sum(reward * alive, 0)),
@@ -219,7 +252,9 @@ class AlphaZero:
         }
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), decisions), info
 
-    def step(self, key: PRNGKey, state: AlphaZeroState, inputs: PyTree) -> tuple[AlphaZeroState, Info]:
+    def step(
+        self, key: PRNGKey, state: AlphaZeroState, inputs: PyTree
+    ) -> tuple[AlphaZeroState, Info]:
         """Plays and learns; consumes `key`. The info is that of `play`, of `search_loss` and of the optimizer."""
         play_key, key = jax.random.split(key)
         params, rates = self.env.default_params if inputs is None else inputs, state.rates
@@ -228,9 +263,13 @@ class AlphaZero:
 
         def gradient(carry: tuple, rows: Decisions) -> tuple:
             weights, opt_state = carry
-            grads, said = jax.grad(search_loss, has_aux=True)(weights, agent, rows, rates.value_coef)
+            grads, said = jax.grad(search_loss, has_aux=True)(
+                weights, agent, rows, rates.value_coef
+            )
             max_norm = rates.max_grad_norm
-            weights, opt_state, told = self.optimizer.update(grads, opt_state, weights, rate=rate, max_norm=max_norm)
+            weights, opt_state, told = self.optimizer.update(
+                grads, opt_state, weights, rate=rate, max_norm=max_norm
+            )
             return (weights, opt_state), said | told
 
         def epoch(carry: tuple, key: PRNGKey) -> tuple:
@@ -241,13 +280,20 @@ class AlphaZero:
         first = state.weights, state.opt_state
         (weights, opt_state), said = jax.lax.scan(epoch, first, jax.random.split(key, self.epochs))
         if self.normalize_obs:
-            weights = weights | {"moments": with_batch(state.weights["moments"], decisions.obs, decisions.weight)}
+            weights = weights | {
+                "moments": with_batch(state.weights["moments"], decisions.obs, decisions.weight)
+            }
         stats = {name: info[name] for name in state.episode_stats}
-        said = jax.tree.map(jnp.mean, said) | {"skipped": jnp.sum(said["skipped"]), "converged": jnp.float32(1)}
+        said = jax.tree.map(jnp.mean, said) | {
+            "skipped": jnp.sum(said["skipped"]),
+            "converged": jnp.float32(1),
+        }
         return AlphaZeroState(weights, opt_state, rates, state.updates + 1, stats), info | said
 
 
-def search_loss(weights: PyTree, agent: ActorCritic, rows: Decisions, value_coef: Scalar) -> tuple[Array, Info]:
+def search_loss(
+    weights: PyTree, agent: ActorCritic, rows: Decisions, value_coef: Scalar
+) -> tuple[Array, Info]:
     """`-mean(sum_a policy log p) + value_coef mean((v - G)^2)`, means by `Decisions.weight`.
 
     Returns:

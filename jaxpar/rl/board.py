@@ -24,7 +24,9 @@ def convolved(x: Array, kernel: Array) -> Array:
         `[N, H - 2, W - 2, K]`.
     """
     height, width = x.shape[1] - SIDE + 1, x.shape[2] - SIDE + 1
-    patches = jnp.concatenate([x[:, a : a + height, b : b + width] for a in range(SIDE) for b in range(SIDE)], -1)
+    patches = jnp.concatenate(
+        [x[:, a : a + height, b : b + width] for a in range(SIDE) for b in range(SIDE)], -1
+    )
     return patches @ kernel.reshape(-1, kernel.shape[-1])
 
 

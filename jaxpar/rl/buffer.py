@@ -40,12 +40,16 @@ def add(buffer: Buffer, rows: PyTree, keep: Array) -> Buffer:
     """
     capacity = len(jax.tree.leaves(buffer.rows)[0])
     if len(keep) > capacity:
-        raise UsageError(f"{len(keep)} rows at once do not fit into a buffer of capacity={capacity}.")
+        raise UsageError(
+            f"{len(keep)} rows at once do not fit into a buffer of capacity={capacity}."
+        )
     before = jnp.cumsum(keep, dtype=jnp.int32) - keep
     place = jnp.where(keep, (buffer.head + before) % capacity, capacity)  # beyond the end: dropped
     held = jax.tree.map(lambda held, new: held.at[place].set(new, mode="drop"), buffer.rows, rows)
     count = jnp.sum(keep, dtype=jnp.int32)
-    return Buffer(held, (buffer.head + count) % capacity, jnp.minimum(buffer.size + count, capacity))
+    return Buffer(
+        held, (buffer.head + count) % capacity, jnp.minimum(buffer.size + count, capacity)
+    )
 
 
 def sample(key: PRNGKey, buffer: Buffer, num_rows: int) -> PyTree:

@@ -93,7 +93,9 @@ def collect(
     last = jax.vmap(agent.value, (None, 0, 0))(weights, env_state.obs, carry_at_start(env_state))
     if behaviour is not None:
         extras = trajectory.extras
-        out = agent.apply(weights, trajectory.obs, trajectory.start, carry, extras.get("action_mask"))
+        out = agent.apply(
+            weights, trajectory.obs, trajectory.start, carry, extras.get("action_mask")
+        )
         now = log_prob(agent.action_space, out.policy, extras["raw_action"])
         log_ratio = now - extras["log_prob"]
         trajectory = trajectory.replace(extras=extras | {"value": out.value, "log_prob": now})
@@ -107,7 +109,12 @@ class _Older:
     agent: ActorCritic
 
     def __call__(
-        self, key: PRNGKey, params: PyTree, obs: PyTree, carry: PyTree, action_mask: Array | None = None
+        self,
+        key: PRNGKey,
+        params: PyTree,
+        obs: PyTree,
+        carry: PyTree,
+        action_mask: Array | None = None,
     ) -> tuple:
         return self.agent(key, params[0], obs, carry, action_mask)
 
@@ -122,7 +129,9 @@ def carry_at_start(env_state: EnvState) -> PyTree:
         start = env_state.start.reshape(env_state.start.shape + (1,) * (now.ndim - 1))
         return jnp.where(start, first, now)
 
-    return jax.tree.map(lambda first, now: one(first[None], now), env_state.first_carry, env_state.carry)
+    return jax.tree.map(
+        lambda first, now: one(first[None], now), env_state.first_carry, env_state.carry
+    )
 
 
 def make_batch(
@@ -151,7 +160,9 @@ def make_batch(
         advantage = advantages(reward, value, following, done, rates.discount, rates.gae_lambda)
         target = advantage + value
     else:
-        target, advantage = vtrace(log_ratio, reward, value, following, done, rates.discount, rates.gae_lambda)
+        target, advantage = vtrace(
+            log_ratio, reward, value, following, done, rates.discount, rates.gae_lambda
+        )
     return Batch(
         obs=trajectory.obs,
         start=trajectory.start,
@@ -177,7 +188,9 @@ def done_and_weight(trajectory: Trajectory, agent_done: Array | None = None) -> 
     agent_ends = trajectory.terminated | trajectory.truncated
     # An agent that ends before its episode still gets observations and acts; those steps do not count.
     before = jnp.zeros_like(ended[:1]) if agent_done is None else agent_done[None]
-    had_ended = jnp.concatenate([before, agent_ends[:-1]]) & ~_per_agent(trajectory.start, trajectory.reward)
+    had_ended = jnp.concatenate([before, agent_ends[:-1]]) & ~_per_agent(
+        trajectory.start, trajectory.reward
+    )
     weight = _per_agent(trajectory.valid, trajectory.reward) & ~had_ended
     return agent_ends | ended, weight.astype(jnp.float32)
 
@@ -187,7 +200,9 @@ def last_agent_done(trajectory: Trajectory) -> Array | None:
 
     None for a single agent, whose end is the episode's.
     """
-    return (trajectory.terminated | trajectory.truncated)[-1] if trajectory.reward.ndim > 2 else None
+    return (
+        (trajectory.terminated | trajectory.truncated)[-1] if trajectory.reward.ndim > 2 else None
+    )
 
 
 def _per_agent(flag: Array, like: Array) -> Array:
@@ -196,7 +211,11 @@ def _per_agent(flag: Array, like: Array) -> Array:
 
 def check_minibatches(num_steps: int, num_envs: int, minibatches: int, has_memory: bool) -> None:
     """Refuses a number of minibatches that does not divide what is shuffled: environments with a memory, else steps."""
-    count, what = (num_envs, "environments") if has_memory else (num_steps * num_envs, "steps of all environments")
+    count, what = (
+        (num_envs, "environments")
+        if has_memory
+        else (num_steps * num_envs, "steps of all environments")
+    )
     if minibatches < 1 or count % minibatches:
         legal = [n for n in range(1, count + 1) if count % n == 0]
         near = sorted(legal, key=lambda n: (abs(n - minibatches), n))[:3]
@@ -207,7 +226,13 @@ def check_minibatches(num_steps: int, num_envs: int, minibatches: int, has_memor
 
 
 def scan_minibatches(
-    key: PRNGKey, state: PyTree, batch: PyTree, update: Callable, num_epochs: int, minibatches: int, has_memory: bool
+    key: PRNGKey,
+    state: PyTree,
+    batch: PyTree,
+    update: Callable,
+    num_epochs: int,
+    minibatches: int,
+    has_memory: bool,
 ) -> tuple[PyTree, PyTree]:
     """Scans `update` over a batch in `minibatches` random parts, `num_epochs` times; consumes `key`.
 
@@ -241,12 +266,16 @@ def scan_minibatches(
     return jax.lax.scan(epoch, state, jax.random.split(key, num_epochs))
 
 
-def update_episode_stats(info: Info, before: dict[str, Array], trajectory: Trajectory) -> tuple[Info, dict[str, Array]]:
+def update_episode_stats(
+    info: Info, before: dict[str, Array], trajectory: Trajectory
+) -> tuple[Info, dict[str, Array]]:
     """Adds mean return and length of the episodes that ended within the trajectory; where none did, those of `before`.
 
     Returns:
         The info, also with "num_episodes"; and the means alone, NaN until an episode has ended.
     """
     now = episode_stats(trajectory)
-    means = {name: jnp.where(now["num_episodes"] > 0, now[name], old) for name, old in before.items()}
+    means = {
+        name: jnp.where(now["num_episodes"] > 0, now[name], old) for name, old in before.items()
+    }
     return info | means | {"num_episodes": now["num_episodes"].astype(jnp.float32)}, means

@@ -43,7 +43,9 @@ def check_actions(env: Environment | Adapter, space: Space) -> None:
     if not isinstance(space, Discrete | MultiDiscrete | Box) or (
         isinstance(space, Box) and not jnp.issubdtype(space.dtype, jnp.floating)
     ):
-        raise UsageError(f"{env.name} takes actions of {space}; learners act by Discrete, MultiDiscrete or float Box.")
+        raise UsageError(
+            f"{env.name} takes actions of {space}; learners act by Discrete, MultiDiscrete or float Box."
+        )
 
 
 def head_size(space: ActionSpace) -> int:
@@ -113,7 +115,9 @@ def scale_action(space: ActionSpace, raw_action: Array) -> Array:
     finite = np.isfinite(low) & np.isfinite(high)
     middle, half = np.where(finite, (low + high) / 2, 0), np.where(finite, (high - low) / 2, 1)
     lead = (1,) * (x.ndim - low.ndim)
-    middle, half, low, high = (jnp.asarray(v, x.dtype).reshape(lead + v.shape) for v in (middle, half, low, high))
+    middle, half, low, high = (
+        jnp.asarray(v, x.dtype).reshape(lead + v.shape) for v in (middle, half, low, high)
+    )
     return jnp.clip(middle + half * x, low, high).astype(space.dtype)
 
 
@@ -123,7 +127,9 @@ def log_prob(space: ActionSpace, head: Array, raw_action: Array) -> Array:
         mean, log_std = jnp.split(head, 2, -1)
         z = (raw_action - mean) * jnp.exp(-log_std)
         return jnp.sum(-0.5 * z**2 - log_std - 0.5 * math.log(2 * math.pi), -1)
-    one = jnp.take_along_axis(jax.nn.log_softmax(head), raw_action[..., None].astype(jnp.int32), -1)[..., 0]
+    one = jnp.take_along_axis(
+        jax.nn.log_softmax(head), raw_action[..., None].astype(jnp.int32), -1
+    )[..., 0]
     return one.sum(tuple(range(one.ndim - len(space.shape), one.ndim)))
 
 

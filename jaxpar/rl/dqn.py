@@ -9,7 +9,14 @@ import jax.numpy as jnp
 from jaxpar.env import Adapter, Environment
 from jaxpar.fields import AtLeast, Between, Finite, OneOf, Positive, field
 from jaxpar.optim import OptimizerConfig, make_optimizer
-from jaxpar.rl.action_values import ActionValues, QBatch, action_masks, epsilon_schedule, q_loss, team_trajectory
+from jaxpar.rl.action_values import (
+    ActionValues,
+    QBatch,
+    action_masks,
+    epsilon_schedule,
+    q_loss,
+    team_trajectory,
+)
 from jaxpar.rl.buffer import Buffer, sample
 from jaxpar.rl.collect import done_and_weight
 from jaxpar.rl.learner import LearnerState, learner_axes
@@ -116,7 +123,9 @@ class Dqn:
 
     def agent(self, greedy: bool = False) -> ActionValues:
         """The policy; if greedy, with the weights of a state as its parameters, else with `(weights, epsilon)`."""
-        return ActionValues(self.env, self.network, self.decomposition, self.decomposition_size, greedy)
+        return ActionValues(
+            self.env, self.network, self.decomposition, self.decomposition_size, greedy
+        )
 
     def init(self, key: PRNGKey, inputs: PyTree) -> ReplayState:
         """Draws weights and starts an episode in every environment; consumes `key`."""
@@ -140,11 +149,17 @@ class Dqn:
         masks = action_masks(self.env, env_state.state, params)
         # A decomposition makes agents a team, which ends as one.
         steps = team_trajectory(agent, trajectory)
-        done, weight = done_and_weight(steps, state.agent_done if agent.decomposition == "none" else None)
-        experience = n_step_experience(steps, env_state.obs, masks, state.rates, self.n_step, done, weight)
+        done, weight = done_and_weight(
+            steps, state.agent_done if agent.decomposition == "none" else None
+        )
+        experience = n_step_experience(
+            steps, env_state.obs, masks, state.rates, self.n_step, done, weight
+        )
         return env_state, trajectory, experience
 
-    def gradient(self, key: PRNGKey, carry: tuple, buffer: Buffer, rates: PyTree, rate: Array) -> tuple[tuple, Info]:
+    def gradient(
+        self, key: PRNGKey, carry: tuple, buffer: Buffer, rates: PyTree, rate: Array
+    ) -> tuple[tuple, Info]:
         """Makes a gradient step of `(weights, opt_state, target_weights, gradient_steps)`; consumes `key`."""
         rows = sample(key, buffer, self.batch_size)
         agent, optimizer = self.agent(), self.optimizer
@@ -160,7 +175,9 @@ class Dqn:
         return (weights, opt_state, target, gradient_steps), info | optimizer_info
 
 
-def td_targets(agent: ActionValues, weights: PyTree, target_weights: PyTree, rows: Experience, double: bool) -> QBatch:
+def td_targets(
+    agent: ActionValues, weights: PyTree, target_weights: PyTree, rows: Experience, double: bool
+) -> QBatch:
     """Experiences `[M]` with their targets, as a batch of one step `[1, M]`.
 
         target = reward + discount Q'(s', argmax_a Q''(s', a))
@@ -171,7 +188,11 @@ def td_targets(agent: ActionValues, weights: PyTree, target_weights: PyTree, row
     rows = jax.tree.map(lambda x: x[None], rows)
     carry = jax.tree.map(lambda x: jnp.broadcast_to(x, (start.size, *x.shape)), agent.first_carry())
     values = agent.apply(target_weights, rows.next_obs, start, carry, rows.next_mask).q
-    chosen = agent.apply(weights, rows.next_obs, start, carry, rows.next_mask).q if double else values
+    chosen = (
+        agent.apply(weights, rows.next_obs, start, carry, rows.next_mask).q if double else values
+    )
     best = jnp.take_along_axis(values, jnp.argmax(chosen, -1)[..., None], -1)[..., 0]
     value = agent.joint(target_weights, rows.next_obs, best)
-    return QBatch(rows.obs, start, rows.action, rows.reward + rows.discount * value, rows.weight, carry)
+    return QBatch(
+        rows.obs, start, rows.action, rows.reward + rows.discount * value, rows.weight, carry
+    )

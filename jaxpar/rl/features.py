@@ -6,7 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.env import Adapter, Box, Discrete, Environment, Fields, MultiDiscrete, Space, capabilities
+from jaxpar.env import (
+    Adapter,
+    Box,
+    Discrete,
+    Environment,
+    Fields,
+    MultiDiscrete,
+    Space,
+    capabilities,
+)
 from jaxpar.env.spaces import Bound
 from jaxpar.types import Array, PyTree
 
@@ -77,10 +86,14 @@ def features(space: Space, obs: PyTree) -> Array:
             return _flat(jax.nn.one_hot(obs, space.n, dtype=jnp.float32), len(space.shape) + 1)
         case MultiDiscrete():
             return jnp.concatenate(
-                [jax.nn.one_hot(obs[..., i], n, dtype=jnp.float32) for i, n in enumerate(space.ns)], -1
+                [jax.nn.one_hot(obs[..., i], n, dtype=jnp.float32) for i, n in enumerate(space.ns)],
+                -1,
             )
         case Fields():
-            parts = [(features(inner, obs[name]), len(feature_shape(inner))) for name, inner in space.items]
+            parts = [
+                (features(inner, obs[name]), len(feature_shape(inner)))
+                for name, inner in space.items
+            ]
             return jnp.concatenate([_flat(x, rank) for x, rank in parts], -1)
     rank = len(space.shape)
     choices = num_choices(space)

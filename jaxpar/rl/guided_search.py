@@ -83,7 +83,13 @@ class GuidedSearch:
     __post_init__ = check_fields
 
     def __call__(
-        self, key: PRNGKey, env: Environment, state: PyTree, params: PyTree, guide: Guide, discount: Scalar
+        self,
+        key: PRNGKey,
+        env: Environment,
+        state: PyTree,
+        params: PyTree,
+        guide: Guide,
+        discount: Scalar,
     ) -> Searched:
         """Searches from one state; consumes `key`. Cost: `simulations` steps, guesses, and ways down and up a tree.
 
@@ -104,7 +110,9 @@ class GuidedSearch:
         value = (nodes.value[0] + jnp.sum(total)) / (1 + self.simulations)
         return Searched(visits, jnp.where(visits > 0, total / jnp.maximum(visits, 1), 0.0), value)
 
-    def _root(self, key: PRNGKey, env: Environment, state: PyTree, params: PyTree, guide: Guide) -> _Nodes:
+    def _root(
+        self, key: PRNGKey, env: Environment, state: PyTree, params: PyTree, guide: Guide
+    ) -> _Nodes:
         """A tree of the root alone."""
         legal = legal_actions_at(env, state, params)
         key, noise_key = jax.random.split(key)
@@ -116,7 +124,9 @@ class GuidedSearch:
         count, many = self.simulations + 1, prior.shape[0]
         zeros, none = jnp.zeros((count,), jnp.float32), jnp.full((count,), -1, jnp.int32)
         return _Nodes(
-            state=jax.tree.map(lambda x: jnp.zeros((count, *jnp.shape(x)), jnp.result_type(x)).at[0].set(x), state),
+            state=jax.tree.map(
+                lambda x: jnp.zeros((count, *jnp.shape(x)), jnp.result_type(x)).at[0].set(x), state
+            ),
             ended=jnp.zeros((count,), bool),
             value=zeros.at[0].set(value),
             parent=none,
@@ -159,7 +169,9 @@ def guide_of(agent: ActorCritic, weights: PyTree) -> Guide:
     """What an agent without a memory says at one observation: probabilities of legal actions, and the value."""
 
     def guess(obs: PyTree, legal: Array) -> tuple[Array, Array]:
-        obs, legal = jax.tree.map(lambda x: x[None, None], (obs, legal))  # one step of one environment
+        obs, legal = jax.tree.map(
+            lambda x: x[None, None], (obs, legal)
+        )  # one step of one environment
         out = agent.apply(weights, obs, jnp.zeros((1, 1), bool), {}, legal)
         return jax.nn.softmax(out.policy[0, 0]) * legal[0, 0], out.value[0, 0]
 
@@ -182,7 +194,14 @@ def _marked(prior: Array, legal: Array) -> Array:
 
 
 def _expanded(
-    key: PRNGKey, env: Environment, nodes: _Nodes, node: Array, action: Array, new: Array, params: PyTree, guide: Guide
+    key: PRNGKey,
+    env: Environment,
+    nodes: _Nodes,
+    node: Array,
+    action: Array,
+    new: Array,
+    params: PyTree,
+    guide: Guide,
 ) -> tuple[_Nodes, Array]:
     """The tree with the node below an edge written at `new`, and that node; the old one where there is one."""
     now = jax.tree.map(lambda x: x[node], nodes.state)

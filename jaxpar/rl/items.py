@@ -76,21 +76,32 @@ class Items:
         sizes = tuple((name, width, gain) for name, (width, gain) in sorted(heads.items()))
         return drawn(key, self._layers(sizes, moves).init(key, jnp.zeros((1, *shape))))
 
-    def apply(self, params: PyTree, xs: Array, starts: Array, carry: PyTree, moves: np.ndarray) -> Outputs:
+    def apply(
+        self, params: PyTree, xs: Array, starts: Array, carry: PyTree, moves: np.ndarray
+    ) -> Outputs:
         """Heads `[T, B, width]` of items `[T, B, N, F]`; `starts` and `carry` are as of a `Network`, and not read."""
-        names = [name.removeprefix("head_") for name in params["params"] if name.startswith("head_")]
-        sizes = tuple((name, params["params"][f"head_{name}"]["kernel"].shape[-1], 1.0) for name in sorted(names))
+        names = [
+            name.removeprefix("head_") for name in params["params"] if name.startswith("head_")
+        ]
+        sizes = tuple(
+            (name, params["params"][f"head_{name}"]["kernel"].shape[-1], 1.0)
+            for name in sorted(names)
+        )
         heads = cast(dict[str, Array], self._layers(sizes, moves).apply(params, xs))
         return Outputs(heads, carry, jnp.ones((), bool))
 
-    def _layers(self, heads: tuple[tuple[str, int, float], ...], moves: np.ndarray) -> "_ItemLayers":
+    def _layers(
+        self, heads: tuple[tuple[str, int, float], ...], moves: np.ndarray
+    ) -> "_ItemLayers":
         return _ItemLayers(self, heads, tuple(map(tuple, moves.tolist())))
 
 
 def refuse_items(network: object) -> None:
     """Refuses a network of items where none is read."""
     if isinstance(network, Items):
-        raise UsageError("a network of items is for Ppo and A2c alone: learn with these, or give a Network.")
+        raise UsageError(
+            "a network of items is for Ppo and A2c alone: learn with these, or give a Network."
+        )
 
 
 def moves_of(env: Environment | Adapter, space: Space) -> np.ndarray:
@@ -102,7 +113,9 @@ def moves_of(env: Environment | Adapter, space: Space) -> np.ndarray:
     params, able = env.default_params, capabilities(env)
     shape = item_shape(env)
     if not isinstance(space, Discrete) or space.shape:
-        raise UsageError(f"{env.name} takes actions of {space}; a network of items acts by a lone Discrete.")
+        raise UsageError(
+            f"{env.name} takes actions of {space}; a network of items acts by a lone Discrete."
+        )
     if able.item_moves is None:
         if space.n != shape[0]:
             raise UsageError(
@@ -111,8 +124,15 @@ def moves_of(env: Environment | Adapter, space: Space) -> np.ndarray:
             )
         return np.stack([np.zeros(space.n, np.int32), np.arange(space.n, dtype=np.int32)], axis=1)
     moves = np.asarray(able.item_moves(params), np.int32)
-    if moves.ndim != 2 or moves.shape[0] != space.n or moves.shape[1] < 2 or moves[:, 1:].max() >= shape[0]:
-        raise UsageError(f"item_moves of {env.name} must be [{space.n}, 1 + k] with items below {shape[0]}.")
+    if (
+        moves.ndim != 2
+        or moves.shape[0] != space.n
+        or moves.shape[1] < 2
+        or moves[:, 1:].max() >= shape[0]
+    ):
+        raise UsageError(
+            f"item_moves of {env.name} must be [{space.n}, 1 + k] with items below {shape[0]}."
+        )
     return moves
 
 
@@ -122,7 +142,9 @@ def items_of(env: Environment | Adapter, obs: PyTree) -> Array:
     if told is None:
         return obs
     space = env.observation_space(env.default_params)
-    lead = jax.tree.leaves(obs)[0].ndim - len(jax.tree.leaves(jax.eval_shape(space.sample, jax.random.key(0)))[0].shape)
+    lead = jax.tree.leaves(obs)[0].ndim - len(
+        jax.tree.leaves(jax.eval_shape(space.sample, jax.random.key(0)))[0].shape
+    )
     for _ in range(lead):
         told = jax.vmap(told)
     return told(obs)
@@ -136,7 +158,12 @@ def item_shape(env: Environment | Adapter) -> tuple[int, int]:
     """
     space = env.observation_space(env.default_params)
     told = capabilities(env).items
-    if told is None and isinstance(space, Box) and len(space.shape) == 2 and jnp.issubdtype(space.dtype, jnp.floating):
+    if (
+        told is None
+        and isinstance(space, Box)
+        and len(space.shape) == 2
+        and jnp.issubdtype(space.dtype, jnp.floating)
+    ):
         return space.shape
     if told is None:
         raise UsageError(
@@ -163,7 +190,9 @@ class _ItemLayers(linen.Module):
         for place in range(net.layers):
             q, k, v = (
                 part.reshape(*part.shape[:-1], net.heads, -1)
-                for part in jnp.split(dense(3 * net.width, f"qkv_{place}")(linen.LayerNorm()(h)), 3, -1)
+                for part in jnp.split(
+                    dense(3 * net.width, f"qkv_{place}")(linen.LayerNorm()(h)), 3, -1
+                )
             )
             scores = jnp.einsum("...nhd,...mhd->...hnm", q, k) / math.sqrt(net.width / net.heads)
             mixed = jnp.einsum("...hnm,...mhd->...nhd", jax.nn.softmax(scores), v).reshape(h.shape)
@@ -180,10 +209,17 @@ class _ItemLayers(linen.Module):
                 continue
             moves, seen = np.array(self.moves), seen[..., None, :]
             for slot in range(1, moves.shape[1]):
-                own = linen.Dense(net.width, use_bias=False, kernel_init=with_gain(1.0), name=f"slot_{slot}_{name}")(h)
+                own = linen.Dense(
+                    net.width,
+                    use_bias=False,
+                    kernel_init=with_gain(1.0),
+                    name=f"slot_{slot}_{name}",
+                )(h)
                 seen = seen + own[..., moves[:, slot], :]
             kinds = int(moves[:, 0].max()) + 1  # of a single one, a bias would change nothing
-            every = linen.Dense(kinds, use_bias=kinds > 1, kernel_init=with_gain(gain), name=f"head_{name}")(act(seen))
+            every = linen.Dense(
+                kinds, use_bias=kinds > 1, kernel_init=with_gain(gain), name=f"head_{name}"
+            )(act(seen))
             kind = np.broadcast_to(np.arange(every.shape[-1])[None] == moves[:, :1], every.shape)
             heads[name] = jnp.sum(jnp.where(kind, every, 0), -1)
         return heads

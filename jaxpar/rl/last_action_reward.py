@@ -6,7 +6,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jaxpar.env import Adapter, Box, Discrete, Environment, Fields, Space, Transition, capabilities, reset, step
+from jaxpar.env import (
+    Adapter,
+    Box,
+    Discrete,
+    Environment,
+    Fields,
+    Space,
+    Transition,
+    capabilities,
+    reset,
+    step,
+)
 from jaxpar.rl.features import zeros_of
 from jaxpar.types import Array, PRNGKey, PyTree
 
@@ -64,7 +75,9 @@ class LastActionReward:
         """Starts an episode: `(obs, state)`; consumes `key`."""
         obs, state = reset(key, self.env, params)
         space = self.observation_space(params)
-        return {"obs": obs} | {name: zeros_of(inner) for name, inner in space.items if name != "obs"}, state
+        return {"obs": obs} | {
+            name: zeros_of(inner) for name, inner in space.items if name != "obs"
+        }, state
 
     def step(self, key: PRNGKey, state: PyTree, action: PyTree, params: PyTree) -> Transition:
         """One step; consumes `key`."""
@@ -73,11 +86,14 @@ class LastActionReward:
         count = capabilities(self.env).trial
         trial = {} if count is None else {"trial": count(state, params)}
         return result._replace(
-            obs={"obs": result.obs, "action": action, "reward": result.reward, "after": after}, info=result.info | trial
+            obs={"obs": result.obs, "action": action, "reward": result.reward, "after": after},
+            info=result.info | trial,
         )
 
 
-def returns_by_trial(reward: Float[Array, "T *B"], trial: Int[Array, "T *B"], num_trials: int) -> Float[Array, "K *B"]:
+def returns_by_trial(
+    reward: Float[Array, "T *B"], trial: Int[Array, "T *B"], num_trials: int
+) -> Float[Array, "K *B"]:
     """The return of each of `num_trials` trials of an episode, from its steps' rewards and trials.
 
     Args:
@@ -85,4 +101,6 @@ def returns_by_trial(reward: Float[Array, "T *B"], trial: Int[Array, "T *B"], nu
         trial: to which each step belongs, as in the info of `LastActionReward`.
         num_trials: K; the rewards of later trials are left out.
     """
-    return jax.lax.map(lambda number: jnp.sum(jnp.where(trial == number, reward, 0), 0), jnp.arange(num_trials))
+    return jax.lax.map(
+        lambda number: jnp.sum(jnp.where(trial == number, reward, 0), 0), jnp.arange(num_trials)
+    )

@@ -35,10 +35,24 @@ from jaxpar.env import Adapter, Environment
 from jaxpar.fields import check_fields
 from jaxpar.optim import Optimizer, annealed
 from jaxpar.rl.agent import ActorCritic
-from jaxpar.rl.collect import Batch, collect, done_and_weight, last_agent_done, scan_minibatches, update_episode_stats
+from jaxpar.rl.collect import (
+    Batch,
+    collect,
+    done_and_weight,
+    last_agent_done,
+    scan_minibatches,
+    update_episode_stats,
+)
 from jaxpar.rl.features import agent_obs_space
 from jaxpar.rl.items import Items
-from jaxpar.rl.moments import Returns, check_obs, no_moments, reward_factor, seen_returns, with_batch
+from jaxpar.rl.moments import (
+    Returns,
+    check_obs,
+    no_moments,
+    reward_factor,
+    seen_returns,
+    with_batch,
+)
 from jaxpar.rl.network import Network
 from jaxpar.rollout import EnvState, Policy, Reset, Trajectory, init
 from jaxpar.types import Algorithm, Array, Info, PRNGKey, PyTree, UsageError
@@ -238,7 +252,9 @@ def check_learner(learner: Learner) -> None:
 def refuse_moments(env: Environment | Adapter, network: Network | Items) -> None:
     """Refuses to standardise observations that have no mean, or whose place shall not matter."""
     if isinstance(network, Items):
-        raise UsageError("normalize_obs=True would scale items by their place; leave it False with Items.")
+        raise UsageError(
+            "normalize_obs=True would scale items by their place; leave it False with Items."
+        )
     check_obs(env.name, agent_obs_space(env))
 
 
@@ -259,12 +275,18 @@ def init_learner(learner: Learner, key: PRNGKey, inputs: PyTree, lag: int = 0) -
     return LearnerState(
         weights=weights,
         opt_state=learner.optimizer.init(weights),
-        agent_done=jnp.zeros((learner.num_envs, agent.num_agents), bool) if agent.num_agents else None,
-        env_state=init(envs_key, learner.env, params, learner.num_envs, agent.first_carry(), prng=learner.prng),
+        agent_done=jnp.zeros((learner.num_envs, agent.num_agents), bool)
+        if agent.num_agents
+        else None,
+        env_state=init(
+            envs_key, learner.env, params, learner.num_envs, agent.first_carry(), prng=learner.prng
+        ),
         rates=jax.tree.map(jnp.float32, learner.rates),
         updates=jnp.int32(0),
         episode_stats={name: jnp.float32(jnp.nan) for name in ("return_mean", "length_mean")},
-        older=jax.tree.map(lambda x: jnp.broadcast_to(x, (lag, *x.shape)), weights) if lag else None,
+        older=jax.tree.map(lambda x: jnp.broadcast_to(x, (lag, *x.shape)), weights)
+        if lag
+        else None,
         returns=Returns(jnp.zeros(agents), no_moments()) if learner.normalize_returns else None,
     )
 
@@ -274,7 +296,10 @@ def learner_axes(learner: Learner) -> PyTree:
     state = jax.eval_shape(lambda: learner.init(jax.random.key(0), None))
 
     def named(path, leaf):
-        names = [entry.name if isinstance(entry, jax.tree_util.GetAttrKey) else None for entry in path[:2]]
+        names = [
+            entry.name if isinstance(entry, jax.tree_util.GetAttrKey) else None
+            for entry in path[:2]
+        ]
         split = (
             names in (["agent_done"], ["returns", "running"])
             or names[0] == "env_state"
@@ -315,7 +340,9 @@ def actor_critic_update(
     if older is not None:
         oldest = jax.tree.map(lambda x: x[0], older)
         judge, behaviour = (judge, oldest) if learner.correct else (oldest, None)
-        older = jax.tree.map(lambda old, now: jnp.concatenate([old[1:], now[None]]), older, state.weights)
+        older = jax.tree.map(
+            lambda old, now: jnp.concatenate([old[1:], now[None]]), older, state.weights
+        )
     scaled = rates.replace(reward_scale=rates.reward_scale * reward_factor(state.returns))
     env_state, batch, trajectory = collect(act_key, state.env_state, state.agent_done, agent, params, judge, scaled,
                                            learner.num_steps, prng=learner.prng, reset=learner.reset,
@@ -325,12 +352,23 @@ def actor_critic_update(
     )
     # Of the first minibatch alone: there the weights are those that acted, and every ratio should be 1.
     ratio_error = infos["ratio_error"][0, 0]
-    info = mean_metrics(infos) | {"explained_variance": _explained_variance(batch), "ratio_error": ratio_error}
+    info = mean_metrics(infos) | {
+        "explained_variance": _explained_variance(batch),
+        "ratio_error": ratio_error,
+    }
     info, stats = update_episode_stats(info, state.episode_stats, trajectory)
     weights, returns = seen(learner, state, weights, trajectory)
     done = last_agent_done(trajectory)
     return LearnerState(
-        weights, opt_state, env_state, done, rates, state.updates + 1, stats, older=older, returns=returns
+        weights,
+        opt_state,
+        env_state,
+        done,
+        rates,
+        state.updates + 1,
+        stats,
+        older=older,
+        returns=returns,
     ), info
 
 
@@ -340,10 +378,14 @@ def seen(
     """The weights and the returns with moments that have seen a trajectory, where they have any."""
     done, weight = done_and_weight(trajectory, state.agent_done)
     if learner.normalize_obs:
-        weights = weights | {"moments": with_batch(state.weights["moments"], trajectory.obs, weight)}
+        weights = weights | {
+            "moments": with_batch(state.weights["moments"], trajectory.obs, weight)
+        }
     if state.returns is None:
         return weights, None
-    return weights, seen_returns(state.returns, trajectory.reward, done, weight, state.rates.discount)
+    return weights, seen_returns(
+        state.returns, trajectory.reward, done, weight, state.rates.discount
+    )
 
 
 def minibatch_updates(
@@ -369,8 +411,12 @@ def minibatch_updates(
 
     def update(carry, minibatch):
         weights, opt_state, stopped = carry
-        grads, info = jax.grad(lambda joint: loss(joined.part(joint), agent, minibatch), has_aux=True)(weights)
-        *moved, optimizer_info = optimizer.update(grads, opt_state, weights, rate=rate, max_norm=rates.max_grad_norm)
+        grads, info = jax.grad(
+            lambda joint: loss(joined.part(joint), agent, minibatch), has_aux=True
+        )(weights)
+        *moved, optimizer_info = optimizer.update(
+            grads, opt_state, weights, rate=rate, max_norm=rates.max_grad_norm
+        )
         if too_far is not None:
             stopped |= too_far(info)
             kept = weights, opt_state

@@ -45,7 +45,9 @@ class Memory(Protocol):
         """The carry `[B, ...]` before a first step."""
         ...
 
-    def apply(self, params: PyTree, xs: Array, starts: Array, carry: PyTree) -> tuple[Array, PyTree, Array]:
+    def apply(
+        self, params: PyTree, xs: Array, starts: Array, carry: PyTree
+    ) -> tuple[Array, PyTree, Array]:
         """Outputs `[T, B, n]`, the carry after the last step, and bool [] whether a solver converged."""
         ...
 
@@ -71,11 +73,15 @@ class CellMemory:
         """The carry before a first step."""
         return self.cell.initial((batch,))
 
-    def apply(self, params: PyTree, xs: Array, starts: Array, carry: PyTree) -> tuple[Array, PyTree, Array]:
+    def apply(
+        self, params: PyTree, xs: Array, starts: Array, carry: PyTree
+    ) -> tuple[Array, PyTree, Array]:
         """Outputs `[T, B, n]`, the carry after the last step, and bool [] whether the solver converged."""
         projections = self.cell.input_projections(params, xs)
         h0 = first_state(self.cell, carry, xs.shape[1], projections)
-        states, stats = cell_states(self.cell, params, projections, h0, method=self.method, resets=starts)
+        states, stats = cell_states(
+            self.cell, params, projections, h0, method=self.method, resets=starts
+        )
         last = jax.tree.map(lambda h: h[-1], states)
         converged = jnp.ones((), bool) if stats is None else jnp.all(stats.converged)
         return self.cell.output(params, states).astype(xs.dtype), last, converged
@@ -96,12 +102,22 @@ class StackMemory:
     def __post_init__(self):
         """Refuses a stack that cannot act step by step without end."""
         if self.stack.period > 1:  # each window would count steps from a place of its own
-            raise UsageError("a memory's layers have one mixer, not several in turn; give the stack one.")
+            raise UsageError(
+                "a memory's layers have one mixer, not several in turn; give the stack one."
+            )
         if not self.stack.mixers[0].causal:
-            raise UsageError("a memory sees no later step, but this stack's mixer is not causal; give causal=True.")
-        if rate := self.stack.dropout or (self.stack.mixer.dropout if isinstance(self.stack.mixer, Attention) else 0):
-            raise UsageError(f"what acted is what is learned from, so a memory's stack has dropout=0, not {rate}.")
-        small, large = (jax.eval_shape(functools.partial(self._empty, 1, slots)) for slots in (MANY, 2 * MANY))
+            raise UsageError(
+                "a memory sees no later step, but this stack's mixer is not causal; give causal=True."
+            )
+        if rate := self.stack.dropout or (
+            self.stack.mixer.dropout if isinstance(self.stack.mixer, Attention) else 0
+        ):
+            raise UsageError(
+                f"what acted is what is learned from, so a memory's stack has dropout=0, not {rate}."
+            )
+        small, large = (
+            jax.eval_shape(functools.partial(self._empty, 1, slots)) for slots in (MANY, 2 * MANY)
+        )
         if jax.tree.leaves(small) != jax.tree.leaves(large):
             raise UsageError(
                 "a memory keeps as much however long it runs, but this stack's attention sees all of the past; give it "
@@ -118,7 +134,9 @@ class StackMemory:
         """The empty cache before a first step."""
         return self._empty(batch, MANY)
 
-    def apply(self, params: PyTree, xs: Array, starts: Array, carry: PyTree) -> tuple[Array, PyTree, Array]:
+    def apply(
+        self, params: PyTree, xs: Array, starts: Array, carry: PyTree
+    ) -> tuple[Array, PyTree, Array]:
         """Outputs `[T, B, n]`, the carry after the last step, and bool [] whether the mixer's solver converged."""
         return unsplit(self._apply)(params, xs, starts, carry)
 
@@ -126,7 +144,9 @@ class StackMemory:
         x = jnp.swapaxes(xs, 0, 1) @ params["w_in"] + params["b_in"][None, None]
         ys, cache, aux = self.stack.apply(params, x, starts=starts.T, cache=carry)
         assert cache is not None  # one was given
-        converged = aux.metrics["converged"].value > 0 if "converged" in aux.metrics else jnp.ones((), bool)
+        converged = (
+            aux.metrics["converged"].value > 0 if "converged" in aux.metrics else jnp.ones((), bool)
+        )
         return jnp.swapaxes(ys, 0, 1).astype(xs.dtype), self._rebased(cache), converged
 
     def _empty(self, batch: int, slots: int) -> StackCache:
@@ -149,7 +169,9 @@ class StackMemory:
             shift = (cache.first - first - back)[:, None]
 
             def rotated(layer):
-                return layer.replace(keys=jnp.swapaxes(rope.rotate(jnp.swapaxes(layer.keys, 1, 2), shift), 1, 2))
+                return layer.replace(
+                    keys=jnp.swapaxes(rope.rotate(jnp.swapaxes(layer.keys, 1, 2), shift), 1, 2)
+                )
 
             layers = tuple(rotated(layer) for layer in layers)
         return StackCache(layers, cache.seen - back, first)
@@ -158,8 +180,12 @@ class StackMemory:
 def _attention_stack(size: int, layers: int, hidden: int, positions: Alibi | Rope) -> StackMemory:
     """Layers of attention to the last `WINDOW` steps, and an mlp of `hidden` units each."""
     heads = 4 if size % 8 == 0 else 1  # a head's size must be even: rotation pairs its halves
-    mixer = Attention(heads, heads, size // heads, positions=positions, visible=Visible(window=WINDOW))
-    return StackMemory(Stack(layers, size, mixer, Mlp(hidden, "gelu"), init_std=1 / math.sqrt(size)))
+    mixer = Attention(
+        heads, heads, size // heads, positions=positions, visible=Visible(window=WINDOW)
+    )
+    return StackMemory(
+        Stack(layers, size, mixer, Mlp(hidden, "gelu"), init_std=1 / math.sqrt(size))
+    )
 
 
 STACKS = {
@@ -171,7 +197,9 @@ MEMORIES = (*CELLS, "s5", *STACKS)
 """Names that `memory_of` knows, besides "none"."""
 
 
-def memory_of(memory: str | Memory | Stack, size: int, method: Method | None = None) -> Memory | None:
+def memory_of(
+    memory: str | Memory | Stack, size: int, method: Method | None = None
+) -> Memory | None:
     """The memory of a name, of `size` units, of a `Stack`, or the object itself if it is a `Memory`; None for "none".
 
     Raises:
@@ -181,11 +209,15 @@ def memory_of(memory: str | Memory | Stack, size: int, method: Method | None = N
         if memory == "none":
             return None
         if memory not in MEMORIES:
-            raise UsageError(f"memory={memory!r} is unknown; legal are none, {', '.join(MEMORIES)}.")
+            raise UsageError(
+                f"memory={memory!r} is unknown; legal are none, {', '.join(MEMORIES)}."
+            )
         if memory in STACKS:
             return STACKS[memory](size)
         heads = 4 if size % 4 == 0 else 1
-        cell = S5(size) if memory == "s5" else cell_of(memory, size, heads if memory == "aaren" else 1)
+        cell = (
+            S5(size) if memory == "s5" else cell_of(memory, size, heads if memory == "aaren" else 1)
+        )
         return CellMemory(cell, method)
     if isinstance(memory, Stack):
         return StackMemory(memory)

@@ -59,7 +59,11 @@ def with_batch(moments: Moments, x: Array, weight: Array) -> Moments:
     return Moments(
         total,
         moments.mean + share * away,
-        jnp.where(total > 0, (1 - share) * moments.variance + share * variance + share * (1 - share) * away**2, 1.0),
+        jnp.where(
+            total > 0,
+            (1 - share) * moments.variance + share * variance + share * (1 - share) * away**2,
+            1.0,
+        ),
     )
 
 
@@ -69,14 +73,18 @@ def standardised(moments: Moments | None, obs: PyTree) -> PyTree:
         return obs
     moments = jax.lax.stop_gradient(moments)
     lead = (1,) * (obs.ndim - moments.mean.ndim)
-    mean, scale = (x.reshape(lead + x.shape) for x in (moments.mean, jax.lax.rsqrt(moments.variance + LEAST)))
+    mean, scale = (
+        x.reshape(lead + x.shape) for x in (moments.mean, jax.lax.rsqrt(moments.variance + LEAST))
+    )
     return jnp.clip((obs - mean) * scale, -CLIP, CLIP)
 
 
 def check_obs(name: str, space: Space) -> tuple[int, ...]:
     """The shape of observations of one agent; refuses what has no mean."""
     if not isinstance(space, Box) or not jnp.issubdtype(space.dtype, jnp.floating):
-        raise UsageError(f"{name} observes {space}; normalize_obs=True takes a Box of floats: leave it False.")
+        raise UsageError(
+            f"{name} observes {space}; normalize_obs=True takes a Box of floats: leave it False."
+        )
     return space.shape
 
 
@@ -97,11 +105,15 @@ def discounted(running: Array, reward: Array, done: Array, discount: Array) -> t
     if len(reward) == 0:
         return running, reward
     begins = jnp.concatenate([jnp.zeros_like(done[:1]), done[:-1]])
-    sums = affine_scan(jnp.where(begins, 0.0, discount).astype(reward.dtype), reward, running.astype(reward.dtype))
+    sums = affine_scan(
+        jnp.where(begins, 0.0, discount).astype(reward.dtype), reward, running.astype(reward.dtype)
+    )
     return jnp.where(done[-1], 0.0, sums[-1]), sums
 
 
-def seen_returns(returns: Returns, reward: Array, done: Array, weight: Array, discount: Array) -> Returns:
+def seen_returns(
+    returns: Returns, reward: Array, done: Array, weight: Array, discount: Array
+) -> Returns:
     """With a rollout's rewards `[T, B, (N)]`, those of no `weight` left out."""
     running, sums = discounted(returns.running, reward * weight, done, discount)
     return Returns(running, with_batch(returns.moments, sums, weight))
@@ -112,4 +124,6 @@ def reward_factor(returns: Returns | None) -> Array | float:
     if returns is None:
         return 1.0
     moments = returns.moments
-    return jax.lax.stop_gradient(jnp.where(moments.count > 1, jax.lax.rsqrt(moments.variance + LEAST), 1.0))
+    return jax.lax.stop_gradient(
+        jnp.where(moments.count > 1, jax.lax.rsqrt(moments.variance + LEAST), 1.0)
+    )

@@ -19,7 +19,11 @@ from jaxpar.types import Array, PRNGKey, PyTree
 
 __all__ = ["Network", "Outputs"]
 
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"tanh": jnp.tanh, "relu": jax.nn.relu, "silu": jax.nn.silu}
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "tanh": jnp.tanh,
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+}
 
 
 class Outputs(NamedTuple):
@@ -72,7 +76,9 @@ class Network:
         """The memory, None without one."""
         return memory_of(self.memory, self.memory_size, self.method)
 
-    def init(self, key: PRNGKey, shape: tuple[int, ...], heads: Mapping[str, tuple[int, float]]) -> PyTree:
+    def init(
+        self, key: PRNGKey, shape: tuple[int, ...], heads: Mapping[str, tuple[int, float]]
+    ) -> PyTree:
         """Draws the parameters; consumes `key`.
 
         Args:
@@ -94,7 +100,8 @@ class Network:
             x = jax.eval_shape(memory.apply, params["memory"], x[None], start, memory.initial(1))[0]
             x = jnp.zeros(x.shape[1:])
         params["heads"] = {
-            name: _head(self, width, gain).init(layers_key, x) for name, (width, gain) in sorted(heads.items())
+            name: _head(self, width, gain).init(layers_key, x)
+            for name, (width, gain) in sorted(heads.items())
         }
         layers = {name: params[name] for name in ("encoder", "heads")}
         return params | drawn(layers_key, layers)
@@ -117,11 +124,15 @@ class Network:
         return Outputs(heads, carry, converged)
 
     def _encoder(self) -> "_Layers":
-        return _Layers(self.encoder, ACTIVATIONS[self.activation], self.layer_norm, self.conv, flat=True)
+        return _Layers(
+            self.encoder, ACTIVATIONS[self.activation], self.layer_norm, self.conv, flat=True
+        )
 
 
 def _head(network: Network, width: int, gain: float) -> "_Layers":
-    return _Layers(network.hidden, ACTIVATIONS[network.activation], network.layer_norm, (), False, width, gain)
+    return _Layers(
+        network.hidden, ACTIVATIONS[network.activation], network.layer_norm, (), False, width, gain
+    )
 
 
 class _Layers(linen.Module):
@@ -174,7 +185,9 @@ def drawn(key: PRNGKey, gains: PyTree) -> PyTree:
         return gains
     kernels = [place for place, x in enumerate(leaves) if x.ndim > 1]
     least, most = np.array([sides[place] for place in kernels]).T
-    exists = (np.arange(width) < least[:, None])[..., None] & (np.arange(height) < most[:, None])[:, None]
+    exists = (np.arange(width) < least[:, None])[..., None] & (np.arange(height) < most[:, None])[
+        :, None
+    ]
     normal = jnp.where(exists, jax.random.normal(key, exists.shape), 0)
 
     def orthonormal(rows, place):
@@ -182,10 +195,14 @@ def drawn(key: PRNGKey, gains: PyTree) -> PyTree:
         for _ in range(2):
             row = row - jnp.einsum("kw,kwh->kh", jnp.einsum("kwh,kh->kw", rows, row), rows)
         norm = jnp.linalg.norm(row, axis=-1, keepdims=True)
-        return rows.at[:, place].set(row / jnp.where(norm > 0, norm, 1)), None  # rows of padding stay 0
+        return rows.at[:, place].set(
+            row / jnp.where(norm > 0, norm, 1)
+        ), None  # rows of padding stay 0
 
     rows, _ = jax.lax.scan(orthonormal, jnp.zeros_like(normal), jnp.arange(width))
     for number, place in enumerate(kernels):
         gain, one = leaves[place], rows[number, : least[number], : most[number]]
-        leaves[place] = gain * (one if gain.shape[-1] == most[number] else one.T).reshape(gain.shape)
+        leaves[place] = gain * (one if gain.shape[-1] == most[number] else one.T).reshape(
+            gain.shape
+        )
     return jax.tree.unflatten(structure, leaves)

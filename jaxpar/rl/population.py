@@ -12,7 +12,13 @@ from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
 
 __all__ = ["Pbt", "taken_after"]
 
-OWN = ("env_state", "agent_done", "episode_stats", "updates", "buffer")  # what a member keeps of its state
+OWN = (
+    "env_state",
+    "agent_done",
+    "episode_stats",
+    "updates",
+    "buffer",
+)  # what a member keeps of its state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +48,12 @@ class Pbt(Seeds):
         """Refuses a population of one, and rates that could leave their range."""
         check_fields(self)
         if self.num_seeds < 2:
-            raise UsageError(f"a population of num_seeds={self.num_seeds} has nobody to take after; give 2 or more.")
-        legal = {each.name: each.metadata["legal"] for each in dataclasses.fields(self.learner.rates)}
+            raise UsageError(
+                f"a population of num_seeds={self.num_seeds} has nobody to take after; give 2 or more."
+            )
+        legal = {
+            each.name: each.metadata["legal"] for each in dataclasses.fields(self.learner.rates)
+        }
         free = [name for name, of in legal.items() if of.high == math.inf]
         for name in self.perturb:
             if name not in free:
@@ -54,7 +64,9 @@ class Pbt(Seeds):
     def init(self, key: PRNGKey, inputs: PyTree) -> PyTree:
         """The first states, with a leading axis of members, rates spread; consumes `key`."""
         state = super().init(key, inputs)
-        power = jax.random.uniform(self._own(key), (len(self.perturb), self.num_seeds), minval=-1.0, maxval=1.0)
+        power = jax.random.uniform(
+            self._own(key), (len(self.perturb), self.num_seeds), minval=-1.0, maxval=1.0
+        )
         return self._times(state, self.spread**power)
 
     def step(self, key: PRNGKey, state: PyTree, inputs: PyTree) -> tuple[PyTree, Info]:
@@ -66,7 +78,9 @@ class Pbt(Seeds):
         state, info = super().step(key, state, inputs)
         who_key, coin_key = jax.random.split(self._own(key))
         now = state.updates[0] % self.period == 0
-        chosen = taken_after(who_key, state.episode_stats["return_mean"], math.ceil(self.share * self.num_seeds))
+        chosen = taken_after(
+            who_key, state.episode_stats["return_mean"], math.ceil(self.share * self.num_seeds)
+        )
         chosen = jnp.where(now, chosen, jnp.arange(self.num_seeds))
         moved = {
             each.name: jax.tree.map(lambda x: x[chosen], getattr(state, each.name))
@@ -81,7 +95,10 @@ class Pbt(Seeds):
 
     def _times(self, state: PyTree, numbers: Array) -> PyTree:
         """States whose rates in `perturb` are multiplied by the rows of `numbers`."""
-        rates = {name: getattr(state.rates, name) * row for name, row in zip(self.perturb, numbers, strict=True)}
+        rates = {
+            name: getattr(state.rates, name) * row
+            for name, row in zip(self.perturb, numbers, strict=True)
+        }
         return dataclasses.replace(state, rates=dataclasses.replace(state.rates, **rates))
 
     def _own(self, key: PRNGKey) -> PRNGKey:

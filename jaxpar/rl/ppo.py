@@ -130,7 +130,9 @@ class Ppo:
         return learner_axes(self)
 
 
-def ppo_loss(weights: PyTree, agent: ActorCritic, batch: Batch, rates: PpoRates) -> tuple[Array, Info]:
+def ppo_loss(
+    weights: PyTree, agent: ActorCritic, batch: Batch, rates: PpoRates
+) -> tuple[Array, Info]:
     """The clipped surrogate (eq. 7), the clipped value loss, and the entropy, of a batch; means by `Batch.weight`.
 
         ratio = exp(log_prob - old)    L = mean(-min(ratio A, clip(ratio, 1 - c, 1 + c) A))
@@ -154,7 +156,9 @@ def ppo_loss(weights: PyTree, agent: ActorCritic, batch: Batch, rates: PpoRates)
     advantage = centred / (jnp.sqrt(mean(centred**2)) + 1e-8)
     log_ratio = log_prob(agent.action_space, out.policy, batch.raw_action) - batch.log_prob
     ratio = jnp.exp(log_ratio)
-    policy = -mean(jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - rates.clip, 1 + rates.clip) * advantage))
+    policy = -mean(
+        jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - rates.clip, 1 + rates.clip) * advantage)
+    )
     near = batch.value + jnp.clip(out.value - batch.value, -rates.clip, rates.clip)
     value = 0.5 * mean(jnp.maximum((out.value - batch.target) ** 2, (near - batch.target) ** 2))
     spread = mean(entropy(agent.action_space, out.policy))

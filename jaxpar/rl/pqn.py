@@ -8,8 +8,21 @@ import jax
 from jaxpar.env import Adapter, Environment
 from jaxpar.fields import AtLeast, Between, Finite, OneOf, Positive, field
 from jaxpar.optim import OptimizerConfig, make_optimizer
-from jaxpar.rl.action_values import ActionValues, QBatch, action_masks, epsilon_schedule, q_loss, team_trajectory
-from jaxpar.rl.collect import carry_at_start, check_minibatches, done_and_weight, last_agent_done, update_episode_stats
+from jaxpar.rl.action_values import (
+    ActionValues,
+    QBatch,
+    action_masks,
+    epsilon_schedule,
+    q_loss,
+    team_trajectory,
+)
+from jaxpar.rl.collect import (
+    carry_at_start,
+    check_minibatches,
+    done_and_weight,
+    last_agent_done,
+    update_episode_stats,
+)
 from jaxpar.rl.learner import (
     LearnerState,
     check_learner,
@@ -108,7 +121,9 @@ class Pqn:
 
     def agent(self, greedy: bool = False) -> ActionValues:
         """The policy; if greedy, with the weights of a state as its parameters, else with `(weights, epsilon)`."""
-        return ActionValues(self.env, self.network, self.decomposition, self.decomposition_size, greedy)
+        return ActionValues(
+            self.env, self.network, self.decomposition, self.decomposition_size, greedy
+        )
 
     def init(self, key: PRNGKey, inputs: PyTree) -> LearnerState:
         """Draws weights and starts an episode in every environment; consumes `key`."""
@@ -123,13 +138,19 @@ class Pqn:
         env_state, trajectory = rollout(act_key, state.env_state, self.env, params, agent, acting, self.num_steps,
                                         value=agent.value, prng=self.prng, reset=self.reset)  # fmt: skip
         masks = action_masks(self.env, env_state.state, params)
-        last = jax.vmap(agent.value, (None, 0, 0, 0))(acting, env_state.obs, carry_at_start(env_state), masks)
-        batch = lambda_targets(agent, trajectory, last, state.env_state.carry, rates, state.agent_done)
+        last = jax.vmap(agent.value, (None, 0, 0, 0))(
+            acting, env_state.obs, carry_at_start(env_state), masks
+        )
+        batch = lambda_targets(
+            agent, trajectory, last, state.env_state.carry, rates, state.agent_done
+        )
         weights, opt_state, infos = minibatch_updates(self, deal_key, state, batch, q_loss)
         info = mean_metrics(infos) | {"epsilon": acting[1]}
         info, stats = update_episode_stats(info, state.episode_stats, trajectory)
         done = last_agent_done(trajectory)
-        return LearnerState(weights, opt_state, env_state, done, rates, state.updates + 1, stats), info
+        return LearnerState(
+            weights, opt_state, env_state, done, rates, state.updates + 1, stats
+        ), info
 
     def axes(self) -> PyTree:
         """Logical axes of the state; see `learner_axes`."""
@@ -161,8 +182,14 @@ def lambda_targets(
     """
     value = trajectory.extras["value"]
     trajectory = team_trajectory(agent, trajectory)
-    done, weight = done_and_weight(trajectory, agent_done if agent.decomposition == "none" else None)
+    done, weight = done_and_weight(
+        trajectory, agent_done if agent.decomposition == "none" else None
+    )
     last_value = last_value if agent.decomposition == "none" else last_value[..., 0]
     following = next_values(value, last_value, done, trajectory.bootstrap)
-    target = lambda_returns(trajectory.reward * rates.reward_scale, following, done, rates.discount, rates.q_lambda)
-    return QBatch(trajectory.obs, trajectory.start, trajectory.extras["raw_action"], target, weight, carry)
+    target = lambda_returns(
+        trajectory.reward * rates.reward_scale, following, done, rates.discount, rates.q_lambda
+    )
+    return QBatch(
+        trajectory.obs, trajectory.start, trajectory.extras["raw_action"], target, weight, carry
+    )

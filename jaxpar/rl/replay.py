@@ -10,11 +10,28 @@ import jax.numpy as jnp
 from jaxpar.optim import annealed
 from jaxpar.rl.buffer import Buffer, add, empty_buffer
 from jaxpar.rl.collect import done_and_weight, last_agent_done, update_episode_stats
-from jaxpar.rl.learner import Learner, LearnerState, check_learner, has_memory, init_learner, mean_metrics, seen
+from jaxpar.rl.learner import (
+    Learner,
+    LearnerState,
+    check_learner,
+    has_memory,
+    init_learner,
+    mean_metrics,
+    seen,
+)
 from jaxpar.rl.moments import reward_factor
 from jaxpar.rl.network import Network
 from jaxpar.rl.returns import n_step_returns
-from jaxpar.rollout import Chunked, EnvState, GivenLevel, NextStep, Pool, SameStep, Trajectory, rollout
+from jaxpar.rollout import (
+    Chunked,
+    EnvState,
+    GivenLevel,
+    NextStep,
+    Pool,
+    SameStep,
+    Trajectory,
+    rollout,
+)
 from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
 
 __all__ = [
@@ -112,7 +129,9 @@ class ReplayLearner(Learner[ReplayState], Protocol):
         """Makes a rollout, as explores before and after the warmup, and its experiences `[T, B]`; consumes `key`."""
         ...
 
-    def gradient(self, key: PRNGKey, carry: tuple, buffer: Buffer, rates: PyTree, rate: Array) -> tuple[tuple, Info]:
+    def gradient(
+        self, key: PRNGKey, carry: tuple, buffer: Buffer, rates: PyTree, rate: Array
+    ) -> tuple[tuple, Info]:
         """Makes a gradient step of `(weights, opt_state, target_weights, gradient_steps)`; consumes `key`."""
         ...
 
@@ -138,7 +157,9 @@ def init_replay(learner: ReplayLearner, key: PRNGKey, inputs: PyTree) -> ReplayS
     """Draws weights, starts an episode in every environment, and empties the ring; consumes `key`."""
     first = init_learner(learner, key, inputs)
     params = learner.env.default_params if inputs is None else inputs
-    experience = jax.eval_shape(lambda key: learner.collect(key, first, jnp.bool_(False), params)[2], key)
+    experience = jax.eval_shape(
+        lambda key: learner.collect(key, first, jnp.bool_(False), params)[2], key
+    )
     row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), experience)
     return ReplayState(
         **vars(first),
@@ -153,14 +174,18 @@ def learned(weights: PyTree) -> PyTree:
     return {name: part for name, part in weights.items() if name != "moments"}
 
 
-def replay_update(learner: ReplayLearner, key: PRNGKey, state: ReplayState, inputs: PyTree) -> tuple[ReplayState, Info]:
+def replay_update(
+    learner: ReplayLearner, key: PRNGKey, state: ReplayState, inputs: PyTree
+) -> tuple[ReplayState, Info]:
     """A rollout into the ring, and gradient steps on what is drawn from it; consumes `key`.
 
     During the warmup nothing is learned, and metrics of learning are NaN.
     """
     params = learner.env.default_params if inputs is None else inputs
     act_key, learn_key = jax.random.split(key)
-    env_state, trajectory, experience = learner.collect(act_key, state, state.buffer.size >= learner.warmup, params)
+    env_state, trajectory, experience = learner.collect(
+        act_key, state, state.buffer.size >= learner.warmup, params
+    )
     experience = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), experience)
     # One row holds all agents of a step: it is kept if any of them was in its episode.
     keep = jnp.any(experience.weight.reshape(len(experience.weight), -1) > 0, -1)
@@ -180,12 +205,19 @@ def replay_update(learner: ReplayLearner, key: PRNGKey, state: ReplayState, inpu
     keys = jax.random.split(learn_key, learner.gradient_steps)
     metrics = jax.eval_shape(gradient, carry, keys[0])[1]
     idle = {"converged": 1.0, "skipped": 0.0}
-    during_warmup = {name: jnp.full(learner.gradient_steps, idle.get(name, jnp.nan)) for name in metrics}
+    during_warmup = {
+        name: jnp.full(learner.gradient_steps, idle.get(name, jnp.nan)) for name in metrics
+    }
     (weights, opt_state, target, gradient_steps), infos = jax.lax.cond(
-        buffer.size >= learner.warmup, lambda: jax.lax.scan(gradient, carry, keys), lambda: (carry, during_warmup)
+        buffer.size >= learner.warmup,
+        lambda: jax.lax.scan(gradient, carry, keys),
+        lambda: (carry, during_warmup),
     )
     weights, returns = seen(learner, state, weights, trajectory)
-    info = mean_metrics(infos) | {"learning_rate": rate, "buffer_size": buffer.size.astype(jnp.float32)}
+    info = mean_metrics(infos) | {
+        "learning_rate": rate,
+        "buffer_size": buffer.size.astype(jnp.float32),
+    }
     info, stats = update_episode_stats(info, state.episode_stats, trajectory)
     state = dataclasses.replace(
         state,
@@ -209,7 +241,9 @@ def collect_experience(
     """A rollout of a lone agent without masks, and its experiences `[T, B]`; consumes `key`."""
     env_state, trajectory = next_step_rollout(learner, key, state.env_state, params, acting)
     done, weight = done_and_weight(trajectory)
-    experience = n_step_experience(trajectory, env_state.obs, None, state.rates, learner.n_step, done, weight)
+    experience = n_step_experience(
+        trajectory, env_state.obs, None, state.rates, learner.n_step, done, weight
+    )
     return env_state, trajectory, experience
 
 
@@ -248,15 +282,25 @@ def n_step_experience(
         done: bool `[T, B, (N)]`, whether the trajectory ends with the step.
         weight: float32, 1 where the step counts.
     """
-    obs, action, mask = trajectory.obs, trajectory.extras["raw_action"], trajectory.extras.get("action_mask")
+    obs, action, mask = (
+        trajectory.obs,
+        trajectory.extras["raw_action"],
+        trajectory.extras.get("action_mask"),
+    )
     zero, alive = jnp.zeros_like(trajectory.reward), (~trajectory.terminated).astype(jnp.float32)
-    reward = n_step_returns(trajectory.reward * rates.reward_scale, zero, done, rates.discount, num_steps)
+    reward = n_step_returns(
+        trajectory.reward * rates.reward_scale, zero, done, rates.discount, num_steps
+    )
     # The same sweep over other leaves: a "next value" of 1 gives the product of discounts, and one of t + 1 (without
     # rewards and discount) gives the row of the next observation.
     discount = n_step_returns(zero, alive, done, rates.discount, num_steps)
-    next_row = jnp.broadcast_to(jnp.arange(1.0, len(done) + 1).reshape(-1, *[1] * (done.ndim - 1)), done.shape)
+    next_row = jnp.broadcast_to(
+        jnp.arange(1.0, len(done) + 1).reshape(-1, *[1] * (done.ndim - 1)), done.shape
+    )
     # For each agent: the next observation of one that ended alone is its own last one, not its team mates' later one.
-    next_row = n_step_returns(jnp.zeros_like(next_row), next_row, done, 1.0, num_steps).astype(jnp.int32)
+    next_row = n_step_returns(jnp.zeros_like(next_row), next_row, done, 1.0, num_steps).astype(
+        jnp.int32
+    )
 
     def at_next_row(x, last):
         return jnp.concatenate([x, last[None]])[next_row, *jnp.indices(done.shape, sparse=True)[1:]]

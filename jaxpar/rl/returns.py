@@ -17,14 +17,22 @@ __all__ = ["advantages", "lambda_returns", "n_step_returns", "next_values", "vtr
 
 
 def next_values(
-    value: Float[Array, "T *B"], last_value: Float[Array, "*B"], done: Bool[Array, "T *B"], bootstrap: Array
+    value: Float[Array, "T *B"],
+    last_value: Float[Array, "*B"],
+    done: Bool[Array, "T *B"],
+    bootstrap: Array,
 ) -> Float[Array, "T *B"]:
     """The value of what each step led to: `bootstrap[t]` where done, else `value[t + 1]`, at the end `last_value`."""
     return jnp.where(done, bootstrap, jnp.concatenate([value[1:], last_value[None]]))
 
 
 def advantages(
-    reward: Float[Array, "T *B"], value: Array, next_value: Array, done: Bool[Array, "T *B"], discount, gae_lambda
+    reward: Float[Array, "T *B"],
+    value: Array,
+    next_value: Array,
+    done: Bool[Array, "T *B"],
+    discount,
+    gae_lambda,
 ) -> Float[Array, "T *B"]:
     """Generalised advantages (Schulman et al. 2016, arXiv:1506.02438, eq. 16).
 
@@ -42,7 +50,9 @@ def advantages(
         gae_lambda: 0 gives one-step errors, 1 gives returns less values.
     """
     error = reward + discount * next_value - value
-    return affine_scan(jnp.where(done, 0.0, discount * gae_lambda).astype(error.dtype), error, reverse=True)
+    return affine_scan(
+        jnp.where(done, 0.0, discount * gae_lambda).astype(error.dtype), error, reverse=True
+    )
 
 
 def lambda_returns(
@@ -56,7 +66,9 @@ def lambda_returns(
     """
     last = _ends(done)
     lambda_ = jnp.where(last, 0.0, lambda_).astype(reward.dtype)
-    return affine_scan(discount * lambda_, reward + discount * (1 - lambda_) * next_value, reverse=True)
+    return affine_scan(
+        discount * lambda_, reward + discount * (1 - lambda_) * next_value, reverse=True
+    )
 
 
 def vtrace(
@@ -112,7 +124,11 @@ def _ends(done: Bool[Array, "T *B"]) -> Bool[Array, "T *B"]:
 
 
 def n_step_returns(
-    reward: Float[Array, "T *B"], next_value: Array, done: Bool[Array, "T *B"], discount, num_steps: int
+    reward: Float[Array, "T *B"],
+    next_value: Array,
+    done: Bool[Array, "T *B"],
+    discount,
+    num_steps: int,
 ) -> Float[Array, "T *B"]:
     """The rewards of up to `num_steps` steps and the value of where they led, fewer where done and at the end.
 

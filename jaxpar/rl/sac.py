@@ -23,7 +23,13 @@ from jaxpar.rl.replay import (
     learned,
     replay_update,
 )
-from jaxpar.rl.twin_critics import TwinCritics, critic_loss, moved_targets, standard_rows, update_part
+from jaxpar.rl.twin_critics import (
+    TwinCritics,
+    critic_loss,
+    moved_targets,
+    standard_rows,
+    update_part,
+)
 from jaxpar.rollout import EnvState, Trajectory
 from jaxpar.types import Array, Info, PRNGKey, PyTree, Scalar
 
@@ -131,32 +137,62 @@ class Sac:
         """Makes a rollout, by uniform actions until it is `warm`, and its experiences `[T, B]`; consumes `key`."""
         return collect_experience(self, key, state, (state.weights, warm, None), params)
 
-    def gradient(self, key: PRNGKey, carry: tuple, buffer: Buffer, rates: SacRates, rate: Array) -> tuple[tuple, Info]:
+    def gradient(
+        self, key: PRNGKey, carry: tuple, buffer: Buffer, rates: SacRates, rate: Array
+    ) -> tuple[tuple, Info]:
         """Makes a gradient step of `(weights, opt_state, target_weights, gradient_steps)`; consumes `key`."""
         agent, optimizer = self.agent(), self.optimizer
         rows_key, next_key, now_key = jax.random.split(key, 3)
         weights, opt_state, target, gradient_steps = carry
         rows = standard_rows(weights, sample(rows_key, buffer, self.batch_size))
-        after, now = (jax.random.normal(k, rows.action.shape, rows.action.dtype) for k in (next_key, now_key))
+        after, now = (
+            jax.random.normal(k, rows.action.shape, rows.action.dtype) for k in (next_key, now_key)
+        )
         wanted = sac_targets(agent, weights, target, rows, after)
         weights, opt_state, info = update_part(
-            optimizer, "critics", lambda part: critic_loss(part, agent, rows, wanted), weights, opt_state, rate
+            optimizer,
+            "critics",
+            lambda part: critic_loss(part, agent, rows, wanted),
+            weights,
+            opt_state,
+            rate,
         )
         others = weights
         weights, opt_state, of_actor = update_part(
-            optimizer, "actor", lambda part: sac_actor_loss(part, agent, others, rows, now), weights, opt_state, rate
+            optimizer,
+            "actor",
+            lambda part: sac_actor_loss(part, agent, others, rows, now),
+            weights,
+            opt_state,
+            rate,
         )
         entropy = of_actor["entropy"]  # by the actor before its move
         goal = rates.target_entropy * rows.action.shape[-1]
         weights, opt_state, of_temperature = update_part(
-            optimizer, "log_temperature", lambda part: temperature_loss(part, entropy, goal), weights, opt_state, rate
+            optimizer,
+            "log_temperature",
+            lambda part: temperature_loss(part, entropy, goal),
+            weights,
+            opt_state,
+            rate,
         )
         skipped = info["skipped"] + of_actor["skipped"] + of_temperature["skipped"]
-        info |= {"skipped": skipped, "entropy": entropy, "temperature": jnp.exp(weights["log_temperature"])}
-        return (weights, opt_state, moved_targets(target, weights, rates.tau), gradient_steps + 1), info
+        info |= {
+            "skipped": skipped,
+            "entropy": entropy,
+            "temperature": jnp.exp(weights["log_temperature"]),
+        }
+        return (
+            weights,
+            opt_state,
+            moved_targets(target, weights, rates.tau),
+            gradient_steps + 1,
+        ), info
 
 
-def sac_targets(agent: TwinCritics, weights: PyTree, target: PyTree, rows: Experience, noise: Array) -> Array:
+def sac_targets(
+    agent: TwinCritics, weights: PyTree, target: PyTree, rows: Experience, noise: Array
+) -> Array:
     """What actions of experiences `[M]` are to be worth, with a' and its density p by standard normal `noise [M, n]`.
 
     target = reward + discount (min(Q_1'(s', a'), Q_2'(s', a')) - temperature log p(a' | s'))

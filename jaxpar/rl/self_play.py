@@ -61,16 +61,22 @@ class Against:
             raise UsageError(f"{self.game.name} is an adapter; self-play needs a game's parts.")
         count = capabilities(self.game).num_agents or 1
         if count < 2:
-            raise UsageError(f"{self.game.name} has one agent; self-play needs a game of two or more.")
+            raise UsageError(
+                f"{self.game.name} has one agent; self-play needs a game of two or more."
+            )
         if self.seat >= count:
-            raise UsageError(f"seat={self.seat} is none of {self.game.name}'s; legal are 0 to {count - 1}.")
+            raise UsageError(
+                f"seat={self.seat} is none of {self.game.name}'s; legal are 0 to {count - 1}."
+            )
         actions = of_one_agent(self.game.action_space(self.game.default_params), count)
         if not isinstance(actions, Discrete) or actions.shape:
             raise UsageError(
                 f"{self.game.name} takes actions of {actions}; self-play draws them from one Discrete each."
             )
         if has_memory(self.network):
-            raise UsageError("rivals carry no memory from step to step; give a network without one.")
+            raise UsageError(
+                "rivals carry no memory from step to step; give a network without one."
+            )
 
     @property
     def name(self) -> str:
@@ -111,12 +117,16 @@ class Against:
 
     def observe(self, key: PRNGKey, state: Played, action: Array | None, params: Match) -> PyTree:
         """Draws what this agent sees; consumes `key`."""
-        seen = self.game.observe(key, state.game, None if action is None else state.actions, params.env)
+        seen = self.game.observe(
+            key, state.game, None if action is None else state.actions, params.env
+        )
         return jax.tree.map(lambda x: x[self.seat], seen)
 
     def reward(self, state: Played, action: Array, next_state: Played, params: Match) -> Array:
         """This agent's."""
-        return self.game.reward(state.game, next_state.actions, next_state.game, params.env)[self.seat]
+        return self.game.reward(state.game, next_state.actions, next_state.game, params.env)[
+            self.seat
+        ]
 
     def terminal(self, state: Played, params: Match) -> Array:
         """Whether it has ended for this agent."""
@@ -150,7 +160,9 @@ class Against:
         # What the last actions were, a rival is not told in the first step.
         seen = self.game.observe(see, state.game, state.actions, params.env)
         carry = agent.first_carry()
-        drawn = jax.vmap(lambda key, obs, mask: agent(key, params.rival, obs, carry, mask)[0])(keys, seen, masks)
+        drawn = jax.vmap(lambda key, obs, mask: agent(key, params.rival, obs, carry, mask)[0])(
+            keys, seen, masks
+        )
         return drawn.astype(state.actions.dtype)
 
 
@@ -200,17 +212,25 @@ class SelfPlay:
         check_fields(self)
         env = self.learner.env
         if not isinstance(env, Against):
-            raise UsageError(f"self-play needs an env that is `Against(game, network)`, not {type(env).__name__}.")
+            raise UsageError(
+                f"self-play needs an env that is `Against(game, network)`, not {type(env).__name__}."
+            )
         if env.network != self.learner.network:
-            raise UsageError("the learner and its rivals have the same weights: give `Against` the learner's network.")
+            raise UsageError(
+                "the learner and its rivals have the same weights: give `Against` the learner's network."
+            )
 
     def init(self, key: PRNGKey, inputs: PyTree) -> SelfPlayState:
         """Draws weights, whose copy is the first rival; consumes `key`. Inputs: the game's parameters, or None."""
         state = self.learner.init(key, self._match(inputs, None))
-        pool = jax.tree.map(lambda x: jnp.broadcast_to(x, (self.pool, *jnp.shape(x))), state.weights)
+        pool = jax.tree.map(
+            lambda x: jnp.broadcast_to(x, (self.pool, *jnp.shape(x))), state.weights
+        )
         return SelfPlayState(state, pool, jnp.int32(1))
 
-    def step(self, key: PRNGKey, state: SelfPlayState, inputs: PyTree) -> tuple[SelfPlayState, Info]:
+    def step(
+        self, key: PRNGKey, state: SelfPlayState, inputs: PyTree
+    ) -> tuple[SelfPlayState, Info]:
         """Draws a rival and makes an update against it; consumes `key`.
 
         Returns:
@@ -223,14 +243,20 @@ class SelfPlay:
         is_due = learner.updates % self.period == 0
         slot = state.filled % self.pool
         pool = jax.tree.map(
-            lambda past, now: past.at[slot].set(jnp.where(is_due, now, past[slot])), state.pool, learner.weights
+            lambda past, now: past.at[slot].set(jnp.where(is_due, now, past[slot])),
+            state.pool,
+            learner.weights,
         )
-        return SelfPlayState(learner, pool, state.filled + is_due), info | {"rival": age.astype(jnp.float32)}
+        return SelfPlayState(learner, pool, state.filled + is_due), info | {
+            "rival": age.astype(jnp.float32)
+        }
 
     def axes(self) -> PyTree:
         """Logical axes of the state: those of the learner, and of its weights with the pool in front."""
         axes = self.learner.axes()
-        pool = jax.tree.map(lambda x: (None, *x), axes.weights, is_leaf=lambda x: isinstance(x, tuple))
+        pool = jax.tree.map(
+            lambda x: (None, *x), axes.weights, is_leaf=lambda x: isinstance(x, tuple)
+        )
         return SelfPlayState(axes, pool, ())  # pyright: ignore[reportArgumentType] axes in place of an array
 
     def _age(self, key: PRNGKey, filled: Array) -> Array:

@@ -22,7 +22,13 @@ from jaxpar.rl.replay import (
     learned,
     replay_update,
 )
-from jaxpar.rl.twin_critics import TwinCritics, critic_loss, moved_targets, standard_rows, update_part
+from jaxpar.rl.twin_critics import (
+    TwinCritics,
+    critic_loss,
+    moved_targets,
+    standard_rows,
+    update_part,
+)
 from jaxpar.rollout import EnvState, Trajectory
 from jaxpar.types import Array, Info, PRNGKey, PyTree, Scalar
 
@@ -113,7 +119,9 @@ class Td3:
     def init(self, key: PRNGKey, inputs: PyTree) -> ReplayState:
         """Draws weights and starts an episode in every environment; consumes `key`."""
         state = init_replay(self, key, inputs)
-        opt_state = {name: self.optimizer.init(part) for name, part in learned(state.weights).items()}
+        opt_state = {
+            name: self.optimizer.init(part) for name, part in learned(state.weights).items()
+        }
         return dataclasses.replace(state, opt_state=opt_state)
 
     def step(self, key: PRNGKey, state: ReplayState, inputs: PyTree) -> tuple[ReplayState, Info]:
@@ -128,9 +136,13 @@ class Td3:
         self, key: PRNGKey, state: LearnerState, warm: Array, params: PyTree
     ) -> tuple[EnvState, Trajectory, Experience]:
         """Makes a rollout, by uniform actions until it is `warm`, and its experiences `[T, B]`; consumes `key`."""
-        return collect_experience(self, key, state, (state.weights, warm, state.rates.noise), params)
+        return collect_experience(
+            self, key, state, (state.weights, warm, state.rates.noise), params
+        )
 
-    def gradient(self, key: PRNGKey, carry: tuple, buffer: Buffer, rates: Td3Rates, rate: Array) -> tuple[tuple, Info]:
+    def gradient(
+        self, key: PRNGKey, carry: tuple, buffer: Buffer, rates: Td3Rates, rate: Array
+    ) -> tuple[tuple, Info]:
         """Makes a gradient step of `(weights, opt_state, target_weights, gradient_steps)`; consumes `key`."""
         agent, optimizer = self.agent(), self.optimizer
         rows_key, noise_key = jax.random.split(key)
@@ -139,7 +151,12 @@ class Td3:
         noise = jax.random.normal(noise_key, rows.action.shape, rows.action.dtype)
         wanted = td3_targets(agent, target, rows, noise, rates)
         weights, opt_state, info = update_part(
-            optimizer, "critics", lambda part: critic_loss(part, agent, rows, wanted), weights, opt_state, rate
+            optimizer,
+            "critics",
+            lambda part: critic_loss(part, agent, rows, wanted),
+            weights,
+            opt_state,
+            rate,
         )
         gradient_steps = gradient_steps + 1
 
@@ -155,10 +172,14 @@ class Td3:
             delayed,
             lambda: (weights, opt_state, target, jnp.zeros_like(info["skipped"])),
         )
-        return (weights, opt_state, target, gradient_steps), info | {"skipped": info["skipped"] + skipped}
+        return (weights, opt_state, target, gradient_steps), info | {
+            "skipped": info["skipped"] + skipped
+        }
 
 
-def td3_targets(agent: TwinCritics, target: PyTree, rows: Experience, noise: Array, rates: Td3Rates) -> Array:
+def td3_targets(
+    agent: TwinCritics, target: PyTree, rows: Experience, noise: Array, rates: Td3Rates
+) -> Array:
     """What actions of experiences `[M]` are to be worth, by target networks and standard normal `noise [M, n]`.
 
     a' = clip(actor'(s') + clip(target_noise noise, -noise_clip, noise_clip), -1, 1)
@@ -166,10 +187,14 @@ def td3_targets(agent: TwinCritics, target: PyTree, rows: Experience, noise: Arr
     """
     smooth = jnp.clip(rates.target_noise * noise, -rates.noise_clip, rates.noise_clip)
     action = jnp.clip(agent.action(target["actor"], rows.next_obs) + smooth, -1, 1)
-    return rows.reward + rows.discount * jnp.min(agent.values(target["critics"], rows.next_obs, action), 0)
+    return rows.reward + rows.discount * jnp.min(
+        agent.values(target["critics"], rows.next_obs, action), 0
+    )
 
 
-def td3_actor_loss(actor: PyTree, agent: TwinCritics, critics: PyTree, rows: Experience) -> tuple[Array, Info]:
+def td3_actor_loss(
+    actor: PyTree, agent: TwinCritics, critics: PyTree, rows: Experience
+) -> tuple[Array, Info]:
     """`-mean(Q_1(s, actor(s)))` by the first critic, means by `Experience.weight`; nothing to tell."""
     q = agent.values(critics, rows.obs, agent.action(actor, rows.obs))[0]
     return -jnp.sum(rows.weight * q) / jnp.maximum(jnp.sum(rows.weight), 1), {}

@@ -63,7 +63,9 @@ class Seeds:
         state, infos = jax.vmap(self.learner.step, (0, 0, None))(self._keys(key), state, inputs)
         info = {name: jnp.mean(x, 0) for name, x in infos.items()}
         info["converged"] = jnp.min(infos["converged"])
-        return state, info | {f"seed_{i:02}": infos["return_mean"][i] for i in range(self.num_seeds)}
+        return state, info | {
+            f"seed_{i:02}": infos["return_mean"][i] for i in range(self.num_seeds)
+        }
 
     def axes(self) -> PyTree:
         """Logical axes of the states: those of the learner, seeds in front on every device."""

@@ -12,7 +12,13 @@ import numpy as np
 from jaxpar.env import Adapter, Box, Environment, Space
 from jaxpar.optim import Optimizer
 from jaxpar.rl.distributions import draw_squashed, head_size, scale_action
-from jaxpar.rl.features import agent_action_space, agent_obs_space, feature_shape, features, num_agents
+from jaxpar.rl.features import (
+    agent_action_space,
+    agent_obs_space,
+    feature_shape,
+    features,
+    num_agents,
+)
 from jaxpar.rl.items import refuse_items
 from jaxpar.rl.moments import standardised
 from jaxpar.rl.network import Network
@@ -47,13 +53,17 @@ class TwinCritics:
         refuse_items(self.network)
         space, name = self.action_space, self.env.name
         if num_agents(self.env):
-            raise UsageError(f"{name} has several agents; Td3 and Sac learn for one: learn with Ppo.")
+            raise UsageError(
+                f"{name} has several agents; Td3 and Sac learn for one: learn with Ppo."
+            )
         if (
             not isinstance(space, Box)
             or not jnp.issubdtype(space.dtype, jnp.floating)
             or not all(np.isfinite(end).all() for end in space.bounds())
         ):
-            raise UsageError(f"{name} takes actions of {space}; Td3 and Sac act by a float Box with bounds.")
+            raise UsageError(
+                f"{name} takes actions of {space}; Td3 and Sac act by a float Box with bounds."
+            )
 
     @property
     def num_agents(self) -> int:
@@ -76,7 +86,9 @@ class TwinCritics:
         shape, size = feature_shape(self.obs_space), head_size(self.action_space)
         seen = (math.prod(shape) + size,)
         return {
-            "actor": self.network.init(actor_key, shape, {"policy": ((1 + self.drawn) * size, 0.01)}),
+            "actor": self.network.init(
+                actor_key, shape, {"policy": ((1 + self.drawn) * size, 0.01)}
+            ),
             "critics": jax.vmap(lambda key: self._critic().init(key, seen, {"value": (1, 1.0)}))(
                 jax.random.split(critics_key)
             ),
@@ -99,7 +111,9 @@ class TwinCritics:
         """What both critics say of actions `[M, n]` at observations `[M, ...]`: `[2, M]`."""
         x = features(self.obs_space, obs).reshape(len(action), -1)
         x = jnp.concatenate([x, action], -1)
-        return jax.vmap(lambda critic: self._head(self._critic(), critic, x, "value"))(critics)[..., 0]
+        return jax.vmap(lambda critic: self._head(self._critic(), critic, x, "value"))(critics)[
+            ..., 0
+        ]
 
     def __call__(self, key: PRNGKey, params: PyTree, obs: PyTree, carry: PyTree) -> tuple:
         """Acts in one environment: `(action, carry, extras)`, "raw_action" in units of the box; consumes `key`."""
@@ -129,10 +143,14 @@ class TwinCritics:
 def standard_rows(weights: PyTree, rows: Experience) -> Experience:
     """Experiences whose observations are standardised, where the weights have moments."""
     moments = weights.get("moments")
-    return dataclasses.replace(rows, obs=standardised(moments, rows.obs), next_obs=standardised(moments, rows.next_obs))
+    return dataclasses.replace(
+        rows, obs=standardised(moments, rows.obs), next_obs=standardised(moments, rows.next_obs)
+    )
 
 
-def critic_loss(critics: PyTree, agent: TwinCritics, rows: Experience, target: Array) -> tuple[Array, Info]:
+def critic_loss(
+    critics: PyTree, agent: TwinCritics, rows: Experience, target: Array
+) -> tuple[Array, Info]:
     """The sum of both critics' mean squared errors at experiences `[M]`, `sum_i mean((Q_i(s, a) - target)^2)`.
 
     Means are by `Experience.weight`.
@@ -143,7 +161,11 @@ def critic_loss(critics: PyTree, agent: TwinCritics, rows: Experience, target: A
     q = agent.values(critics, rows.obs, rows.action)
     share = rows.weight / jnp.maximum(jnp.sum(rows.weight), 1)
     loss = jnp.sum(share[None] * (q - target[None]) ** 2)
-    return loss, {"critic_loss": loss, "q_mean": jnp.sum(share * jnp.mean(q, 0)), "converged": jnp.float32(1)}
+    return loss, {
+        "critic_loss": loss,
+        "q_mean": jnp.sum(share * jnp.mean(q, 0)),
+        "converged": jnp.float32(1),
+    }
 
 
 def update_part(

@@ -15,7 +15,9 @@ DECOMPOSITIONS = ("none", "vdn", "qmix")
 """Legal names; "none" leaves every agent with its own values and rewards."""
 
 
-def init_decomposition(key: PRNGKey, decomposition: str, state_size: int, num_agents: int, width: int) -> PyTree:
+def init_decomposition(
+    key: PRNGKey, decomposition: str, state_size: int, num_agents: int, width: int
+) -> PyTree:
     """Draws the parameters of `joint_value`; consumes `key`.
 
     Every hypernetwork starts normal with variance 1 / inputs, that of w2 smaller by `width`, so that a total starts as
@@ -38,10 +40,15 @@ def init_decomposition(key: PRNGKey, decomposition: str, state_size: int, num_ag
         "v2": (width, 1, 1.0),
     }
     kernels = {
-        name: gain / math.sqrt(rows) * jax.random.normal(jax.random.fold_in(key, place), (rows, columns))
+        name: gain
+        / math.sqrt(rows)
+        * jax.random.normal(jax.random.fold_in(key, place), (rows, columns))
         for place, (name, (rows, columns, gain)) in enumerate(sizes.items())
     }
-    return {name: {"kernel": kernel, "bias": jnp.zeros(kernel.shape[1])} for name, kernel in kernels.items()}
+    return {
+        name: {"kernel": kernel, "bias": jnp.zeros(kernel.shape[1])}
+        for name, kernel in kernels.items()
+    }
 
 
 def joint_value(

@@ -15,7 +15,13 @@
 from jaxpar.rollout.env_state import EnvState, init
 from jaxpar.rollout.policies import MaskedPolicy, Policy, RandomPolicy, Value, random_policy
 from jaxpar.rollout.resets import Chunked, GivenLevel, NextStep, NoReset, Pool, Reset, SameStep
-from jaxpar.rollout.statistics import EpisodeResults, check_trajectory, episode_stats, evaluate, first_episodes
+from jaxpar.rollout.statistics import (
+    EpisodeResults,
+    check_trajectory,
+    episode_stats,
+    evaluate,
+    first_episodes,
+)
 from jaxpar.rollout.trajectory import Trajectory, rollout
 
 __all__ = [

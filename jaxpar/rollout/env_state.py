@@ -86,7 +86,9 @@ def _init(env, num_envs, prng, key, params, carry, levels):
     over = mesh_axes("envs")
     if over:
         # Each environment's key is made from its index, so every device starts its own without communication.
-        start = jax.shard_map(start, in_specs=(P(), P(), P(over), P(over)), out_specs=P(over), check_vma=False)
+        start = jax.shard_map(
+            start, in_specs=(P(), P(), P(over), P(over)), out_specs=P(over), check_vma=False
+        )
     index = jnp.arange(num_envs, dtype=jnp.int32)
     obs, state = start(first_key(key, prng), params, index, levels)
     return EnvState(
@@ -103,10 +105,14 @@ def _init(env, num_envs, prng, key, params, carry, levels):
     )
 
 
-def vmapped_reset(env: Environment | Adapter, params: PyTree, keys: Array, levels: PyTree) -> tuple[PyTree, PyTree]:
+def vmapped_reset(
+    env: Environment | Adapter, params: PyTree, keys: Array, levels: PyTree
+) -> tuple[PyTree, PyTree]:
     """Observations and states of new episodes `[len(keys), ...]`, each from its own level if `levels` are given."""
     init_level = capabilities(env).init_level
-    if levels is None or init_level is None or is_adapter(env):  # `per_env_levels` refuses levels without `init_level`
+    if (
+        levels is None or init_level is None or is_adapter(env)
+    ):  # `per_env_levels` refuses levels without `init_level`
         return jax.vmap(lambda key: reset(key, env, params))(keys)
 
     def start(key, level):
@@ -117,14 +123,18 @@ def vmapped_reset(env: Environment | Adapter, params: PyTree, keys: Array, level
     return jax.vmap(start)(keys, levels)
 
 
-def per_env_levels(env: Environment | Adapter, params: PyTree, level: PyTree, num_envs: int) -> PyTree:
+def per_env_levels(
+    env: Environment | Adapter, params: PyTree, level: PyTree, num_envs: int
+) -> PyTree:
     """Levels `[B, ...]` from one level, or from one for each environment; which it is shows by its shapes.
 
     They are compared with those of `env.sample_level`.
     """
     can = capabilities(env)
     if can.init_level is None or can.sample_level is None:
-        raise UsageError(f"{env.name} takes no level: it has no init_level; legal are the other reset policies.")
+        raise UsageError(
+            f"{env.name} takes no level: it has no init_level; legal are the other reset policies."
+        )
     one = jax.eval_shape(can.sample_level, jax.random.key(0), params)
 
     def spread(path, leaf, shape):
@@ -192,7 +202,9 @@ def cast_like(tree: PyTree, like: PyTree, what: str) -> PyTree:
         return leaf if any(is_key) else jax.lax.convert_element_type(leaf, old.dtype)
 
     if jax.tree.structure(tree) != jax.tree.structure(like):
-        raise UsageError(f"{what}: {jax.tree.structure(tree)} where {jax.tree.structure(like)} went before.")
+        raise UsageError(
+            f"{what}: {jax.tree.structure(tree)} where {jax.tree.structure(like)} went before."
+        )
     return jax.tree_util.tree_map_with_path(cast, tree, like)
 
 

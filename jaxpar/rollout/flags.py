@@ -22,7 +22,9 @@ def uniform_place(flags: Array, below: Callable[[Array], Array]) -> Array:
     num_words = -(-flags.shape[-1] // 32)
     if num_words > _MAX_WORDS:  # the words are walked one after the other
         rank = below(jnp.sum(flags, -1, dtype=jnp.uint32))
-        return jnp.argmax(jnp.cumsum(flags, -1, dtype=jnp.int32) > rank[..., None], -1).astype(jnp.int32)
+        return jnp.argmax(jnp.cumsum(flags, -1, dtype=jnp.int32) > rank[..., None], -1).astype(
+            jnp.int32
+        )
     words = [_packed(flags[..., 32 * i : 32 * i + 32]) for i in range(num_words)]
     counts = [jax.lax.population_count(word) for word in words]
     count = sum(counts[1:], counts[0])
@@ -34,7 +36,9 @@ def uniform_place(flags: Array, below: Callable[[Array], Array]) -> Array:
         word, rank = jnp.where(is_here, words[i], word), jnp.where(is_here, chosen - ahead, rank)
         start = jnp.where(is_here, 32 * i, start)
     place = jnp.where(count > 0, start + _bit_by_rank(word, rank), 0)
-    return jax.lax.optimization_barrier(place)  # or all that reads it would search anew, for each of its elements
+    return jax.lax.optimization_barrier(
+        place
+    )  # or all that reads it would search anew, for each of its elements
 
 
 def place_by_rank(flags: Array) -> tuple[Array, Callable[[Array], Array]]:
@@ -50,7 +54,10 @@ def place_by_rank(flags: Array) -> tuple[Array, Callable[[Array], Array]]:
     def place(ranks):
         # The unrolled search: a loop of few trips over few words costs more than it does.
         at = jnp.searchsorted(up_to, ranks, side="right", method="scan_unrolled")
-        word, rank = jnp.take(words, at, mode="clip"), ranks - jnp.take(up_to - counts, at, mode="clip")
+        word, rank = (
+            jnp.take(words, at, mode="clip"),
+            ranks - jnp.take(up_to - counts, at, mode="clip"),
+        )
         return jnp.where(ranks < up_to[-1], at * 32 + _bit_by_rank(word, rank), len(flags))
 
     return up_to[-1], place

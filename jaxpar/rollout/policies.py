@@ -40,7 +40,12 @@ class MaskedPolicy(Policy, Protocol):
     """A policy that is told the legal actions: it declares so by its parameter `action_mask`."""
 
     def __call__(
-        self, key: PRNGKey, params: PyTree, obs: PyTree, carry: PyTree, action_mask: Array | None = None
+        self,
+        key: PRNGKey,
+        params: PyTree,
+        obs: PyTree,
+        carry: PyTree,
+        action_mask: Array | None = None,
     ) -> tuple:
         """Returns as a `Policy` does; `action_mask` is the environment's, or None where it has none."""
         ...
@@ -75,12 +80,19 @@ class RandomPolicy:
     env: Environment | Adapter
 
     def __call__(
-        self, key: PRNGKey, params: PyTree, obs: PyTree, carry: PyTree, action_mask: Array | None = None
+        self,
+        key: PRNGKey,
+        params: PyTree,
+        obs: PyTree,
+        carry: PyTree,
+        action_mask: Array | None = None,
     ) -> tuple:
         """Returns `(action, carry)`; consumes `key`."""
         space = self.env.action_space(params)
         if action_mask is not None:
-            return uniform_place(action_mask, lambda count: _below(key, action_mask.shape[:-1], count)), carry
+            return uniform_place(
+                action_mask, lambda count: _below(key, action_mask.shape[:-1], count)
+            ), carry
         if isinstance(space, Discrete) and space.n < 2**16:
             return _below(key, space.shape, jnp.uint32(space.n)).astype(space.dtype), carry
         return space.sample(key), carry

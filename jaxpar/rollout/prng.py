@@ -47,7 +47,9 @@ def step_keys(key: PRNGKey, steps: Array, num_uses: int, prng: str) -> Array:
     """
     if prng == "env":
         return jax.vmap(lambda s: jax.random.split(jax.random.fold_in(key, s), num_uses))(steps)
-    words = jax.vmap(lambda s: jax.random.bits(jax.random.fold_in(key, s), (num_uses, 2), jnp.uint32))(steps)
+    words = jax.vmap(
+        lambda s: jax.random.bits(jax.random.fold_in(key, s), (num_uses, 2), jnp.uint32)
+    )(steps)
     words = jnp.concatenate([words, jnp.zeros_like(words[..., :1])], -1)
     return jax.random.wrap_key_data(words, impl=ENV_KEYS)
 
@@ -62,7 +64,9 @@ def env_keys(base: PRNGKey, index: Array) -> Array:
     data = jax.random.key_data(base)
     if data.shape == (3,):
         rows = jnp.broadcast_to(data[:2], (*index.shape, 2))
-        return jax.random.wrap_key_data(jnp.concatenate([rows, index[:, None].astype(jnp.uint32)], 1), impl=ENV_KEYS)
+        return jax.random.wrap_key_data(
+            jnp.concatenate([rows, index[:, None].astype(jnp.uint32)], 1), impl=ENV_KEYS
+        )
     return jax.vmap(jax.random.fold_in, (None, 0))(base, index)
 
 
@@ -76,10 +80,14 @@ def _mixed(x: Array) -> Array:
 def _child(key: Array, number: Array) -> Array:
     """The child of a key: three Feistel rounds over its two words, so children of one key never coincide."""
     left, right, index = key[0], key[1], key[2]
-    left = left ^ _mixed(right + jnp.uint32(0x9E3779B9) * (number.astype(jnp.uint32) + jnp.uint32(1)))
+    left = left ^ _mixed(
+        right + jnp.uint32(0x9E3779B9) * (number.astype(jnp.uint32) + jnp.uint32(1))
+    )
     right = right ^ _mixed(left + jnp.uint32(0x7F4A7C15))
     left = left ^ _mixed(right + jnp.uint32(0x1CE4E5B9))
-    return jnp.stack([left, jnp.broadcast_to(right, left.shape), jnp.broadcast_to(index, left.shape)], -1)
+    return jnp.stack(
+        [left, jnp.broadcast_to(right, left.shape), jnp.broadcast_to(index, left.shape)], -1
+    )
 
 
 def _split(key: Array, shape: tuple[int, ...]) -> Array:
@@ -104,7 +112,9 @@ def _bits(key: Array, width: int, shape: tuple[int, ...]) -> Array:
         raise UsageError(
             f"an environment draws {size} numbers at once; prng=batch gives fewer than 2**32, prng=env any."
         )
-    high, low = _threefry(key[0], key[1], jax.lax.iota(jnp.uint32, size), jnp.broadcast_to(key[2], (size,)))
+    high, low = _threefry(
+        key[0], key[1], jax.lax.iota(jnp.uint32, size), jnp.broadcast_to(key[2], (size,))
+    )
     if width == 64:
         words = (high.astype(jnp.uint64) << 32) | low.astype(jnp.uint64)
     else:

@@ -125,7 +125,9 @@ def with_levels(policy: Reset, env: Environment | Adapter, params: PyTree, num_e
     return policy
 
 
-def draw_pool(key: PRNGKey, policy: Reset, prng: str, env: Environment | Adapter, params: PyTree) -> PyTree:
+def draw_pool(
+    key: PRNGKey, policy: Reset, prng: str, env: Environment | Adapter, params: PyTree
+) -> PyTree:
     """The pool's (observations, states) `[size, ...]`, or None."""
     policy = policy.by if isinstance(policy, NextStep) else policy
     if not isinstance(policy, Pool):
@@ -193,7 +195,9 @@ def _reset_chunks(env, size, finished, base, index, params, levels, pool, now):
             mine = jax.tree.map(lambda x: jnp.take(x, envs, axis=0, mode="clip"), levels)
             fresh = vmapped_reset(env, params, keys, mine)
         else:
-            chosen = jax.vmap(lambda key: jax.random.randint(key, (), 0, jax.tree.leaves(pool)[0].shape[0]))(keys)
+            chosen = jax.vmap(
+                lambda key: jax.random.randint(key, (), 0, jax.tree.leaves(pool)[0].shape[0])
+            )(keys)
             fresh = jax.tree.map(lambda x: x[chosen], pool)
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), now)
         fresh = cast_like(fresh, like, "reset")
@@ -234,5 +238,7 @@ def _operations(env, params, base, levels, states) -> tuple[float, float]:
     def one_step(key, state):
         return step(key, env, state, env.action_space(params).sample(key), params)
 
-    key, level, state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (base[None], levels, states))
+    key, level, state = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (base[None], levels, states)
+    )
     return operations(one_reset, key, level), operations(one_step, key, state)

@@ -30,14 +30,19 @@ def episode_stats(trajectory: Trajectory) -> dict[str, Array]:
     """
     agents = tuple(range(2, trajectory.reward.ndim))
     returns, rewards = trajectory.episode_return.mean(agents), trajectory.reward.mean(agents)
-    cut = jnp.any((trajectory.truncated & ~trajectory.terminated).reshape(*trajectory.start.shape, -1), -1)
+    cut = jnp.any(
+        (trajectory.truncated & ~trajectory.terminated).reshape(*trajectory.start.shape, -1), -1
+    )
     return {
         "num_steps": jnp.sum(trajectory.valid, dtype=jnp.int32),
         "num_episodes": jnp.sum(trajectory.ended, dtype=jnp.int32),
         "truncated": _mean(cut, trajectory.ended),
         "reward": _mean(rewards, trajectory.valid),
         **{f"return_{name}": x for name, x in _moments(returns, trajectory.ended).items()},
-        **{f"length_{name}": x for name, x in _moments(trajectory.episode_length, trajectory.ended).items()},
+        **{
+            f"length_{name}": x
+            for name, x in _moments(trajectory.episode_length, trajectory.ended).items()
+        },
     }
 
 
@@ -78,15 +83,22 @@ def first_episodes(trajectory: Trajectory) -> EpisodeResults:
 
     The trajectory should start where the episodes do, and be long enough for all of them: see `finished`.
     """
-    last = jnp.where(jnp.any(trajectory.ended, 0), jnp.argmax(trajectory.ended, 0), len(trajectory.ended) - 1)
+    last = jnp.where(
+        jnp.any(trajectory.ended, 0), jnp.argmax(trajectory.ended, 0), len(trajectory.ended) - 1
+    )
 
     def at_last(x):
         return jnp.take_along_axis(x, per_env(last, x[0])[None], 0)[0]
 
-    cut = jnp.any((trajectory.truncated & ~trajectory.terminated).reshape(*trajectory.start.shape, -1), -1)
+    cut = jnp.any(
+        (trajectory.truncated & ~trajectory.terminated).reshape(*trajectory.start.shape, -1), -1
+    )
     finished = jnp.any(trajectory.ended, 0)
     return EpisodeResults(
-        at_last(trajectory.episode_return), at_last(trajectory.episode_length), finished, at_last(cut) & finished
+        at_last(trajectory.episode_return),
+        at_last(trajectory.episode_length),
+        finished,
+        at_last(cut) & finished,
     )
 
 
@@ -108,12 +120,18 @@ def evaluate(
     Arguments are those of `init` and `rollout`.
     """
     env_state = init(key, env, params, num_envs, carry, prng=prng)
-    trajectory = rollout(key, env_state, env, params, policy, policy_params, max_steps, reset=NoReset(), prng=prng)[1]
+    trajectory = rollout(
+        key, env_state, env, params, policy, policy_params, max_steps, reset=NoReset(), prng=prng
+    )[1]
     return first_episodes(trajectory)
 
 
 def check_trajectory(
-    trajectory: Trajectory, env: Environment | Adapter | None = None, params: PyTree = None, *, first_step: int = 0
+    trajectory: Trajectory,
+    env: Environment | Adapter | None = None,
+    params: PyTree = None,
+    *,
+    first_step: int = 0,
 ) -> None:
     """Refuses rewards that are not finite and, given the environment, actions outside its space.
 

@@ -11,10 +11,25 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.env import Adapter, Environment, capabilities, step
 from jaxpar.mesh import mesh_axes, platform
-from jaxpar.rollout.env_state import EnvState, cast_like, check_num_envs, check_params_type, per_env, where
+from jaxpar.rollout.env_state import (
+    EnvState,
+    cast_like,
+    check_num_envs,
+    check_params_type,
+    per_env,
+    where,
+)
 from jaxpar.rollout.policies import Policy, Value, takes_mask
 from jaxpar.rollout.prng import check_prng, env_keys, step_keys
-from jaxpar.rollout.resets import Chunked, NextStep, NoReset, Reset, draw_pool, reset_finished, with_levels
+from jaxpar.rollout.resets import (
+    Chunked,
+    NextStep,
+    NoReset,
+    Reset,
+    draw_pool,
+    reset_finished,
+    with_levels,
+)
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 __all__ = ["Trajectory", "rollout"]
@@ -111,7 +126,9 @@ def rollout(
         raise UsageError(f"unroll={unroll} is no number of steps; give 1 or more, or None.")
     reset = with_levels(Chunked() if reset is None else reset, env, params, len(env_state.start))
     one_step = _BatchStep(env, policy, value, keep)
-    return _rollout(one_step, (num_steps, unroll), prng, key, env_state, params, policy_params, reset)
+    return _rollout(
+        one_step, (num_steps, unroll), prng, key, env_state, params, policy_params, reset
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -161,18 +178,28 @@ class _BatchStep:
     def __call__(self, env_state, keys, params, policy_params, reset, pool):
         policy_key, step_key, reset_key = keys[0], keys[1], keys[2]
         carry = where(env_state.start, env_state.first_carry, env_state.carry)
-        action, carry, extras = self.act(env_keys(policy_key, env_state.index), params, policy_params, env_state, carry)
+        action, carry, extras = self.act(
+            env_keys(policy_key, env_state.index), params, policy_params, env_state, carry
+        )
         result = jax.vmap(lambda key, state, action: step(key, self.env, state, action, params))(
             env_keys(step_key, env_state.index), env_state.state, action
         )
         now = cast_like((result.obs, result.state), (env_state.obs, env_state.state), "step")
-        reward, terminated, truncated = result.reward.astype(jnp.float32), result.terminated, result.truncated
+        reward, terminated, truncated = (
+            result.reward.astype(jnp.float32),
+            result.terminated,
+            result.truncated,
+        )
         valid: PyTree = None  # all are valid; `_with_constants` fills it in
         if isinstance(reset, NoReset | NextStep):
             valid = ~env_state.ended
             # A finished environment steps on with the others, and what it gives is thrown away.
             mask = per_env(valid, reward)
-            reward, terminated, truncated = jnp.where(mask, reward, 0), terminated & mask, truncated & mask
+            reward, terminated, truncated = (
+                jnp.where(mask, reward, 0),
+                terminated & mask,
+                truncated & mask,
+            )
             now = where(valid, now, (env_state.obs, env_state.state))
         # Of several agents, the episode ends when it has for all of them.
         ended = jnp.all((terminated | truncated).reshape(len(terminated), -1), 1)
@@ -186,8 +213,10 @@ class _BatchStep:
             valid=valid,
             ended=ended,
             bootstrap=self.bootstrap(params, policy_params, now, carry, truncated & ~terminated),
-            episode_return=jnp.where(per_env(env_state.start, reward), 0, env_state.episode_return) + reward,
-            episode_length=jnp.where(env_state.start, 0, env_state.episode_length) + (1 if valid is None else valid),
+            episode_return=jnp.where(per_env(env_state.start, reward), 0, env_state.episode_return)
+            + reward,
+            episode_length=jnp.where(env_state.start, 0, env_state.episode_length)
+            + (1 if valid is None else valid),
             extras=extras,
             info=result.info,
         )
@@ -199,7 +228,9 @@ class _BatchStep:
             case _:
                 start, waiting = ended, jnp.zeros_like(ended)
         if not isinstance(reset, NoReset):
-            now = reset_finished(reset, self.env, params, reset_key, env_state.index, start, pool, now)
+            now = reset_finished(
+                reset, self.env, params, reset_key, env_state.index, start, pool, now
+            )
         env_state = env_state.replace(
             state=now[1],
             obs=now[0],
@@ -233,9 +264,13 @@ class _BatchStep:
     def check_action(self, action, params):
         """Refuses actions that are no elements of the space by their shapes; values are for `check_trajectory`."""
         expected = jax.eval_shape(lambda: self.env.action_space(params).sample(jax.random.key(0)))
-        shapes, wanted = (jax.tree.map(lambda x: tuple(jnp.shape(x)), tree) for tree in (action, expected))
+        shapes, wanted = (
+            jax.tree.map(lambda x: tuple(jnp.shape(x)), tree) for tree in (action, expected)
+        )
         if shapes != wanted:
-            raise UsageError(f"the policy's action has shape {shapes}; {self.env.name} takes {wanted}.")
+            raise UsageError(
+                f"the policy's action has shape {shapes}; {self.env.name} takes {wanted}."
+            )
 
     def bootstrap(self, params, policy_params, now, carry, cut) -> PyTree:
         """Values of the last observations where `cut`, 0 elsewhere; None without a value function."""
@@ -250,7 +285,9 @@ class _BatchStep:
         def values():
             found = jax.vmap(one)(now[0], now[1], carry)
             if found.shape != cut.shape:
-                raise UsageError(f"value gives shape {found.shape[1:]} an environment; legal is {cut.shape[1:]}.")
+                raise UsageError(
+                    f"value gives shape {found.shape[1:]} an environment; legal is {cut.shape[1:]}."
+                )
             return jnp.where(cut, found, 0).astype(jnp.float32)
 
         # Most steps truncate nothing, and the value function may cost more than the step.

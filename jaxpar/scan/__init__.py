@@ -10,7 +10,14 @@
 """
 
 from jaxpar.scan.affine import affine_lanes, affine_scan
-from jaxpar.scan.monoid import LOGSUMEXP, LogSumExp, Monoid, attention_scan, attention_step, scan_monoid
+from jaxpar.scan.monoid import (
+    LOGSUMEXP,
+    LogSumExp,
+    Monoid,
+    attention_scan,
+    attention_step,
+    scan_monoid,
+)
 
 __all__ = [
     "LOGSUMEXP",

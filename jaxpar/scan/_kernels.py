@@ -18,7 +18,9 @@ from jaxpar.scan import _triton
 from jaxpar.scan._rings import LANE_RING, Ring, num_steps, together
 
 # Not once it is wanted: jax 0.11 traces and compiles a program twice if its tracing is what imports Pallas for TPUs.
-_pallas = importlib.import_module("jaxpar.scan._pallas") if importlib.util.find_spec("libtpu") else None
+_pallas = (
+    importlib.import_module("jaxpar.scan._pallas") if importlib.util.find_spec("libtpu") else None
+)
 _DTYPES = {jnp.dtype("float32"), jnp.dtype("bfloat16")}
 
 
@@ -31,7 +33,9 @@ def kernel_for(platform: str, ring: Ring, a, b, h0, *, axis: int) -> Callable | 
         return None
     shape = b[0].shape
     # The TPU's kernel wants steps as rows and whole vectors of lanes.
-    if platform == "tpu" and (axis != len(shape) - 2 or shape[-1] < 128 or num_steps(b, axis) < module.STEPS):
+    if platform == "tpu" and (
+        axis != len(shape) - 2 or shape[-1] < 128 or num_steps(b, axis) < module.STEPS
+    ):
         return None
     return lambda a, b, h0, *, axis, **how: batched(module.affine, axis, **how)(a, b, h0)
 
@@ -46,7 +50,9 @@ def batched(kernel: Callable, axis: int, **how) -> Callable:
     @run.def_vmap
     def _(size, is_batched, a, b, h0):
         whole = jax.tree.map(
-            lambda x, yes: x if yes else jnp.broadcast_to(x, (size, *x.shape)), (a, b, h0), tuple(is_batched)
+            lambda x, yes: x if yes else jnp.broadcast_to(x, (size, *x.shape)),
+            (a, b, h0),
+            tuple(is_batched),
         )
         return batched(kernel, axis + 1, **how)(*whole), jax.tree.map(lambda _: True, b)
 

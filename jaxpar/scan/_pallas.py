@@ -36,7 +36,9 @@ def affine(a, b, h0, *, axis: int, reverse: bool, interpret: bool = False):
     """
     ((a,),), (b,) = a, b
     if axis != b.ndim - 2 or b.shape[axis] < STEPS:
-        raise ValueError(f"takes {STEPS} steps or more at the last axis but one, not at axis {axis} of {b.shape}")
+        raise ValueError(
+            f"takes {STEPS} steps or more at the last axis but one, not at axis {axis} of {b.shape}"
+        )
     *batch, length, width = b.shape
     rows = math.prod(batch)
     # Rows of a tile in VMEM, which a slice of rows must start at: 8 of 32 bits, 16 of 16 bits.
@@ -54,13 +56,17 @@ def affine(a, b, h0, *, axis: int, reverse: bool, interpret: bool = False):
     h = pl.pallas_call(
         functools.partial(_kernel, length=length, group=group, reverse=reverse),
         # Inside `shard_map` the result varies over the mesh axes that b does, which a kernel has to say itself.
-        out_shape=jax.ShapeDtypeStruct((rows, length, width), b.dtype, manual_axis_type=jax.typeof(b).manual_axis_type),
+        out_shape=jax.ShapeDtypeStruct(
+            (rows, length, width), b.dtype, manual_axis_type=jax.typeof(b).manual_axis_type
+        ),
         grid=grid,
         in_specs=[timed, timed] + [start] * len(starts),
         out_specs=timed,
         scratch_shapes=[pltpu.VMEM((1, lanes), jnp.float32)],
         # Time is "arbitrary", that is, in order: the scratch memory carries the state from block to block.
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary")
+        ),
         interpret=interpret,
         name="affine",
     )(a.reshape(rows, length, width), b.reshape(rows, length, width), *starts)
@@ -73,18 +79,26 @@ def _kernel(a_ref, b_ref, *refs, length, group, reverse):
     time, num_blocks = pl.program_id(2), pl.num_programs(2)
     place = (num_blocks - 1 - time if reverse else time) * steps  # of the block's first step
 
-    @pl.when(time == 0)  # a new row and block of lanes: what the scratch holds is another one's last state
+    @pl.when(
+        time == 0
+    )  # a new row and block of lanes: what the scratch holds is another one's last state
     def _():
-        state_ref[...] = start_ref[0][...].astype(jnp.float32) if start_ref else jnp.zeros_like(state_ref)
+        state_ref[...] = (
+            start_ref[0][...].astype(jnp.float32) if start_ref else jnp.zeros_like(state_ref)
+        )
 
     def advance(index, state):
         # The compiler takes a slice at a computed row only if it is told that a tile starts there.
         begin = pl.multiple_of((steps // group - 1 - index if reverse else index) * group, group)
         a, b = (ref[pl.ds(begin, group), :].astype(jnp.float32) for ref in (a_ref, b_ref))
         step = place + begin + lax.broadcasted_iota(jnp.int32, a.shape, 0)
-        if not start_ref:  # from zeros the first a must not matter: where it is infinite, 0 * inf would be NaN
+        if (
+            not start_ref
+        ):  # from zeros the first a must not matter: where it is infinite, 0 * inf would be NaN
             a = jnp.where(step == (length - 1 if reverse else 0), 0.0, a)
-        if reverse and length % steps:  # what lies beyond the end comes first, and must leave the state at zero or h0
+        if (
+            reverse and length % steps
+        ):  # what lies beyond the end comes first, and must leave the state at zero or h0
             a, b = jnp.where(step < length, a, 1.0), jnp.where(step < length, b, 0.0)
         # A row at a time in float32: the vector unit works along lanes, and 16-bit states would round at every step.
         states: list = [None] * group

@@ -95,7 +95,7 @@ def transposed(ring: Ring, a):
     """Returns ring and transitions of a^T; a matrix stays where it lies, and is transposed where it is multiplied."""
     if ring is LANE_RING:  # nothing moves, and kernels know this ring
         return ring, ring.transpose(a)
-    later_last = lambda later, earlier: ring.multiply(earlier, later)  # noqa: E731  # (E L)^T is L^T E^T
+    later_last = lambda later, earlier: ring.multiply(earlier, later)  # (E L)^T is L^T E^T  # noqa: E731
     return Ring(later_last, lambda x, h: ring.apply(ring.transpose(x), h), ring.transpose), a
 
 

@@ -15,8 +15,12 @@ def arrays(k: int, has_start: bool) -> KernelSource:
     body.append("used = mask" if has_start else "used = mask & (step > 0)[:, None]")
     # In float32 whatever the arrays are: the carry of a long scan would lose a 16-bit state's last bits at every step.
     for i, j in pairs:
-        body.append(f"a{i}{j} = tl.load(a{i}{j}_ptr + at + SHIFT, mask=used, other=0.0).to(tl.float32)")
-    body += [f"b{i} = tl.load(b{i}_ptr + at, mask=mask, other=0.0).to(tl.float32)" for i in range(k)]
+        body.append(
+            f"a{i}{j} = tl.load(a{i}{j}_ptr + at + SHIFT, mask=used, other=0.0).to(tl.float32)"
+        )
+    body += [
+        f"b{i} = tl.load(b{i}_ptr + at, mask=mask, other=0.0).to(tl.float32)" for i in range(k)
+    ]
     inputs = [f"a{i}{j}_ptr" for i, j in pairs] + [f"b{i}_ptr" for i in range(k)]
     start = KernelSource.start
     if has_start:
@@ -33,7 +37,9 @@ def arrays(k: int, has_start: bool) -> KernelSource:
     )
 
 
-def affine(a, b, start=None, *, axis: int, reverse: bool, adjoint: bool = False, tile: Tile | None = None):
+def affine(
+    a, b, start=None, *, axis: int, reverse: bool, adjoint: bool = False, tile: Tile | None = None
+):
     """Solves h[t] = a[t] h[t-1] + b[t] in one kernel.
 
     Args:
@@ -53,4 +59,6 @@ def affine(a, b, start=None, *, axis: int, reverse: bool, adjoint: bool = False,
     source = arrays(k, start is not None)
     buffers = [x for row in a for x in row] + list(b) + list(start or ())
     out = [jax.ShapeDtypeStruct(like.shape, like.dtype)] * k
-    return launch(source, buffers, out, like.shape, axis, reverse=reverse, adjoint=adjoint, tile=tile)
+    return launch(
+        source, buffers, out, like.shape, axis, reverse=reverse, adjoint=adjoint, tile=tile
+    )

@@ -126,7 +126,9 @@ def _without_first(pushed, axis, reverse):
 
     def clear(x):
         first = x.shape[axis] - 1 if reverse else 0
-        return jnp.where(lax.broadcasted_iota("int32", x.shape, axis) == first, jnp.zeros_like(x), x)
+        return jnp.where(
+            lax.broadcasted_iota("int32", x.shape, axis) == first, jnp.zeros_like(x), x
+        )
 
     return jax.tree.map(clear, pushed)
 

@@ -30,8 +30,18 @@ __all__ = ["affine_lanes", "affine_scan"]
 KINDS = ("diag", "block", "dense", "row", "matrix")
 IMPLS = ("auto", "kernel", "sequential", "associative", "chunked")
 
-_RINGS = {"dense": MATRIX_RING, "row": ROW_RING, "matrix": STATE_RING}  # of the kinds whose a is one array
-_STATE_AXES = {"diag": 0, "block": 1, "dense": 1, "row": 1, "matrix": 2}  # the last ones of b, which time is not among
+_RINGS = {
+    "dense": MATRIX_RING,
+    "row": ROW_RING,
+    "matrix": STATE_RING,
+}  # of the kinds whose a is one array
+_STATE_AXES = {
+    "diag": 0,
+    "block": 1,
+    "dense": 1,
+    "row": 1,
+    "matrix": 2,
+}  # the last ones of b, which time is not among
 _PLAIN = {"sequential": _xla.sequential, "associative": _xla.associative, "chunked": _xla.chunked}
 
 Lanes = tuple[Array, ...]
@@ -104,7 +114,9 @@ def affine_scan(
     axis = _time_axis(axis, b.shape, _STATE_AXES[kind])
     wanted = _transition_shape(kind, b.shape)
     if a.shape != wanted:
-        raise UsageError(f"kind={kind!r} with b of shape {b.shape} takes a of shape {wanted}, but a has {a.shape}.")
+        raise UsageError(
+            f"kind={kind!r} with b of shape {b.shape} takes a of shape {wanted}, but a has {a.shape}."
+        )
     _check_start(h0, b, axis)
     spec = _Spec(kind, axis, reverse, axis_name, _known(impl), _carry_dtype(a, b, h0))
     if kind in _RINGS:
@@ -113,7 +125,9 @@ def affine_scan(
         return _solve(LANE_RING, ((a,),), (b,), None if h0 is None else (h0,), spec)[0]
     k = b.shape[-1]
     rows = tuple(tuple(a[..., i, j] for j in range(k)) for i in range(k))
-    return jnp.stack(_solve(LANE_RING, rows, _unstack(b), None if h0 is None else _unstack(h0), spec), -1)
+    return jnp.stack(
+        _solve(LANE_RING, rows, _unstack(b), None if h0 is None else _unstack(h0), spec), -1
+    )
 
 
 def affine_lanes(
@@ -149,17 +163,23 @@ def affine_lanes(
     a, b = jax.tree.map(jnp.asarray, (tuple(map(tuple, a)), tuple(b)))
     h0 = None if h0 is None else tuple(map(jnp.asarray, h0))
     if not b or len(a) != len(b) or any(len(row) != len(b) for row in a):
-        raise UsageError(f"{len(b)} lanes of b take a square of as many rows in a, but a has {list(map(len, a))}.")
+        raise UsageError(
+            f"{len(b)} lanes of b take a square of as many rows in a, but a has {list(map(len, a))}."
+        )
     for name, lanes in (("a", [x for row in a for x in row]), ("b", b)):
         if any(x.shape != b[0].shape or x.dtype != lanes[0].dtype for x in lanes):
             found = sorted({f"{x.dtype}{list(x.shape)}" for x in lanes})
-            raise UsageError(f"lanes of {name} take one dtype and b's shape {b[0].shape}, but they are {found}.")
+            raise UsageError(
+                f"lanes of {name} take one dtype and b's shape {b[0].shape}, but they are {found}."
+            )
     axis = _time_axis(axis, b[0].shape, 0)
     if h0 is not None and len(h0) != len(b):
         raise UsageError(f"h0 takes one array a lane of b, {len(b)}, but has {len(h0)}.")
     for x in h0 or ():
         _check_start(x, b[0], axis)
-    spec = _Spec("block", axis, reverse, axis_name, _known(impl), _carry_dtype(a[0][0], b[0], *(h0 or ())))
+    spec = _Spec(
+        "block", axis, reverse, axis_name, _known(impl), _carry_dtype(a[0][0], b[0], *(h0 or ()))
+    )
     return _solve(LANE_RING, a, b, h0, spec)
 
 
@@ -213,20 +233,28 @@ def _scan(ring: Ring, a, b, h0, spec: _Spec, adjoint: bool = False):
         start = jax.tree.map(jnp.zeros_like, piece[1]) if h0 is None else cast(h0, spec.carry)
         push = lambda h, piece: jax.tree.map(jnp.add, ring.apply(piece[0], h), piece[1])  # noqa: E731
         h0 = sharded.incoming(push, piece, start, spec.axis_name, spec.reverse)
-    plain = {name: functools.partial(_plain, run, ring, spec, adjoint) for name, run in _PLAIN.items()}
+    plain = {
+        name: functools.partial(_plain, run, ring, spec, adjoint) for name, run in _PLAIN.items()
+    }
     if spec.impl in plain:
         return plain[spec.impl](a, b, h0)
     runs = {}
     for platform in ("cpu", "cuda", "tpu", "other"):
         kernel = kernel_for(platform, ring, a, b, h0, axis=spec.axis)
-        asked = {"num_steps": num_steps(b, spec.axis), "kernel": kernel is not None, "kind": spec.kind}
+        asked = {
+            "num_steps": num_steps(b, spec.axis),
+            "kernel": kernel is not None,
+            "kind": spec.kind,
+        }
         impl = dispatch.choose_impl(platform, **asked)
         if kernel is not None and "kernel" in (impl, spec.impl):
             runs[platform] = functools.partial(_kernel, kernel, platform, spec, adjoint)
         else:
             runs[platform] = plain[impl]
     other = runs.pop("other")
-    return lax.platform_dependent(a, b, h0, default=other, **{k: run for k, run in runs.items() if run is not other})
+    return lax.platform_dependent(
+        a, b, h0, default=other, **{k: run for k, run in runs.items() if run is not other}
+    )
 
 
 def _kernel(run, platform, spec: _Spec, adjoint: bool, a, b, h0):
@@ -278,7 +306,11 @@ def _time_axis(axis, shape, state_axes):
     """Returns the axis counted from the front."""
     place, last = axis + len(shape) if axis < 0 else axis, len(shape) - state_axes - 1
     if not 0 <= place <= last:
-        legal = f"legal are 0 to {last}" if last >= 0 else f"it takes one before the {state_axes} of the state"
+        legal = (
+            f"legal are 0 to {last}"
+            if last >= 0
+            else f"it takes one before the {state_axes} of the state"
+        )
         raise UsageError(f"axis={axis} is no time axis of b with shape {shape}; {legal}.")
     return place
 
@@ -296,6 +328,10 @@ def _carry_dtype(a, b, *h0):
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             raise UsageError(f"{name} takes floating or complex numbers, but is of {x.dtype}.")
     dtype = functools.reduce(jnp.promote_types, (x.dtype for _, x in arrays), jnp.dtype("float32"))
-    if jnp.issubdtype(dtype, jnp.complexfloating) and not jnp.issubdtype(b.dtype, jnp.complexfloating):
-        raise UsageError(f"b is of {b.dtype}, and so would be the result, but a or h0 is complex; make b complex.")
+    if jnp.issubdtype(dtype, jnp.complexfloating) and not jnp.issubdtype(
+        b.dtype, jnp.complexfloating
+    ):
+        raise UsageError(
+            f"b is of {b.dtype}, and so would be the result, but a or h0 is complex; make b complex."
+        )
     return dtype

@@ -69,6 +69,8 @@ def choose_impl(platform: str, *, num_steps: int, kernel: bool, kind: str = "dia
     rows = (
         rule
         for rule in IMPL_RULES
-        if rule.platform == platform and num_steps >= rule.min_steps and kind in (rule.kinds or (kind,))
+        if rule.platform == platform
+        and num_steps >= rule.min_steps
+        and kind in (rule.kinds or (kind,))
     )
     return next(rule.impl for rule in rows if kernel or rule.impl != "kernel")

@@ -61,7 +61,12 @@ class LogSumExp(NamedTuple):
 
 
 def scan_monoid(
-    monoid: Monoid, elements: PyTree, *, axis: int = 0, reverse: bool = False, axis_name: str | None = None
+    monoid: Monoid,
+    elements: PyTree,
+    *,
+    axis: int = 0,
+    reverse: bool = False,
+    axis_name: str | None = None,
 ) -> PyTree:
     """Returns the running combination of all elements up to each: e[0], e[0] + e[1], e[0] + e[1] + e[2], ...
 
@@ -94,7 +99,12 @@ def scan_monoid(
 
 
 def attention_scan(
-    scores: Array, values: Array, *, axis: int = 0, reverse: bool = False, axis_name: str | None = None
+    scores: Array,
+    values: Array,
+    *,
+    axis: int = 0,
+    reverse: bool = False,
+    axis_name: str | None = None,
 ) -> Array:
     """Returns causal softmax attention of one constant query: out[t] = sum_{s<=t} softmax(scores[:t+1])[s] values[s].
 
@@ -135,7 +145,9 @@ def attention_step(state: LogSumExp | None, score: Array, value: Array) -> tuple
 
 def _element(score, value):
     if value.shape[:-1] != score.shape:
-        raise UsageError(f"values take the shape of scores, {score.shape}, and one axis more, but have {value.shape}.")
+        raise UsageError(
+            f"values take the shape of scores, {score.shape}, and one axis more, but have {value.shape}."
+        )
     constant = lax.stop_gradient(score)
     # 1 of what is shown, but NaN of a score that has no exponential in any unit: NaN and infinity.
     shown = _relative(constant, constant).astype(value.dtype)
@@ -160,17 +172,25 @@ def _add(earlier, later):
 
 
 def _nothing(element):
-    return LogSumExp(*(jnp.full_like(x, fill) for x, fill in zip(element, (-jnp.inf, 0, 0), strict=True)))
+    return LogSumExp(
+        *(jnp.full_like(x, fill) for x, fill in zip(element, (-jnp.inf, 0, 0), strict=True))
+    )
 
 
 def _scan_log_sum_exp(elements, *, axis, reverse, axis_name):
     """Scans the maxima; in their units the sums are affine recurrences whose transitions are constants up to 1."""
     # The result does not depend on the units, so that they are constants to a derivative.
-    units = scan_monoid(_MAX, lax.stop_gradient(elements.max), axis=axis, reverse=reverse, axis_name=axis_name)
+    units = scan_monoid(
+        _MAX, lax.stop_gradient(elements.max), axis=axis, reverse=reverse, axis_name=axis_name
+    )
     first = take(units, -1 if reverse else 0, axis)
     if axis_name is not None:
         whole = take(units, 0 if reverse else -1, axis)
-        first = jnp.where(sharded.is_first(axis_name, reverse), first, sharded.from_earlier(whole, axis_name, reverse))
+        first = jnp.where(
+            sharded.is_first(axis_name, reverse),
+            first,
+            sharded.from_earlier(whole, axis_name, reverse),
+        )
     wide = jnp.promote_types(units.dtype, jnp.float32)
     earlier = shifted(units, first, axis, reverse=reverse).astype(wide)
     keep = _relative(earlier, units.astype(wide))
@@ -204,7 +224,11 @@ def _time_axis(elements: PyTree, axis: int) -> int:
         )
     axis = axis + min(ranks) if axis < 0 else axis
     if not 0 <= axis < min(ranks):
-        raise UsageError(f"axis={axis} is no axis of every element; legal are 0 to {min(ranks) - 1}.")
+        raise UsageError(
+            f"axis={axis} is no axis of every element; legal are 0 to {min(ranks) - 1}."
+        )
     if len(lengths := {x.shape[axis] for x in leaves}) > 1:
-        raise UsageError(f"elements take one length of time, but have {sorted(lengths)} at axis {axis}.")
+        raise UsageError(
+            f"elements take one length of time, but have {sorted(lengths)} at axis {axis}."
+        )
     return axis

@@ -21,7 +21,9 @@ def from_earlier(tree, axis_name: str, reverse: bool):
     size = lax.axis_size(axis_name)
     # No pair for the piece at the end: `ppermute` gives zeros to who is sent nothing.
     hops = [(i, i - 1) if reverse else (i, i + 1) for i in range(size)]
-    return jax.tree.map(lambda x: lax.ppermute(x, axis_name, [hop for hop in hops if 0 <= hop[1] < size]), tree)
+    return jax.tree.map(
+        lambda x: lax.ppermute(x, axis_name, [hop for hop in hops if 0 <= hop[1] < size]), tree
+    )
 
 
 def incoming(advance, summary, start, axis_name: str, reverse: bool):

@@ -38,5 +38,7 @@ def varying_axes(leaf: jax.Array) -> frozenset[str]:
 def moving_with(tree, others):
     """Returns `tree` with a tangent wherever `others` have one: `custom_linear_solve` transposes all sides or none."""
     for x in (leaf for leaf in jax.tree.leaves(others) if leaf.size):
-        tree = jax.tree.map(lambda y, x=x: jnp.where(True, y, x.reshape(-1)[0].astype(y.dtype)), tree)
+        tree = jax.tree.map(
+            lambda y, x=x: jnp.where(True, y, x.reshape(-1)[0].astype(y.dtype)), tree
+        )
     return tree

@@ -44,8 +44,16 @@ ELEMENTWISE = frozenset(
     "or pcast pow pvary real reduce_precision rem round rsqrt select_n sharding_constraint sign sin sinh sqrt square "
     "stop_gradient sub tan tanh xor".split()
 )
-_REDUCTIONS = set("reduce_sum reduce_max reduce_min reduce_prod argmax argmin reduce_and reduce_or".split())
-_RUNNING = {"cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cummin": "axis", "cumlogsumexp": "axis"}
+_REDUCTIONS = set(
+    "reduce_sum reduce_max reduce_min reduce_prod argmax argmin reduce_and reduce_or".split()
+)
+_RUNNING = {
+    "cumsum": "axis",
+    "cumprod": "axis",
+    "cummax": "axis",
+    "cummin": "axis",
+    "cumlogsumexp": "axis",
+}
 _RUNNING |= {"sort": "dimension", "concatenate": "dimension", "split": "axis"}
 
 
@@ -76,13 +84,16 @@ def _meet(a: int | Lost, b: int | Lost) -> int | Lost:
     if a == b:
         return a
     lost = [side for side in (a, b) if isinstance(side, Lost)]
-    return max(lost, key=lambda side: side.certain) if lost else Lost("a sum of different axes", True)
+    return (
+        max(lost, key=lambda side: side.certain) if lost else Lost("a sum of different axes", True)
+    )
 
 
 def _moved(relation: Relation, where: Callable[[int], int | Lost]) -> Relation:
     """Returns a relation whose axes have moved."""
     return {
-        leaf: tuple(axis if isinstance(axis, Lost) else where(axis) for axis in axes) for leaf, axes in relation.items()
+        leaf: tuple(axis if isinstance(axis, Lost) else where(axis) for axis in axes)
+        for leaf, axes in relation.items()
     }
 
 
@@ -127,7 +138,10 @@ def _kept_axes(eqn: JaxprEqn, side: int) -> Callable[[int], int | Lost]:
 def _product(eqn: JaxprEqn, side: int) -> Callable[[int], int | Lost]:
     contract, batch = eqn.params["dimension_numbers"]
     shapes = [array_of(var).shape for var in eqn.invars]
-    free = [[p for p in range(len(shapes[s])) if p not in contract[s] and p not in batch[s]] for s in range(2)]
+    free = [
+        [p for p in range(len(shapes[s])) if p not in contract[s] and p not in batch[s]]
+        for s in range(2)
+    ]
     first = len(batch[0]) + (len(free[0]) if side else 0)
     place = {p: number for number, p in enumerate(batch[side])}
     place |= {p: first + number for number, p in enumerate(free[side])}
@@ -135,7 +149,11 @@ def _product(eqn: JaxprEqn, side: int) -> Callable[[int], int | Lost]:
 
 
 def _broadcast(eqn):
-    dims, before, after = eqn.params["broadcast_dimensions"], eqn.invars[0].aval.shape, array_of(eqn.outvars[0]).shape
+    dims, before, after = (
+        eqn.params["broadcast_dimensions"],
+        eqn.invars[0].aval.shape,
+        array_of(eqn.outvars[0]).shape,
+    )
     return lambda p: dims[p] if before[p] == after[dims[p]] else Lost("broadcast_in_dim", True)
 
 
@@ -144,7 +162,9 @@ def _reshape(eqn):
 
     def where(p):
         ahead = math.prod(before[:p])
-        same = [q for q, size in enumerate(after) if size == before[p] and math.prod(after[:q]) == ahead]
+        same = [
+            q for q, size in enumerate(after) if size == before[p] and math.prod(after[:q]) == ahead
+        ]
         return same[0] if same else Lost("reshape", before[p] > 1)
 
     return where
@@ -153,7 +173,9 @@ def _reshape(eqn):
 def _removed(axes, certain):
     def rule(eqn):
         gone = set(eqn.params[axes])
-        return lambda p: Lost(eqn.primitive.name, certain) if p in gone else p - sum(q < p for q in gone)
+        return lambda p: (
+            Lost(eqn.primitive.name, certain) if p in gone else p - sum(q < p for q in gone)
+        )
 
     return rule
 
@@ -190,7 +212,9 @@ _AXES: dict[str, Callable[[Any], Callable[[int], int | Lost]]] = {
 }
 
 
-def _fixed_point(body: Callable[[list[Relation]], list[Relation]], carry: list[Relation]) -> list[Relation]:
+def _fixed_point(
+    body: Callable[[list[Relation]], list[Relation]], carry: list[Relation]
+) -> list[Relation]:
     """Returns what the carry of a loop depends on after any number of rounds; axes only ever get lost."""
     while True:
         after = [join(a, b) for a, b in zip(carry, body(carry), strict=True)]
@@ -222,8 +246,12 @@ def _while(eqn, operands):
 def _scan(eqn, operands):
     body, lost = opened(eqn.params["jaxpr"]), Lost("scan", True)
     # What is scanned over, or stacked, has an axis more than the body sees; the names of the counts depend on JAX.
-    num_xs = sum(array_of(a).ndim > array_of(b).ndim for a, b in zip(eqn.invars, body.invars, strict=True))
-    num_carry = sum(array_of(a).ndim == array_of(b).ndim for a, b in zip(eqn.outvars, body.outvars, strict=True))
+    num_xs = sum(
+        array_of(a).ndim > array_of(b).ndim for a, b in zip(eqn.invars, body.invars, strict=True)
+    )
+    num_carry = sum(
+        array_of(a).ndim == array_of(b).ndim for a, b in zip(eqn.outvars, body.outvars, strict=True)
+    )
     num_consts = len(operands) - num_carry - num_xs
     consts, xs = operands[:num_consts], operands[num_consts + num_carry :]
     rows = [_moved(part, lambda p: p - 1 if p else lost) for part in xs]
@@ -231,7 +259,9 @@ def _scan(eqn, operands):
     def after(carry):
         return relations(body, [*consts, *carry, *rows])
 
-    carry = _fixed_point(lambda carry: after(carry)[:num_carry], operands[num_consts : num_consts + num_carry])
+    carry = _fixed_point(
+        lambda carry: after(carry)[:num_carry], operands[num_consts : num_consts + num_carry]
+    )
     return [*carry, *(_moved(part, lambda p: p + 1) for part in after(carry)[num_carry:])]
 
 

@@ -16,10 +16,15 @@ BINARY = {"add": "+", "add_any": "+", "sub": "-", "mul": "*", "div": "/"} | {
     "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "and": "&", "or": "|", "xor": "^",
 }  # fmt: skip
 UNARY = {
-    **{name: f"tl.{name}({{0}})" for name in ("exp", "exp2", "log", "sqrt", "rsqrt", "sin", "cos", "abs", "erf")},
+    **{
+        name: f"tl.{name}({{0}})"
+        for name in ("exp", "exp2", "log", "sqrt", "rsqrt", "sin", "cos", "abs", "erf")
+    },
     **{name: f"libdevice.{name}({{0}})" for name in ("log1p", "expm1")},
     **{name: f"{name}({{0}})" for name in ("logistic", "tanh")},
-    **dict.fromkeys(("copy", "stop_gradient", "broadcast_in_dim", "reshape", "squeeze", "expand_dims"), "{0}"),
+    **dict.fromkeys(
+        ("copy", "stop_gradient", "broadcast_in_dim", "reshape", "squeeze", "expand_dims"), "{0}"
+    ),
     "neg": "-({0})",
     "not": "~({0})",
     "square": "({0} * {0})",
@@ -28,7 +33,9 @@ UNARY = {
     "sign": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, {0}))",  # of zero and of NaN itself, as in JAX
 }
 # Triton's own maximum drops a NaN, and JAX's keeps it.
-LARGER, SMALLER = (f"tl.{name}({{}}, {{}}, propagate_nan=tl.PropagateNan.ALL)" for name in ("maximum", "minimum"))
+LARGER, SMALLER = (
+    f"tl.{name}({{}}, {{}}, propagate_nan=tl.PropagateNan.ALL)" for name in ("maximum", "minimum")
+)
 SEVERAL = {
     "max": LARGER.format("{0}", "{1}"),
     "min": SMALLER.format("{0}", "{1}"),
@@ -64,7 +71,9 @@ class NotElementwise(Exception):
     """The function moves values between lanes, or uses what a kernel does not have."""
 
 
-def statements(closed, inputs: list[str], prefix: str, lanes: tuple[int, ...]) -> tuple[list[str], list[str]]:
+def statements(
+    closed, inputs: list[str], prefix: str, lanes: tuple[int, ...]
+) -> tuple[list[str], list[str]]:
     """Writes the equations of a closed jaxpr as statements.
 
     Args:
@@ -93,7 +102,9 @@ def statements(closed, inputs: list[str], prefix: str, lanes: tuple[int, ...]) -
         lines.append(f"{result} = {_expression(name, values, equation)}")
         return [result]
 
-    return lines, interpret(closed.jaxpr, closed.consts, inputs, rule, lambda value, _: _number(value))
+    return lines, interpret(
+        closed.jaxpr, closed.consts, inputs, rule, lambda value, _: _number(value)
+    )
 
 
 def _expression(name: str, values: list[str], equation) -> str:
@@ -126,7 +137,8 @@ def _check_move(name: str, before: tuple[int, ...], after: tuple[int, ...], para
         # An axis may be added in front or stretched from 1; one that lands elsewhere would give a lane another's value.
         skipped, places = len(after) - len(before), params["broadcast_dimensions"]
         moves = any(
-            size != 1 and place != i + skipped for i, (size, place) in enumerate(zip(before, places, strict=True))
+            size != 1 and place != i + skipped
+            for i, (size, place) in enumerate(zip(before, places, strict=True))
         )
     if moves:
         raise NotElementwise(

@@ -63,7 +63,9 @@ def lane_cell(step, carry, x) -> tuple[LaneCell, list[jax.Array]]:
     if k > LARGEST_BLOCK:
         raise NotElementwise(f"kernels take up to {LARGEST_BLOCK} leaves of a carry, not {k}")
     if any(leaf.shape != lanes for leaf in carry):
-        raise NotElementwise(f"its carry has leaves of shapes {', '.join(str(leaf.shape) for leaf in carry)}")
+        raise NotElementwise(
+            f"its carry has leaves of shapes {', '.join(str(leaf.shape) for leaf in carry)}"
+        )
     # Arrays that the step closes over become arguments of the kernel; numbers stay in its text.
     value = jax.make_jaxpr(step)(carry, x)
     constants = [constant for constant in value.consts if jnp.ndim(constant)]
@@ -71,26 +73,33 @@ def lane_cell(step, carry, x) -> tuple[LaneCell, list[jax.Array]]:
 
     def cell(carry, x, constants):
         rest = iter(constants)
-        consts = [next(rest) if array else const for array, const in zip(held, value.consts, strict=True)]
+        consts = [
+            next(rest) if array else const for array, const in zip(held, value.consts, strict=True)
+        ]
         return jaxpr_as_fun(ClosedJaxpr(value.jaxpr, consts))(*carry, *x)
 
     def linear(carry, x, constants):
         # k <= 2 columns by forward mode; each makes the value again, of which the first is taken.
         seeds = [[jnp.full_like(leaf, i == j) for i, leaf in enumerate(carry)] for j in range(k)]
-        columns = [jax.jvp(lambda *carry: cell(carry, x, constants), carry, tuple(seed)) for seed in seeds]
+        columns = [
+            jax.jvp(lambda *carry: cell(carry, x, constants), carry, tuple(seed)) for seed in seeds
+        ]
         return [*columns[0][0], *(columns[j][1][i] for i in range(k) for j in range(k))]
 
     x_columns, c_columns = ([_columns(leaf, lanes) for leaf in leaves] for leaves in (x, constants))
     empty = LaneCell(lanes, k, tuple(x_columns), tuple(c_columns), "", "")
     texts = [
-        _function(name, f, (carry, x, constants), empty) for name, f in (("cell", cell), ("cell_and_jacobian", linear))
+        _function(name, f, (carry, x, constants), empty)
+        for name, f in (("cell", cell), ("cell_and_jacobian", linear))
     ]
     return dataclasses.replace(empty, value=texts[0], linear=texts[1]), constants
 
 
 def _columns(leaf, lanes: tuple[int, ...]) -> int:
     if leaf.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        raise NotElementwise(f"kernels take float32, bfloat16 and float16, but an input is {leaf.dtype}")
+        raise NotElementwise(
+            f"kernels take float32, bfloat16 and float16, but an input is {leaf.dtype}"
+        )
     shape = trimmed(leaf.shape)
     if shape != lanes[len(lanes) - len(shape) :]:
         raise NotElementwise(
@@ -108,14 +117,20 @@ def _function(name: str, function, arguments, cell: LaneCell) -> str:
     return f"{FUNCTIONS}\n\n@triton.jit\ndef {name}({', '.join(cell.arguments)}):\n{body}"
 
 
-def states_sequentially(cell: LaneCell, start, xs, constants, *, steps: int, reverse: bool = False) -> tuple:
+def states_sequentially(
+    cell: LaneCell, start, xs, constants, *, steps: int, reverse: bool = False
+) -> tuple:
     """Runs the cell over time, one thread a lane; returns k arrays of states [T, *lanes] of the start's dtypes."""
     work = _sequential_kernel.SequentialKernel(cell.k, cell.x_columns, cell.c_columns, cell.value)
-    return _sequential_kernel.launch_sequential(work, start, xs, constants, (steps, *cell.lanes), 0, reverse=reverse)
+    return _sequential_kernel.launch_sequential(
+        work, start, xs, constants, (steps, *cell.lanes), 0, reverse=reverse
+    )
 
 
 @functools.cache
-def newton_source(cell: LaneCell, relative: float, absolute: float, rounding: float) -> KernelSource:
+def newton_source(
+    cell: LaneCell, relative: float, absolute: float, rounding: float
+) -> KernelSource:
     """The look-back kernel whose coefficients are the Jacobian and the residual of the cell at the last states."""
     k, xs, cs = cell.k, range(len(cell.x_columns)), range(len(cell.c_columns))
     inputs = [
@@ -128,7 +143,9 @@ def newton_source(cell: LaneCell, relative: float, absolute: float, rounding: fl
     # registers, since the first row of a tile has its neighbour in another program's.
     body = ["begins = (step == 0)[:, None]", "row = time[:, None].to(tl.int64)"]
     for i in range(k):
-        body.append(f"start{i} = tl.load(first{i}_ptr + lane, mask=live, other=0.0).to(tl.float32)[None, :]")
+        body.append(
+            f"start{i} = tl.load(first{i}_ptr + lane, mask=live, other=0.0).to(tl.float32)[None, :]"
+        )
         body.append(f"old{i} = tl.load(old{i}_ptr + at, mask=mask, other=0.0).to(tl.float32)")
         body.append(
             f"before{i} = tl.load(old{i}_ptr + at - BACK, mask=mask & (step > 0)[:, None], other=0.0).to(tl.float32)"
@@ -143,22 +160,37 @@ def newton_source(cell: LaneCell, relative: float, absolute: float, rounding: fl
     body.append(f"{', '.join(results)} = cell_and_jacobian({', '.join(cell.arguments)})")
     for i in range(k):
         body += [f"a{i}{j} = j{i}{j}" for j in range(k)]
-        body.append(f"b{i} = f{i} - old{i}")  # the residual: what is solved for is the update, not the state
+        body.append(
+            f"b{i} = f{i} - old{i}"
+        )  # the residual: what is solved for is the update, not the state
     # The update is judged here, while it is in registers: a pass of its own would read all of it again.
     finish = []
     for i in range(k):
         finish.append(f"new{i} = old{i} + h{i}")
         finish.append(f"tl.store(new{i}_ptr + at, new{i}, mask=mask)")
         terms = " + ".join(f"tl.abs(j{i}{j} * g{j})" for j in range(k))
-        finish.append(f"bound = {relative!r} * tl.abs(new{i}) + {absolute!r} + {rounding!r} * ({terms})")
+        finish.append(
+            f"bound = {relative!r} * tl.abs(new{i}) + {absolute!r} + {rounding!r} * ({terms})"
+        )
         # The bits of floats that are not negative are ordered as the floats are, and those of a NaN are above all.
-        finish.append(f"bits = tl.where(mask, tl.abs(h{i}) / bound, 0.0).to(tl.int32, bitcast=True)")
+        finish.append(
+            f"bits = tl.where(mask, tl.abs(h{i}) / bound, 0.0).to(tl.int32, bitcast=True)"
+        )
         finish.append(f"tl.atomic_max(worst{i}_ptr + lane, tl.max(bits, 0), mask=live)")
-    return KernelSource(k, tuple(inputs), tuple(outputs), "\n".join(body), "\n".join(finish), functions=cell.linear)
+    return KernelSource(
+        k, tuple(inputs), tuple(outputs), "\n".join(body), "\n".join(finish), functions=cell.linear
+    )
 
 
 def newton_step(
-    cell: LaneCell, states, start, xs, constants, *, bound: tuple[float, float, float], reverse: bool = False
+    cell: LaneCell,
+    states,
+    start,
+    xs,
+    constants,
+    *,
+    bound: tuple[float, float, float],
+    reverse: bool = False,
 ) -> tuple[tuple, tuple]:
     """One Newton step for all lanes and all of time: states + (I - J S)^-1 (f(S states, xs) - states).
 
@@ -184,6 +216,16 @@ def newton_step(
     flat = [jnp.reshape(state, shape) for state in states]
     buffers = [*flat, *start, *xs, *constants]
     zeroed = tuple(range(k, 2 * k))
-    results = launch(newton_source(cell, *bound), buffers, [*out, *worst], shape, 0, reverse=reverse, zeroed=zeroed)
+    results = launch(
+        newton_source(cell, *bound),
+        buffers,
+        [*out, *worst],
+        shape,
+        0,
+        reverse=reverse,
+        zeroed=zeroed,
+    )
     new = tuple(jnp.reshape(x, state.shape) for x, state in zip(results, states, strict=False))
-    return new, tuple(jax.lax.bitcast_convert_type(bits, jnp.float32).reshape(cell.lanes) for bits in results[k:])
+    return new, tuple(
+        jax.lax.bitcast_convert_type(bits, jnp.float32).reshape(cell.lanes) for bits in results[k:]
+    )

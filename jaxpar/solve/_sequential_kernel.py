@@ -39,7 +39,11 @@ class SequentialKernel:
 def sequential_source(work: SequentialKernel, lanes: int) -> str:
     """Returns the Triton source of the kernel `states`."""
     ks, xs, cs = range(work.k), range(len(work.x_columns)), range(len(work.c_columns))
-    pointers = [f"{name}{i}_ptr" for name, places in (("start", ks), ("x", xs), ("c", cs), ("h", ks)) for i in places]
+    pointers = [
+        f"{name}{i}_ptr"
+        for name, places in (("start", ks), ("x", xs), ("c", cs), ("h", ks))
+        for i in places
+    ]
 
     # Loads of a loop's trip are issued before the arithmetic of the trip before: `ahead` steps of inputs wait in
     # registers, n for the next trip and x for this one, so that no step waits for memory. Offsets in time are 64 bits
@@ -54,7 +58,9 @@ def sequential_source(work: SequentialKernel, lanes: int) -> str:
     def load(into: str, u: int) -> list[str]:
         lines = []
         for i, columns in enumerate(work.x_columns):
-            if columns == lanes:  # an element a lane; else one of the last axes, which repeats over lanes
+            if (
+                columns == lanes
+            ):  # an element a lane; else one of the last axes, which repeats over lanes
                 address = f"x{i}_ptr + base + at_{u}.to(tl.int64) * TIME_STRIDE"
             else:
                 address = f"x{i}_ptr + at_{u}.to(tl.int64) * {columns} + lane % {columns}"
@@ -64,8 +70,13 @@ def sequential_source(work: SequentialKernel, lanes: int) -> str:
     lines = ["lane = tl.program_id(0) * 32 + tl.arange(0, 32)", "live = lane < LANES"]
     lines.append("base = (lane // COLUMNS).to(tl.int64) * BATCH_STRIDE + lane % COLUMNS")
     # The state stays in float32 registers from the first step to the last, also where it is stored as 16 bits.
-    lines += [f"g{i} = tl.load(start{i}_ptr + lane, mask=live, other=0.0).to(tl.float32)" for i in ks]
-    lines += [f"c{i} = tl.load(c{i}_ptr + lane % {n}).to(tl.float32)" for i, n in enumerate(work.c_columns)]
+    lines += [
+        f"g{i} = tl.load(start{i}_ptr + lane, mask=live, other=0.0).to(tl.float32)" for i in ks
+    ]
+    lines += [
+        f"c{i} = tl.load(c{i}_ptr + lane % {n}).to(tl.float32)"
+        for i, n in enumerate(work.c_columns)
+    ]
     for u in range(work.ahead):
         lines += [*place("0", u), *load("x", u)]
     lines.append("for first in range(0, T, AHEAD):")
@@ -74,18 +85,34 @@ def sequential_source(work: SequentialKernel, lanes: int) -> str:
         inner += [*place("first + AHEAD", u), *load("n", u)]
     for u in range(work.ahead):
         arguments = [f"g{i}" for i in ks] + [f"x{i}_{u}" for i in xs] + [f"c{i}" for i in cs]
-        inner += [f"{', '.join(f'g{i}' for i in ks)} = cell({', '.join(arguments)})", f"step = first + {u}"]
-        inner.append("row = base + tl.where(REVERSE, T - 1 - step, step).to(tl.int64) * TIME_STRIDE")
+        inner += [
+            f"{', '.join(f'g{i}' for i in ks)} = cell({', '.join(arguments)})",
+            f"step = first + {u}",
+        ]
+        inner.append(
+            "row = base + tl.where(REVERSE, T - 1 - step, step).to(tl.int64) * TIME_STRIDE"
+        )
         # The last trip may go beyond T: it computes on what step T - 1 read, and writes nothing.
         inner += [f"tl.store(h{i}_ptr + row, g{i}, mask=live & (step < T))" for i in ks]
     inner += [f"x{i}_{u} = n{i}_{u}" for u in range(work.ahead) for i in xs]
     lines += ["    " + line for line in inner]
     head = ", ".join((*pointers, *(f"{name}: tl.constexpr" for name in CONSTANTS)))
-    return f"{work.functions}\n\n@triton.jit\ndef states({head}):\n" + indented("\n".join(lines)) + "\n"
+    return (
+        f"{work.functions}\n\n@triton.jit\ndef states({head}):\n"
+        + indented("\n".join(lines))
+        + "\n"
+    )
 
 
 def launch_sequential(
-    work: SequentialKernel, start, xs, constants, shape: tuple[int, ...], axis: int, *, reverse: bool = False
+    work: SequentialKernel,
+    start,
+    xs,
+    constants,
+    shape: tuple[int, ...],
+    axis: int,
+    *,
+    reverse: bool = False,
 ) -> tuple:
     """Runs the kernel; returns k arrays of states of one `shape`, with time at `axis`, of the dtypes of `start`.
 

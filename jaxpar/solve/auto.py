@@ -54,7 +54,9 @@ class Auto:
     gradient: bool = True
     jac: Jac = "auto"
 
-    def choose_method(self, f: Callable, init: PyTree, xs: PyTree, length: int, reverse: bool) -> Method:
+    def choose_method(
+        self, f: Callable, init: PyTree, xs: PyTree, length: int, reverse: bool
+    ) -> Method:
         """Returns the method that `choose` chooses."""
         return choose(f, init, xs, length, reverse, gradient=self.gradient, jac=self.jac).method
 
@@ -106,13 +108,19 @@ def choose(
         before = ()
         if parts.first:
             _, before = parts.known(Loop(num, reverse, 1, None))
-        return choose(*parts.rest(before), num, reverse, gradient=gradient, jac=jac, platform=platform)
+        return choose(
+            *parts.rest(before), num, reverse, gradient=gradient, jac=jac, platform=platform
+        )
     first = tuple(leaf[0] for leaf in traced.xs)
     model = model_of(traced, first, num, gradient, jac, platform)
     structure = model.structure
 
-    now = jnp.zeros(())  # a tracer wherever a program is traced, even one whose inputs are all known
-    is_known = not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((init, xs, traced.consts, now)))
+    now = jnp.zeros(
+        ()
+    )  # a tracer wherever a program is traced, even one whose inputs are all known
+    is_known = not any(
+        isinstance(leaf, Tracer) for leaf in jax.tree.leaves((init, xs, traced.consts, now))
+    )
     exponent = _exponent(f, init, xs, num, reverse) if is_known else None
     eps = max(float(jnp.finfo(leaf.dtype).eps) for leaf in traced.init)
     is_chaotic = exponent is not None and not exponent * num <= -math.log(eps) / 2
@@ -123,10 +131,17 @@ def choose(
     table = sequential_candidates(model, jac)
     limit = min(row.seconds for row in table)
     for method in iterative_methods(structure, jac):
-        table.append(_candidate(method, model, limit, obstacle, (f, init, xs, reverse) if is_known else None))
+        table.append(
+            _candidate(method, model, limit, obstacle, (f, init, xs, reverse) if is_known else None)
+        )
     table.append(shooting(model, jac, exponent, obstacle, eps))
     table.sort(key=lambda row: row.seconds)
-    return Choice(table[0].method, reason_for(table, exponent, is_chaotic, num, platform), exponent, tuple(table))
+    return Choice(
+        table[0].method,
+        reason_for(table, exponent, is_chaotic, num, platform),
+        exponent,
+        tuple(table),
+    )
 
 
 def _exponent(f: Callable, init: PyTree, xs: PyTree, num: int, reverse: bool) -> float:
@@ -135,28 +150,39 @@ def _exponent(f: Callable, init: PyTree, xs: PyTree, num: int, reverse: bool) ->
     return float(jax.jit(lambda init, xs: lyapunov(f, init, xs, min(num, PREFIX)))(init, ahead))
 
 
-def _candidate(method: Method, model: CostModel, limit: float, obstacle: str, problem: tuple | None) -> Candidate:
+def _candidate(
+    method: Method, model: CostModel, limit: float, obstacle: str, problem: tuple | None
+) -> Candidate:
     """Tries a method on the first steps, unless it is ruled out before or values are not known."""
     if obstacle:
         return Candidate(method, 0, math.inf, f"ruled out: {obstacle}")
     if model.solve(method, 2) >= limit:
         return Candidate(
-            method, 2, model.solve(method, 2), "not tried: dearer than a sequential run with two iterations already"
+            method,
+            2,
+            model.solve(method, 2),
+            "not tried: dearer than a sequential run with two iterations already",
         )
     if problem is None:
         if not isinstance(method, Newton):
             return Candidate(method, 0, math.inf, "not tried: its iterations can only be measured")
         seconds = model.solve(method, ASSUMED_ITERATIONS)
-        return Candidate(method, ASSUMED_ITERATIONS, seconds, "iterations assumed: values are traced")
+        return Candidate(
+            method, ASSUMED_ITERATIONS, seconds, "iterations assumed: values are traced"
+        )
     f, init, xs, reverse = problem
     num = min(model.length, PREFIX)
     _, _, stats = parallel_scan(
         f, init, _prefix(xs, reverse), num, reverse, method=method, with_stats=True, on_fail="nan"
     )
     if not stats.converged:
-        return Candidate(method, int(stats.iterations), math.inf, f"ruled out: it fails within {num} steps")
+        return Candidate(
+            method, int(stats.iterations), math.inf, f"ruled out: it fails within {num} steps"
+        )
     count = math.ceil(int(stats.iterations) / int(stats.windows))
-    return Candidate(method, count, model.solve(method, count), f"iterations measured on {num} steps")
+    return Candidate(
+        method, count, model.solve(method, count), f"iterations measured on {num} steps"
+    )
 
 
 def _prefix(xs: PyTree, reverse: bool) -> PyTree:

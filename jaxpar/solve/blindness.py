@@ -200,7 +200,9 @@ class _Reader:
         self.known[key] = value
         return value
 
-    def with_unseen(self, equation: JaxprEqn, operands: list[Entry], results: list[Entry]) -> list[Entry]:
+    def with_unseen(
+        self, equation: JaxprEqn, operands: list[Entry], results: list[Entry]
+    ) -> list[Entry]:
         """Returns results that are blind where the derivative of an equation ignores an operand."""
         moved = [
             position
@@ -256,7 +258,9 @@ class _Reader:
             carry = after
         inputs = [_opaque(value) for value in (*operands[:first], *carry)]
         [goes_on] = self.read(test, [None] * len(test.constvars), inputs)
-        return [_chosen_by(goes_on, value, "the number of rounds of a while loop") for value in carry]
+        return [
+            _chosen_by(goes_on, value, "the number of rounds of a while loop") for value in carry
+        ]
 
     def branch(self, equation: JaxprEqn, operands: list[Entry]) -> list[Entry]:
         """Returns the results of a conditional: the choice of its branch is blind."""
@@ -420,7 +424,9 @@ def _choose(which: np.ndarray, *branches: np.ndarray) -> np.ndarray:
     return np.choose(rows[0], rows[1:])
 
 
-_SAME = frozenset("broadcast_in_dim copy copy_p expand_dims reshape squeeze transpose pcast pvary".split())
+_SAME = frozenset(
+    "broadcast_in_dim copy copy_p expand_dims reshape squeeze transpose pcast pvary".split()
+)
 
 _NUMPY: dict[str, Callable] = {
     "abs": np.abs, "acos": np.arccos, "acosh": np.arccosh, "add": np.add, "add_any": np.add,
@@ -586,10 +592,14 @@ def _gap(lines: _Lines, result: Entry, low: np.ndarray, high: np.ndarray) -> np.
 
 def _is_guard(choice: Entry) -> bool:
     """True if a choice hangs on nothing but tests for NaN and infinity."""
-    tests = [value for value in _within(choice) if value.name in ("eq", "ne", "ge", "gt", "le", "lt")]
+    tests = [
+        value for value in _within(choice) if value.name in ("eq", "ne", "ge", "gt", "le", "lt")
+    ]
     same = [value for value in tests if value.operands[0] is value.operands[1]]
     others = [value for value in tests if value.operands[0] is not value.operands[1]]
-    infinite = [value for value in others if any(_is_infinite(operand) for operand in value.operands)]
+    infinite = [
+        value for value in others if any(_is_infinite(operand) for operand in value.operands)
+    ]
     kinds = {value.name for value in _within(choice)}
     return len(same) + len(infinite) == len(tests) and (bool(tests) or "is_finite" in kinds)
 

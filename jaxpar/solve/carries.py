@@ -58,12 +58,16 @@ class Loop:
             return part(init)
         start, tree = jax.tree.flatten(init)
         structure = Structure(())  # nothing is solved for
-        problem = Problem(lambda h, _: h, _words(start), (), self.length, structure, self.axis_name, self.reverse)
+        problem = Problem(
+            lambda h, _: h, _words(start), (), self.length, structure, self.axis_name, self.reverse
+        )
 
         def sent(send: Callable[[Leaves], Leaves], last: PyTree) -> PyTree:
             return tree.unflatten(_read(send(_words(tree.flatten_up_to(last))), start))
 
-        last = jax.lax.fori_loop(0, self.parts - 1, lambda _, last: part(sent(problem.entry, last))[0], init)
+        last = jax.lax.fori_loop(
+            0, self.parts - 1, lambda _, last: part(sent(problem.entry, last))[0], init
+        )
         last, ys = part(sent(problem.entry, last))
         return sent(problem.final, last), ys
 
@@ -91,7 +95,10 @@ class Division:
     def known(self, loop: Loop) -> tuple[Leaves, Leaves]:
         """Returns the leaves of `first` after the last step, and before each step [T, ...]; one loop."""
         # Their values do not depend on the others: any will do, and none has a part in the derivative.
-        others = {number: jax.lax.stop_gradient(self.traced.init[number]) for number in (*self.solved, *self.last)}
+        others = {
+            number: jax.lax.stop_gradient(self.traced.init[number])
+            for number in (*self.solved, *self.last)
+        }
 
         def step(known: Leaves, x: Leaves) -> tuple[Leaves, Leaves]:
             new = self.traced.step(self.merged(others, first=known), x)
@@ -142,7 +149,14 @@ class Division:
         after, before = loop.run(step, self.of(self.last), rows)
         return after, jax.checkpoint(jax.vmap(output))(*rows, before)
 
-    def merged(self, others: dict[int, Array], *, first: Leaves = (), solved: Leaves = (), last: Leaves = ()) -> Leaves:
+    def merged(
+        self,
+        others: dict[int, Array],
+        *,
+        first: Leaves = (),
+        solved: Leaves = (),
+        last: Leaves = (),
+    ) -> Leaves:
         """Returns the leaves of a state, in their order."""
         places = dict(others)
         for numbers, leaves in ((self.first, first), (self.solved, solved), (self.last, last)):
@@ -158,10 +172,14 @@ class Division:
 def divided(traced: Traced, names: Sequence[str], axis_name: str | None = None) -> Division:
     """Returns which leaves of a carry, of these `names`, to solve for."""
     init = traced.init
-    solved = tuple(n for n, leaf in enumerate(init) if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size)
+    solved = tuple(
+        n for n, leaf in enumerate(init) if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size
+    )
     others = tuple(number for number in range(len(init)) if number not in solved)
     if not solved:
-        return Division(traced, names, solved, others, reason="no leaf of the carry is floating and has entries")
+        return Division(
+            traced, names, solved, others, reason="no leaf of the carry is floating and has entries"
+        )
     if not others:
         return Division(traced, names, solved, others)
     sources = _sources(traced)

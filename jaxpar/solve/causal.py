@@ -103,11 +103,15 @@ def _sweep(update: Update, guess: PyTree, axis: int, block: int, tol: float, lim
 
     def accept(low, high, x, new):
         def leaf(old, new, start):
-            index = jnp.arange(num).reshape([-1 if dim == axis % old.ndim else 1 for dim in range(old.ndim)])
+            index = jnp.arange(num).reshape(
+                [-1 if dim == axis % old.ndim else 1 for dim in range(old.ndim)]
+            )
             inside = (low <= index) & (index < high)
             # Element `low` is final as it comes; a later one that is not finite could reach earlier ones as 0 * inf.
             new_or_start = jnp.where(jnp.isfinite(new) | (index == low), new, start)
-            return jnp.where(inside, new_or_start, old), jnp.all(_unchanged(old, new, tol) | ~inside)
+            return jnp.where(inside, new_or_start, old), jnp.all(
+                _unchanged(old, new, tol) | ~inside
+            )
 
         pairs = jax.tree.map(leaf, x, new, guess)
         x, same = jax.tree.transpose(jax.tree.structure(guess), jax.tree.structure((0, 0)), pairs)
@@ -120,7 +124,9 @@ def _sweep(update: Update, guess: PyTree, axis: int, block: int, tol: float, lim
         return x, low, jnp.where(low >= high, jnp.minimum(high + block, num), high), count + 1
 
     start = (guess, jnp.int32(0), jnp.int32(min(block, num)), jnp.int32(0))
-    x, low, _, count = lax.while_loop(lambda state: (state[1] < num) & (state[3] < limit), body, start)
+    x, low, _, count = lax.while_loop(
+        lambda state: (state[1] < num) & (state[3] < limit), body, start
+    )
     finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(x)]).all()
     # As floats: the derivative of `custom_root` takes no integers beside the solution.
     return x, (count.astype(jnp.float32), ((low >= num) & finite).astype(jnp.float32))
@@ -141,7 +147,9 @@ def _solve_tangent(linear: Update, y: PyTree, num: int) -> PyTree:
         def body(state):
             v, _, count = state
             new = jax.tree.map(lambda lv, v, y: lv + v - y, linear(v), v, y)
-            same = jnp.stack([jnp.all(a == b) for a, b in zip(*map(jax.tree.leaves, (v, new)), strict=True)]).all()
+            same = jnp.stack(
+                [jnp.all(a == b) for a, b in zip(*map(jax.tree.leaves, (v, new)), strict=True)]
+            ).all()
             return new, same, count + 1
 
         start = (jax.tree.map(jnp.negative, y), jnp.bool_(False), jnp.int32(1))
@@ -173,7 +181,9 @@ def check_causal(update: Update, example: PyTree, *, axis: int = 0, tol: float =
 
     def moved(plain, first):
         def alter(x):
-            index = jnp.arange(num).reshape([-1 if dim == axis % x.ndim else 1 for dim in range(x.ndim)])
+            index = jnp.arange(num).reshape(
+                [-1 if dim == axis % x.ndim else 1 for dim in range(x.ndim)]
+            )
             return jnp.where(index >= first, _other(x), x)
 
         def rows(a, b):
@@ -181,7 +191,9 @@ def check_causal(update: Update, example: PyTree, *, axis: int = 0, tol: float =
 
         out = update(jax.tree.map(alter, example))
         plain = jax.tree.map(lambda a, b: jnp.where(first == num, b, a), plain, out)
-        return plain, jnp.stack(jax.tree.leaves(jax.tree.map(rows, plain, out))).any(0) & (jnp.arange(num) <= first)
+        return plain, jnp.stack(jax.tree.leaves(jax.tree.map(rows, plain, out))).any(0) & (
+            jnp.arange(num) <= first
+        )
 
     # The unaltered one goes first, through the same program: another one may round it otherwise.
     plain = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(update, example))
@@ -219,9 +231,19 @@ def _block(method: Order, num: int) -> int:
 
 
 def _num_elements(x: PyTree, axis: int) -> int:
-    shapes = {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(x)}
-    sizes = {name: shape[axis] for name, shape in shapes.items() if -len(shape) <= axis < len(shape)}
-    if not shapes or len(sizes) < len(shapes) or len(set(sizes.values())) > 1 or 0 in sizes.values():
+    shapes = {
+        jax.tree_util.keystr(path): jnp.shape(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(x)
+    }
+    sizes = {
+        name: shape[axis] for name, shape in shapes.items() if -len(shape) <= axis < len(shape)
+    }
+    if (
+        not shapes
+        or len(sizes) < len(shapes)
+        or len(set(sizes.values())) > 1
+        or 0 in sizes.values()
+    ):
         raise UsageError(
             f"every leaf must have the same positive number of elements at axis {axis}, but the shapes are {shapes}."
         )
@@ -232,7 +254,8 @@ def _check_update(update: Update, x: PyTree) -> None:
     want = jax.tree.map(jax.typeof, x)
     got = jax.eval_shape(update, x)
     same = jax.tree.structure(got) == jax.tree.structure(want) and all(
-        (a.shape, a.dtype) == (b.shape, b.dtype) for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True)
+        (a.shape, a.dtype) == (b.shape, b.dtype)
+        for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True)
     )
     if not same:
         raise UsageError(f"update must return what it is given, but it turns {want} into {got}.")

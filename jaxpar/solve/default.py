@@ -140,14 +140,20 @@ class CostModel:
     def iteration(self, method: Method) -> float:
         """One iteration over the whole length, all windows together."""
         if self.kernel is not None and isinstance(method, Newton):
-            states = self.length * sum(math.prod(group.batch) * group.n for group in self.structure.groups)
+            states = self.length * sum(
+                math.prod(group.batch) * group.n for group in self.structure.groups
+            )
             return self.kernel[1] + 4 * 5 * states / self.kernel[2]
         held = diagonal_structure(self.structure) if isinstance(method, Quasi) else self.structure
-        products = 0 if isinstance(method, Jacobi) else max(group.n for group in self.structure.groups)
+        products = (
+            0 if isinstance(method, Jacobi) else max(group.n for group in self.structure.groups)
+        )
         size = 4 * sum(math.prod(group.batch) * group.n for group in held.groups)
         bytes_per_step = 4 * size if isinstance(method, Jacobi) else held.bytes_per_step
         dense = sum(math.prod(g.batch) * g.n**3 for g in held.groups if g.n > MAX_LANES)
-        flops = self.step_flops * (1 + 2 * products) + (0 if isinstance(method, Jacobi) else 4 * dense)
+        flops = self.step_flops * (1 + 2 * products) + (
+            0 if isinstance(method, Jacobi) else 4 * dense
+        )
         windows = math.ceil(self.length / auto_window(held, self.length))
         return windows * self.costs.iteration + self.length * (
             bytes_per_step / self.costs.bandwidth + flops / self.costs.flops
@@ -157,7 +163,11 @@ class CostModel:
         """One pass over all blocks at once."""
         states = sum(math.prod(group.batch) * group.n for group in self.structure.groups)
         work = 10 * 4 * states / self.costs.bandwidth + self.step_flops / self.costs.flops
-        return self.costs.iteration + min(method.block, self.length) * self.costs.step + self.length * work
+        return (
+            self.costs.iteration
+            + min(method.block, self.length) * self.costs.step
+            + self.length * work
+        )
 
     def back(self) -> float:
         """The exact gradient by one affine scan with the true Jacobian, where gradients are wanted."""
@@ -177,7 +187,10 @@ def sequential_candidates(model: CostModel, jac: Jac) -> list[Candidate]:
             "lax.scan",
         ),
         Candidate(
-            ParallelBackward(jac=jac), 0, model.sequential() + model.back(), "lax.scan, with a parallel gradient"
+            ParallelBackward(jac=jac),
+            0,
+            model.sequential() + model.back(),
+            "lax.scan, with a parallel gradient",
         ),
     ]
     if model.kernel is not None:
@@ -198,7 +211,10 @@ def is_rounded(jaxpr: Jaxpr, wanted: Sequence[Var | Literal], eps: float) -> boo
     for eqn in reversed(jaxpr.eqns):
         places = [place for place, var in enumerate(eqn.outvars) if var in used]
         kinds = [array_of(eqn.outvars[place]).dtype for place in places]
-        if any(jnp.issubdtype(kind, jnp.floating) and float(jnp.finfo(kind).eps) > eps for kind in kinds):
+        if any(
+            jnp.issubdtype(kind, jnp.floating) and float(jnp.finfo(kind).eps) > eps
+            for kind in kinds
+        ):
             return True
         inner = inner_jaxpr(eqn)
         if inner is not None and is_rounded(inner, [inner.outvars[place] for place in places], eps):
@@ -208,11 +224,15 @@ def is_rounded(jaxpr: Jaxpr, wanted: Sequence[Var | Literal], eps: float) -> boo
     return False
 
 
-def shooting(model: CostModel, jac: Jac, exponent: float | None, obstacle: str, eps: float) -> Candidate:
+def shooting(
+    model: CostModel, jac: Jac, exponent: float | None, obstacle: str, eps: float
+) -> Candidate:
     """Multiple shooting: a pass for each block until a wrong start is forgotten, one to see it, one for the insides."""
     method = GaussSeidel(jac=jac)
     if obstacle or (exponent is not None and exponent >= 0):
-        return Candidate(method, 0, math.inf, f"ruled out: {obstacle or 'a wrong start is never forgotten'}")
+        return Candidate(
+            method, 0, math.inf, f"ruled out: {obstacle or 'a wrong start is never forgotten'}"
+        )
     count = 1 if exponent is None else math.ceil(math.log(eps) / (exponent * method.block))
     source = "assumed" if exponent is None else "from the exponent"
     seconds = (count + 2) * model.shot(method)
@@ -221,15 +241,25 @@ def shooting(model: CostModel, jac: Jac, exponent: float | None, obstacle: str, 
     return Candidate(method, count, seconds, f"iterations {source}")
 
 
-def reason_for(table: list[Candidate], exponent: float | None, is_chaotic: bool, num: int, platform: str) -> str:
+def reason_for(
+    table: list[Candidate], exponent: float | None, is_chaotic: bool, num: int, platform: str
+) -> str:
     best, name = table[0], type(table[0].method).__name__
     if is_chaotic:
         why = f"errors grow by {exponent:+.3f} nats a step, too much over {num} steps for any iteration"
     else:
         one_by_one = Sequential | ParallelBackward | Fused
-        other = next(row for row in table if isinstance(row.method, one_by_one) != isinstance(best.method, one_by_one))
+        other = next(
+            row
+            for row in table
+            if isinstance(row.method, one_by_one) != isinstance(best.method, one_by_one)
+        )
         why = f"{best.seconds:.1e} s expected against {other.seconds:.1e} s for {type(other.method).__name__}"
-        forgets = "predictability assumed" if exponent is None else f"exponent {exponent:+.3f} nats a step"
+        forgets = (
+            "predictability assumed"
+            if exponent is None
+            else f"exponent {exponent:+.3f} nats a step"
+        )
         why = f"{why}; {forgets}"
     return f"{name} for {num} steps on {platform}: {why}."
 
@@ -299,7 +329,9 @@ def rule(
         # The program is not read for what is blind: on CPUs that would cost more than it tells.
         note = "not tried: dearer than a sequential run with two iterations already"
         table.append(Candidate(newton, AFFINE_ITERATIONS, seconds, note))
-        table.append(shot._replace(note="not tried: dearer than a sequential run with one pass already"))
+        table.append(
+            shot._replace(note="not tried: dearer than a sequential run with one pass already")
+        )
     else:
         recurrence = parts.traced.recurrence
         causes = blind_leaves(recurrence.jaxpr, recurrence.num_carry)
@@ -314,10 +346,13 @@ def rule(
         # Next to a solve they are a loop of their own.
         apart = length * model.costs.step
         table = [
-            row if isinstance(row.method, Sequential) else row._replace(seconds=row.seconds + apart) for row in table
+            row if isinstance(row.method, Sequential) else row._replace(seconds=row.seconds + apart)
+            for row in table
         ]
     table.sort(key=lambda row: row.seconds)
-    return Choice(table[0].method, reason_for(table, None, False, length, platform), None, tuple(table))
+    return Choice(
+        table[0].method, reason_for(table, None, False, length, platform), None, tuple(table)
+    )
 
 
 def _unknowns(parts: Division, length: int) -> tuple[Traced, Leaves]:
@@ -332,7 +367,9 @@ def _unknowns(parts: Division, length: int) -> tuple[Traced, Leaves]:
     return program, tuple(leaf[0] for leaf in program.xs)
 
 
-def _parallel_candidates(model: CostModel, program: Traced, first: Leaves, jac: Jac, obstacle: str) -> list[Candidate]:
+def _parallel_candidates(
+    model: CostModel, program: Traced, first: Leaves, jac: Jac, obstacle: str
+) -> list[Candidate]:
     """Returns the rows of what iterates, by iterations that are assumed."""
     newton = Newton(jac=jac)
     if obstacle:
@@ -352,7 +389,9 @@ def check_platform(platform: str) -> None:
         raise UsageError(f"platform={platform!r} has no costs; legal are {legal}.")
 
 
-def model_of(program: Traced, first: Leaves, length: int, gradient: bool, jac: Jac, platform: str) -> CostModel:
+def model_of(
+    program: Traced, first: Leaves, length: int, gradient: bool, jac: Jac, platform: str
+) -> CostModel:
     """Returns the costs of a recurrence: `first` are the inputs of one step."""
     structure = structure_of(program.step, program.init, first, jac)
     problem = Problem(program.step, program.init, program.xs, length, structure)
@@ -372,7 +411,9 @@ def model_of(program: Traced, first: Leaves, length: int, gradient: bool, jac: J
 def obstacle_of(program: Traced, names: Sequence[str]) -> str:
     """Returns why no iteration suits a recurrence; empty if nothing in its program says so."""
     recurrence = program.recurrence
-    for name, causes in zip(names, blind_leaves(recurrence.jaxpr, recurrence.num_carry), strict=True):
+    for name, causes in zip(
+        names, blind_leaves(recurrence.jaxpr, recurrence.num_carry), strict=True
+    ):
         if causes:
             text = min(cause.text for cause in causes)
             return f"carry leaf {name} is blind: a derivative does not see {text}"

@@ -65,7 +65,9 @@ class Elk:
         """Returns False but for lambda = 0: an attenuated update is not the error."""
         return not self.quasi and self.lam == 0
 
-    def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
+    def states(
+        self, problem: Problem, guess: Leaves | None, on_fail: str
+    ) -> tuple[Leaves, Outcome]:
         """Solves window by window."""
         return by_windows(self, problem, guess, on_fail)
 
@@ -74,12 +76,16 @@ class Elk:
         structure = self.held(problem.structure)
         if self.quasi:
             diagonal = zip(exact_diagonal(problem, problem.shift(h)), structure.groups, strict=True)
-            jacobian = tuple(((leaf.reshape(len(leaf), *group.batch),),) for leaf, group in diagonal)
+            jacobian = tuple(
+                ((leaf.reshape(len(leaf), *group.batch),),) for leaf, group in diagonal
+            )
         else:
             jacobian = problem.jacobian(h)
         ahead = tuple(a.astype(r.dtype) + r for a, r in zip(h, residual, strict=True))
         ma = []
-        for group, a, whole in zip(structure.groups, jacobian, structure.dense(jacobian), strict=True):
+        for group, a, whole in zip(
+            structure.groups, jacobian, structure.dense(jacobian), strict=True
+        ):
             lam = self._lam(group.flat(residual), group.flat(ahead))
             each = damped_dynamics(whole.astype(lam.dtype), lam)
             lanes = tuple(tuple(each[..., i, j] for j in range(group.n)) for i in range(group.n))
@@ -91,10 +97,16 @@ class Elk:
         if not self.adaptive:
             return jnp.full(residual.shape[:-1], self.lam, residual.dtype)
         size = jnp.mean(ahead * ahead, (0, -1))
-        return self.lam * jnp.mean(residual * residual, -1) / jnp.maximum(size, jnp.finfo(size.dtype).tiny)[None]
+        return (
+            self.lam
+            * jnp.mean(residual * residual, -1)
+            / jnp.maximum(size, jnp.finfo(size.dtype).tiny)[None]
+        )
 
 
-def damped_dynamics(a: Float[Array, "T *batch n n"], lam: Float[Array, "T *batch"]) -> Float[Array, "T *batch n n"]:
+def damped_dynamics(
+    a: Float[Array, "T *batch n n"], lam: Float[Array, "T *batch"]
+) -> Float[Array, "T *batch n n"]:
     """Returns M[t] A[t], M[t] = (I + lam[t] P[t])^-1: the dynamics of the Kalman filter's estimate.
 
     P[t] = A[t] S[t-1] A[t]^T + I is the covariance predicted by delta[t] = A[t] delta[t-1] + unit
@@ -145,7 +157,9 @@ def _prefixes(elements: _Filtering) -> _Filtering:
 def _combined(i: _Filtering, j: _Filtering) -> _Filtering:
     """Returns the steps of i, then those of j."""
     eye = jnp.broadcast_to(jnp.eye(i.dynamics.shape[-1], dtype=i.dynamics.dtype), i.dynamics.shape)
-    both = _solved(eye + _times(i.covariance, j.information), jnp.concatenate([i.dynamics, i.covariance], -1))
+    both = _solved(
+        eye + _times(i.covariance, j.information), jnp.concatenate([i.dynamics, i.covariance], -1)
+    )
     damped, shrunk = jnp.split(both, 2, -1)
     return _Filtering(
         _times(j.dynamics, damped),

@@ -42,7 +42,9 @@ class Jacobi:
         """Returns False: an update knows little of the Jacobian."""
         return False
 
-    def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
+    def states(
+        self, problem: Problem, guess: Leaves | None, on_fail: str
+    ) -> tuple[Leaves, Outcome]:
         """Solves window by window."""
         return by_windows(self, problem, guess, on_fail)
 
@@ -76,12 +78,17 @@ class Picard:
         """Returns False: an update knows little of the Jacobian."""
         return False
 
-    def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
+    def states(
+        self, problem: Problem, guess: Leaves | None, on_fail: str
+    ) -> tuple[Leaves, Outcome]:
         """Solves window by window."""
         return by_windows(self, problem, guess, on_fail)
 
     def update(self, problem: Problem, h: Leaves, residual: Leaves) -> Leaves:
         """Returns delta[t] = delta[t-1] + residual[t]."""
         structure = self.held(problem.structure)
-        ones = ((jnp.ones((problem.length, *group.batch), residual[0].dtype),) for group in structure.groups)
+        ones = (
+            (jnp.ones((problem.length, *group.batch), residual[0].dtype),)
+            for group in structure.groups
+        )
         return problem.solve(tuple((row,) for row in ones), residual, structure=structure)

@@ -63,7 +63,9 @@ class Fused:
 
     __post_init__ = check_fields
 
-    def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
+    def states(
+        self, problem: Problem, guess: Leaves | None, on_fail: str
+    ) -> tuple[Leaves, Outcome]:
         """Runs one step after the other; there is nothing to guess nor to fail."""
         return fused_states(problem, self.unroll), sequential_outcome(problem)
 
@@ -121,10 +123,14 @@ def newton_states(problem: Problem, max_iters: int | None, on_fail: str) -> tupl
 
         def goes_on(carry):
             _, last, error, count = carry
-            return (count < most) & ~jnp.all((error <= 1) | jnp.isnan(last))  # no iterate recovers from NaN
+            return (count < most) & ~jnp.all(
+                (error <= 1) | jnp.isnan(last)
+            )  # no iterate recovers from NaN
 
         unknown = largest([jnp.full(cell.lanes, jnp.inf, jnp.float32) for _ in start])
-        states, _, error, count = lax.while_loop(goes_on, advance, (states, unknown, unknown, jnp.int32(0)))
+        states, _, error, count = lax.while_loop(
+            goes_on, advance, (states, unknown, unknown, jnp.int32(0))
+        )
         return states, (jnp.broadcast_to(error, cell.lanes),), (count,)
 
     def step_once(cell, start, xs, constants, states):
@@ -150,7 +156,9 @@ def newton_states(problem: Problem, max_iters: int | None, on_fail: str) -> tupl
         return ~passes.all() & (error <= 1) & (count < most)
 
     h = tuple(jnp.broadcast_to(leaf, (problem.length, *leaf.shape)) for leaf in problem.start)
-    h, passes, residual, error, iterations = lax.while_loop(goes_on, turn, turn((h, None, None, None, jnp.int32(0))))
+    h, passes, residual, error, iterations = lax.while_loop(
+        goes_on, turn, turn((h, None, None, None, jnp.int32(0)))
+    )
     # One rate was taken for all lanes, and one size: each entry's own error is added up here.
     # The update of one step more adds up all residuals, which is the error to first order.
     moved = _batched(step_once, cell)(*inputs, h)[0]
@@ -177,7 +185,9 @@ def newton_states(problem: Problem, max_iters: int | None, on_fail: str) -> tupl
         if on_fail == "finish":
             return fused_states(problem)
         is_kept = jnp.arange(problem.length) < prefix
-        return tuple(jnp.where(is_kept.reshape(-1, *(1,) * (leaf.ndim - 1)), leaf, jnp.nan) for leaf in h)
+        return tuple(
+            jnp.where(is_kept.reshape(-1, *(1,) * (leaf.ndim - 1)), leaf, jnp.nan) for leaf in h
+        )
 
     return once(~is_done, repaired, h, (h, is_done)), outcome
 
@@ -217,13 +227,23 @@ def _batched(run: Callable, cell: _fused.LaneCell) -> Callable:
 
         start = everywhere(start, in_start)
         states = tuple(jnp.moveaxis(x, 0, 1) for x in everywhere(states, in_states))
-        xs = tuple(jnp.moveaxis(_spread(x, cell, 2), 0, 1) if yes else x for x, yes in zip(xs, in_xs, strict=True))
-        constants = [_spread(x, cell, 1) if yes else x for x, yes in zip(constants, in_constants, strict=True)]
+        xs = tuple(
+            jnp.moveaxis(_spread(x, cell, 2), 0, 1) if yes else x
+            for x, yes in zip(xs, in_xs, strict=True)
+        )
+        constants = [
+            _spread(x, cell, 1) if yes else x
+            for x, yes in zip(constants, in_constants, strict=True)
+        ]
         wide = dataclasses.replace(
             cell,
             lanes=(size, *cell.lanes),
-            x_columns=tuple(whole if yes else n for n, yes in zip(cell.x_columns, in_xs, strict=True)),
-            c_columns=tuple(whole if yes else n for n, yes in zip(cell.c_columns, in_constants, strict=True)),
+            x_columns=tuple(
+                whole if yes else n for n, yes in zip(cell.x_columns, in_xs, strict=True)
+            ),
+            c_columns=tuple(
+                whole if yes else n for n, yes in zip(cell.c_columns, in_constants, strict=True)
+            ),
         )
         timed, lanes, shared = _batched(run, wide)(start, xs, constants, states)
         timed = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), timed)

@@ -95,16 +95,22 @@ class GaussSeidel:
         if self.window is not None and self.window < self.block:
             raise UsageError(f"window={self.window} must hold one block of {self.block} at least.")
 
-    def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
+    def states(
+        self, problem: Problem, guess: Leaves | None, on_fail: str
+    ) -> tuple[Leaves, Outcome]:
         """Runs all blocks at once until they meet to the bit, or by so little that the certificate passes."""
         return self._shot(problem, guess, on_fail, is_certified=True)
 
-    def _shot(self, problem: Problem, guess: Leaves | None, on_fail: str, is_certified: bool) -> tuple[Leaves, Outcome]:
+    def _shot(
+        self, problem: Problem, guess: Leaves | None, on_fail: str, is_certified: bool
+    ) -> tuple[Leaves, Outcome]:
         """Returns `states`; without a certificate blocks need not meet to the bit, and the speed of updates decides."""
         length = problem.length
         block = min(self.block, length)
         if problem.axis_name is not None and length % block:
-            raise UsageError(f"over devices a part's {length} steps must be a whole number of blocks of {block}.")
+            raise UsageError(
+                f"over devices a part's {length} steps must be a whole number of blocks of {block}."
+            )
         ends = _from_block_to_block(problem, block)
         start = _ends_of(guess, block, ends.length)
         if self.correction or self.window or not is_certified:
@@ -156,7 +162,13 @@ class GaussSeidel:
         return met, outcome, index < outcome.first_bad
 
     def _meet(
-        self, problem: Problem, ends: Problem, start: Leaves, block: int, most: int, is_certified: bool
+        self,
+        problem: Problem,
+        ends: Problem,
+        start: Leaves,
+        block: int,
+        most: int,
+        is_certified: bool,
     ) -> Meeting:
         """Runs all blocks until they meet, forget, or are stuck, at most so often."""
 
@@ -185,7 +197,9 @@ class GaussSeidel:
         left = share * met.gap / (1 - jnp.minimum(met.rate, SHRUNK))
         return jnp.where(met.rate <= SHRUNK, left, jnp.inf)
 
-    def _verdict(self, problem: Problem, ends: Problem, met: Meeting, inside: Leaves, block: int) -> Certificate:
+    def _verdict(
+        self, problem: Problem, ends: Problem, met: Meeting, inside: Leaves, block: int
+    ) -> Certificate:
         """Returns states and what is known of them."""
         left = self._error_left(problem, met)
         prefix, is_done = leading(ends, met.is_same | (left <= 1))
@@ -207,7 +221,9 @@ class GaussSeidel:
         is_blind = bool(problem.structure.blind)
         settled = jnp.float32(0)
         if is_blind:
-            h, passes, settled = settle(problem, h, jnp.array(True), jnp.zeros(problem.length, bool))
+            h, passes, settled = settle(
+                problem, h, jnp.array(True), jnp.zeros(problem.length, bool)
+            )
         gap = problem.residual(h)
         open_gap = gap
         if is_blind:
@@ -315,7 +331,9 @@ class GaussSeidel:
 
         def matvec(pair):
             start, v = pair
-            earlier = tuple(jnp.concatenate([a[None], b[:-1]]) for a, b in zip(start, v, strict=True))
+            earlier = tuple(
+                jnp.concatenate([a[None], b[:-1]]) for a, b in zip(start, v, strict=True)
+            )
             carried = jax.vmap(pushed, axis_size=problem.length)(earlier, before, problem.xs)
             return start, tuple(jnp.subtract(*each) for each in zip(v, carried, strict=True))
 
@@ -326,7 +344,10 @@ class GaussSeidel:
         def transpose_solve(_, pair):
             start, g = pair
             # Backwards in time, each step by the Jacobian of the one behind it; the last has none, and takes zeros.
-            at, xs = (_backwards(tuple(jnp.roll(leaf, -1, 0) for leaf in part)) for part in (before, problem.xs))
+            at, xs = (
+                _backwards(tuple(jnp.roll(leaf, -1, 0) for leaf in part))
+                for part in (before, problem.xs)
+            )
             zeros = tuple(jnp.zeros_like(leaf) for leaf in start)
             back = _backwards(shot(pulled, zeros, at, xs, _backwards(g)))
             first = (tuple(leaf[0] for leaf in part) for part in (back, before, problem.xs))
@@ -348,7 +369,9 @@ def _from_block_to_block(problem: Problem, block: int) -> Problem:
     rows = [leaf[: count * block].reshape(count, block, *leaf.shape[1:]) for leaf in problem.xs]
     # Blind leaves are settled at the end, once, where all blocks are run anyway.
     structure = dataclasses.replace(problem.structure, blind=frozenset())
-    return dataclasses.replace(problem, step=last, xs=tuple(rows), length=count, structure=structure)
+    return dataclasses.replace(
+        problem, step=last, xs=tuple(rows), length=count, structure=structure
+    )
 
 
 def _ends_of(guess: Leaves | None, block: int, count: int) -> Leaves | None:
@@ -379,7 +402,10 @@ def _pushed(problem: Problem, v: Leaves, at: Leaves, x: Leaves) -> Leaves:
 
 def _sizes(structure: Structure, b: Leaves, start: Leaves) -> Leaves:
     """Returns the largest |b| and |start| of each leaf's coupled entries over all steps, [1, ...]."""
-    whole = tuple(jnp.concatenate([first[None].astype(rest.dtype), rest]) for first, rest in zip(start, b, strict=True))
+    whole = tuple(
+        jnp.concatenate([first[None].astype(rest.dtype), rest])
+        for first, rest in zip(start, b, strict=True)
+    )
     out = [jnp.abs(leaf).max(0, keepdims=True) for leaf in whole]
     for group in structure.groups:
         size = group.flat(tuple(out)).max(-1, keepdims=True, initial=0)

@@ -42,12 +42,16 @@ def joined(tree: PyTree, length: int) -> PyTree:
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:length], tree)
 
 
-def scanned(f: Callable, start: Leaves, xs: PyTree, length: int, unroll: int | None = None) -> Leaves:
+def scanned(
+    f: Callable, start: Leaves, xs: PyTree, length: int, unroll: int | None = None
+) -> Leaves:
     """Returns the outputs of `lax.scan`, unrolled as `run_sequentially` says."""
     run = functools.partial(jax.lax.scan, f, start, xs, length)
     if unroll is not None:
         return run(unroll=unroll)[1]
-    return jax.lax.platform_dependent(default=lambda: run()[1], cuda=lambda: run(unroll=min(8, length))[1])
+    return jax.lax.platform_dependent(
+        default=lambda: run()[1], cuda=lambda: run(unroll=min(8, length))[1]
+    )
 
 
 class Meeting(NamedTuple):
@@ -105,7 +109,9 @@ def meet(
     def advance(last: Meeting) -> Meeting:
         inside = jax.vmap(run, axis_size=count)(last.starts, ends.xs)
         starts = ends.shift(tuple(leaf[:, -1] for leaf in inside))
-        gap = tuple(a.astype(wide(a)) - b.astype(wide(b)) for a, b in zip(starts, last.starts, strict=True))
+        gap = tuple(
+            a.astype(wide(a)) - b.astype(wide(b)) for a, b in zip(starts, last.starts, strict=True)
+        )
         parts = fractions(gap, residual_bound(ends, starts, is_exact))
         gaps = step_largest(parts)
         largest = over_devices(ends, jnp.where(jnp.isfinite(gaps), gaps, jnp.inf).max())
@@ -186,7 +192,11 @@ def settle(problem: Problem, h: Leaves, is_sound: Array, is_padding: Array) -> S
     residuals = _residuals(problem, ends, last)
     is_joined = jnp.repeat(residuals <= 1, block, total_repeat_length=count * block)[:length]
     residual = jnp.where(is_padding[::block], 0, residuals).max()
-    return Settled(joined(last.inside, length), (is_joined | is_padding) & is_sound, over_devices(problem, residual))
+    return Settled(
+        joined(last.inside, length),
+        (is_joined | is_padding) & is_sound,
+        over_devices(problem, residual),
+    )
 
 
 def _residuals(problem: Problem, ends: Problem, last: Meeting) -> Array:
@@ -200,7 +210,9 @@ def _residuals(problem: Problem, ends: Problem, last: Meeting) -> Array:
     gap = tuple(a.astype(wide(a)) - b.astype(wide(b)) for a, b in zip(first, there, strict=True))
     sizes = step_largest(fractions(gap, residual_bound(ends, first)))
     blind = sorted(problem.structure.blind)
-    is_blind_same = _is_same([first[number] for number in blind], [there[number] for number in blind])
+    is_blind_same = _is_same(
+        [first[number] for number in blind], [there[number] for number in blind]
+    )
     # The same states are not looked at: another program could round them differently.
     return jnp.where(last.is_same, 0, jnp.where(is_blind_same, sizes, jnp.inf))
 
@@ -232,4 +244,6 @@ def _is_same(made: Sequence[Array], taken: Sequence[Array]) -> Array:
 def _least(ends: Problem, parts: Leaves) -> Array:
     """Returns the least of what each entry's largest is over all blocks; zeros do not count."""
     sizes = [over_devices(ends, leaf.max(0)) for leaf in parts]
-    return jnp.stack([jnp.where(leaf > 0, leaf, jnp.inf).min(initial=jnp.inf) for leaf in sizes]).min()
+    return jnp.stack(
+        [jnp.where(leaf > 0, leaf, jnp.inf).min(initial=jnp.inf) for leaf in sizes]
+    ).min()

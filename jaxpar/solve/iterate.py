@@ -89,7 +89,12 @@ def most_iterations(length: int) -> int:
 
 
 def iterate(
-    method: IterativeMethod, problem: Problem, guess: Leaves, valid: Array, is_sound: Array, confirm: bool = True
+    method: IterativeMethod,
+    problem: Problem,
+    guess: Leaves,
+    valid: Array,
+    is_sound: Array,
+    confirm: bool = True,
 ) -> Iterates:
     """Iterates until residual and error are small at every entry of every step, or the method's bound is reached.
 
@@ -183,7 +188,11 @@ def iterate(
 
     prefix, is_done = leading(problem, is_padding)
     nothing = jnp.zeros((), jnp.float32)
-    unknown = problem.residual(guess) if confirm else tuple(jnp.zeros(leaf.shape, wide(leaf)) for leaf in guess)
+    unknown = (
+        problem.residual(guess)
+        if confirm
+        else tuple(jnp.zeros(leaf.shape, wide(leaf)) for leaf in guess)
+    )
     count = _num_parts(problem.length, is_exact)
     first = Iterates(
         h=guess,
@@ -198,7 +207,9 @@ def iterate(
     )
     first = varying_as(first, problem.start)
     return jax.lax.while_loop(
-        lambda iterates: is_sound & ~iterates.is_done & (iterates.iterations < limit), advance, first
+        lambda iterates: is_sound & ~iterates.is_done & (iterates.iterations < limit),
+        advance,
+        first,
     )
 
 
@@ -217,7 +228,9 @@ def _rest_factor(rate: Array, iterations: Array) -> Array:
     return jnp.where(iterations == 0, 1.0, factor)
 
 
-def _remaining_errors(problem: Problem, iterates: Iterates, updates: Leaves, sizes: Leaves, is_exact: bool) -> Leaves:
+def _remaining_errors(
+    problem: Problem, iterates: Iterates, updates: Leaves, sizes: Leaves, is_exact: bool
+) -> Leaves:
     """Returns the error that is left in every entry, [T, ...], in units of what is allowed.
 
     An update of a method that solves with the true Jacobian is itself the error before it, so that
@@ -304,7 +317,9 @@ def leading(problem: Problem, passes: Array) -> tuple[Array, Array]:
     counts = jax.lax.all_gather(count, problem.axis_name)
     counts = counts[::-1] if problem.reverse else counts
     is_before = jnp.arange(problem.parts) < problem.rank
-    return jnp.where(jnp.all(~is_before | (counts == len(passes))), count, 0), jnp.all(counts == len(passes))
+    return jnp.where(jnp.all(~is_before | (counts == len(passes))), count, 0), jnp.all(
+        counts == len(passes)
+    )
 
 
 def _cleared(where: Array, values: Leaves) -> Leaves:

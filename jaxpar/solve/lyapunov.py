@@ -49,12 +49,18 @@ def lyapunov(
         another length.
     """
     leaves = jax.tree.leaves(init)
-    if not leaves or not all(jnp.issubdtype(jnp.result_type(leaf), jnp.floating) for leaf in leaves):
-        raise UsageError("lyapunov needs a state of floating leaves: only those have neighbours to part from.")
+    if not leaves or not all(
+        jnp.issubdtype(jnp.result_type(leaf), jnp.floating) for leaf in leaves
+    ):
+        raise UsageError(
+            "lyapunov needs a state of floating leaves: only those have neighbours to part from."
+        )
     init = jax.tree.map(jnp.asarray, init)
     num = length if length is not None else next((len(leaf) for leaf in jax.tree.leaves(xs)), None)
     if num is None or not 0 <= discard < num:
-        raise UsageError(f"lyapunov needs steps to average over, but of {num} it is to discard {discard}.")
+        raise UsageError(
+            f"lyapunov needs steps to average over, but of {num} it is to discard {discard}."
+        )
     h, unravel = ravel_pytree(init)
     v = jax.random.normal(jax.random.key(seed), h.shape, h.dtype)
     v = v / jnp.linalg.norm(v)
@@ -67,7 +73,9 @@ def lyapunov(
         return logs[discard:].mean()
     flat = jax.vmap(lambda state: ravel_pytree(state)[0])(states)
     if len(flat) != num:
-        raise UsageError(f"states must hold the state after each of the {num} steps, but hold {len(flat)}.")
+        raise UsageError(
+            f"states must hold the state after each of the {num} steps, but hold {len(flat)}."
+        )
     before = jnp.concatenate([h[None], flat[:-1]])[discard:]
     inputs = jax.tree.map(lambda x: x[discard:], xs)
     jacobians = jax.vmap(jax.jacfwd(step), axis_size=num - discard)(before, inputs)
@@ -97,4 +105,6 @@ def _log_product(matrices: Array, v: Array) -> Array:
         largest = jnp.abs(matrices).max((1, 2))
         matrices = matrices / jnp.where(largest > 0, largest, 1)[:, None, None]
         log_scale = log_scale[1::2] + log_scale[::2] + jnp.log(largest)
-    return log_scale[0] + jnp.log(jnp.linalg.norm(jnp.matmul(matrices[0], v, precision=lax.Precision.HIGHEST)))
+    return log_scale[0] + jnp.log(
+        jnp.linalg.norm(jnp.matmul(matrices[0], v, precision=lax.Precision.HIGHEST))
+    )

@@ -55,7 +55,9 @@ class Newton:
         """Returns whether the Jacobian is taken as it is."""
         return not self.damping and self.clip is None
 
-    def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
+    def states(
+        self, problem: Problem, guess: Leaves | None, on_fail: str
+    ) -> tuple[Leaves, Outcome]:
         """Solves window by window; on CUDA, elementwise cells over their whole length by one kernel an iteration."""
         plain = functools.partial(by_windows, self, problem, guess, on_fail)
         is_as_declared = self.jac == "auto" or problem.structure.proved
@@ -116,7 +118,9 @@ class Quasi:
         is_all = self.diagonal == "exact" and max(group.n for group in structure.groups) == 1
         return is_all and not self.damping and self.clip is None
 
-    def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
+    def states(
+        self, problem: Problem, guess: Leaves | None, on_fail: str
+    ) -> tuple[Leaves, Outcome]:
         """Solves window by window."""
         return by_windows(self, problem, guess, on_fail)
 
@@ -143,7 +147,9 @@ def check_iterative(method: Method) -> None:
     check_fields(method)
     jac = method.jac
     if not (jac in ("auto", "diag", "dense") or isinstance(jac, Block | Dense)):
-        raise UsageError(f"jac={jac!r} is unknown; legal are 'auto', 'diag', 'dense', Block(k) and Dense(batch_dims).")
+        raise UsageError(
+            f"jac={jac!r} is unknown; legal are 'auto', 'diag', 'dense', Block(k) and Dense(batch_dims)."
+        )
 
 
 def _tamed(jacobian: Jacobian, damping: float, clip: float | None) -> Jacobian:
@@ -160,7 +166,9 @@ def diagonal_structure(structure: Structure) -> Structure:
     """Returns the structure of the diagonal of a Jacobian."""
     shapes: dict[int, tuple[int, ...]] = {}
     for group in structure.groups:
-        shapes |= {leaf: (*group.batch, size) for leaf, size in zip(group.leaves, group.sizes, strict=True)}
+        shapes |= {
+            leaf: (*group.batch, size) for leaf, size in zip(group.leaves, group.sizes, strict=True)
+        }
     return elementwise([shapes[leaf] for leaf in range(len(shapes))])
 
 
@@ -182,9 +190,13 @@ def _hutchinson(problem: Problem, before: Leaves, samples: int, seed: int) -> Le
 
     def add(diagonal: Leaves, key: Array) -> tuple[Leaves, None]:
         keys = jax.random.split(key, len(before))
-        signs = tuple(jax.random.rademacher(k, a.shape, a.dtype) for k, a in zip(keys, before, strict=True))
+        signs = tuple(
+            jax.random.rademacher(k, a.shape, a.dtype) for k, a in zip(keys, before, strict=True)
+        )
         product = jax.jvp(problem.apply, (before,), (varying_as(signs, before),))[1]
-        return tuple(a + b * c / samples for a, b, c in zip(diagonal, signs, product, strict=True)), None
+        return tuple(
+            a + b * c / samples for a, b, c in zip(diagonal, signs, product, strict=True)
+        ), None
 
     zeros = varying_as(jax.tree.map(jnp.zeros_like, before), before)
     return jax.lax.scan(add, zeros, jax.random.split(jax.random.key(seed), samples))[0]

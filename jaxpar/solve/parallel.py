@@ -72,7 +72,9 @@ class Stats:
         name = type(self.method).__name__ + (f" ({self.reason})" if self.reason else "")
         if jnp.ndim(self.converged) or isinstance(self.converged, Tracer):
             return f"{name}: {self.converged} of {self.iterations} iterations"
-        verdict = "converged" if self.converged else f"not converged from step {int(self.first_bad)} on"
+        verdict = (
+            "converged" if self.converged else f"not converged from step {int(self.first_bad)} on"
+        )
         return (
             f"{name}: {verdict}; {int(self.iterations)} iterations in {int(self.windows)} windows, "
             f"residual {float(self.residual):.1e}, error {self._largest_error():.1e}, "
@@ -148,7 +150,9 @@ def parallel_scan(
     """
     _check(on_fail, unroll)
     rtols = _tolerances(rtol, init, "rtol", "a number between 0 and 1", lambda value: 0 < value < 1)
-    atols = _tolerances(atol, init, "atol", "zero or positive, and finite", lambda value: 0 <= value < float("inf"))
+    atols = _tolerances(
+        atol, init, "atol", "zero or positive, and finite", lambda value: 0 <= value < float("inf")
+    )
     length, names = _length(xs, length), leaf_names(init)
     loop = Loop(length, reverse, max(1, length if unroll is True else int(unroll)), axis_name)
     if length == 0 or not names:
@@ -167,13 +171,18 @@ def parallel_scan(
             return _results(_by_steps(f, init, xs, loop, loop, method, reason), with_stats)
     if parts.reason:
         traced = parts.traced
-        whole = traced.state_tree.unflatten(traced.init), jax.tree.structure(xs).unflatten(traced.xs)
+        whole = (
+            traced.state_tree.unflatten(traced.init),
+            jax.tree.structure(xs).unflatten(traced.xs),
+        )
         found = _by_steps(f, *whole, loop, loop, method, reason)
     else:
         found = _solved(parts, loop, method, on_fail, near, (rtols, atols), reason)
     stats = found[2]
     if on_fail == "raise" and not isinstance(stats.converged, Tracer) and not stats.converged.all():
-        raise ArithmeticError(f"no solution was found by {stats}; a smaller window or on_fail='finish' may help.")
+        raise ArithmeticError(
+            f"no solution was found by {stats}; a smaller window or on_fail='finish' may help."
+        )
     return _results(found, with_stats)
 
 
@@ -204,7 +213,9 @@ def _by_steps(
 def _check(on_fail: str, unroll: int | bool) -> None:
     check_unroll(unroll)
     if on_fail not in ON_FAIL:
-        raise UsageError(f"on_fail={on_fail!r} is unknown; legal are {', '.join(map(repr, ON_FAIL))}.")
+        raise UsageError(
+            f"on_fail={on_fail!r} is unknown; legal are {', '.join(map(repr, ON_FAIL))}."
+        )
 
 
 def _tolerances(
@@ -213,9 +224,13 @@ def _tolerances(
     """Returns a tolerance of each leaf of `init`, from one number or a tree of them."""
     is_none = lambda leaf: leaf is None  # noqa: E731
     try:
-        spread = jax.tree.map(lambda value, part: [value] * len(jax.tree.leaves(part)), given, init, is_leaf=is_none)
+        spread = jax.tree.map(
+            lambda value, part: [value] * len(jax.tree.leaves(part)), given, init, is_leaf=is_none
+        )
     except (ValueError, TypeError) as error:
-        raise UsageError(f"{name} must be a number, None, or a tree of them like init: {error}") from error
+        raise UsageError(
+            f"{name} must be a number, None, or a tree of them like init: {error}"
+        ) from error
     values = jax.tree.leaves(spread, is_leaf=is_none)
     for value in values:
         if value is not None and not is_legal(float(value)):
@@ -281,7 +296,9 @@ def _unrolled(loop: Loop, method: Method) -> Loop:
     return dataclasses.replace(loop, unroll=own) if own and loop.unroll == 1 else loop
 
 
-def _run(solve: Solve, consts: Leaves, init: Leaves, xs: Leaves, guess: Leaves | None) -> tuple[Leaves, Leaves, Stats]:
+def _run(
+    solve: Solve, consts: Leaves, init: Leaves, xs: Leaves, guess: Leaves | None
+) -> tuple[Leaves, Leaves, Stats]:
     """Returns the leaves of the last state and of all outputs, and the stats."""
     xs, guess = _in_time(solve, (xs, guess))
     solution: Any = states(solve, consts, init, xs, guess)
@@ -290,7 +307,9 @@ def _run(solve: Solve, consts: Leaves, init: Leaves, xs: Leaves, guess: Leaves |
     ys = solve.recurrence.outputs(consts, problem.shift(h), xs, h)
     carry = problem.final(tuple(leaf[-1] for leaf in h))
     if solve.axis_name is not None:
-        outcome, error = jax.tree.map(lambda leaf: jax.lax.pmax(leaf, solve.axis_name), (outcome, error))
+        outcome, error = jax.tree.map(
+            lambda leaf: jax.lax.pmax(leaf, solve.axis_name), (outcome, error)
+        )
     found = (outcome.first_bad == problem.parts * solve.length) & (error <= probe_tolerance(h))
     stats = Stats(
         iterations=outcome.iterations,
@@ -330,11 +349,15 @@ def _guess_leaves(guess: PyTree, parts: Division, length: int) -> Leaves:
     """Returns the leaves of a guess that are solved for, all of them checked."""
     traced = parts.traced
     if jax.tree.structure(guess) != traced.state_tree:
-        raise UsageError(f"guess must have the carry's structure {traced.state_tree}, not {jax.tree.structure(guess)}.")
+        raise UsageError(
+            f"guess must have the carry's structure {traced.state_tree}, not {jax.tree.structure(guess)}."
+        )
     leaves = tuple(map(jnp.asarray, jax.tree.leaves(guess)))
     for name, leaf, state in zip(parts.names, leaves, traced.init, strict=True):
         if leaf.shape != (length, *state.shape):
-            raise UsageError(f"guess leaf {name} has shape {leaf.shape}; it needs {(length, *state.shape)}.")
+            raise UsageError(
+                f"guess leaf {name} has shape {leaf.shape}; it needs {(length, *state.shape)}."
+            )
     cast = tuple(leaves[number].astype(traced.init[number].dtype) for number in parts.solved)
     return varying_as(jax.lax.stop_gradient(cast), traced.init)
 

@@ -17,7 +17,15 @@ from jaxpar.solve.structure import Jac, Jacobian, Leaves, Structure
 from jaxpar.stage import refuse_in_stage
 from jaxpar.types import Array, PyTree
 
-__all__ = ["Chooser", "IterativeMethod", "Method", "Outcome", "Problem", "UnrolledMethod", "WindowedMethod"]
+__all__ = [
+    "Chooser",
+    "IterativeMethod",
+    "Method",
+    "Outcome",
+    "Problem",
+    "UnrolledMethod",
+    "WindowedMethod",
+]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -89,14 +97,19 @@ class Problem:
         hops = [(place, place + 1) for place in range(self.parts - 1)]
         hops = [(b, a) for a, b in hops] if self.reverse else hops
         earlier = (jax.lax.ppermute(leaf, self.axis_name, hops) for leaf in last)
-        return tuple(jnp.where(self.rank == 0, a, b) for a, b in zip(self.start, earlier, strict=True))
+        return tuple(
+            jnp.where(self.rank == 0, a, b) for a, b in zip(self.start, earlier, strict=True)
+        )
 
     def final(self, last: Leaves) -> Leaves:
         """Returns the state after the whole sequence, the same on all devices, given the last state of each."""
         if self.axis_name is None:
             return last
         is_last = self.rank == self.parts - 1
-        return tuple(jax.lax.psum(jnp.where(is_last, leaf, 0), self.axis_name).astype(leaf.dtype) for leaf in last)
+        return tuple(
+            jax.lax.psum(jnp.where(is_last, leaf, 0), self.axis_name).astype(leaf.dtype)
+            for leaf in last
+        )
 
     def shift(self, h: Leaves) -> Leaves:
         """Returns S h: the state before each step, [T, ...]."""
@@ -121,7 +134,13 @@ class Problem:
         """
         return self.structure.jacobian(self.apply, self.shift(h))
 
-    def solve(self, jacobian: Jacobian, b: Leaves, start: Leaves | None = None, structure: Structure | None = None):
+    def solve(
+        self,
+        jacobian: Jacobian,
+        b: Leaves,
+        start: Leaves | None = None,
+        structure: Structure | None = None,
+    ):
         """Returns L(A)^-1 b: delta[t] = A[t] delta[t-1] + b[t] from delta[-1] = `start` (zeros), by one affine scan.
 
         Args:
@@ -161,7 +180,9 @@ class Method(Protocol):
         """Declared structure of the Jacobian: "auto", "diag", `Block(k)`, "dense" or `Dense(batch_dims)`."""
         ...
 
-    def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
+    def states(
+        self, problem: Problem, guess: Leaves | None, on_fail: str
+    ) -> tuple[Leaves, Outcome]:
         """Returns all states [T, ...].
 
         Args:
@@ -201,7 +222,9 @@ class Chooser(Protocol):
         """Declared structure of the Jacobian, which it passes on."""
         ...
 
-    def choose_method(self, f: Callable, init: PyTree, xs: PyTree, length: int, reverse: bool) -> Method:
+    def choose_method(
+        self, f: Callable, init: PyTree, xs: PyTree, length: int, reverse: bool
+    ) -> Method:
         """Returns the method to take for these arguments of `parallel_scan`."""
         ...
 

@@ -47,7 +47,9 @@ class Recurrence:
         if all(var in carried for var in wanted):
             return tuple(h[carried[var]] for var in wanted)
         made = jax.checkpoint(jax.vmap(functools.partial(self.output, consts)))(before, xs)
-        return tuple(h[carried[var]] if var in carried else y for var, y in zip(wanted, made, strict=True))
+        return tuple(
+            h[carried[var]] if var in carried else y for var, y in zip(wanted, made, strict=True)
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,12 +93,18 @@ def trace(f: Callable, init: PyTree, xs: PyTree, axis_name: str | None) -> Trace
     with jax.default_matmul_precision(precision):
         while True:
             state, inputs = varying_over((state, inputs), axes)
-            closed, (new_tree, output_tree) = _program(f, state, inputs, state_tree, jax.tree.structure(xs))
+            closed, (new_tree, output_tree) = _program(
+                f, state, inputs, state_tree, jax.tree.structure(xs)
+            )
             if new_tree != state_tree:
-                raise UsageError(f"f takes a carry of structure {state_tree} but returns one of {new_tree}.")
+                raise UsageError(
+                    f"f takes a carry of structure {state_tree} but returns one of {new_tree}."
+                )
             new: Any = closed.out_avals[: len(state)]
             promoted = tuple(
-                leaf.astype(aval.dtype) if jax.typeof(leaf).weak_type and leaf.dtype != aval.dtype else leaf
+                leaf.astype(aval.dtype)
+                if jax.typeof(leaf).weak_type and leaf.dtype != aval.dtype
+                else leaf
                 for leaf, aval in zip(state, new, strict=True)
             )
             more = axes.union(*(aval.manual_axis_type.varying for aval in new))

@@ -69,7 +69,9 @@ def typical_size(problem: Problem, size: Array) -> Array:
     if len(steps) > GROUP:
         count = -(-len(steps) // GROUP)
         padding = [(0, count * GROUP - len(steps)), *[(0, 0)] * (sample.ndim - 1)]
-        sample = jnp.pad(sample, padding, constant_values=jnp.inf).reshape(count, GROUP, *sample.shape[1:])
+        sample = jnp.pad(sample, padding, constant_values=jnp.inf).reshape(
+            count, GROUP, *sample.shape[1:]
+        )
         sample = _median(sample.swapaxes(0, 1))
     middle = _median(sample)[None]
     middle = jnp.where(jnp.isfinite(middle), middle, 0)
@@ -98,7 +100,9 @@ def _median(sample: Array) -> Array:
     return jnp.where(is_wanted, sample, 0).sum(0)
 
 
-def residual_bound(problem: Problem, h: Leaves, is_exact: bool = True, bound: Leaves | None = None) -> Leaves:
+def residual_bound(
+    problem: Problem, h: Leaves, is_exact: bool = True, bound: Leaves | None = None
+) -> Leaves:
     """Returns what a residual may be, [T, ...]; updates and certificates bound the error that it grows to.
 
     After an update by the true Jacobian (`is_exact`) that is what is allowed, and one rounding.
@@ -179,14 +183,22 @@ def rounding_noise(problem: Problem, h: Leaves, salt: Array | int) -> Leaves:
         return jax.vmap(problem.step, axis_size=problem.length)(before, filled)
 
     def shaken(salt: Array, leaves: Leaves) -> Leaves:
-        return varying_as(tuple(a * spread(a, salt + place) for place, a in enumerate(leaves)), before)
+        return varying_as(
+            tuple(a * spread(a, salt + place) for place, a in enumerate(leaves)), before
+        )
 
     def probe(total: Leaves, salt: Array) -> tuple[Leaves, None]:
-        moved = jax.jvp(f, (before, floats), (shaken(salt, before), shaken(salt + len(before), floats)))[1]
-        return tuple(a + jnp.square(b.astype(a.dtype)) for a, b in zip(total, moved, strict=True)), None
+        moved = jax.jvp(
+            f, (before, floats), (shaken(salt, before), shaken(salt + len(before), floats))
+        )[1]
+        return tuple(
+            a + jnp.square(b.astype(a.dtype)) for a, b in zip(total, moved, strict=True)
+        ), None
 
     zeros = varying_as(tuple(jnp.zeros(leaf.shape, wide(leaf)) for leaf in h), before)
-    total, _ = jax.lax.scan(probe, zeros, (salt * PROBES + jnp.arange(PROBES)) * (len(before) + len(floats)))
+    total, _ = jax.lax.scan(
+        probe, zeros, (salt * PROBES + jnp.arange(PROBES)) * (len(before) + len(floats))
+    )
     return tuple(
         _eps(leaf) * (jnp.abs(leaf.astype(squares.dtype)) + _finite(jnp.sqrt(squares / PROBES)))
         for leaf, squares in zip(h, total, strict=True)
@@ -199,7 +211,9 @@ def spread(like: Array, salt: Array | int) -> Array:
     They only have to be unrelated to the problem, and `jax.random` compiles for longer than all the
     rest.
     """
-    index = jnp.arange(like.size, dtype=jnp.uint32) + jnp.asarray(salt, jnp.uint32) * jnp.uint32(0x9E3779B9)
+    index = jnp.arange(like.size, dtype=jnp.uint32) + jnp.asarray(salt, jnp.uint32) * jnp.uint32(
+        0x9E3779B9
+    )
     for _ in range(2):
         index = (index ^ (index >> 16)) * jnp.uint32(0x45D9F3B)
     signed = (index >> 8).astype(jnp.float32) * 2.0**-23 - 1
@@ -211,7 +225,8 @@ def entering(problem: Problem, jacobian: Jacobian, h: Leaves) -> Leaves:
     before = tuple(jnp.abs(leaf.astype(wide(leaf))) for leaf in problem.shift(h))
     terms = problem.structure.apply(jax.tree.map(jnp.abs, jacobian), before)
     return tuple(
-        _eps(leaf) * (jnp.abs(leaf.astype(wide(leaf))) + _finite(term)) for leaf, term in zip(h, terms, strict=True)
+        _eps(leaf) * (jnp.abs(leaf.astype(wide(leaf))) + _finite(term))
+        for leaf, term in zip(h, terms, strict=True)
     )
 
 
@@ -225,7 +240,9 @@ def trusted(problem: Problem, h: Leaves) -> Leaves:
     out, bound = [jnp.abs(leaf.astype(wide(leaf))) for leaf in h], allowed(problem, h)
     start = tuple(jnp.abs(leaf[None].astype(wide(leaf))) for leaf in problem.start)
     for group in problem.structure.groups:
-        size, first = (group.flat(leaves).max(-1, keepdims=True, initial=0) for leaves in (tuple(out), start))
+        size, first = (
+            group.flat(leaves).max(-1, keepdims=True, initial=0) for leaves in (tuple(out), start)
+        )
         size = jnp.maximum(jax.lax.cummax(_finite(size), axis=0), _finite(first))
         group.put(out, jnp.broadcast_to(size, (*size.shape[:-1], group.n)))
     return tuple(_eps(leaf) ** 0.5 * size + b for leaf, size, b in zip(h, out, bound, strict=True))

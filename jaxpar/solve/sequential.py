@@ -28,7 +28,9 @@ class Sequential:
 
     __post_init__ = check_fields
 
-    def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
+    def states(
+        self, problem: Problem, guess: Leaves | None, on_fail: str
+    ) -> tuple[Leaves, Outcome]:
         """Runs one step after the other; there is nothing to guess nor to fail."""
         return run_sequentially(problem, unroll=self.unroll), sequential_outcome(problem)
 
@@ -49,7 +51,9 @@ class ParallelBackward:
 
     __post_init__ = check_fields
 
-    def states(self, problem: Problem, guess: Leaves | None, on_fail: str) -> tuple[Leaves, Outcome]:
+    def states(
+        self, problem: Problem, guess: Leaves | None, on_fail: str
+    ) -> tuple[Leaves, Outcome]:
         """Runs one step after the other; there is nothing to guess nor to fail."""
         return run_sequentially(problem, unroll=self.unroll), sequential_outcome(problem)
 

@@ -86,8 +86,12 @@ def _states_jvp(solve: Solve, primals, tangents):
 def _tangent(solve: Solve, primals: tuple, tangents: tuple, h: Leaves) -> Leaves:
     """Returns the tangent of the states: an affine recurrence, window by window."""
     consts, start, xs = primals
-    d_consts, d_start, d_xs = (tuple(None if isinstance(d, SymbolicZero) else d for d in part) for part in tangents)
-    d_start = tuple(jnp.zeros_like(a) if d is None else d for a, d in zip(start, d_start, strict=True))
+    d_consts, d_start, d_xs = (
+        tuple(None if isinstance(d, SymbolicZero) else d for d in part) for part in tangents
+    )
+    d_start = tuple(
+        jnp.zeros_like(a) if d is None else d for a, d in zip(start, d_start, strict=True)
+    )
 
     apply = jax.vmap(solve.recurrence.step, in_axes=(None, 0, 0))
 
@@ -107,7 +111,11 @@ def _tangent(solve: Solve, primals: tuple, tangents: tuple, h: Leaves) -> Leaves
 
     problem = solve.problem(consts, start, xs)
     rows = problem.shift(h), xs, d_xs
-    if isinstance(solve.method, GaussSeidel) and solve.axis_name is None and solve.method.shoots(solve.structure):
+    if (
+        isinstance(solve.method, GaussSeidel)
+        and solve.axis_name is None
+        and solve.method.shoots(solve.structure)
+    ):
         return solve.method.tangent(problem, h, jax.checkpoint(drive)(*rows), d_start)
     window = jax.checkpoint(window, prevent_cse=solve.window == solve.length)
     if solve.window == solve.length:
@@ -128,7 +136,9 @@ def _jacobian(solve: Solve, apply: Callable[[Leaves], Leaves], before: Leaves) -
     # Without a selection the two agree; a loop without a known end has no reverse derivative.
     if "select_n" not in names or "while" in names:
         return columns
-    is_finite = functools.reduce(jnp.logical_and, [jnp.isfinite(a).all() for a in jax.tree.leaves(columns)])
+    is_finite = functools.reduce(
+        jnp.logical_and, [jnp.isfinite(a).all() for a in jax.tree.leaves(columns)]
+    )
 
     def mended(columns: Jacobian) -> Jacobian:
         rows = solve.structure.jacobian_by_rows(apply, before)
@@ -146,7 +156,9 @@ def _moved(values: tuple, tangents: tuple) -> tuple:
 def _filled(values: Leaves, tangents: tuple, moved: Leaves) -> Leaves:
     """Returns `values` with those that have a tangent replaced, in order, by `moved`."""
     rest = iter(moved)
-    return tuple(value if d is None else next(rest) for value, d in zip(values, tangents, strict=True))
+    return tuple(
+        value if d is None else next(rest) for value, d in zip(values, tangents, strict=True)
+    )
 
 
 def _structure_error(solve: Solve, problem: Problem, h: Leaves) -> Array:
@@ -154,7 +166,9 @@ def _structure_error(solve: Solve, problem: Problem, h: Leaves) -> Array:
 
     def window(_, rows):
         before, xs = rows
-        return None, probe(solve.structure, dataclasses.replace(problem, xs=xs, length=solve.window).apply, before)
+        return None, probe(
+            solve.structure, dataclasses.replace(problem, xs=xs, length=solve.window).apply, before
+        )
 
     rows = cut((problem.shift(h), problem.xs), solve.length, solve.window)
     errors = jax.lax.scan(window, None, rows)[1]

@@ -123,7 +123,9 @@ class Structure:
     @property
     def bytes_per_step(self) -> int:
         """Memory of one step's Jacobian and of what solving with it takes beside, in float32: a rule of thumb."""
-        return sum(4 * math.prod(group.batch) * (4 * group.n**2 + 8 * group.n) for group in self.groups)
+        return sum(
+            4 * math.prod(group.batch) * (4 * group.n**2 + 8 * group.n) for group in self.groups
+        )
 
     def jacobian(self, apply: Callable[[Leaves], Leaves], before: Leaves) -> Jacobian:
         """Returns A at `before` [T, ...], `apply` being f at every step.
@@ -137,9 +139,13 @@ class Structure:
 
         if n <= MAX_LANES:
             columns = [column(self.seed(before, jnp.arange(n) == entry)) for entry in range(n)]
-            return tuple(_rows([group.lanes(each) for each in columns[: group.n]]) for group in self.groups)
+            return tuple(
+                _rows([group.lanes(each) for each in columns[: group.n]]) for group in self.groups
+            )
         stacked = jax.vmap(lambda chosen: column(self.seed(before, chosen)))(jnp.eye(n, dtype=bool))
-        return tuple(_matrix(group, tuple(leaf[: group.n] for leaf in stacked)) for group in self.groups)
+        return tuple(
+            _matrix(group, tuple(leaf[: group.n] for leaf in stacked)) for group in self.groups
+        )
 
     def jacobian_by_rows(self, apply: Callable[[Leaves], Leaves], before: Leaves) -> Jacobian:
         """Returns what `jacobian` does, by reverse differentiation.
@@ -166,7 +172,9 @@ class Structure:
         """Returns the tangent that is one in the chosen entry of every group and every batch element."""
         seed = list(before)
         for group in self.groups:
-            row = chosen[: group.n].astype(jnp.result_type(*(before[number] for number in group.leaves)))
+            row = chosen[: group.n].astype(
+                jnp.result_type(*(before[number] for number in group.leaves))
+            )
             group.put(seed, jnp.broadcast_to(row, (before[0].shape[0], *group.batch, group.n)))
         return varying_as(tuple(seed), before)
 
@@ -176,7 +184,13 @@ class Structure:
         for group, a in zip(self.groups, jacobian, strict=True):
             if isinstance(a, tuple):
                 lanes = group.lanes(v)
-                group.put(out, tuple(sum((x * y for x, y in zip(row, lanes, strict=True)), jnp.zeros(())) for row in a))
+                group.put(
+                    out,
+                    tuple(
+                        sum((x * y for x, y in zip(row, lanes, strict=True)), jnp.zeros(()))
+                        for row in a
+                    ),
+                )
             else:
                 exact = jax.lax.Precision.HIGHEST
                 group.put(out, jnp.einsum("...ij,...j->...i", a, group.flat(v), precision=exact))
@@ -220,7 +234,10 @@ class Structure:
 
     def dense(self, jacobian: Jacobian) -> tuple[Array, ...]:
         """Returns A of each group as an array [T, *batch, n, n]."""
-        return tuple(jnp.stack([jnp.stack(row, -1) for row in a], -2) if isinstance(a, tuple) else a for a in jacobian)
+        return tuple(
+            jnp.stack([jnp.stack(row, -1) for row in a], -2) if isinstance(a, tuple) else a
+            for a in jacobian
+        )
 
 
 def _rows(columns: Sequence[Leaves]) -> tuple[Leaves, ...]:
@@ -231,16 +248,22 @@ def _rows(columns: Sequence[Leaves]) -> tuple[Leaves, ...]:
 def _matrix(group: Group, columns: Leaves) -> Array | tuple[Leaves, ...]:
     """Returns A of one group from the leaves [n, T, ...] of its columns."""
     if group.n <= MAX_LANES:
-        return _rows([group.lanes(tuple(leaf[entry] for leaf in columns)) for entry in range(group.n)])
+        return _rows(
+            [group.lanes(tuple(leaf[entry] for leaf in columns)) for entry in range(group.n)]
+        )
     return jnp.moveaxis(jax.vmap(group.flat)(columns), 0, -1)
 
 
 def elementwise(shapes: Sequence[tuple[int, ...]]) -> Structure:
     """Returns the structure of a state whose every entry depends on itself alone."""
-    return Structure(tuple(Group((number,), tuple(shape), (1,)) for number, shape in enumerate(shapes)))
+    return Structure(
+        tuple(Group((number,), tuple(shape), (1,)) for number, shape in enumerate(shapes))
+    )
 
 
-def structure_of(step: Callable, start: Leaves, x: Leaves, jac: Jac, names: Sequence[str] = ()) -> Structure:
+def structure_of(
+    step: Callable, start: Leaves, x: Leaves, jac: Jac, names: Sequence[str] = ()
+) -> Structure:
     """Returns the structure of f at states and inputs like `start` and `x`.
 
     Args:
@@ -261,7 +284,9 @@ def structure_of(step: Callable, start: Leaves, x: Leaves, jac: Jac, names: Sequ
         return _finest(pattern, shapes)
     if jac == "dense":
         found = _finest(pattern, shapes)
-        jac = Dense(min(min(len(group.batch) for group in found.groups), max(0, min(map(len, shapes)) - 1)))
+        jac = Dense(
+            min(min(len(group.batch) for group in found.groups), max(0, min(map(len, shapes)) - 1))
+        )
         if len({shape[: jac.batch_dims] for shape in shapes}) > 1:
             jac = Dense(0)
     structure = _declared(jac, shapes)
@@ -320,20 +345,35 @@ def _declared(jac: Jac, shapes: list[tuple[int, ...]]) -> Structure:
     if jac == "diag":
         return elementwise(shapes)
     if isinstance(jac, Dense):
-        if min(map(len, shapes)) < jac.batch_dims or len({shape[: jac.batch_dims] for shape in shapes}) > 1:
-            raise UsageError(f"{jac} needs carry leaves that share {jac.batch_dims} leading axes, not shapes {shapes}.")
+        if (
+            min(map(len, shapes)) < jac.batch_dims
+            or len({shape[: jac.batch_dims] for shape in shapes}) > 1
+        ):
+            raise UsageError(
+                f"{jac} needs carry leaves that share {jac.batch_dims} leading axes, not shapes {shapes}."
+            )
         return Structure((_group(every, jac.batch_dims, shapes),))
     if isinstance(jac, Block):
         if len(shapes) == jac.k and len(set(shapes)) == 1:
             return Structure((_group(every, len(shapes[0]), shapes),))
         if all(shape[-1:] == (jac.k,) for shape in shapes):
-            return Structure(tuple(_group((number,), len(shapes[number]) - 1, shapes) for number in every))
-        raise UsageError(f"{jac} needs {jac.k} carry leaves of one shape, or leaves of shape [..., {jac.k}]: {shapes}.")
-    raise UsageError(f"jac={jac!r} is unknown; legal are 'auto', 'diag', 'dense', Block(k) and Dense(batch_dims).")
+            return Structure(
+                tuple(_group((number,), len(shapes[number]) - 1, shapes) for number in every)
+            )
+        raise UsageError(
+            f"{jac} needs {jac.k} carry leaves of one shape, or leaves of shape [..., {jac.k}]: {shapes}."
+        )
+    raise UsageError(
+        f"jac={jac!r} is unknown; legal are 'auto', 'diag', 'dense', Block(k) and Dense(batch_dims)."
+    )
 
 
 def _proved(
-    structure: Structure, jac: Jac, pattern: list[Relation], shapes: list[tuple[int, ...]], names: list[str]
+    structure: Structure,
+    jac: Jac,
+    pattern: list[Relation],
+    shapes: list[tuple[int, ...]],
+    names: list[str],
 ) -> bool:
     """Returns whether a pattern shows a declared structure; refuses one that it contradicts."""
     group_of = {number: group for group in structure.groups for number in group.leaves}
@@ -389,14 +429,21 @@ def check_structure(f: Callable, init: PyTree, x: PyTree, jac: Jac) -> Structure
         whole = list(state)
         for place, leaf in zip(places, before, strict=True):
             whole[place] = leaf
-        new = jax.tree.leaves(f(from_tree.unflatten(whole), jax.tree.structure(x).unflatten(inputs))[0])
+        new = jax.tree.leaves(
+            f(from_tree.unflatten(whole), jax.tree.structure(x).unflatten(inputs))[0]
+        )
         return tuple(new[place] for place in places)
 
     structure = structure_of(step, start, inputs, jac, [paths[place] for place in places])
     keys = jax.random.split(jax.random.key(0), len(start))
-    at = tuple(a + 0.1 * jax.random.normal(k, a.shape, a.dtype) for k, a in zip(keys, start, strict=True))
+    at = tuple(
+        a + 0.1 * jax.random.normal(k, a.shape, a.dtype) for k, a in zip(keys, start, strict=True)
+    )
     with jax.default_matmul_precision("highest"):
-        apply = lambda before: tuple(leaf[None] for leaf in step(tuple(a[0] for a in before), inputs))  # noqa: E731
+
+        def apply(before):
+            return tuple(leaf[None] for leaf in step(tuple(a[0] for a in before), inputs))
+
         error = jax.jit(lambda before: probe(structure, apply, before))(tuple(a[None] for a in at))
     if not structure.proved and not error <= probe_tolerance(start):
         raise UsageError(

@@ -14,7 +14,15 @@ from jaxtyping import Array, Float
 
 from jaxpar.types import PyTree, Scalar, UsageError, concrete_values
 
-__all__ = ["Interval", "intervals", "langevin_step", "leapfrog", "leapfrog_step", "ode_step", "sde_step"]
+__all__ = [
+    "Interval",
+    "intervals",
+    "langevin_step",
+    "leapfrog",
+    "leapfrog_step",
+    "ode_step",
+    "sde_step",
+]
 
 Step = Callable[[PyTree, Any], tuple[PyTree, PyTree]]
 
@@ -48,7 +56,9 @@ def intervals(ts: Float[Array, "T+1"], xs: PyTree = None) -> Interval:
         not in order; and for xs of another length.
     """
     if np.ndim(ts) != 1 or not len(ts):
-        raise UsageError(f"ts has shape {np.shape(ts)}, but must be an array [T + 1] of the times at T steps' ends.")
+        raise UsageError(
+            f"ts has shape {np.shape(ts)}, but must be an array [T + 1] of the times at T steps' ends."
+        )
     lengths = np.diff(ts) if isinstance(ts, np.ndarray) else jnp.diff(jnp.asarray(ts))
     known = concrete_values(ts)
     if known is not None:
@@ -56,11 +66,15 @@ def intervals(ts: Float[Array, "T+1"], xs: PyTree = None) -> Interval:
         steps = np.diff(times[np.isfinite(times)])
         is_sorted = (steps >= 0).all() or (steps <= 0).all()
         if not (np.isfinite(times).all() and is_sorted):
-            raise UsageError("ts must be finite times in order; sort them, and the inputs with them.")
+            raise UsageError(
+                "ts must be finite times in order; sort them, and the inputs with them."
+            )
     for path, leaf in jax.tree_util.tree_flatten_with_path(xs)[0]:
         if jnp.shape(leaf)[:1] != (len(ts) - 1,):
             name = jax.tree_util.keystr(path) or "(the whole of xs)"
-            raise UsageError(f"xs leaf {name} has shape {jnp.shape(leaf)}; {len(ts)} times leave {len(ts) - 1} steps.")
+            raise UsageError(
+                f"xs leaf {name} has shape {jnp.shape(leaf)}; {len(ts)} times leave {len(ts) - 1} steps."
+            )
     return Interval(jnp.asarray(ts[:-1]), jnp.asarray(lengths), xs)
 
 
@@ -90,13 +104,17 @@ def ode_step(field: Callable[[Array, PyTree, PyTree], PyTree]) -> Step:
         k2 = field(middle, _moved(h, dt / 2, k1), x)
         k3 = field(middle, _moved(h, dt / 2, k2), x)
         k4 = field(t + dt, _moved(h, dt, k3), x)
-        new = _moved(h, dt / 6, jax.tree.map(lambda a, b, c, d: a + 2 * b + 2 * c + d, k1, k2, k3, k4))
+        new = _moved(
+            h, dt / 6, jax.tree.map(lambda a, b, c, d: a + 2 * b + 2 * c + d, k1, k2, k3, k4)
+        )
         return new, new
 
     return step
 
 
-def sde_step(drift: Callable[[PyTree], PyTree], diffusion: Callable[[PyTree], PyTree], dt: Scalar) -> Step:
+def sde_step(
+    drift: Callable[[PyTree], PyTree], diffusion: Callable[[PyTree], PyTree], dt: Scalar
+) -> Step:
     """Returns an Euler-Maruyama step of dh = drift(h) dt + diffusion(h) dW, with diagonal noise, in the sense of Ito.
 
     Args:
@@ -112,14 +130,20 @@ def sde_step(drift: Callable[[PyTree], PyTree], diffusion: Callable[[PyTree], Py
 
     def step(h: PyTree, noise: PyTree) -> tuple[PyTree, PyTree]:
         moved = _moved(h, dt, drift(h))
-        new = jax.tree.map(lambda a, b, z: a + (root * z * b).astype(a.dtype), moved, diffusion(h), noise)
+        new = jax.tree.map(
+            lambda a, b, z: a + (root * z * b).astype(a.dtype), moved, diffusion(h), noise
+        )
         return new, new
 
     return step
 
 
 def leapfrog(
-    force: Callable[[PyTree], PyTree], position: PyTree, momentum: PyTree, dt: Scalar, num_steps: int = 1
+    force: Callable[[PyTree], PyTree],
+    position: PyTree,
+    momentum: PyTree,
+    dt: Scalar,
+    num_steps: int = 1,
 ) -> tuple[PyTree, PyTree]:
     """Returns position and momentum after `num_steps` of the symplectic leapfrog method, masses being one.
 
@@ -147,10 +171,16 @@ def langevin_step(log_density: Callable[[PyTree], Array], dt: Scalar) -> Step:
     Returns:
       f(h, noise), noise standard normal like h.
     """
-    return sde_step(jax.grad(log_density), lambda h: jax.tree.map(lambda a: jnp.full_like(a, jnp.sqrt(2.0)), h), dt)
+    return sde_step(
+        jax.grad(log_density),
+        lambda h: jax.tree.map(lambda a: jnp.full_like(a, jnp.sqrt(2.0)), h),
+        dt,
+    )
 
 
-def leapfrog_step(log_density: Callable[[PyTree], Float[Array, ""]], dt: Scalar, num_steps: int = 1) -> Step:
+def leapfrog_step(
+    log_density: Callable[[PyTree], Float[Array, ""]], dt: Scalar, num_steps: int = 1
+) -> Step:
     """Returns a step of Hamiltonian Monte Carlo; with one leapfrog step it is the Metropolis-adjusted Langevin method.
 
     Accepting is a jump: the chain is a discontinuous function of its states, and the Jacobian is

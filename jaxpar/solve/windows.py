@@ -55,7 +55,12 @@ def auto_window(structure: Structure, length: int) -> int:
 
 
 def by_windows(
-    method: IterativeMethod, problem: Problem, guess: Leaves | None, on_fail: str, *, confirm: bool = True
+    method: IterativeMethod,
+    problem: Problem,
+    guess: Leaves | None,
+    on_fail: str,
+    *,
+    confirm: bool = True,
 ) -> tuple[Leaves, Outcome]:
     """Returns the states of a problem by a method's updates, as `Method.states`; `confirm` is that of `iterate`."""
     length = problem.length
@@ -69,7 +74,9 @@ def by_windows(
     calm = tuple(jnp.zeros(leaf.shape, wide(leaf)) for leaf in problem.start)
     solver = _Solver(method, on_fail, confirm)
     h, _, outcome = solver.windows(problem, sizes, guess, jnp.int32(length), _Errors(calm, calm))
-    where = jnp.where(outcome.first_bad < length, problem.rank * length, (problem.parts - 1) * length)
+    where = jnp.where(
+        outcome.first_bad < length, problem.rank * length, (problem.parts - 1) * length
+    )
     first_bad = where + outcome.first_bad
     if problem.axis_name is not None:
         first_bad = jax.lax.pmin(first_bad, problem.axis_name)
@@ -119,7 +126,9 @@ def run_sequentially(
 
     def one(before, row):
         x, known, keep = row
-        new = tuple(jnp.where(keep, a, b) for a, b in zip(known, problem.step(before, x), strict=True))
+        new = tuple(
+            jnp.where(keep, a, b) for a, b in zip(known, problem.step(before, x), strict=True)
+        )
         return new, new
 
     def part(entry, h):
@@ -189,7 +198,10 @@ class _Solver:
             state = self.window(part, sizes, guess, valid, error, True)
             return (tuple(leaf[-1] for leaf in state.h), state.error), (state.h, state.outcome)
 
-        rows = (*cut((problem.xs, guess), length, size), jnp.clip(valid - size * jnp.arange(count), 0, size))
+        rows = (
+            *cut((problem.xs, guess), length, size),
+            jnp.clip(valid - size * jnp.arange(count), 0, size),
+        )
         entry = varying_as((problem.start, error), problem.start)
         (_, error), (h, outcomes) = jax.lax.scan(one, entry, rows)
         return _State(joined(h, length), error, _merged(outcomes, size, length))
@@ -232,7 +244,9 @@ class _Solver:
             if sizes[1:]:
                 again = self.windows(problem, sizes[1:], state.h, valid, error, True)
                 made = again.outcome
-                total = made._replace(iterations=made.iterations + iterates.iterations, windows=made.windows + 1)
+                total = made._replace(
+                    iterations=made.iterations + iterates.iterations, windows=made.windows + 1
+                )
                 return again._replace(outcome=total)
             # What is run sequentially is what the loop gives from the last state that passed: it
             # keeps that state's error, while the estimate of rounding starts again from what it was.
@@ -255,7 +269,9 @@ class _Solver:
 
     def _is_affordable(self, problem) -> bool:
         """Whether the true Jacobian takes no more memory than what an update holds anyway."""
-        return problem.structure.bytes_per_step <= self.method.held(problem.structure).bytes_per_step
+        return (
+            problem.structure.bytes_per_step <= self.method.held(problem.structure).bytes_per_step
+        )
 
 
 def finished(problem: Problem, h: Leaves, prefix: Array, on_fail: str) -> Leaves:
@@ -270,7 +286,9 @@ def first_iterate(problem: Problem, guess: Leaves | None) -> Leaves:
     """Returns `guess`, by default f(start, x[t]) at every t; the start where that is not finite."""
     start = tuple(jnp.broadcast_to(leaf, (problem.length, *leaf.shape)) for leaf in problem.start)
     guess = problem.apply(start) if guess is None else guess
-    return tuple(jnp.where(jnp.isfinite(a), a, jnp.nan_to_num(b)) for a, b in zip(guess, start, strict=True))
+    return tuple(
+        jnp.where(jnp.isfinite(a), a, jnp.nan_to_num(b)) for a, b in zip(guess, start, strict=True)
+    )
 
 
 def _errors(problem: Problem, h: Leaves, error: Leaves) -> Leaves:
@@ -280,7 +298,9 @@ def _errors(problem: Problem, h: Leaves, error: Leaves) -> Leaves:
     """
     jacobian = problem.jacobian(h)
     level = entering(problem, jacobian, h)
-    return problem.solve(jacobian, tuple(a * spread(a, place) for place, a in enumerate(level)), error)
+    return problem.solve(
+        jacobian, tuple(a * spread(a, place) for place, a in enumerate(level)), error
+    )
 
 
 def _merged(outcomes: Outcome, size: int, length: int) -> Outcome:

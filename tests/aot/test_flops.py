@@ -16,9 +16,16 @@ ONE = 2 * 8**3  # of a product of two squares
 
 def test_products_and_convolutions():
     count = count_flops(lambda a, b: a @ b, A, B)
-    assert count.total == 2 * 3 * 4 * 5 * 7 and count.matmul_bytes == 4 * 3 * (4 * 5 + 5 * 7 + 4 * 7)
-    image, kernel = jax.ShapeDtypeStruct((2, 3, 10), jnp.float32), jax.ShapeDtypeStruct((6, 3, 4), jnp.float32)
-    count = count_flops(lambda x, w: jax.lax.conv_general_dilated(x, w, (1,), "VALID"), image, kernel)
+    assert count.total == 2 * 3 * 4 * 5 * 7 and count.matmul_bytes == 4 * 3 * (
+        4 * 5 + 5 * 7 + 4 * 7
+    )
+    image, kernel = (
+        jax.ShapeDtypeStruct((2, 3, 10), jnp.float32),
+        jax.ShapeDtypeStruct((6, 3, 4), jnp.float32),
+    )
+    count = count_flops(
+        lambda x, w: jax.lax.conv_general_dilated(x, w, (1,), "VALID"), image, kernel
+    )
     assert count.total == 2 * (2 * 6 * 7) * (3 * 4)
 
 
@@ -43,7 +50,9 @@ def test_structure(fn, times):
 
 
 def test_a_loop_of_unknown_length_counts_once_and_is_told():
-    count = count_flops(lambda x: jax.lax.while_loop(lambda x: x.sum() < 1, lambda x: x @ x, x), SQUARE)
+    count = count_flops(
+        lambda x: jax.lax.while_loop(lambda x: x.sum() < 1, lambda x: x @ x, x), SQUARE
+    )
     assert (count.total, count.unknown_loops) == (ONE, 1)
 
 
@@ -65,7 +74,9 @@ def step_flops(**changes):
     return config, count_flops(trainer.step, key, state, batch).total, forward
 
 
-@pytest.mark.parametrize("changes", [{}, {"scan_layers": False}, {"num_kv_heads": 1, "tied": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"scan_layers": False}, {"num_kv_heads": 1, "tied": True}], ids=str
+)
 def test_a_train_step_counts_what_the_model_says(changes):
     config, total, forward = step_flops(attention="xla", **changes)
     assert total == 2 * 256 * flops_per_token(config, 256) == 3 * forward
@@ -74,7 +85,9 @@ def test_a_train_step_counts_what_the_model_says(changes):
 def test_full_recomputation_is_a_fourth_forward():
     config, total, forward = step_flops(attention="xla", remat="full")
     head = 2 * 2 * 256 * config.embed_dim * config.vocab_size  # the loss recomputes nothing
-    last = 2 * 2 * 256 * config.mlp_dim * config.embed_dim * config.num_layers  # no gradient needs its result
+    last = (
+        2 * 2 * 256 * config.mlp_dim * config.embed_dim * config.num_layers
+    )  # no gradient needs its result
     assert total == 4 * (forward - head) + 3 * head - last
 
 
@@ -82,5 +95,7 @@ def test_the_kernel_for_tpus_counts_as_dense_attention_does():
     """Its backward pass makes the scores and their gradient in both of its kernels: 9 products for 6."""
     config, dense, _ = step_flops(attention="xla")
     _, kernel, _ = step_flops(attention="splash")
-    one = 2 * config.num_layers * 2 * 2 * 256 * 256 * 64  # a product of scores' size in all layers and rows
+    one = (
+        2 * config.num_layers * 2 * 2 * 256 * 256 * 64
+    )  # a product of scores' size in all layers and rows
     assert (kernel - dense) / one == pytest.approx(3, rel=0.01)

@@ -25,10 +25,16 @@ STRIDED = [(0, 4), (1, 5), (2, 6), (3, 7)]
         ("mesh['a'=4,'b'=2] {'b'}, x", PAIRS),
         ("mesh['a'=2,'b'=4] {'a'}, x", STRIDED),
         ("mesh['a'=2,'b'=4] {'a','b'}, x", [tuple(range(8))]),
-        ("mesh['a'=2,'b'=2,'c'=2], device_ids=([2,2,2]T(2,1,0)) {'c'}, x", [(0, 4), (2, 6), (1, 5), (3, 7)]),
+        (
+            "mesh['a'=2,'b'=2,'c'=2], device_ids=([2,2,2]T(2,1,0)) {'c'}, x",
+            [(0, 4), (2, 6), (1, 5), (3, 7)],
+        ),
         ("mesh['a'=8] {'a':(1)2}, x", STRIDED),
         ("mesh['a'=8] {'a':(4)2}, x", PAIRS),
-        ("mesh['a'=2,'b'=4], device_ids=(7,6,5,4,3,2,1,0) {'a'}, x", [(7, 3), (6, 2), (5, 1), (4, 0)]),
+        (
+            "mesh['a'=2,'b'=4], device_ids=(7,6,5,4,3,2,1,0) {'a'}, x",
+            [(7, 3), (6, 2), (5, 1), (4, 0)],
+        ),
     ],
 )
 def test_replica_groups(text, groups):
@@ -96,7 +102,15 @@ def test_collectives_of_a_module():
         ("reduce-scatter", ("data",), ((64, 32),), ("f32",), 1, "all-reduce.57", 8192),
         ("all-gather", ("fsdp",), ((8,),), ("f32",), 1, "all-gather.2", 32),
         ("all-reduce", ("tensor",), ((2, 24),), ("f32",), 1, "psum.1", 192),
-        ("all-reduce", ("fsdp", "tensor"), ((), (32, 8), (7,)), ("f32", "f32", "bf16"), 1, "all-reduce.9", 1042),
+        (
+            "all-reduce",
+            ("fsdp", "tensor"),
+            ((), (32, 8), (7,)),
+            ("f32", "f32", "bf16"),
+            1,
+            "all-reduce.9",
+            1042,
+        ),
         ("all-gather", ("fsdp",), ((8,),), ("f32",), 1, "all-gather-start.1", 32),
         ("collective-permute", ("tensor",), ((4,),), ("f32",), 1, "collective-permute.1", 16),
         ("collective-permute", ("data", "fsdp"), ((4,),), ("f32",), 1, "permute-start.1", 16),
@@ -124,7 +138,9 @@ def nested_loops(x):
 def test_loops_multiply(note):
     mesh = make_mesh(MeshSpec(data=2, fsdp=4), jax.devices())
     spec = jax.P()
-    step = jit(jax.shard_map(nested_loops, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    step = jit(
+        jax.shard_map(nested_loops, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    )
     text = step.lower(jnp.ones(8)).compile().as_text()
     assert "known_trip_count" in text
     if not note:  # as XLA for TPU writes it

@@ -36,11 +36,20 @@ def step(params, x):
 
 
 def job_of(data=1, fsdp=2, tensor=4, rows=ROWS):
-    mesh = make_mesh(MeshSpec(data=data, fsdp=fsdp, tensor=tensor), jax.devices()[: data * fsdp * tensor])
+    mesh = make_mesh(
+        MeshSpec(data=data, fsdp=fsdp, tensor=tensor), jax.devices()[: data * fsdp * tensor]
+    )
     x = jax.ShapeDtypeStruct((rows, D), jnp.float32)
     group = lambda path: "parameters" if path.startswith("0.") else "other"  # noqa: E731
     return Job(
-        step, (PARAMS, x), (AXES, ("batch", None)), mesh, out_axes=(AXES,), donate=(0,), options=OPTIONS, group=group
+        step,
+        (PARAMS, x),
+        (AXES, ("batch", None)),
+        mesh,
+        out_axes=(AXES,),
+        donate=(0,),
+        options=OPTIONS,
+        group=group,
     )
 
 
@@ -62,10 +71,15 @@ def test_a_plan_of_any_step():
 
 
 def test_the_estimate_of_collectives_is_near_the_compiled_ones():
-    compiled, guess = estimate(job_of(), effort="full"), estimate(job_of(), effort="none", chip=CHIPS["h100"])
+    compiled, guess = (
+        estimate(job_of(), effort="full"),
+        estimate(job_of(), effort="none", chip=CHIPS["h100"]),
+    )
     assert not guess.compiled and guess.compile_s == 0 and "estimated" in guess.notes[0]
     for axes in ("fsdp", "tensor"):
-        real, estimated = (sum(row.bytes for row in p.crossings if row.axes == axes) for p in (compiled, guess))
+        real, estimated = (
+            sum(row.bytes for row in p.crossings if row.axes == axes) for p in (compiled, guess)
+        )
         assert real / 3 < estimated < real * 3
 
 
@@ -114,7 +128,12 @@ def test_a_search_keeps_the_margin():
 
 def test_a_device_of_unknown_memory_decides_nothing():
     found = estimate(job_of(), effort="full")
-    assert found.fits is None and found.capacity is None and found.excess == 0 and found.roofline is None
+    assert (
+        found.fits is None
+        and found.capacity is None
+        and found.excess == 0
+        and found.roofline is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,7 +151,9 @@ def test_a_refusal_is_an_outcome(monkeypatch, text):
     monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
     found = estimate(job_of())
     assert found.fits is False
-    assert (found.peak, found.capacity, found.excess) == tuple(size * 2**30 for size in (24.5, 15.75, 8.75))
+    assert (found.peak, found.capacity, found.excess) == tuple(
+        size * 2**30 for size in (24.5, 15.75, 8.75)
+    )
     assert "refused" in found.notes[0] and found.crossings
 
 
@@ -141,7 +162,9 @@ def test_other_failures_are_not_swallowed(monkeypatch):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
-    with pytest.raises(UsageError, match=r"the compiler for \w+ does not take this step \(internal\)") as caught:
+    with pytest.raises(
+        UsageError, match=r"the compiler for \w+ does not take this step \(internal\)"
+    ) as caught:
         estimate(job_of())
     assert "something else" in str(caught.value.__cause__), "the whole of it is there for who looks"
 
@@ -165,7 +188,9 @@ def build(sizes):
 
 
 def test_search_ranks_by_the_compiler_and_keeps_the_illegal():
-    small = dataclasses.replace(CHIPS["v5e"], hbm_bytes=4e6)  # all rows on each device are too much for it
+    small = dataclasses.replace(
+        CHIPS["v5e"], hbm_bytes=4e6
+    )  # all rows on each device are too much for it
     told = []
     found = rank_candidates(
         [*factorisations(8, 3), (1, 1, 3)], build, small, effort="full", compiled=2, tell=told.append
@@ -186,7 +211,9 @@ def test_search_without_a_legal_candidate():
 
 def test_what_a_compiler_says_of_a_step_is_said_in_our_words(monkeypatch):
     def refuse(*args):
-        raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: Mosaic failed to compile TPU kernel: bad\nAt location: loc(x)")
+        raise jax.errors.JaxRuntimeError(
+            "UNIMPLEMENTED: Mosaic failed to compile TPU kernel: bad\nAt location: loc(x)"
+        )
 
     monkeypatch.setattr(importlib.import_module("jaxpar.aot.estimate"), "compile_lowered", refuse)
     mesh = make_mesh(MeshSpec(data=8))

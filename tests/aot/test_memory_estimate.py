@@ -16,12 +16,22 @@ ROWS, LENGTH = 16, 128
 
 
 def job_of(sizes=(2, 2, 2), accumulate=1, length=LENGTH, **changes):
-    base = dict(num_layers=6, embed_dim=128, num_heads=4, num_kv_heads=2, mlp_dim=384, dtype="float32", loss_chunk=256)
+    base = dict(
+        num_layers=6,
+        embed_dim=128,
+        num_heads=4,
+        num_kv_heads=2,
+        mlp_dim=384,
+        dtype="float32",
+        loss_chunk=256,
+    )
     model = LMConfig(**(base | dict(attention="xla") | changes))
     trainer = Trainer(model, OptimizerConfig(warmup_steps=1), accumulate=accumulate)
     key = jax.eval_shape(lambda: jax.random.key(0))
     state = jax.eval_shape(trainer.init, key)
-    batch = {name: jax.ShapeDtypeStruct((ROWS, length), jnp.int32) for name in ("tokens", "targets")}
+    batch = {
+        name: jax.ShapeDtypeStruct((ROWS, length), jnp.int32) for name in ("tokens", "targets")
+    }
     zeros = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in batch.items()}
     return Job(
         trainer.step,
@@ -38,7 +48,12 @@ def job_of(sizes=(2, 2, 2), accumulate=1, length=LENGTH, **changes):
 
 @pytest.mark.parametrize(
     ("sizes", "changes"),
-    [((1, 1, 1), {}), ((2, 2, 2), {}), ((1, 8, 1), {"remat": "full"}), ((4, 1, 2), {"accumulate": 2})],
+    [
+        ((1, 1, 1), {}),
+        ((2, 2, 2), {}),
+        ((1, 8, 1), {"remat": "full"}),
+        ((4, 1, 2), {"accumulate": 2}),
+    ],
     ids=str,
 )
 def test_the_account_is_near_the_compiled_program(sizes, changes):
@@ -174,12 +189,18 @@ def test_where_arrays_lie_is_told_from_their_shapes():
         (7, 9): ((), ()),
     }
     assert {shape: layout.axes(shape) for shape in lies} == lies
-    assert layout.bytes(jax.ShapeDtypeStruct((ROWS, LENGTH, 384), jnp.bfloat16)) == 2 * ROWS * LENGTH * 384 / 8
+    assert (
+        layout.bytes(jax.ShapeDtypeStruct((ROWS, LENGTH, 384), jnp.bfloat16))
+        == 2 * ROWS * LENGTH * 384 / 8
+    )
 
 
 def test_saved_bytes_of_a_known_function():
     mesh = make_mesh(MeshSpec(data=4, tensor=2), jax.devices())
-    params = {"a": jax.ShapeDtypeStruct((32, 64), jnp.float32), "b": jax.ShapeDtypeStruct((64, 32), jnp.float32)}
+    params = {
+        "a": jax.ShapeDtypeStruct((32, 64), jnp.float32),
+        "b": jax.ShapeDtypeStruct((64, 32), jnp.float32),
+    }
     axes = {"a": (None, "mlp"), "b": ("mlp", None)}
     x = jax.ShapeDtypeStruct((8, 32), jnp.float32)
 
@@ -193,7 +214,11 @@ def test_saved_bytes_of_a_known_function():
 
 
 def test_placements_name_their_rules():
-    rows = {row.path.split("params.")[-1]: row for row in placements(job_of()) if row.group == "parameters"}
+    rows = {
+        row.path.split("params.")[-1]: row
+        for row in placements(job_of())
+        if row.group == "parameters"
+    }
     row = rows["layers.wq"]
     assert row.spec == (None, "fsdp", "tensor", None) and row.bytes == 4 * 6 * 128 * 128 / 4
     assert row.rule == "embed -> inner+fsdp; heads -> tensor"

@@ -52,7 +52,9 @@ def run(pairs, mesh, dtype=np.float32):
     """One program of one conversion a pair, each with an argument of its own: what goes in and out, and the HLO."""
     with use_mesh(mesh):
         xs = [at_rest(source, mesh, i, dtype) for i, (source, _) in enumerate(pairs)]
-        convert_all = jax.jit(lambda xs: [convert(x, *pair) for x, pair in zip(xs, pairs, strict=True)])
+        convert_all = jax.jit(
+            lambda xs: [convert(x, *pair) for x, pair in zip(xs, pairs, strict=True)]
+        )
         program = convert_all.lower(xs).compile()
         return xs, program(xs), hlo.collectives(program.as_text(), mesh)
 
@@ -77,10 +79,16 @@ def check(pairs, mesh):
     xs, ys, found = run(pairs, mesh)
     declared = []
     for x, y, (source, target) in zip(xs, ys, pairs, strict=True):
-        np.testing.assert_allclose(dense(y, target), dense(x, source), atol=2e-6, err_msg=f"{source} {target}")
-        assert y.sharding.is_equivalent_to(NamedSharding(mesh, specs(target, 2, mesh.shape)), y.ndim), (source, target)
+        np.testing.assert_allclose(
+            dense(y, target), dense(x, source), atol=2e-6, err_msg=f"{source} {target}"
+        )
+        assert y.sharding.is_equivalent_to(
+            NamedSharding(mesh, specs(target, 2, mesh.shape)), y.ndim
+        ), (source, target)
         steps = conversion(source, target, SHAPE, np.float32, mesh.shape)
-        declared += [(step.kind, step.axes, step.bytes) for step in steps if step.kind in COLLECTIVES]
+        declared += [
+            (step.kind, step.axes, step.bytes) for step in steps if step.kind in COLLECTIVES
+        ]
     assert totals(declared) == totals((c.kind, c.axes, sent(c, mesh)) for c in found)
     return declared, found
 
@@ -129,9 +137,17 @@ def test_every_pair_over_two_axes(source):
 @pytest.mark.parametrize(
     ("source", "target", "kinds"),
     [
-        ({"data": Split(0), "tensor": Split(0)}, {"tensor": Split(0), "data": Split(0)}, ["collective-permute"]),
+        (
+            {"data": Split(0), "tensor": Split(0)},
+            {"tensor": Split(0), "data": Split(0)},
+            ["collective-permute"],
+        ),
         ({"data": Split(0), "tensor": Split(0)}, {"data": Split(0)}, ["all-gather"]),
-        ({"data": Split(0), "tensor": Split(0)}, {"data": Split(1), "tensor": Split(1)}, ["all-to-all"]),
+        (
+            {"data": Split(0), "tensor": Split(0)},
+            {"data": Split(1), "tensor": Split(1)},
+            ["all-to-all"],
+        ),
         ({"data": SUM, "tensor": SUM}, {}, ["all-reduce"]),
         ({"data": SUM, "tensor": SUM}, {"tensor": Split(1), "data": Split(1)}, ["reduce-scatter"]),
         ({"data": MAX}, {"data": Split(1)}, ["all-to-all"]),
@@ -149,7 +165,9 @@ def test_known_answers(source, target, kinds):
 def test_a_way_round_is_never_cheaper():
     """The price of a conversion is a distance: no third placement shortens it."""
     sizes = {"data": 2, "tensor": 4}
-    used = [p for p in SUMS if Broadcast() not in p.values()]  # an axis that is broadcast at both ends is not used
+    used = [
+        p for p in SUMS if Broadcast() not in p.values()
+    ]  # an axis that is broadcast at both ends is not used
     price = {
         (i, j): sum(step.bytes for step in conversion(p, q, SHAPE, np.float32, sizes))
         for i, p in enumerate(used)
@@ -164,12 +182,18 @@ def test_axes_of_size_one_cost_nothing():
     mesh = make_mesh(ONE)
     pair = ({"data": Split(0), "fsdp": SUM}, {"fsdp": Split(1), "data": Split(0)})
     (x,), (y,), found = run([pair], mesh)
-    assert x.shape == (1, *SHAPE) and not found and not conversion(*pair, SHAPE, np.float32, mesh.shape)[1:]
+    assert (
+        x.shape == (1, *SHAPE)
+        and not found
+        and not conversion(*pair, SHAPE, np.float32, mesh.shape)[1:]
+    )
     np.testing.assert_array_equal(y, np.asarray(x)[0])
 
 
 @pytest.mark.parametrize(
-    "source", [pytest.param(p, marks=[] if i % 5 == 2 else pytest.mark.slow) for i, p in enumerate(SUMS)], ids=str
+    "source",
+    [pytest.param(p, marks=[] if i % 5 == 2 else pytest.mark.slow) for i, p in enumerate(SUMS)],
+    ids=str,
 )
 def test_gradients_over_two_axes(source, x64):
     """Through the dense value as on one device, and the transpose of the map between arrays at rest."""
@@ -198,7 +222,9 @@ def test_gradients_over_two_axes(source, x64):
         np.testing.assert_allclose(dense(y, target), dense(x, source), rtol=1e-13, atol=1e-13)
         expected = np.broadcast_to(np.cos(dense(x, source)), x.shape)
         np.testing.assert_allclose(grad, expected, rtol=1e-12, atol=1e-12, err_msg=str(target))
-        np.testing.assert_allclose((y * np.asarray(v)).sum(), (x * back).sum(), rtol=1e-11, err_msg=str(target))
+        np.testing.assert_allclose(
+            (y * np.asarray(v)).sum(), (x * back).sum(), rtol=1e-11, err_msg=str(target)
+        )
 
 
 @pytest.mark.parametrize(
@@ -237,14 +263,21 @@ def test_whole_numbers_stay_exact():
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: Partial("mean"), "a partial value of op 'mean' is unknown; legal are sum, max, min."),
+        (
+            lambda: Partial("mean"),
+            "a partial value of op 'mean' is unknown; legal are sum, max, min.",
+        ),
         (
             lambda: conversion({"data": Split(1)}, {}, (8, 12), "float32", {"data": 8}),
             "dimension 1 of size 12 does not divide over data=8; the nearest legal sizes are 8 or 16.",
         ),
         (
             lambda: conversion(
-                {}, dict.fromkeys(("data", "tensor"), Split(0)), (2,), "float32", {"data": 2, "tensor": 4}
+                {},
+                dict.fromkeys(("data", "tensor"), Split(0)),
+                (2,),
+                "float32",
+                {"data": 2, "tensor": 4},
             ),
             "dimension 0 of size 2 does not divide over data*tensor=8; the nearest legal sizes are 8.",
         ),
@@ -257,7 +290,9 @@ def test_whole_numbers_stay_exact():
             "data=Split(dim=1) splits dimension 1 of an array of shape (8,).",
         ),
         (
-            lambda: conversion({"data": SUM, "tensor": MAX}, {}, (8,), "float32", {"data": 2, "tensor": 4}),
+            lambda: conversion(
+                {"data": SUM, "tensor": MAX}, {}, (8,), "float32", {"data": 2, "tensor": 4}
+            ),
             "a placement with partial ops max and sum depends on their order; use one op.",
         ),
         (

@@ -15,7 +15,11 @@ from jaxpar.lm import OptimizerConfig, Trainer, flops_per_token
 from jaxpar.mesh import MeshSpec, make_mesh
 
 ROOT = Path(__file__).parents[2]
-MEASURED = {"gpt2": 510_621, "gpt2-b64": 520_679, "0.9b": 88_993}  # tokens/s of an H100, docs/benchmarks.md
+MEASURED = {
+    "gpt2": 510_621,
+    "gpt2-b64": 520_679,
+    "0.9b": 88_993,
+}  # tokens/s of an H100, docs/benchmarks.md
 
 
 @pytest.mark.parametrize("case", MEASURED)
@@ -24,7 +28,9 @@ def test_prediction_is_near_the_h100(case, monkeypatch):
     import lm_throughput
 
     shape = lm_throughput.CASES[case]
-    model = lm_throughput.model_config(shape, {"attention": "splash"})  # does cuDNN's work, and can be traced here
+    model = lm_throughput.model_config(
+        shape, {"attention": "splash"}
+    )  # does cuDNN's work, and can be traced here
     trainer = Trainer(model, OptimizerConfig(), num_steps=100)
     key = jax.eval_shape(lambda: jax.random.key(0))
     rows = jax.ShapeDtypeStruct((shape["batch_size"], shape["seq_len"]), jnp.int32)
@@ -54,5 +60,7 @@ def test_links(kind, moved, chip, links):
     mesh = make_mesh(MeshSpec(fsdp=4, tensor=2), jax.devices())
     traffic = Traffic({(0.0, 1.0): 1}, 0.0, ())
     line = roofline(traffic, [Crossing(kind, "fsdp", 10, 10**9)], CHIPS[chip], mesh)
-    assert line.links_s == {"fsdp": pytest.approx(moved * 1e9 / (LINK_SHARE * links * CHIPS[chip].link_bandwidth))}
+    assert line.links_s == {
+        "fsdp": pytest.approx(moved * 1e9 / (LINK_SHARE * links * CHIPS[chip].link_bandwidth))
+    }
     assert line.step_s == sum(line.links_s.values()) and line.bound == "links"

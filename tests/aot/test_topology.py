@@ -15,14 +15,24 @@ from jaxpar.aot.topology import hbm_bytes
 from jaxpar.types import UsageError
 
 ROOT = Path(__file__).parents[2]
-SIZES = {"v4:2x2x1": 4, "v5e:1x1": 1, "v5e:16x16": 256, "v5p:4x4x4": 64, "v5p:3x3x3": 27, "v6e:2x4": 8}
+SIZES = {
+    "v4:2x2x1": 4,
+    "v5e:1x1": 1,
+    "v5e:16x16": 256,
+    "v5p:4x4x4": 64,
+    "v5p:3x3x3": 27,
+    "v6e:2x4": 8,
+}
 SIZES |= {"tpu7x:2x2x1": 8, "v5p:16x16x24": 6144}
 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("v5q:2x2", "topology='v5q:2x2' is unknown; legal are .*v4:2x2x2, v5e:4x4, v5p:4x4x4, v6e:4x4, tpu7x:2x2x1"),
+        (
+            "v5q:2x2",
+            "topology='v5q:2x2' is unknown; legal are .*v4:2x2x2, v5e:4x4, v5p:4x4x4, v6e:4x4, tpu7x:2x2x1",
+        ),
         ("v5p", "topology='v5p' is unknown"),
         ("v5e:4x4x4", "v5e takes 2 sizes joined by x, such as v5e:4x4"),
         ("v5p:4x4", "v5p takes 3 sizes"),
@@ -45,7 +55,13 @@ def test_names_are_read():
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("TPU v5", "v5p"), ("TPU v5 lite", "v5e"), ("TPU v4", "v4"), ("NVIDIA H100 80GB HBM3", "h100"), ("cpu", None)],
+    [
+        ("TPU v5", "v5p"),
+        ("TPU v5 lite", "v5e"),
+        ("TPU v4", "v4"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("cpu", None),
+    ],
 )
 def test_chip_of_a_device(kind, name):
     chip = chip_of(SimpleNamespace(device_kind=kind))
@@ -62,7 +78,9 @@ def test_peaks_are_of_one_magnitude():
     """A slipped factor of a thousand, or a chip's numbers for half a chip, would show here."""
     for chip in CHIPS.values():
         assert 100 < chip.flops / chip.hbm_bandwidth < 600, chip  # operations a byte at the ridge
-        assert 10 < chip.hbm_bytes / chip.hbm_bandwidth * 1e3 < 60, chip  # milliseconds to read all of the memory
+        assert 10 < chip.hbm_bytes / chip.hbm_bandwidth * 1e3 < 60, (
+            chip
+        )  # milliseconds to read all of the memory
         assert 1000 < chip.flops / chip.link_bandwidth < 12000, chip
 
 
@@ -76,9 +94,13 @@ def test_compile_only_devices_come_in_silence():
     )
     env = {k: v for k, v in os.environ.items() if not k.startswith(("XLA", "TPU_", "ALLOW_"))}
     env |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0 and done.stderr == "", done.stderr
-    assert done.stdout.split("\n")[:-1] == [f"{name} {count} {name.split(':')[0]}" for name, count in SIZES.items()]
+    assert done.stdout.split("\n")[:-1] == [
+        f"{name} {count} {name.split(':')[0]}" for name, count in SIZES.items()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -145,6 +167,8 @@ for name in ("v5p:4x4x4", "v6e:4x4", "v5p:3x3x3", "tpu7x:2x2x2"):
 def test_every_factorisation_of_a_slice_is_a_mesh():
     """As `jax.make_mesh` arranges it where axes of the torus multiply to the mesh's, else with axes of it split."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", MESHES], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", MESHES], env=env, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "v5p:4x4x4" in done.stdout and " True" in done.stdout.splitlines()[0], done.stdout

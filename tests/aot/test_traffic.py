@@ -28,7 +28,10 @@ def total(fn, *args):
         (lambda x: x @ x.T, 3),  # a product reads its transposed operand as it lies
         (lambda x: jnp.sin(x) @ x, 2 + 3),  # the sine is written for the product
         (lambda x, y: (x + y, x - y), 4),  # results that share their sources read them once
-        (lambda x: (x - x.mean(1, keepdims=True)) @ x, 2 + 3),  # a row's statistics stay in the pass
+        (
+            lambda x: (x - x.mean(1, keepdims=True)) @ x,
+            2 + 3,
+        ),  # a row's statistics stay in the pass
         (lambda x: jax.lax.scan(lambda c, _: (c @ c, None), x, None, 5)[0], 5 * 3),
         (lambda x: jax.lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x), 2 * 3),
     ],
@@ -44,13 +47,19 @@ def test_what_many_need_is_written_once():
         return [jnp.cos(h * i) @ x for i in range(6)]
 
     # h: 4 reads and a write; then each cosine reads it and is written, and each product takes three squares.
-    assert total(shared, SQUARE, SQUARE, SQUARE, SQUARE) == pytest.approx(5 + 6 * 2 + 6 * 3, rel=0.02)
+    assert total(shared, SQUARE, SQUARE, SQUARE, SQUARE) == pytest.approx(
+        5 + 6 * 2 + 6 * 3, rel=0.02
+    )
 
 
 def test_a_block_of_an_array_costs_the_block():
     rows = jax.ShapeDtypeStruct((100 * N, N), jnp.float32)
-    assert total(lambda x: jax.lax.dynamic_slice_in_dim(x, 3, N) * 2, rows) == pytest.approx(2, rel=0.02)
-    assert total(lambda x, y: jax.lax.dynamic_update_slice(x, y, (0, 0)), rows, SQUARE) == pytest.approx(2, rel=0.02)
+    assert total(lambda x: jax.lax.dynamic_slice_in_dim(x, 3, N) * 2, rows) == pytest.approx(
+        2, rel=0.02
+    )
+    assert total(
+        lambda x, y: jax.lax.dynamic_update_slice(x, y, (0, 0)), rows, SQUARE
+    ) == pytest.approx(2, rel=0.02)
 
 
 def test_kernels_are_bound_one_by_one():
@@ -67,7 +76,9 @@ def test_peak_is_what_is_alive_at_once():
             x = jnp.sin(x) @ x
         return x
 
-    assert traffic(chain, SQUARE).peak / ONE == pytest.approx(3, rel=0.02)  # a product, its operands' sine and input
+    assert traffic(chain, SQUARE).peak / ONE == pytest.approx(
+        3, rel=0.02
+    )  # a product, its operands' sine and input
 
     def kept(x):
         parts = [x @ (x * i) for i in range(10)]

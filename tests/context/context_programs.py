@@ -12,10 +12,14 @@ from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.nn.attention.context import context_attention
 
 
-def compiled(move, backward, length=48, groups=2, context=8, width=K, devices=None, jit=jit, order=None):
+def compiled(
+    move, backward, length=48, groups=2, context=8, width=K, devices=None, jit=jit, order=None
+):
     """The program and its mesh; inputs are split as they come."""
     mesh = make_mesh(MeshSpec(context=context, data=8 // context), devices)
-    shapes = [jax.ShapeDtypeStruct((B, length, n, width), np.float32) for n in (H, groups, groups, H)]
+    shapes = [
+        jax.ShapeDtypeStruct((B, length, n, width), np.float32) for n in (H, groups, groups, H)
+    ]
     places = jax.ShapeDtypeStruct((B, length), np.int32)
 
     def value(q, k, v, positions):
@@ -31,7 +35,9 @@ def compiled(move, backward, length=48, groups=2, context=8, width=K, devices=No
         def put(shape):
             return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
-        args = [*map(put, shapes), put(places)] if backward else [*map(put, shapes[:3]), put(places)]
+        args = (
+            [*map(put, shapes), put(places)] if backward else [*map(put, shapes[:3]), put(places)]
+        )
         program = jit(gradients if backward else value).lower(*args).compile()
     return program, mesh
 
@@ -41,17 +47,26 @@ def bytes_sent(found, table):
     members = table.within if table.within > 1 else table.shares
     share = {"collective-permute": 1}
     return sum(
-        each.trips * share.get(each.kind, 1 - 1 / members) * sum(4 * math.prod(shape) for shape in each.shapes)
+        each.trips
+        * share.get(each.kind, 1 - 1 / members)
+        * sum(4 * math.prod(shape) for shape in each.shapes)
         for each in found
     )
 
 
 def sent_by_shift(found, table, text):
     """Of collectives that send to one device, by how many of 8 places further on it is; of all others by None."""
-    line = r"%?([\w.-]+) = .* collective-permute(?:-start)?\(.*source_target_pairs=\{\{(\d+),(\d+)\}"
-    shifts = {name: (int(to) - int(by)) % 8 for name, by, to in re.findall(line, text)}  # device i at place i
+    line = (
+        r"%?([\w.-]+) = .* collective-permute(?:-start)?\(.*source_target_pairs=\{\{(\d+),(\d+)\}"
+    )
+    shifts = {
+        name: (int(to) - int(by)) % 8 for name, by, to in re.findall(line, text)
+    }  # device i at place i
     every = {each: shifts.get(each.name) for each in found}
-    return {shift: bytes_sent([x for x in every if every[x] == shift], table) for shift in set(every.values())}
+    return {
+        shift: bytes_sent([x for x in every if every[x] == shift], table)
+        for shift in set(every.values())
+    }
 
 
 def bytes_said(table, sizes, backward, order, shift=all):
@@ -65,7 +80,9 @@ def bytes_said(table, sizes, backward, order, shift=all):
         if shift is not all and shift != (send.shift and send.shift % 8):
             continue
         none = places.get(send.what, 0) * (table.within if send.shift else 1)
-        share = table.share(send, sizes, backward) - none * sizes.rows * sizes.tokens * (8 if order else 4)
+        share = table.share(send, sizes, backward) - none * sizes.rows * sizes.tokens * (
+            8 if order else 4
+        )
         is_exchanged = send.what in ("heads", "outputs")
         others = (table.members - 1) / (table.members if is_exchanged else 1)
         total += share * (1 if send.shift else others)

@@ -43,7 +43,17 @@ PROMISED = [
     ("ring", "contiguous", 2, 4, 1, 1, 20, False, Visible()),
     ("ring", "striped", 2, 4, 1, 2, 24, False, Visible(causal=False)),
     ("two_way", "zigzag", 2, 4, 1, 2, 40, True, Visible()),
-    ("two_way", "zigzag", 2, 4, 1, 2, 8, True, Visible()),  # parts of one token, whose first half is empty
+    (
+        "two_way",
+        "zigzag",
+        2,
+        4,
+        1,
+        2,
+        8,
+        True,
+        Visible(),
+    ),  # parts of one token, whose first half is empty
     ("token_ring", "contiguous", 1, 8, 1, 2, 40, True, Visible()),
     ("swap", "zigzag", 2, 4, 1, 4, 40, True, Visible()),
     ("swap_ring", "zigzag", 1, 4, 2, 4, 24, False, Visible()),
@@ -104,31 +114,47 @@ def with_gradients(f, *args):
 
 def test_cases_cover_moves_orders_and_factorisations():
     """Each once at least in CI; where nothing is split over the sequence there is one program, whatever else is."""
-    factors = {(8 // n // tensor, n, tensor) for n in (2, 4, 8) for tensor in (1, 2, 4) if n * tensor <= 8}
+    factors = {
+        (8 // n // tensor, n, tensor) for n in (2, 4, 8) for tensor in (1, 2, 4) if n * tensor <= 8
+    }
     for cases in (CASES, PROMISED):
-        assert {case[0] for case in cases} == set(MOVES) and {case[1] for case in cases} == set(ORDERS)
+        assert {case[0] for case in cases} == set(MOVES) and {case[1] for case in cases} == set(
+            ORDERS
+        )
     assert {case[2:5] for case in CASES + PROMISED} >= factors and len(factors) == 6
 
 
 PAIRS = (0, 1), (2, 3), (4, 5), (6, 7)
 ALL_CASES = [(case, False) for case in CASES] + [(case, True) for case in PROMISED]
-SLOW_CASES = [(case, False) for case in MORE] + [(case, True) for case in MORE_PROMISED]  # 3 CPU s each
+SLOW_CASES = [(case, False) for case in MORE] + [
+    (case, True) for case in MORE_PROMISED
+]  # 3 CPU s each
 ALL_CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES]
 
 
 @pytest.mark.parametrize(
     ("case", "promised"),
     ALL_CASES,
-    ids=lambda x: "-".join(map(str, x[:6])) if isinstance(x, tuple) else {True: "promised", False: "by places"}[x],
+    ids=lambda x: (
+        "-".join(map(str, x[:6]))
+        if isinstance(x, tuple)
+        else {True: "promised", False: "by places"}[x]
+    ),
 )
 def test_every_move_equals_dense_attention_in_value_and_gradient(case, promised, x64, monkeypatch):
     """Rows without documents of which no order is promised end in padding, which gives nothing and takes nothing."""
     move, order, data, context, tensor, groups, length, has_documents, visible = case
     told = {"order": order} if promised else {}
     monkeypatch.setattr(kernels, "QUERIES", 6)
-    monkeypatch.setattr(pieces, "QUERIES", 5)  # so that a piece's queries come in parts, the last filled up
+    monkeypatch.setattr(
+        pieces, "QUERIES", 5
+    )  # so that a piece's queries come in parts, the last filled up
     rows = max(B, data)
-    args = *drawn(length, groups, rows), in_turn(rows, length), documents(rows, length) if has_documents else None
+    args = (
+        *drawn(length, groups, rows),
+        in_turn(rows, length),
+        documents(rows, length) if has_documents else None,
+    )
     args = [x if x is None else np.array(x) for x in args]
     used = length if promised or has_documents else length - 3
     want = wanted(*(x if x is None else x[:, :used] for x in args), visible)
@@ -168,11 +194,16 @@ def test_kernels_are_taken_for_the_pairs_of_a_table(has_documents, monkeypatch):
     # Over borders of parts, of 6 tokens; within them; in numbers that come again, of which none is left out.
     lengths = [5, 20, 2, 2, 19], [6, 1, 5, 24, 12], [6] * 8, [48], [1] * 6 + [42]
     rows = [np.repeat(np.arange(len(row)), row) for row in lengths] + [np.repeat([1, 2, 1], 16)]
-    for both in ((rows[0], rows[1]), (rows[2], rows[3]), (rows[4], rows[5])) if has_documents else (None,):
+    for both in (
+        ((rows[0], rows[1]), (rows[2], rows[3]), (rows[4], rows[5])) if has_documents else (None,)
+    ):
         segments = None if both is None else jnp.asarray(np.stack(both), jnp.int32)
         want = wanted(*(x.astype(jnp.float32) for x in (q, k, v, g)), positions, segments)
         with use_mesh(make_mesh(MeshSpec(context=context, data=2))):
-            split = (x if x is None else order.split(x, context) for x in (q, k, v, g, positions, segments))
+            split = (
+                x if x is None else order.split(x, context)
+                for x in (q, k, v, g, positions, segments)
+            )
             got = run(*split)
         for ours, theirs in zip(got, want, strict=True):
             # Operands and partial outputs in bfloat16, 2^-8 a number, averaged over the sums.
@@ -218,7 +249,11 @@ def test_sums_in_float32_differ_by_rounding_and_a_broken_promise_by_nan(move):
         assert_close(order.join(ours, context), theirs, 1e-5)
     # Where the promise is broken, what sees it is NaN: all but the first part, and one token that nobody else sees.
     out, dq, dk, _ = run(args[4])
-    assert np.isnan(out[:, LONG // (2 * context) :]).all() and np.isnan(dq).any() and np.isnan(dk).any()
+    assert (
+        np.isnan(out[:, LONG // (2 * context) :]).all()
+        and np.isnan(dq).any()
+        and np.isnan(dk).any()
+    )
     last = places.argmax(1)[0]
     places = places + LONG * (np.arange(LONG) == last) * (np.arange(B) == 1)[:, None]
     found = np.isnan(run(places.astype(np.int32))[0]).any((2, 3))
@@ -251,16 +286,26 @@ def test_a_program_sends_what_the_table_says(move, order):
     for backward in (*alone, True):
         _, text, mesh = of_eight(move, order, backward)
         found[backward] = hlo.collectives(text, mesh)
-        axes = {("context",)} | ({None} if move == "swap_ring" else set())  # a group is a part of the axis
+        axes = {("context",)} | (
+            {None} if move == "swap_ring" else set()
+        )  # a group is a part of the axis
         assert {each.axes for each in found[backward]} == axes
     exchanged = {"all-to-all"} if order else {"all-to-all", "all-gather"}  # a table needs no places
-    kinds = {"gather": {"all-gather"}, "swap": exchanged, "swap_ring": exchanged | {"collective-permute"}}
+    kinds = {
+        "gather": {"all-gather"},
+        "swap": exchanged,
+        "swap_ring": exchanged | {"collective-permute"},
+    }
     kinds = kinds.get(move, {"collective-permute"})
-    summed = {"reduce-scatter", "all-reduce"} if move == "gather" else set()  # CPUs have no reduce-scatter
+    summed = (
+        {"reduce-scatter", "all-reduce"} if move == "gather" else set()
+    )  # CPUs have no reduce-scatter
     assert kinds <= {each.kind for each in found[True]} <= kinds | summed
     assert not alone or {each.kind for each in found[False]} == kinds
     if "collective-permute" in kinds:
-        pairs = re.findall(r"source_target_pairs=\{\{(\d+),(\d+)\}", text)  # of the backward pass; device i at place i
+        pairs = re.findall(
+            r"source_target_pairs=\{\{(\d+),(\d+)\}", text
+        )  # of the backward pass; device i at place i
         shifts = {send.shift % 8 for send in table.sends(True) if send.shift}
         assert {(int(to) - int(by)) % 8 for by, to in pairs} == shifts
     if move == "swap_ring":
@@ -277,11 +322,17 @@ def test_a_program_sends_what_the_table_says(move, order):
     assert not alone or math.isclose(sent(False), said(False))
     if jax.__version_info__ >= (0, 11):
         assert math.isclose(sent(True), said(False) + said(True))
-        by_shift = sent_by_shift([each for each in found[True] if each.kind not in summed], table, text)
+        by_shift = sent_by_shift(
+            [each for each in found[True] if each.kind not in summed], table, text
+        )
         assert any(by_shift) == ("collective-permute" in kinds)
-        halves = {1: 12 / 13, 7: 14 / 13} if order and move == "two_way" else {}  # of parts of 13 tokens
+        halves = (
+            {1: 12 / 13, 7: 14 / 13} if order and move == "two_way" else {}
+        )  # of parts of 13 tokens
         for shift in by_shift.keys() - {None}:
-            both = sum(bytes_said(table, sizes, backward, order, shift) for backward in (False, True))
+            both = sum(
+                bytes_said(table, sizes, backward, order, shift) for backward in (False, True)
+            )
             assert math.isclose(by_shift[shift], both * halves.get(shift, 1)), shift
     else:  # an older compiler for CPUs finds what travels again to be what travelled, and keeps some of it
         assert sent(True) <= said(False) + said(True)
@@ -298,12 +349,16 @@ def test_no_buffer_has_the_whole_sequence_but_what_the_table_says(move, order):
     whole = set(re.findall(rf"\w+\[(?:\d+,)*{length}(?:,\d+)*\]", text)) | set(
         re.findall(rf"\w+\[8,{B},{length // 8}(?:,\d+)*\]", text)
     )
-    shapes = {tuple(int(n) for n in re.search(r"\[(.*)\]", name).group(1).split(",")) for name in whole}
+    shapes = {
+        tuple(int(n) for n in re.search(r"\[(.*)\]", name).group(1).split(",")) for name in whole
+    }
     holds = move_for(move, 8).holds
     assert holds == {"gather": ("keys", "sums"), "swap": ("heads", "outputs")}.get(move, ())
     if holds == ("keys", "sums"):  # a piece a device: keys, values, their gradients and places
         assert shapes <= {(8, B, length // 8, 2, K), (8, B, length // 8)} and shapes
-    elif holds:  # of one of four heads, and of one of two rows; tokens by tokens are the dense form's scores
+    elif (
+        holds
+    ):  # of one of four heads, and of one of two rows; tokens by tokens are the dense form's scores
         numbers = {math.prod(n for n in shape if n != length) for shape in shapes}
         assert max(numbers) == K < H * K
     else:
@@ -317,7 +372,9 @@ def test_half_of_the_pairs_are_computed_by_every_device_under_zigzag():
         for device, other in itertools.product(range(shares), repeat=2):
             pairs = order.pairs(shares, device, other)
             assert len(pairs) == (2 if device != other else 3)
-            seen = {(i, j) for i in range(2) for j in range(2) if places[device, i] >= places[other, j]}
+            seen = {
+                (i, j) for i in range(2) for j in range(2) if places[device, i] >= places[other, j]
+            }
             assert {pair[:2] for pair in pairs} == seen
             assert all(causal == (places[device, i] == places[other, j]) for i, j, causal in pairs)
 
@@ -366,7 +423,9 @@ def test_places_are_sent_when_keys_have_come(move):
         line = made.get(name, "")
         if re.match(r"\(?f32\[.*(all-gather|all-to-all)", line):
             return True
-        below = [each for each in re.findall(r"%[\w.-]+", line.partition("(")[2]) if each not in seen]
+        below = [
+            each for each in re.findall(r"%[\w.-]+", line.partition("(")[2]) if each not in seen
+        ]
         seen.update(below)
         return any(waits(each, seen) for each in below)
 

@@ -24,7 +24,10 @@ def relative(got, want):
 
 def drawn(length, heads, groups, width):
     draw = np.random.default_rng(0).standard_normal
-    return [jnp.asarray(draw((2, length, number, width)), jnp.bfloat16) for number in (heads, groups, groups, heads)]
+    return [
+        jnp.asarray(draw((2, length, number, width)), jnp.bfloat16)
+        for number in (heads, groups, groups, heads)
+    ]
 
 
 def exact(q, k, v, g, segments=None):
@@ -69,20 +72,26 @@ def test_the_walk_of_four_devices_on_one_gpu(order, packed):
             for turn in range(shares):
                 key = (device - turn) % shares
                 which = jnp.int32(turn) if turn else 0
-                state = rule.attend(state, qs[device], ks[key], vs[key], where[device], where[key], which, device)
+                state = rule.attend(
+                    state, qs[device], ks[key], vs[key], where[device], where[key], which, device
+                )
             done = Done(state.mean.astype(jnp.bfloat16), state.log_sum, gs[device])
             dq = None
             for turn in range(shares):
                 key = (device - turn) % shares
                 which = jnp.int32(turn) if turn else 0
                 places = where[device], where[key], which, device
-                dq, sums[key] = rule.gradient(dq, sums[key], qs[device], ks[key], vs[key], *places, done)
+                dq, sums[key] = rule.gradient(
+                    dq, sums[key], qs[device], ks[key], vs[key], *places, done
+                )
             outs.append(done.out)
             dqs.append(dq)
         return outs, dqs, [each[0] for each in sums], [each[1] for each in sums]
 
     for got, want in zip(run(*split, where), exact(*arrays, segments), strict=True):
-        assert relative(order.join(jnp.concatenate(got, 1), shares), want) < 1e-2  # as in test_attention_gpu.py
+        assert (
+            relative(order.join(jnp.concatenate(got, 1), shares), want) < 1e-2
+        )  # as in test_attention_gpu.py
 
 
 def test_the_first_trial_of_pieces_of_documents_passes():
@@ -126,7 +135,9 @@ def test_the_first_trial_of_a_split_caches_kernel_passes():
         assert all(kernel._is_right(dtype) for dtype in ("bfloat16", "float16", "float32"))
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.skipif(TWO, reason="needs two GPUs"))])
+@pytest.mark.parametrize(
+    "devices", [1, pytest.param(2, marks=pytest.mark.skipif(TWO, reason="needs two GPUs"))]
+)
 def test_a_split_cache_by_its_kernel(devices):
     """In bfloat16, NaN where nothing is filled, of one share nothing is; gradients are those of the dense form."""
     q, keys, values, g = drawn(4096, 32, 8, 128)

@@ -20,7 +20,9 @@ def test_orders_are_permutations_and_zigzag_is_even():
     for name in ORDERS:
         places = Order(name).places(48, 4)
         assert sorted(places) == list(range(48))
-    pairs = Order("zigzag").places(48, 4).reshape(4, -1).sum(1)  # a query at place p has p earlier keys
+    pairs = (
+        Order("zigzag").places(48, 4).reshape(4, -1).sum(1)
+    )  # a query at place p has p earlier keys
     assert len(set(pairs.tolist())) == 1
     assert Order("striped").places(8, 4).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
     x = jnp.arange(48).reshape(1, 48, 1)
@@ -33,17 +35,24 @@ def test_tables_say_what_travels():
     assert ring.bytes(sizes)["down"] == 0
     assert two.bytes(sizes)["up"] == two.bytes(sizes)["down"] == ring.bytes(sizes)["up"] / 2
     assert ring.bytes(sizes)["up"] == 7 * 64 * (2 * 8 * 128 * 2 + 8)
-    assert ring.bytes(sizes._replace(groups=32))["up"] > 3.9 * ring.bytes(sizes)["up"]  # keys travel in their own heads
-    assert sum(token.bytes(sizes).values()) > sum(ring.bytes(sizes).values())  # few key heads: the ring is cheaper
+    assert (
+        ring.bytes(sizes._replace(groups=32))["up"] > 3.9 * ring.bytes(sizes)["up"]
+    )  # keys travel in their own heads
+    assert sum(token.bytes(sizes).values()) > sum(
+        ring.bytes(sizes).values()
+    )  # few key heads: the ring is cheaper
     assert [step.returns[0].shift for step in token.forward[1:]] == [-1, -2, -3, -4, -5, -6, -7]
     # Of as many key heads as heads it loads either direction alike, over both passes, and half as much as the ring.
     up, down = (
-        sum(token.bytes(sizes._replace(groups=32), back)[way] for back in (False, True)) for way in ("up", "down")
+        sum(token.bytes(sizes._replace(groups=32), back)[way] for back in (False, True))
+        for way in ("up", "down")
     )
     around = sum(ring.bytes(sizes._replace(groups=32), back)["up"] for back in (False, True))
     assert max(up, down) <= 0.55 * around and abs(up - down) <= 0.05 * up
     mixed = move_for("swap_ring", 8, 4)
-    assert mixed.bytes(sizes)["up"] == 64 * (2 * 8 * 128 * 2 + 8 * 4)  # one hop of four devices' tokens, in G / 4 heads
+    assert mixed.bytes(sizes)["up"] == 64 * (
+        2 * 8 * 128 * 2 + 8 * 4
+    )  # one hop of four devices' tokens, in G / 4 heads
     assert mixed.bytes(sizes)["all"] == 64 * ((2 * 32 + 2 * 8) * 128 * 2 * 3 / 4 + 3 * 8)
     assert "keys +4, attend" in str(mixed)
     assert str(ring).splitlines()[1:3] == ["  forward 0: attend", "  forward 1: keys +1, attend"]
@@ -52,7 +61,10 @@ def test_tables_say_what_travels():
 @pytest.mark.parametrize(
     "call, words",
     [
-        (lambda: Order("zigzag").places(20, 4), "a zigzag order of 20 tokens over context=4 needs a multiple of 8"),
+        (
+            lambda: Order("zigzag").places(20, 4),
+            "a zigzag order of 20 tokens over context=4 needs a multiple of 8",
+        ),
         (lambda: Order("zigzag").places(5, 4), "the smallest is 8"),
         (lambda: Order("spiral"), "zigzag"),
         (lambda: move_for("tree", 4), "context='tree' is unknown; legal are gather, ring"),
@@ -69,14 +81,20 @@ def test_what_does_not_fit_is_told(call, words):
 def test_swap_needs_as_many_key_heads_as_devices():
     q, k, v, _ = drawn(16, 2, dtype=np.float32)
     positions = jnp.zeros((B, 16), jnp.int32)
-    with use_mesh(make_mesh(MeshSpec(context=4, data=2))), pytest.raises(UsageError, match="take context=swap_ring"):
+    with (
+        use_mesh(make_mesh(MeshSpec(context=4, data=2))),
+        pytest.raises(UsageError, match="take context=swap_ring"),
+    ):
         context_attention(q, k, v, positions, move="swap")
 
 
 def test_a_promised_order_must_divide():
     q, k, v, _ = drawn(12, 2, dtype=np.float32)
     positions = jnp.zeros((B, 12), jnp.int32)
-    with use_mesh(make_mesh(MeshSpec(context=4, data=2))), pytest.raises(UsageError, match="a multiple of 8"):
+    with (
+        use_mesh(make_mesh(MeshSpec(context=4, data=2))),
+        pytest.raises(UsageError, match="a multiple of 8"),
+    ):
         context_attention(q, k, v, positions, order="zigzag")
     with pytest.raises(UsageError, match="zigzag"):
         context_attention(q, k, v, positions, order="spiral")
@@ -95,8 +113,16 @@ def test_known_positions_that_break_a_promise_are_told(put):
     turn = in_turn(B, 16)
     zigzag = np.array(Order("zigzag").split(turn, 4))
     for positions, order, words in [
-        (turn, "zigzag", "order=zigzag of 16 tokens over context=4 has 14 where row 0 has position 2, at index 2; put"),
-        (zigzag, "contiguous", "order=contiguous of 16 tokens over context=4 has 2 where row 0 has position 14"),
+        (
+            turn,
+            "zigzag",
+            "order=zigzag of 16 tokens over context=4 has 14 where row 0 has position 2, at index 2; put",
+        ),
+        (
+            zigzag,
+            "contiguous",
+            "order=contiguous of 16 tokens over context=4 has 2 where row 0 has position 14",
+        ),
         (
             np.where(turn + 8 * np.arange(B)[:, None] == 18, -1, turn),
             "contiguous",
@@ -110,11 +136,15 @@ def test_known_positions_that_break_a_promise_are_told(put):
         promised(put(padded), "striped", visible=Visible(causal=False))
     shape = B, 16, H, K
     assert promised(put(zigzag), "zigzag") == shape
-    assert promised(put(turn[:, ::-1]), "striped", visible=Visible(causal=False)) == shape  # nobody is before another
+    assert (
+        promised(put(turn[:, ::-1]), "striped", visible=Visible(causal=False)) == shape
+    )  # nobody is before another
     # Where positions decide, nothing depends on the promise.
     assert promised(put(padded), "zigzag", visible=Visible(window=5)) == shape
     segments = jnp.asarray(turn // 8)
-    assert promised(put(turn % 8), "zigzag", segments=segments, visible=Visible(causal=False)) == shape
+    assert (
+        promised(put(turn % 8), "zigzag", segments=segments, visible=Visible(causal=False)) == shape
+    )
     # Under a causal rule the order decides within documents too: places are those in the row.
     assert promised(put(zigzag), "zigzag", segments=segments) == shape
     with pytest.raises(UsageError, match="has 14 where row 0 has position 2, at index 2"):
@@ -131,6 +161,9 @@ def test_padding_among_tokens_that_see_all_makes_outputs_nan():
 
 def test_a_sequence_has_one_mesh_axis():
     q, k, v, _ = drawn(16, 2, dtype=np.float32)
-    mesh, rules = make_mesh(MeshSpec(context=4, tensor=2)), RULES | {"seq_layer": ("context", "tensor")}
+    mesh, rules = (
+        make_mesh(MeshSpec(context=4, tensor=2)),
+        RULES | {"seq_layer": ("context", "tensor")},
+    )
     with use_mesh(mesh, rules), pytest.raises(UsageError, match="split over context and tensor"):
         context_attention(q, k, v, jnp.zeros((B, 16), jnp.int32))

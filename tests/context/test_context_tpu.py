@@ -35,20 +35,37 @@ def for_a_tpu(by_places, by_table):
     from jaxpar.aot import devices, parse_topology
 
     slice_of_eight, found = devices(parse_topology("v5e:2x4")), ({}, {})
-    for move, is_table in [(move, False) for move in by_places.split()] + [(move, True) for move in by_table.split()]:
+    for move, is_table in [(move, False) for move in by_places.split()] + [
+        (move, True) for move in by_table.split()
+    ]:
         sizes = {"groups": 4, "context": 4} if move == "swap" else {}
-        length = (4096 if move == "two_way" else 2048) if is_table else 512  # parts of the kernel's 128 tokens
-        options = {"width": 128, "devices": slice_of_eight, "jit": jax.jit, "order": "zigzag" if is_table else None}
+        length = (
+            (4096 if move == "two_way" else 2048) if is_table else 512
+        )  # parts of the kernel's 128 tokens
+        options = {
+            "width": 128,
+            "devices": slice_of_eight,
+            "jit": jax.jit,
+            "order": "zigzag" if is_table else None,
+        }
         program, mesh = compiled(move, True, length, **options, **sizes)
         text = program.as_text()
         every = hlo.collectives(text, mesh)
-        kernels = {"splash"} if "splash_mha_fwd_residuals" in text and "splash_mha_dkv" in text else set()
+        kernels = (
+            {"splash"} if "splash_mha_fwd_residuals" in text and "splash_mha_dkv" in text else set()
+        )
         # Dense products take bfloat16, which is then what is gathered for them: numbers are compared.
         shares, groups = (4, 4) if move == "swap" else (8, 2)
         table = move_for(move, shares, groups if move == "swap_ring" else 1)
         share = Sizes(B * shares // 8, length // shares, H, groups, 128, 4)
-        said = sum(bytes_said(table, share, backward, options["order"]) for backward in (False, True))
-        found[is_table][move] = sorted({each.kind for each in every} | kernels), bytes_sent(every, table), said
+        said = sum(
+            bytes_said(table, share, backward, options["order"]) for backward in (False, True)
+        )
+        found[is_table][move] = (
+            sorted({each.kind for each in every} | kernels),
+            bytes_sent(every, table),
+            said,
+        )
     return found
 
 
@@ -65,7 +82,9 @@ def for_a_tpu(by_places, by_table):
 def test_a_tpu_sends_what_the_table_says_and_takes_splash(by_places, by_table):
     found = on_a_tpu(__file__, by_places, by_table)
     for moves, each, kinds in zip((by_places, by_table), found, (BY_PLACES, BY_TABLE), strict=True):
-        assert {move: made[0] for move, made in each.items()} == {move: kinds[move] for move in moves.split()}
+        assert {move: made[0] for move, made in each.items()} == {
+            move: kinds[move] for move in moves.split()
+        }
         for move, (_, sent, said) in each.items():
             assert math.isclose(sent, said), (move, sent, said)
 

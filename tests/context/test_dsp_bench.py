@@ -38,7 +38,9 @@ def test_forms_are_one_model_and_send_what_they_say(bench):
 
             compiled = jit(both).lower(*args).compile()
             results[move], tokens = compiled(*args), args[1].size
-            sent[move] = bench.sent(compiled.as_text(), mesh, tokens) / (tokens * 4)  # of all tokens' bytes
+            sent[move] = bench.sent(compiled.as_text(), mesh, tokens) / (
+                tokens * 4
+            )  # of all tokens' bytes
     for move in ("ring", "swap"):
         assert_close(results[move], results[bench.ANEW], LAYOUT["float32"])
     others = 1 - 1 / SHARES

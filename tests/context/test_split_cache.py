@@ -38,7 +38,10 @@ def dense(q, keys, values, filled):
 
 def drawn(slots, dtype=np.float64):
     rng = np.random.default_rng(0)
-    return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((B, T, H, K), *2 * ((B, slots, G, K),)))
+    return tuple(
+        jnp.asarray(rng.standard_normal(shape), dtype)
+        for shape in ((B, T, H, K), *2 * ((B, slots, G, K),))
+    )
 
 
 def test_any_split_is_exact_and_what_is_not_filled_may_hold_anything(x64):
@@ -52,7 +55,9 @@ def test_any_split_is_exact_and_what_is_not_filled_may_hold_anything(x64):
     with use_mesh(mesh):
         run = jit(attend_split_cache)
         for lengths in splits:
-            filled = (np.arange(ROOM)[None, None] < lengths[..., None]).reshape(B, -1)  # two shares a device
+            filled = (np.arange(ROOM)[None, None] < lengths[..., None]).reshape(
+                B, -1
+            )  # two shares a device
             poisoned = [jnp.where(filled[..., None, None], x, jnp.nan) for x in (keys, values)]
             got = run(q, *poisoned, jnp.asarray(lengths, jnp.int32))
             assert_close(got, dense(q, keys, values, filled), 1e-12)
@@ -72,7 +77,9 @@ def test_gradients_are_of_what_is_filled_alone(context, tensor, x64):
     q, keys, values = drawn(N * ROOM)
     want = jit(functools.partial(with_gradients, dense))(q, keys, values, filled, q + 1)
     poisoned = [jnp.where(filled[..., None, None], x, jnp.nan) for x in (keys, values)]
-    with use_mesh(make_mesh(MeshSpec(context=context, tensor=tensor), jax.devices()[: context * tensor])):
+    with use_mesh(
+        make_mesh(MeshSpec(context=context, tensor=tensor), jax.devices()[: context * tensor])
+    ):
         run = jit(functools.partial(with_gradients, attend_split_cache))
         assert_close(run(q, *poisoned, jnp.asarray(lengths), q + 1), want, 1e-12)
 
@@ -98,10 +105,14 @@ def for_a_tpu():
 
     mesh, found = make_mesh(MeshSpec(context=64), devices(parse_topology("v5p:4x4x4"))), {}
     for slots in (2**10, 2**20):
-        shapes = [((1, 1, 32, 128), "bfloat16", ())] + [((1, slots, 8, 128), "bfloat16", (None, "context"))] * 2
+        shapes = [((1, 1, 32, 128), "bfloat16", ())] + [
+            ((1, slots, 8, 128), "bfloat16", (None, "context"))
+        ] * 2
         args = [
             jax.ShapeDtypeStruct(
-                shape, dtype, sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*part))
+                shape,
+                dtype,
+                sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*part)),
             )
             for shape, dtype, part in [*shapes, ((1, 64), "int32", (None, "context"))]
         ]
@@ -117,18 +128,26 @@ def stand_in(*arrays, out, grid, text, name, num_warps, num_stages, **sizes):
 
     def run(q, keys, values, lengths):
         top, total, mean = (np.full(x.shape, np.nan, np.float32) for x in out)
-        groups, repeat, tiles, tile = (sizes[name] for name in ("GROUPS", "REPEAT", "TILES", "TILE"))
+        groups, repeat, tiles, tile = (
+            sizes[name] for name in ("GROUPS", "REPEAT", "TILES", "TILE")
+        )
         for first, split in np.ndindex(*grid):
             row, group, part = np.unravel_index(first, (sizes["ROWS"], groups, tiles))
             share, number = divmod(split, sizes["CUTS"])
             size = -(-lengths[row, share] // (sizes["CUTS"] * sizes["STEP"])) * sizes["STEP"]
-            slots = np.arange(number * size, min((number + 1) * size, lengths[row, share])) + share * sizes["ROOM"]
+            slots = (
+                np.arange(number * size, min((number + 1) * size, lengths[row, share]))
+                + share * sizes["ROOM"]
+            )
             for line in range(part * tile, min((part + 1) * tile, sizes["LENGTH"] * repeat)):
                 at = row, line // repeat, group * repeat + line % repeat
                 scores = keys[row, slots, group] @ q[at] / math.sqrt(sizes["WIDTH"])
                 top[split, *at] = scores.max(initial=-np.inf)
                 weights = np.exp(scores - top[split, *at])
-                total[split, *at], mean[split, *at] = weights.sum(), weights @ values[row, slots, group]
+                total[split, *at], mean[split, *at] = (
+                    weights.sum(),
+                    weights @ values[row, slots, group],
+                )
         return top, total, mean
 
     def wide(*arrays):
@@ -137,15 +156,22 @@ def stand_in(*arrays, out, grid, text, name, num_warps, num_stages, **sizes):
     return list(jax.pure_callback(wide, tuple(out), *arrays))
 
 
-@pytest.mark.parametrize("how", ["twin", pytest.param("interpreter", marks=triton_interpreter.NEEDED)])
-@pytest.mark.parametrize("tokens, devices, dtype", [(1, 1, "float32"), (9, 1, "float32"), (2, 2, "bfloat16")])
+@pytest.mark.parametrize(
+    "how", ["twin", pytest.param("interpreter", marks=triton_interpreter.NEEDED)]
+)
+@pytest.mark.parametrize(
+    "tokens, devices, dtype", [(1, 1, "float32"), (9, 1, "float32"), (2, 2, "bfloat16")]
+)
 def test_the_kernel_reads_what_is_filled_and_is_attention(how, tokens, devices, dtype, monkeypatch):
     """Of three shares a device, one empty, one cut within a step; NaN where nothing is filled. Gradients are dense."""
     room, width, shares = 96, 16, 3 * devices
     lengths = np.random.default_rng(3).integers(1, room, (B, shares)).astype(np.int32)
     lengths[0, 1], lengths[1, 0], lengths[1, 2] = 0, room, 7
     rng = np.random.default_rng(4)
-    q, *both = (jnp.asarray(rng.normal(size=(B, *n, width)), dtype) for n in ((tokens, 8), *2 * ((shares * room, G),)))
+    q, *both = (
+        jnp.asarray(rng.normal(size=(B, *n, width)), dtype)
+        for n in ((tokens, 8), *2 * ((shares * room, G),))
+    )
     filled = (np.arange(room) < lengths[..., None]).reshape(B, -1)
     g = jnp.asarray(rng.normal(size=q.shape), dtype)
     wide = [x.astype(jnp.float32) for x in (q, *both)]
@@ -154,7 +180,9 @@ def test_the_kernel_reads_what_is_filled_and_is_attention(how, tokens, devices, 
     monkeypatch.setattr(kernel, "platform", lambda: "gpu")
     monkeypatch.setattr(kernel, "_is_right", lambda dtype: True)
     monkeypatch.setattr(kernel, "available", lambda: True)
-    monkeypatch.setattr(kernel.attend_shares, "__defaults__", (kernel.ShareCut(step=16, programs=40),))
+    monkeypatch.setattr(
+        kernel.attend_shares, "__defaults__", (kernel.ShareCut(step=16, programs=40),)
+    )
     if how == "interpreter":
         triton_interpreter.install(monkeypatch)
     else:
@@ -175,11 +203,21 @@ def test_the_kernel_is_cut_for_the_whole_card(monkeypatch):
         (1, 1, 2, 256, "float32"),
         (64, 20, 1, 128, "bfloat16"),
     ):
-        given = [jax.ShapeDtypeStruct((rows, *n, width), dtype) for n in ((tokens, 32), (2**14, 8), (2**14, 8))]
+        given = [
+            jax.ShapeDtypeStruct((rows, *n, width), dtype)
+            for n in ((tokens, 32), (2**14, 8), (2**14, 8))
+        ]
         jax.eval_shape(kernel.attend_shares, *given, jax.ShapeDtypeStruct((rows, shares), "int32"))
     one, two, many = calls
-    assert one["grid"] == (8, 66) and one["TILE"] == 16 and one["STEP"] == 64  # of 4 queries a key head
-    assert two["grid"] == (8, 66) and two["CUTS"] == 33 and two["STEP"] == 32 and two["EXACT"] == "ieee"
+    assert (
+        one["grid"] == (8, 66) and one["TILE"] == 16 and one["STEP"] == 64
+    )  # of 4 queries a key head
+    assert (
+        two["grid"] == (8, 66)
+        and two["CUTS"] == 33
+        and two["STEP"] == 32
+        and two["EXACT"] == "ieee"
+    )
     assert many["grid"] == (64 * 8 * 2, 1) and many["TILE"] == 64 and many["TILES"] == 2  # of 80
 
 
@@ -187,7 +225,9 @@ def test_the_kernel_is_cut_for_the_whole_card(monkeypatch):
 @pytest.mark.slow  # 30 s
 def test_a_tpu_sends_two_small_sums_however_many_tokens_there_are():
     found = on_a_tpu(__file__)
-    assert found[str(2**10)] == found[str(2**20)] and {kind for kind, _ in found[str(2**20)]} == {"all-reduce"}
+    assert found[str(2**10)] == found[str(2**20)] and {kind for kind, _ in found[str(2**20)]} == {
+        "all-reduce"
+    }
     assert len(found[str(2**20)]) == 2 and sum(size for _, size in found[str(2**20)]) <= 64 * 1024
 
 
@@ -198,7 +238,9 @@ def test_two_all_reduces_whatever_the_length(slots):
         shapes = [jax.ShapeDtypeStruct(x.shape, np.float32) for x in drawn(slots, np.float32)]
         lengths = jax.ShapeDtypeStruct((B, N), np.int32)
         parts = [(), (None, "context"), (None, "context"), (None, "context")]
-        shardings = [jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*part)) for part in parts]
+        shardings = [
+            jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*part)) for part in parts
+        ]
         program = jit(attend_split_cache, in_shardings=shardings).lower(*shapes, lengths).compile()
     found = hlo.collectives(program.as_text(), mesh)
     assert sorted((each.kind, math.prod(each.shapes[0])) for each in found) == [
@@ -216,23 +258,35 @@ def by_a_ring(q, keys, values):
         both = [jax.lax.ppermute(x, "context", ring) for x in both]
         return (merge(state, attend(q, *both, seen)), *both), None
 
-    return finish(jax.lax.scan(hop, (attend(q, keys, values, seen), keys, values), length=N - 1)[0][0])
+    return finish(
+        jax.lax.scan(hop, (attend(q, keys, values, seen), keys, values), length=N - 1)[0][0]
+    )
 
 
 def test_a_ring_sends_the_whole_cache_and_the_sums_send_little():
     slots = N * 16
     mesh, args = make_mesh(MeshSpec(context=N)), drawn(slots, np.float32)
     whole, split = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec(None, "context")
-    ring = jax.shard_map(by_a_ring, mesh=mesh, in_specs=(whole, split, split), out_specs=whole, check_vma=False)
+    ring = jax.shard_map(
+        by_a_ring, mesh=mesh, in_specs=(whole, split, split), out_specs=whole, check_vma=False
+    )
     lengths = jnp.full((B, N), slots // N, jnp.int32)
     shardings = [jax.sharding.NamedSharding(mesh, part) for part in (whole, split, split, split)]
     args = [jax.device_put(x, where) for x, where in zip((*args, lengths), shardings, strict=True)]
     with use_mesh(mesh):
-        programs = jit(attend_split_cache).lower(*args).compile(), jit(ring).lower(*args[:3]).compile()
+        programs = (
+            jit(attend_split_cache).lower(*args).compile(),
+            jit(ring).lower(*args[:3]).compile(),
+        )
     found = [hlo.collectives(program.as_text(), mesh) for program in programs]
-    assert [{each.kind for each in one} for one in found] == [{"all-reduce"}, {"collective-permute"}]
+    assert [{each.kind for each in one} for one in found] == [
+        {"all-reduce"},
+        {"collective-permute"},
+    ]
     by_sums, by_ring = (sum(each.bytes * each.trips for each in one) for one in found)
-    assert by_sums == 4 * B * T * H * (K + 2) and by_ring == 4 * B * 2 * G * K * (N - 1) * slots // N
+    assert (
+        by_sums == 4 * B * T * H * (K + 2) and by_ring == 4 * B * 2 * G * K * (N - 1) * slots // N
+    )
     assert by_ring > 70 * by_sums  # of 16 tokens a device; in proportion to them
     assert_close(programs[0](*args), programs[1](*args[:3]), 1e-5)
 
@@ -241,8 +295,12 @@ def test_parts_of_all_devices_are_added_up(x64):
     rng = np.random.default_rng(2)
     shape = (N, 3, B, T, H)  # devices, parts of each
     top = jnp.where(rng.random(shape) < 0.2, -jnp.inf, rng.standard_normal(shape))
-    states = LogSumExp(top, jnp.asarray(rng.random(shape)), jnp.asarray(rng.standard_normal((*shape, K))))
-    states = states._replace(numerator=jnp.where(top[..., None] > -jnp.inf, states.numerator, jnp.nan))
+    states = LogSumExp(
+        top, jnp.asarray(rng.random(shape)), jnp.asarray(rng.standard_normal((*shape, K)))
+    )
+    states = states._replace(
+        numerator=jnp.where(top[..., None] > -jnp.inf, states.numerator, jnp.nan)
+    )
     states = states._replace(denominator=jnp.where(top > -jnp.inf, states.denominator, 0))
     want = merge_parts(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), states))
     mesh = make_mesh(MeshSpec(context=N))
@@ -267,7 +325,9 @@ def test_blocks_are_lent_wherever_there_is_room(needs, free, random):
     if plan is None:
         return
     assert plan.sum(1).tolist() == needs and (plan.sum(0) <= free).all() and (plan >= 0).all()
-    for request, device in itertools.product(range(len(needs)), range(len(free))):  # none borrows with room at home
+    for request, device in itertools.product(
+        range(len(needs)), range(len(free))
+    ):  # none borrows with room at home
         if device != home[request] and plan[request, device]:
             assert plan[:, home[request]].sum() == free[home[request]]
 
@@ -279,11 +339,17 @@ def test_short_requests_stay_whole():
 def test_two_devices_serve_a_request_of_twice_what_one_serves():
     """In blocks of 64 tokens of Llama 3 8B's keys and values, of which 100 GiB of each device have room."""
     room = 100 * 2**30 // (64 * 32 * 2 * 8 * 128 * 2)
-    assert spread_blocks([room], [room], [0]) is not None and spread_blocks([room + 1], [room], [0]) is None
+    assert (
+        spread_blocks([room], [room], [0]) is not None
+        and spread_blocks([room + 1], [room], [0]) is None
+    )
     assert spread_blocks([2 * room], [room, room], [0]).tolist() == [[room, room]]
     assert spread_blocks([2 * room + 1], [room, room], [0]) is None
     # Beside a short one at home on the other device, which stays there.
-    assert spread_blocks([2 * room - 9, 9], [room, room], [0, 1]).tolist() == [[room, room - 9], [0, 9]]
+    assert spread_blocks([2 * room - 9, 9], [room, room], [0, 1]).tolist() == [
+        [room, room - 9],
+        [0, 9],
+    ]
 
 
 def test_the_longest_borrows_first_so_that_few_devices_serve_it():

@@ -16,21 +16,40 @@ def by_two_rings(q, k, v, g, shares):
     seen = np.tril(np.ones((q.shape[1],) * 2, bool)).reshape(shares, size, -1)
 
     def ring(parts):  # whose part each device holds, turn after turn
-        return [(device, (device - turn) % shares, parts) for turn in range(shares) for device in range(shares)]
+        return [
+            (device, (device - turn) % shares, parts)
+            for turn in range(shares)
+            for device in range(shares)
+        ]
 
     def product(equation, *arrays):
-        return np.einsum(equation, *(np.repeat(x, again, 2) if x.shape[2:] == ks[0].shape[2:] else x for x in arrays))
+        return np.einsum(
+            equation,
+            *(np.repeat(x, again, 2) if x.shape[2:] == ks[0].shape[2:] else x for x in arrays),
+        )
 
-    scores, out = np.zeros((shares, len(q), q.shape[2], size, q.shape[1])), np.zeros((shares, *qs[0].shape))
+    scores, out = (
+        np.zeros((shares, len(q), q.shape[2], size, q.shape[1])),
+        np.zeros((shares, *qs[0].shape)),
+    )
     for device, other, held in ring(ks):
         at = slice(other * size, (other + 1) * size)
-        scores[device, ..., at] = product("bthk,bshk->bhts", qs[device], held[other]) / math.sqrt(q.shape[-1])
+        scores[device, ..., at] = product("bthk,bshk->bhts", qs[device], held[other]) / math.sqrt(
+            q.shape[-1]
+        )
     scores = np.where(seen[:, None, None], scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     for device, other, held in ring(vs):
-        out[device] += product("bhts,bshk->bthk", weights[device, ..., other * size : (other + 1) * size], held[other])
-    dq, dk, dv, slopes = np.zeros_like(out), np.zeros_like(out), np.zeros_like(out), np.zeros_like(scores)
+        out[device] += product(
+            "bhts,bshk->bthk", weights[device, ..., other * size : (other + 1) * size], held[other]
+        )
+    dq, dk, dv, slopes = (
+        np.zeros_like(out),
+        np.zeros_like(out),
+        np.zeros_like(out),
+        np.zeros_like(scores),
+    )
     for device, other, held in ring(vs):
         at = slice(other * size, (other + 1) * size)
         dv[other] += product("bhts,bthk->bshk", weights[device, ..., at], gs[device])

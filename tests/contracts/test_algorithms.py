@@ -21,7 +21,14 @@ from jaxpar import rl
 from jaxpar.experimental.pseudo_tokens import PromptTokens
 from jaxpar.experimental.trained_drafts import DraftTrainer
 from jaxpar.life import Jitter, Lstm, Reflex, World
-from jaxpar.lm import AdapterConfig, AdapterTrainer, ObjectiveConfig, OptimizerConfig, Trainer, TuningConfig
+from jaxpar.lm import (
+    AdapterConfig,
+    AdapterTrainer,
+    ObjectiveConfig,
+    OptimizerConfig,
+    Trainer,
+    TuningConfig,
+)
 from jaxpar.neat import CANONICAL, Neat, NeatConfig, Table, xor
 from jaxpar.nn import ImageClassifier, SequenceNetwork, SequenceTrainer
 from jaxpar.nn.attention import Attention, Visible
@@ -32,7 +39,20 @@ from jaxpar.nn.position import Alibi
 from jaxpar.nn.stack import Stack
 from jaxpar.nn.stack_network import StackNetwork
 from jaxpar.own import OwnModel
-from jaxpar.rl import A2c, Against, AlphaZero, Dqn, GuidedSearch, Network, Pbt, Ppo, Pqn, Sac, SelfPlay, Td3
+from jaxpar.rl import (
+    A2c,
+    Against,
+    AlphaZero,
+    Dqn,
+    GuidedSearch,
+    Network,
+    Pbt,
+    Ppo,
+    Pqn,
+    Sac,
+    SelfPlay,
+    Td3,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,13 +88,19 @@ def model_and_tokens():
 
 def series():
     rng = np.random.default_rng(0)
-    inputs, targets = rng.standard_normal((4, 6, 2), np.float32), rng.integers(0, 3, (4, 6), dtype=np.int32)
+    inputs, targets = (
+        rng.standard_normal((4, 6, 2), np.float32),
+        rng.integers(0, 3, (4, 6), dtype=np.int32),
+    )
     return {"inputs": inputs, "targets": targets, "weights": np.ones((4, 6), np.float32)}
 
 
 def images():
     rng = np.random.default_rng(0)
-    inputs, targets = rng.standard_normal((4, 4, 4, 1), np.float32), rng.integers(0, 3, 4, dtype=np.int32)
+    inputs, targets = (
+        rng.standard_normal((4, 4, 4, 1), np.float32),
+        rng.integers(0, 3, 4, dtype=np.int32),
+    )
     return {"inputs": inputs, "targets": targets, "weights": np.ones(4, np.float32)}
 
 
@@ -108,7 +134,9 @@ MODEL = tiny.LLAMA
 ADAPTED = OptimizerConfig(warmup_steps=1)
 FORAGING, FORAGING_PARAMS = envs.make("Foraging-8x8-2p-2f")
 VALUES = Network(hidden=(4,), activation="relu", layer_norm=True)
-STACK = Stack(1, 4, Attention(2, 2, 2, positions=Alibi(), visible=Visible(window=3)), Mlp(4), init_std=0.5)
+STACK = Stack(
+    1, 4, Attention(2, 2, 2, positions=Alibi(), visible=Visible(window=3)), Mlp(4), init_std=0.5
+)
 LAYERS = Stack(1, 4, Lmu(4, memory=3, theta=5.0), Mlp(4, "gelu"), init_std=0.5, dtype="float32")
 BOTH_WAYS = Stack(1, 4, Attention(2, 2, 2, visible=Visible(causal=False)), Mlp(4), dropout=0.1)
 TINY = {"num_envs": 2, "num_steps": 4, "epochs": 1, "minibatches": 2}
@@ -122,16 +150,33 @@ LIVING = {
     "max_births": 2,
     "newcomers": 2,
 }
-REPLAY = {"num_envs": 2, "num_steps": 4, "gradient_steps": 2, "batch_size": 4, "capacity": 16, "warmup": 1}
+REPLAY = {
+    "num_envs": 2,
+    "num_steps": 4,
+    "gradient_steps": 2,
+    "batch_size": 4,
+    "capacity": 16,
+    "warmup": 1,
+}
 ROWS = {
     "lm-adamw": Row(Trainer(MODEL), tokens),
     "lm-muon-dropout-accumulate": Row(
-        Trainer(dataclasses.replace(MODEL, dropout=0.3, bias=True), OptimizerConfig("muon"), accumulate=2), tokens
+        Trainer(
+            dataclasses.replace(MODEL, dropout=0.3, bias=True),
+            OptimizerConfig("muon"),
+            accumulate=2,
+        ),
+        tokens,
     ),
     "lm-draft": Row(DraftTrainer(MODEL, PromptTokens(2), num_anchors=3), model_and_tokens),
     "lm-tuned": Row(Trainer(MODEL, tuning=TuningConfig(("embedding", "w_*"), 0.5, 0.9)), tokens),
     "lm-adapters": Row(
-        AdapterTrainer(MODEL, AdapterConfig("lora", rank=2, dropout=0.1, dora=True, base="nf4"), ADAPTED, accumulate=2),
+        AdapterTrainer(
+            MODEL,
+            AdapterConfig("lora", rank=2, dropout=0.1, dora=True, base="nf4"),
+            ADAPTED,
+            accumulate=2,
+        ),
         tokens,
     ),
     "lm-preferences": Row(Trainer(MODEL, objective=ObjectiveConfig("dpo")), pairs),
@@ -139,13 +184,20 @@ ROWS = {
     "lm-gla": Row(Trainer(dataclasses.replace(MODEL, mixer="gla")), tokens),
     "neat-fast": Row(Neat(NeatConfig(3, 1, 12, 8, 10, 4), Table(tolerance=0.0)), xor),
     "neat-canonical": Row(
-        Neat(NeatConfig(3, 1, 12, 8, 10, 4, "canonical", "recurrent", rates=CANONICAL.replace(add_node=0.5)), Table()),
+        Neat(
+            NeatConfig(
+                3, 1, 12, 8, 10, 4, "canonical", "recurrent", rates=CANONICAL.replace(add_node=0.5)
+            ),
+            Table(),
+        ),
         xor,
     ),
     "life": Row(World(Reflex(Jitter(0.1), std=1.0), **LIVING)),
     "life-lstm": Row(World(Lstm(4, 4, 2), **LIVING)),
     "ppo": Row(
-        Ppo(CART, Network(hidden=(8,)), num_envs=2, num_steps=6, epochs=2, minibatches=2), short_episodes, SHAPES_ALONE
+        Ppo(CART, Network(hidden=(8,)), num_envs=2, num_steps=6, epochs=2, minibatches=2),
+        short_episodes,
+        SHAPES_ALONE,
     ),
     "ppo-lag": Row(
         Ppo(CART, Network(hidden=(8,)), num_envs=2, num_steps=6, epochs=2, minibatches=2, lag=2),
@@ -153,7 +205,9 @@ ROWS = {
         SHAPES_ALONE,
     ),
     "pbt": Row(
-        Pbt(A2c(CART, Network(hidden=(4,)), num_envs=2, num_steps=4), 2, period=1), short_episodes, SHAPES_ALONE
+        Pbt(A2c(CART, Network(hidden=(4,)), num_envs=2, num_steps=4), 2, period=1),
+        short_episodes,
+        SHAPES_ALONE,
     ),
     "self-play": Row(
         SelfPlay(A2c(Against(FORAGING, VALUES), VALUES, num_envs=2, num_steps=4), pool=2),
@@ -161,25 +215,35 @@ ROWS = {
         SHAPES_ALONE,
     ),
     "alpha-zero": Row(
-        AlphaZero(CART, Network(hidden=(4,)), GuidedSearch(3, noise=0.25), **TINY, normalize_obs=True),
+        AlphaZero(
+            CART, Network(hidden=(4,)), GuidedSearch(3, noise=0.25), **TINY, normalize_obs=True
+        ),
         short_episodes,
     ),
-    "alpha-zero-items": Row(AlphaZero(Knapsack(Items(4)), rl.Items(4, 1, 1), GuidedSearch(3), **TINY)),
+    "alpha-zero-items": Row(
+        AlphaZero(Knapsack(Items(4)), rl.Items(4, 1, 1), GuidedSearch(3), **TINY)
+    ),
     "a2c-para-gru": Row(
         A2c(CART, Network((8,), (8,), memory="para_gru", memory_size=4), num_envs=2, num_steps=6),
         short_episodes,
         SHAPES_ALONE,
     ),  # fmt: skip
     "a2c-stack": Row(
-        A2c(CART, Network((8,), (8,), memory=STACK), num_envs=2, num_steps=6), short_episodes, SHAPES_ALONE
+        A2c(CART, Network((8,), (8,), memory=STACK), num_envs=2, num_steps=6),
+        short_episodes,
+        SHAPES_ALONE,
     ),  # fmt: skip
     "own": Row(OWN, series),
     "images": Row(SequenceTrainer(ImageClassifier(BOTH_WAYS, 2, (4, 4, 1), 3)), images),
-    "sequence-lmuformer": Row(SequenceTrainer(StackNetwork(LAYERS, 2, 3, embedding=ConvEmbedding(4, 1))), series),
+    "sequence-lmuformer": Row(
+        SequenceTrainer(StackNetwork(LAYERS, 2, 3, embedding=ConvEmbedding(4, 1))), series
+    ),
     "sequence-para-gru": Row(SequenceTrainer(SequenceNetwork(2, 3, "para_gru", 8, 1)), series),
     "pqn": Row(Pqn(CART, VALUES, **TINY), short_episodes, SHAPES_ALONE),
     "pqn-min-gru": Row(
-        Pqn(CART, Network(hidden=(), memory="min_gru", memory_size=4), **TINY), short_episodes, SHAPES_ALONE
+        Pqn(CART, Network(hidden=(), memory="min_gru", memory_size=4), **TINY),
+        short_episodes,
+        SHAPES_ALONE,
     ),
     "pqn-qmix": Row(
         Pqn(FORAGING, VALUES, decomposition="qmix", decomposition_size=4, **TINY),
@@ -217,7 +281,8 @@ each_row = pytest.mark.parametrize(
 # What costs programs of its own is seen of one row of each family; 30 s for the others.
 FAMILIES = ("lm-adamw", "neat-fast", "ppo", "sequence-para-gru")
 one_of_each_family = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in FAMILIES else [pytest.mark.slow]) for name in ROWS]
+    "name",
+    [pytest.param(name, marks=[] if name in FAMILIES else [pytest.mark.slow]) for name in ROWS],
 )
 
 
@@ -257,7 +322,10 @@ def test_the_object_is_a_static_argument(name):
     twin = copy.deepcopy(algorithm)
     assert twin == algorithm and hash(twin) == hash(algorithm)
     assert dataclasses.is_dataclass(algorithm)
-    assert not any(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(dataclasses.asdict(algorithm)))
+    assert not any(
+        isinstance(x, jax.Array | np.ndarray)
+        for x in jax.tree.leaves(dataclasses.asdict(algorithm))
+    )
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(algorithm, dataclasses.fields(algorithm)[0].name, None)
 
@@ -284,7 +352,12 @@ def test_eager_equals_jit(name):
     (_, step, _), state = compiled(name), first_state(name)
     eager = ROWS[name].algorithm.step(jax.random.key(1), state, ROWS[name].inputs())
     # Fusion reorders sums, and an optimizer divides by the root of small squares.
-    assert_close(eager, step(jax.random.key(1), state, ROWS[name].inputs()), 10 * EXACT_MATHS["float32"], ("bk",))
+    assert_close(
+        eager,
+        step(jax.random.key(1), state, ROWS[name].inputs()),
+        10 * EXACT_MATHS["float32"],
+        ("bk",),
+    )
 
 
 @one_of_each_family
@@ -301,7 +374,9 @@ def test_vmap_over_keys_equals_loop(name):
     many = jax.device_get(both(keys, more_keys, inputs))
     for i, (key, next_key) in enumerate(zip(keys, more_keys, strict=True)):
         one = step(next_key, init(key, inputs), inputs)
-        assert_close(jax.tree.map(lambda x, i=i: x[i], many), one, 10 * EXACT_MATHS["float32"], ("bk",))
+        assert_close(
+            jax.tree.map(lambda x, i=i: x[i], many), one, 10 * EXACT_MATHS["float32"], ("bk",)
+        )
 
 
 @each_row
@@ -311,10 +386,14 @@ def test_same_key_same_bits_in_one_trace(name):
     for _ in range(2):
         now = state
         for number in range(5):
-            now, info = step(jax.random.fold_in(jax.random.key(3), number), now, ROWS[name].inputs())
+            now, info = step(
+                jax.random.fold_in(jax.random.key(3), number), now, ROWS[name].inputs()
+            )
         runs.append((now, info))
     jax.tree.map(np.testing.assert_array_equal, *runs)
-    assert len(traces) == 1, "ten calls should trace once: a type of the state changes, or the step is no pure function"
+    assert len(traces) == 1, (
+        "ten calls should trace once: a type of the state changes, or the step is no pure function"
+    )
 
 
 @each_row

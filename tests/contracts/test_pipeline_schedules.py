@@ -28,8 +28,15 @@ from jaxpar.pipeline import (
 )
 from jaxpar.pipeline.accumulation import Accumulation, InTurn
 
-ROWS = {name: (lambda p, m, name=name: named_schedule(name, p, m)) for name in PIPELINES} | {"pipedream": pipedream}
-SIDES = {"gathers": with_gathers, "reductions": with_reductions, "offload": with_offload, "vocabulary": with_vocabulary}
+ROWS = {name: (lambda p, m, name=name: named_schedule(name, p, m)) for name in PIPELINES} | {
+    "pipedream": pipedream
+}
+SIDES = {
+    "gathers": with_gathers,
+    "reductions": with_reductions,
+    "offload": with_offload,
+    "vocabulary": with_vocabulary,
+}
 CONFIG = LMConfig(vocab_size=8, num_layers=4, embed_dim=8, num_heads=2, mlp_dim=8, dtype="float32")
 each_row = pytest.mark.parametrize("name", ROWS)
 
@@ -38,10 +45,16 @@ each_row = pytest.mark.parametrize("name", ROWS)
 def test_it_is_data(name):
     """Frozen, hashable, the same from the same arguments, and with a name that a person reads."""
     schedule = ROWS[name](2, 4)
-    assert schedule == ROWS[name](2, 4) and hash(schedule) == hash(ROWS[name](2, 4)) and schedule != ROWS[name](2, 6)
+    assert (
+        schedule == ROWS[name](2, 4)
+        and hash(schedule) == hash(ROWS[name](2, 4))
+        and schedule != ROWS[name](2, 6)
+    )
     with pytest.raises(dataclasses.FrozenInstanceError):
         schedule.microbatches = 3
-    assert str(schedule).startswith(schedule.name) and len(schedule_text(schedule).splitlines()) == 2
+    assert (
+        str(schedule).startswith(schedule.name) and len(schedule_text(schedule).splitlines()) == 2
+    )
 
 
 @each_row
@@ -66,7 +79,11 @@ def test_what_runs_beside_changes_no_task(name, side):
         pytest.skip("refused: the head of two copies")
     more = SIDES[side](schedule)
     own = frozenset(task for task in more.tasks if task.op not in (Op.S, Op.T))
-    assert own == schedule.tasks and check_schedule(more) == [] and hash(more) == hash(SIDES[side](schedule))
+    assert (
+        own == schedule.tasks
+        and check_schedule(more) == []
+        and hash(more) == hash(SIDES[side](schedule))
+    )
 
 
 # Rows of programs, and of what may run beside their tasks; `with_reductions` is a table alone.
@@ -76,20 +93,28 @@ QUICK = [("gpipe", ""), ("bitpipe", ""), ("breadth_first", "gathers"), ("zb_v", 
 
 
 @pytest.mark.parametrize(
-    ("name", "side"), [pytest.param(*row, marks=[] if row in QUICK else pytest.mark.slow) for row in PROGRAMS]
+    ("name", "side"),
+    [pytest.param(*row, marks=[] if row in QUICK else pytest.mark.slow) for row in PROGRAMS],
 )  # 1.5 s each
 def test_its_program_is_a_schedule_of_gradients(name, side):
     """Argument names of the protocol; static and hashable; results of the shapes and dtypes of the plain one's."""
     schedule = SIDES.get(side, lambda schedule: schedule)(named_schedule(name, 2, 2))
     made = Pipelined(schedule)
     for method in (type(made).__call__, InTurn.__call__):
-        assert list(inspect.signature(method).parameters) == list(inspect.signature(Accumulation.__call__).parameters)
+        assert list(inspect.signature(method).parameters) == list(
+            inspect.signature(Accumulation.__call__).parameters
+        )
     assert hash(made) == hash(Pipelined(dataclasses.replace(schedule)))
     config = dataclasses.replace(CONFIG, num_layers=made.schedule.depth)
     tokens = jax.ShapeDtypeStruct((2, 3), jnp.int32)
-    args = jax.eval_shape(lambda: init(jax.random.key(0), config)), {"tokens": tokens, "targets": tokens}
+    args = (
+        jax.eval_shape(lambda: init(jax.random.key(0), config)),
+        {"tokens": tokens, "targets": tokens},
+    )
     want = jax.eval_shape(lambda *args: InTurn()(stages(config), *args, None, 2), *args)
     with use_mesh(make_mesh(MeshSpec(stage=2), jax.devices()[:2])):
         got = jax.eval_shape(lambda *args: made(stages(config), *args, None, 2), *args)
     assert jax.tree.structure(got) == jax.tree.structure(want)
-    assert [(x.shape, x.dtype) for x in jax.tree.leaves(got)] == [(x.shape, x.dtype) for x in jax.tree.leaves(want)]
+    assert [(x.shape, x.dtype) for x in jax.tree.leaves(got)] == [
+        (x.shape, x.dtype) for x in jax.tree.leaves(want)
+    ]

@@ -14,7 +14,17 @@ from fast import jit
 
 import envs
 from jaxpar.env import Discrete
-from jaxpar.pomdp import Despot, FixedReference, ParticleBelief, Pft, PlanInfo, Pomcp, Pomcpow, RootParallel, Vopp
+from jaxpar.pomdp import (
+    Despot,
+    FixedReference,
+    ParticleBelief,
+    Pft,
+    PlanInfo,
+    Pomcp,
+    Pomcpow,
+    RootParallel,
+    Vopp,
+)
 from jaxpar.pomdp.leaves import HeuristicValues, leaf_values
 from jaxpar.pomdp.model import random_legal
 from jaxpar.types import UsageError
@@ -66,7 +76,9 @@ def belief():
 @each_row
 def test_is_a_hashable_value_with_the_planners_methods(name):
     planner = ROWS[name]
-    assert hash(planner) == hash(type(planner)(**vars(planner))) and planner == type(planner)(**vars(planner))
+    assert hash(planner) == hash(type(planner)(**vars(planner))) and planner == type(planner)(
+        **vars(planner)
+    )
     assert list(inspect.signature(planner.plan).parameters) == ["key", "env", "params", "belief"]
     until = list(inspect.signature(planner.plan_until).parameters)
     assert until == ["key", "env", "params", "belief", "deadline", "clock"]
@@ -78,18 +90,37 @@ def test_plans_a_legal_action_and_reports_it_by_one_trace_to_the_bit(name):
     (action, info), again = plan(jax.random.key(1), belief()), plan(jax.random.key(1), belief())
     other = plan(jax.random.key(2), belief())
     assert len(traces) == 1
-    assert all((a == b).all() for a, b in zip(*map(jax.tree.leaves, ((action, info), again)), strict=True))
-    assert not all((a == b).all() for a, b in zip(*map(jax.tree.leaves, (info, other[1])), strict=True))
+    assert all(
+        (a == b).all() for a, b in zip(*map(jax.tree.leaves, ((action, info), again)), strict=True)
+    )
+    assert not all(
+        (a == b).all() for a, b in zip(*map(jax.tree.leaves, (info, other[1])), strict=True)
+    )
     assert isinstance(info, PlanInfo) and action.shape == () and action.dtype == jnp.int32
     mask = np.asarray(ENV.action_mask(jax.tree.map(lambda x: x[0], belief().states), PARAMS))
     assert info.legal.tolist() == mask.tolist() and mask[int(action)] and mask[int(other[0])]
     for field in ("values", "preferences", "policy", "visits", "legal"):
         assert getattr(info, field).shape == (ACTIONS,)
-    for field in ("visits", "nodes", "edges", "depth", "iterations", "steps", "overflow", "invalid"):
+    for field in (
+        "visits",
+        "nodes",
+        "edges",
+        "depth",
+        "iterations",
+        "steps",
+        "overflow",
+        "invalid",
+    ):
         assert getattr(info, field).dtype == jnp.int32, field
-    assert not np.asarray(info.visits)[~mask].any() and np.isneginf(np.asarray(info.values)[~mask]).all()
+    assert (
+        not np.asarray(info.visits)[~mask].any()
+        and np.isneginf(np.asarray(info.values)[~mask]).all()
+    )
     np.testing.assert_allclose(float(info.policy.sum()), 1.0, rtol=1e-5)
-    assert int(info.iterations) == ROWS[name].iterations and int(info.overflow) == int(info.invalid) == 0
+    assert (
+        int(info.iterations) == ROWS[name].iterations
+        and int(info.overflow) == int(info.invalid) == 0
+    )
 
 
 @each_row
@@ -97,7 +128,12 @@ def test_a_terminal_root_is_told(name):
     left = belief().states.replace(place=jnp.full_like(belief().states.place, ENV.size))
     ended = dataclasses.replace(belief(), states=left)
     action, info = compiled(name)[0](jax.random.key(1), ended)
-    assert float(info.ended) == 1 and int(info.steps) == 0 and 0 <= int(action) < ACTIONS and float(info.value) == 0
+    assert (
+        float(info.ended) == 1
+        and int(info.steps) == 0
+        and 0 <= int(action) < ACTIONS
+        and float(info.value) == 0
+    )
     with pytest.raises(UsageError, match="terminal"):
         ROWS[name].plan_until(jax.random.key(1), ENV, PARAMS, ended, 1e9)
 
@@ -106,7 +142,9 @@ def test_a_terminal_root_is_told(name):
 @each_row
 def test_rewards_that_are_not_finite_are_counted(name, bad):
     """And those whose sums would not be."""
-    action, info = compiled(name)[0](jax.random.key(1), belief(), PARAMS.replace(bad_reward=float(bad)))
+    action, info = compiled(name)[0](
+        jax.random.key(1), belief(), PARAMS.replace(bad_reward=float(bad))
+    )
     assert int(info.invalid) > 0 and info.legal[action]
     assert np.isfinite(np.asarray(info.values)[info.legal]).all() and np.isfinite(float(info.value))
 
@@ -169,8 +207,12 @@ LEARNED = {
     "vopp": Vopp(eta=1e3, max_depth=3, **WIDE),
     "fixed-reference": FixedReference(eta=1e3, max_depth=3, **WIDE),
     "pomcp": Pomcp(max_depth=3, leaf="heuristic", backup="best", exploration=5.0, **WIDE),
-    "pft": Pft(max_depth=3, num_particles=4, leaf="heuristic", backup="best", exploration=5.0, **WIDE),
-    "pomcpow": Pomcpow(max_depth=3, num_particles=4, leaf="heuristic", backup="best", exploration=5.0, **WIDE),
+    "pft": Pft(
+        max_depth=3, num_particles=4, leaf="heuristic", backup="best", exploration=5.0, **WIDE
+    ),
+    "pomcpow": Pomcpow(
+        max_depth=3, num_particles=4, leaf="heuristic", backup="best", exploration=5.0, **WIDE
+    ),
     "despot": Despot(32, 12, max_depth=3, default=0, upper="heuristic"),
     "root-parallel": RootParallel(Vopp(eta=1e3, max_depth=3, num_simulations=16, iterations=12), 2),
 }
@@ -178,7 +220,8 @@ LEARNED = {
 
 DEAR = ("fixed-reference", "root-parallel")  # compile for seconds, and are made of the others
 each_learned = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in DEAR else name for name in LEARNED]
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in DEAR else name for name in LEARNED],
 )
 
 
@@ -191,16 +234,24 @@ def learned(name):
 @each_learned
 def test_rewards_are_discounted_and_observations_used(name):
     """Five less what the first action costs: nothing else is left to chance, so values are exact, visits counted."""
-    near = {"atol": 0.6 if name == "fixed-reference" else 0.05}  # whose nodes are worth a mean of what was tried there
+    near = {
+        "atol": 0.6 if name == "fixed-reference" else 0.05
+    }  # whose nodes are worth a mean of what was tried there
     for discount in (0.5, 0.25):
         action, info = learned(name)(jax.random.key(1), LessonParams(discount=discount))
-        np.testing.assert_allclose(info.values[0], 10 * discount, **near)  # the other is soon left alone
+        np.testing.assert_allclose(
+            info.values[0], 10 * discount, **near
+        )  # the other is soon left alone
         np.testing.assert_allclose(info.value, 10 * discount, **near)
         np.testing.assert_allclose(getattr(info, "upper", info.value), info.value, atol=1e-3)
-        assert int(action) == 0 and int(info.invalid) == int(info.overflow) == int(info.stranded) == 0
+        assert (
+            int(action) == 0 and int(info.invalid) == int(info.overflow) == int(info.stranded) == 0
+        )
         assert int(info.depth) == 2, "nobody walks on where the episode has ended"
         visits = np.asarray(info.visits)
-        assert visits.min() >= 32 if name == "despot" else visits.sum() == 32 * 12 and visits.min() > 8
+        assert (
+            visits.min() >= 32 if name == "despot" else visits.sum() == 32 * 12 and visits.min() > 8
+        )
 
 
 @pytest.mark.parametrize("name", ["pomcp", "pft"])
@@ -234,17 +285,24 @@ class Endless(Lesson):
         return jnp.stack([jnp.ones((), bool), ~jnp.asarray(params.partial)])
 
 
-@pytest.mark.parametrize("of", [Pomcp, functools.partial(Pft, num_particles=4)], ids=["pomcp", "pft"])
+@pytest.mark.parametrize(
+    "of", [Pomcp, functools.partial(Pft, num_particles=4)], ids=["pomcp", "pft"]
+)
 def test_each_level_has_keys_of_its_own(of):
     """One simulation a batch: were a batch's key the same at all levels, it would do and see there what it did above.
 
     So each level would have 4 nodes, of two hidden bits and two actions, or two noises; there are
     4, then 8, then 16.
     """
-    search = dataclasses.replace(of(1, 80, max_depth=3, leaf="zero").tree_search(), select=at_random)
+    search = dataclasses.replace(
+        of(1, 80, max_depth=3, leaf="zero").tree_search(), select=at_random
+    )
     known = ParticleBelief(32).init(jax.random.key(0), LESSON, LessonParams())
     plan = jit(lambda params: search.plan(jax.random.key(1), Endless(), params, known)[1].nodes)
-    for what, params in {"select": LessonParams(), "step": LessonParams(partial=True, noise=2)}.items():
+    for what, params in {
+        "select": LessonParams(),
+        "step": LessonParams(partial=True, noise=2),
+    }.items():
         assert int(plan(params)) > 1 + 3 * 4, what
 
 
@@ -254,8 +312,16 @@ def test_leaf_values_of_what_has_ended_or_cannot_be_added_are_0():
 
     live = jnp.asarray([True, False, True, True, False])
     none = jnp.full((5,), -1)
-    values, wrong = leaf_values(jax.random.key(0), odd, LESSON, LessonParams(), none, none, live, 1.0)
-    assert values.tolist() == [4.0, 0.0, 0.0, 0.0, 0.0] and wrong.tolist() == [False, False, True, True, False]
+    values, wrong = leaf_values(
+        jax.random.key(0), odd, LESSON, LessonParams(), none, none, live, 1.0
+    )
+    assert values.tolist() == [4.0, 0.0, 0.0, 0.0, 0.0] and wrong.tolist() == [
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 @each_learned
@@ -272,13 +338,18 @@ def test_an_action_that_some_states_forbid_is_not_returned(name):
     """Though it is tried in the others, and the better one there."""
     action, info = learned(name)(jax.random.key(2), LessonParams(partial=True))
     assert int(action) == 0 and info.legal.tolist() == [True, False]
-    assert float(info.value) < 6 and (name in ("pomcp", "pft", "pomcpow") or float(info.policy[0]) > 0.99)
+    assert float(info.value) < 6 and (
+        name in ("pomcp", "pft", "pomcpow") or float(info.policy[0]) > 0.99
+    )
 
 
 @pytest.mark.slow
 @each_row
 def test_vmapped_over_keys_is_a_loop(name):
-    keys, known = jax.random.split(jax.random.key(0), 2), belief()  # made outside of the trace, for it is kept
+    keys, known = (
+        jax.random.split(jax.random.key(0), 2),
+        belief(),
+    )  # made outside of the trace, for it is kept
     batch = jit(jax.vmap(lambda key: ROWS[name].plan(key, ENV, PARAMS, known)))(keys)
     for i, key in enumerate(keys):
         for a, b in zip(*map(jax.tree.leaves, (batch, compiled(name)[0](key, known))), strict=True):

@@ -37,7 +37,10 @@ def windows(tree, target, draft, drawn, leave_out=None):
     for drafts in itertools.product(range(size), repeat=tree.size - 1):
         tokens, chance = [START[1], *drafts], 1.0
         before = [START[0], *(tokens[parent] for parent in tree.parents[1:])]
-        p, q = (np.array([chain[before[i], tokens[i]] for i in range(tree.size)]) for chain in (target, draft))
+        p, q = (
+            np.array([chain[before[i], tokens[i]] for i in range(tree.size)])
+            for chain in (target, draft)
+        )
         for node, parent in enumerate(tree.parents[1:], 1):
             law, elders = q[parent].copy(), [tokens[i] for i in np.flatnonzero(tree.elders[node])]
             if drawn == "without_replacement":
@@ -46,8 +49,18 @@ def windows(tree, target, draft, drawn, leave_out=None):
             if drawn == "top":
                 law = np.eye(size)[np.argsort(-law)[len(elders)]]
             chance *= law[tokens[node]]
-        shown = [leave_out(i, q[tree.parents[i]], t) if leave_out and i else False for i, t in enumerate(tokens)]
-        rows.append((chance, np.where(shown, [-1, size] * (tree.size // 2) + [-1] * (tree.size % 2), tokens), p, q))
+        shown = [
+            leave_out(i, q[tree.parents[i]], t) if leave_out and i else False
+            for i, t in enumerate(tokens)
+        ]
+        rows.append(
+            (
+                chance,
+                np.where(shown, [-1, size] * (tree.size // 2) + [-1] * (tree.size % 2), tokens),
+                p,
+                q,
+            )
+        )
     return Windows(*(np.array(column) for column in zip(*rows, strict=True)))
 
 
@@ -58,7 +71,9 @@ def program(tree, drawn, judge):
 
 def judged(found, tree, drawn, judge=verdict):
     """What the rule says of every window."""
-    return [np.asarray(each) for each in program(tree, drawn, judge)(found.p, found.q, found.tokens)]
+    return [
+        np.asarray(each) for each in program(tree, drawn, judge)(found.p, found.q, found.tokens)
+    ]
 
 
 def ends(accept, tree):
@@ -67,7 +82,9 @@ def ends(accept, tree):
     for node in range(tree.size):
         for step in tree.paths[node, 1 : tree.depth[node] + 1]:
             chances[:, node] *= accept[:, step] * np.prod(1 - accept[:, tree.elders[step]], axis=1)
-        chances[:, node] *= np.prod(1 - accept[:, tree.children[node][tree.children[node] >= 0]], axis=1)
+        chances[:, node] *= np.prod(
+            1 - accept[:, tree.children[node][tree.children[node] >= 0]], axis=1
+        )
     return chances
 
 

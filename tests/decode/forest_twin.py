@@ -17,7 +17,11 @@ SEGMENTS, BLOCKS, BLOCK = 5, 6, 2
 SHAPE = ROWS, READERS
 
 spawn, fork = jit(tables.spawn, static_argnums=1), jit(tables.fork, static_argnums=2)
-reserve, release, write = jit(tables.reserve), jit(tables.release), jit(tables.write, static_argnums=3)
+reserve, release, write = (
+    jit(tables.reserve),
+    jit(tables.release),
+    jit(tables.write, static_argnums=3),
+)
 lineage_view, arranged_view = jit(tables.lineage_view), jit(tables.arranged_view)
 
 
@@ -64,7 +68,11 @@ class Twin:
         self.forest = jax.device_get(tables.empty(ROWS, SEGMENTS, BLOCKS, BLOCK))
         self.rows = [Row(SEGMENTS, BLOCKS, BLOCK) for _ in range(ROWS)]
         self.stored = np.full((ROWS, BLOCKS, BLOCK), -1)
-        self.masked, self.tree, self.cache = masked, chain(LENGTH - 1) if tree is None else tree, cache
+        self.masked, self.tree, self.cache = (
+            masked,
+            chain(LENGTH - 1) if tree is None else tree,
+            cache,
+        )
         self.view, self.readers, self.tokens = None, None, 0
 
     def run(self, steps):
@@ -98,10 +106,14 @@ class Twin:
             row.start(started, count if parent >= 0 else 0, parent)
 
     def reserve(self):
-        self.take_blocks(self.for_readers(self.segment), self.for_readers(lambda row: self.choose(range(8))))
+        self.take_blocks(
+            self.for_readers(self.segment), self.for_readers(lambda row: self.choose(range(8)))
+        )
 
     def take_blocks(self, which, slots):
-        which = [[x if x not in line[:place] else -1 for place, x in enumerate(line)] for line in which]
+        which = [
+            [x if x not in line[:place] else -1 for place, x in enumerate(line)] for line in which
+        ]
         before = self.forest.owner
         self.forest, fresh = jax.device_get(reserve(self.forest, ints(which), ints(slots)))
         assert (fresh == (self.forest.owner != before)).all() and (before[fresh] == -1).all()
@@ -121,14 +133,18 @@ class Twin:
             freed = np.isin(before[place], list(gone))
             assert (freed == (self.forest.owner[place] != before[place])).all()
             self.stored[place, freed] = -1
-            if self.readers and any({reader.write, *reader.begins} & gone for reader in self.readers[place]):
+            if self.readers and any(
+                {reader.write, *reader.begins} & gone for reader in self.readers[place]
+            ):
                 self.view = self.readers = None
         if self.cache:
             self.cache.poison(self.forest.owner < 0)
 
     def lineage(self):
         ends = self.for_readers(self.segment)
-        readers = [[row.lineage(end) for end in line] for row, line in zip(self.rows, ends, strict=True)]
+        readers = [
+            [row.lineage(end) for end in line] for row, line in zip(self.rows, ends, strict=True)
+        ]
         self.look(lineage_view(self.forest, ints(ends)), readers)
 
     def arranged(self):
@@ -142,7 +158,10 @@ class Twin:
             ints([[x for x, _ in line] for line in chosen]),
             ints([[x for _, x in line] for line in chosen]),
         )
-        readers = [[row.arranged(*each) for each in line] for row, line in zip(self.rows, chosen, strict=True)]
+        readers = [
+            [row.arranged(*each) for each in line]
+            for row, line in zip(self.rows, chosen, strict=True)
+        ]
         self.look(arranged_view(self.forest, which, targets), readers)
 
     def joined(self):
@@ -174,7 +193,8 @@ class Twin:
         chosen = self.for_readers(lambda row: self.choose(range(READERS)))
         self.view = jax.tree.map(lambda x: x[np.arange(ROWS)[:, None], chosen], self.view)
         self.readers = [
-            [copy.deepcopy(line[r]) for r in which] for line, which in zip(self.readers, chosen, strict=True)
+            [copy.deepcopy(line[r]) for r in which]
+            for line, which in zip(self.readers, chosen, strict=True)
         ]
 
     def write(self):
@@ -185,7 +205,10 @@ class Twin:
             targets = [[reader.write for reader in line] for line in self.readers]
             wanted = self.for_readers(lambda row: self.choose([2, 4, 9]))
             wanted = [
-                [more + len(row.segments[x].tokens) if x >= 0 else 0 for x, more in zip(*line, strict=True)]
+                [
+                    more + len(row.segments[x].tokens) if x >= 0 else 0
+                    for x, more in zip(*line, strict=True)
+                ]
                 for row, *line in zip(self.rows, targets, wanted, strict=True)
             ]
             self.take_blocks(targets, wanted)
@@ -195,17 +218,25 @@ class Twin:
         if self.cache:
             self.cache.attend(self, tokens)
         path = self.tree.paths[self.for_readers(lambda row: self.choose(range(nodes)))]
-        counts = np.minimum(self.for_readers(lambda row: self.choose(range(LENGTH + 1))), (path >= 0).sum(-1))
+        counts = np.minimum(
+            self.for_readers(lambda row: self.choose(range(LENGTH + 1))), (path >= 0).sum(-1)
+        )
         length = path.shape[-1]
-        self.forest, self.view, slots = jax.device_get(write(self.forest, self.view, ints(counts), length))
+        self.forest, self.view, slots = jax.device_get(
+            write(self.forest, self.view, ints(counts), length)
+        )
         none, nodes_to = BLOCKS * BLOCK, np.full(tokens.shape, BLOCKS * BLOCK)
         for row, line in enumerate(self.readers):
-            kept = [list(tokens[row, r, path[row, r, :count]]) for r, count in enumerate(counts[row])]
+            kept = [
+                list(tokens[row, r, path[row, r, :count]]) for r, count in enumerate(counts[row])
+            ]
             taken = self.rows[row].write(line, kept)
             for r, count in enumerate(taken):
                 here = slots[row, r]
                 assert (here[count:] == none).all()
-                assert (self.stored[row].flat[here[:count]] == -1).all() and len(set(here[:count])) == count
+                assert (self.stored[row].flat[here[:count]] == -1).all() and len(
+                    set(here[:count])
+                ) == count
                 self.stored[row].flat[here[:count]] = kept[r][:count]
                 nodes_to[row, r, path[row, r, :count]] = here[:count]
         if self.cache:
@@ -220,17 +251,28 @@ class Twin:
         assert forest.refused.tolist() == [row.refused for row in self.rows]
         for number, row in enumerate(self.rows):
             assert np.flatnonzero(forest.live[number]).tolist() == sorted(row.segments)
-            owner, order, place, stored = (x[number] for x in (forest.owner, forest.order, forest.place, self.stored))
+            owner, order, place, stored = (
+                x[number] for x in (forest.owner, forest.order, forest.place, self.stored)
+            )
             assert (owner == -1).sum() == row.free and (place[owner == -1] == -1).all()
             for segment, plain in row.segments.items():
                 assert forest.length[number, segment] == len(plain.tokens)
-                assert forest.parent[number, segment] == plain.parent and forest.cut[number, segment] == plain.cut
+                assert (
+                    forest.parent[number, segment] == plain.parent
+                    and forest.cut[number, segment] == plain.cut
+                )
                 blocks = np.flatnonzero(owner == segment)
                 blocks = blocks[np.argsort(order[blocks])]
                 assert order[blocks].tolist() == list(range(plain.blocks))
                 room = plain.blocks * BLOCK - len(plain.tokens)
-                assert stored[blocks].reshape(-1).tolist() == [token for token, _ in plain.tokens] + [-1] * room
-                assert place[blocks].reshape(-1).tolist() == [place for _, place in plain.tokens] + [-1] * room
+                assert (
+                    stored[blocks].reshape(-1).tolist()
+                    == [token for token, _ in plain.tokens] + [-1] * room
+                )
+                assert (
+                    place[blocks].reshape(-1).tolist()
+                    == [place for _, place in plain.tokens] + [-1] * room
+                )
         if self.view is not None:
             self.check_view()
 
@@ -239,12 +281,21 @@ class Twin:
         for number, (row, readers) in enumerate(zip(self.rows, self.readers, strict=True)):
             owner, place = self.forest.owner[number], self.forest.place[number]
             for r, reader in enumerate(readers):
-                sees = (owner[:, None] >= 0) & (place >= 0) & (place < view.seen[number, r][owner][:, None])
+                sees = (
+                    (owner[:, None] >= 0)
+                    & (place >= 0)
+                    & (place < view.seen[number, r][owner][:, None])
+                )
                 if view.slots is not None:
                     sees &= view.slots[number, r]
                 positions = place + view.offset[number, r][owner][:, None]
-                line = zip(positions[sees].tolist(), self.stored[number][sees].tolist(), strict=True)
+                line = zip(
+                    positions[sees].tolist(), self.stored[number][sees].tolist(), strict=True
+                )
                 assert sorted(line) == row.line(reader)
-                assert (view.write[number, r], view.position[number, r]) == (reader.write, reader.position)
+                assert (view.write[number, r], view.position[number, r]) == (
+                    reader.write,
+                    reader.position,
+                )
                 if reader.write >= 0:
                     assert view.offset[number, r, reader.write] == reader.begins[reader.write]

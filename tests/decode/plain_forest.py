@@ -35,14 +35,22 @@ class Row:
     """One row of a forest."""
 
     def __init__(self, segments, blocks, block):
-        self.segments, self.most, self.free, self.block, self.refused = {}, segments, blocks, block, 0
+        self.segments, self.most, self.free, self.block, self.refused = (
+            {},
+            segments,
+            blocks,
+            block,
+            0,
+        )
 
     def start(self, new, wanted, parent=-1):
         """Takes note of segments that were started, as many of `wanted` as there was room for."""
         lives = parent < 0 or parent in self.segments
         room = min(wanted, self.most - len(self.segments)) if lives else 0
         started = [number for number in new if number >= 0]
-        assert len(set(started)) == len(started) == room and not set(started) & set(self.segments), (new, room)
+        assert len(set(started)) == len(started) == room and not set(started) & set(
+            self.segments
+        ), (new, room)
         for number in started:
             self.segments[number] = Segment(parent, self.segments[parent].end if parent >= 0 else 0)
         self.refused += wanted - room
@@ -81,7 +89,9 @@ class Row:
         for number in reversed(chain):  # from the root on, each begins where it left its parent
             reader.begins[number] = reader.position = reader.position + self.segments[number].cut
         for number, after in zip(chain, [None, *chain], strict=False):
-            reader.until[number] = self.segments[number].end if after is None else self.segments[after].cut
+            reader.until[number] = (
+                self.segments[number].end if after is None else self.segments[after].cut
+            )
         reader.position += self.segments[chain[0]].end if chain else 0
         return reader
 
@@ -90,7 +100,10 @@ class Row:
         reader = Reader(write)
         for number in numbers:
             if number >= 0:
-                reader.begins[number], reader.until[number] = reader.position, self.segments[number].end
+                reader.begins[number], reader.until[number] = (
+                    reader.position,
+                    self.segments[number].end,
+                )
                 reader.position += self.segments[number].end
         if write >= 0:
             reader.begins.setdefault(write, reader.position)

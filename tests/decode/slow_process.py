@@ -16,7 +16,11 @@ def slow_process(logits, sampling, tokens=None, start=0, bias=None, allowed=None
     tokens = [] if tokens is None else list(tokens)
     for v in range(len(row)):
         if v in tokens:
-            row[v] = row[v] / sampling.repetition_penalty if row[v] > 0 else row[v] * sampling.repetition_penalty
+            row[v] = (
+                row[v] / sampling.repetition_penalty
+                if row[v] > 0
+                else row[v] * sampling.repetition_penalty
+            )
         times = tokens[start:].count(v)
         row[v] -= sampling.frequency_penalty * times + sampling.presence_penalty * (times > 0)
         if allowed is not None and not allowed[v]:

@@ -29,7 +29,12 @@ CASES = {
     "three readers, a tree": (ROPE, TREE, 3, "float32"),
     "more queries than a tile": (ROPE, chain(3), 9, "float32"),
     "window": (PositionRule(Visible(window=9), ROPE.positions), chain(2), 3, "float32"),
-    "window within a pass": (PositionRule(Visible(window=2), ROPE.positions), chain(2), 2, "float32"),
+    "window within a pass": (
+        PositionRule(Visible(window=2), ROPE.positions),
+        chain(2),
+        2,
+        "float32",
+    ),
     "slopes": (PositionRule(Visible(), Alibi()), TREE, 2, "float32"),
     "no positions": (PositionRule(), chain(1), 2, "float16"),
     "float16": (ROPE, chain(1), 2, "float16"),
@@ -44,16 +49,26 @@ def made(readers, dtype, slots):
     no one step makes, but that tell apart whose are read. Blocks lie in no order, the last of
     several readers writes nowhere.
     """
-    rng, reserved = np.random.default_rng(readers), [-(-PROMPT // BLOCK), *[-(-ROOM // BLOCK)] * readers]
+    rng, reserved = (
+        np.random.default_rng(readers),
+        [-(-PROMPT // BLOCK), *[-(-ROOM // BLOCK)] * readers],
+    )
     blocks = sum(reserved) + 3
     counts = np.arange(ROWS * readers).reshape(ROWS, readers) * 7 % ROOM
     length = np.concatenate([[[PROMPT], [PROMPT - 9]], counts], 1)
     owner = np.tile(np.repeat([*range(readers + 1), -1], [*reserved, 3]), (ROWS, 1))
     order = np.concatenate([*map(np.arange, reserved), np.zeros(3)])
     place = np.arange(BLOCK) + BLOCK * np.tile(order[:, None], (ROWS, 1, 1))
-    place = np.where((owner >= 0)[..., None] & (place < np.take_along_axis(length, owner, 1)[..., None]), place, -1)
+    place = np.where(
+        (owner >= 0)[..., None] & (place < np.take_along_axis(length, owner, 1)[..., None]),
+        place,
+        -1,
+    )
     later = rng.permuted(np.tile(np.arange(1, blocks), (ROWS, 1)), axis=1)
-    at = np.arange(ROWS)[:, None], np.pad(later, ((0, 0), (1, 0)))  # block 0, which stands for none in a list, is seen
+    at = (
+        np.arange(ROWS)[:, None],
+        np.pad(later, ((0, 0), (1, 0))),
+    )  # block 0, which stands for none in a list, is seen
     forest = tables.empty(ROWS, readers + 1, blocks, BLOCK)
     forest = dataclasses.replace(forest, owner=np.int32(owner[at]), place=np.int32(place[at]))
 
@@ -71,16 +86,24 @@ def made(readers, dtype, slots):
         view = dataclasses.replace(view, slots=mask)
     known = (forest.place >= 0)[:, None, :, :, None]
     shape = ROWS, GROUPS, blocks, BLOCK, WIDTH
-    keys, values = (jnp.asarray(np.where(known, rng.normal(size=shape), np.nan), dtype) for _ in range(2))
+    keys, values = (
+        jnp.asarray(np.where(known, rng.normal(size=shape), np.nan), dtype) for _ in range(2)
+    )
     return forest, view, keys, values
 
 
 def attend(rule, tree, cache, forest, view, q, k, v):
     positions = view.position.reshape(-1, 1) + jnp.asarray(tree.depth, jnp.int32)[None]
     is_chain = tree.size == tree.max_depth + 1
-    some = np.random.default_rng(2).uniform(size=(len(q), tree.size, tree.size)) < 0.7  # no two readers the same
-    visible = None if is_chain else jnp.asarray(tree.ancestors & (some | np.eye(tree.size, dtype=bool)))
-    state, after = cache.for_pass(forest, view).attend(q, k, v, rule, Context(positions, visible=visible))
+    some = (
+        np.random.default_rng(2).uniform(size=(len(q), tree.size, tree.size)) < 0.7
+    )  # no two readers the same
+    visible = (
+        None if is_chain else jnp.asarray(tree.ancestors & (some | np.eye(tree.size, dtype=bool)))
+    )
+    state, after = cache.for_pass(forest, view).attend(
+        q, k, v, rule, Context(positions, visible=visible)
+    )
     return finish(state), after.new
 
 
@@ -89,7 +112,10 @@ def both(name, slots, monkeypatch):
     rule, tree, readers, dtype = CASES[name]
     forest, view, keys, values = made(readers, dtype, slots)
     rng, shape = np.random.default_rng(1), (ROWS * readers, tree.size)
-    q, k, v = (jnp.asarray(rng.normal(size=(*shape, heads, WIDTH)), dtype) for heads in (HEADS, GROUPS, GROUPS))
+    q, k, v = (
+        jnp.asarray(rng.normal(size=(*shape, heads, WIDTH)), dtype)
+        for heads in (HEADS, GROUPS, GROUPS)
+    )
 
     def run(values):
         cache = BlockCache(keys, values)
@@ -107,7 +133,9 @@ def stand_in(*arrays, out, grid, text, name, num_warps, num_stages, **sizes):
     """Has the signature of `jaxpar.lower.triton.call_kernel`."""
 
     def run(*arrays):
-        return programs(*(np.asarray(x) for x in arrays), grid=grid, shapes=[x.shape for x in out], **sizes)
+        return programs(
+            *(np.asarray(x) for x in arrays), grid=grid, shapes=[x.shape for x in out], **sizes
+        )
 
     return list(jax.pure_callback(run, tuple(out), *arrays))
 
@@ -164,7 +192,9 @@ def programs(
         for line in range(tile * TILE, min((tile + 1) * TILE, queries * REPEAT)):
             query, head = line // REPEAT, group * REPEAT + line % REPEAT
             at = split, row, query, head
-            scores, vectors = [list(x) for x in zip(*lines(row, group, tile, split, query, head), strict=True)] or (
+            scores, vectors = [
+                list(x) for x in zip(*lines(row, group, tile, split, query, head), strict=True)
+            ] or (
                 [],
                 [],
             )

@@ -39,7 +39,9 @@ def plain_path(best, tokens, tree):
     return max(ways, key=len)  # the first of equals
 
 
-@pytest.mark.parametrize("tree", [chain(0), chain(4), BUSHY, Tree((-1, 0, 0, 0, 2, 2, 5, 5))], ids=str)
+@pytest.mark.parametrize(
+    "tree", [chain(0), chain(4), BUSHY, Tree((-1, 0, 0, 0, 2, 2, 5, 5))], ids=str
+)
 def test_coupled_is_walking_by_hand(tree):
     rng = np.random.default_rng(0)
     scores = rng.integers(0, 4, (200, tree.size, 3)).astype(np.float32)  # many ties
@@ -50,13 +52,18 @@ def test_coupled_is_walking_by_hand(tree):
     assert {each.dtype for each in got} == {jnp.dtype(jnp.int32)}
     counts = set()
     for row, (score, token) in enumerate(zip(scores, tokens, strict=True)):
-        best = [int(np.flatnonzero(values == values.max())[0]) for values in score]  # the lowest of equals
+        best = [
+            int(np.flatnonzero(values == values.max())[0]) for values in score
+        ]  # the lowest of equals
         path = plain_path(best, token, tree)
         new = [*token[path[1:]], best[path[-1]]]
         counts.add(len(new))
         rest = tree.size - len(new)
         assert got.count[row] == len(new)
-        assert got.path[row].tolist() == path + [-1] * rest and got.tokens[row].tolist() == new + [0] * rest
+        assert (
+            got.path[row].tolist() == path + [-1] * rest
+            and got.tokens[row].tolist() == new + [0] * rest
+        )
     assert counts == set(range(1, tree.max_depth + 2))
 
 
@@ -64,7 +71,9 @@ def test_any_draft_decodes_to_the_tokens_of_the_plain_loop():
     logits, start, length = np.log(random_chain(1, 4).astype(np.float32)), 2, 12
     batch = requests(6, start)
     longest = np.arange(start, start + 24, dtype=np.int32)
-    seeds, lineage = (np.broadcast_to(batch[name][:, None], (6, 24)) for name in ("seeds", "lineage"))
+    seeds, lineage = (
+        np.broadcast_to(batch[name][:, None], (6, 24)) for name in ("seeds", "lineage")
+    )
     noise = np.asarray(draw(KEY, seeds, np.broadcast_to(longest, (6, 24)), lineage, 4))
 
     def plain(row):
@@ -127,7 +136,9 @@ def naive(p, q, tokens, tree, drawn):
 @pytest.mark.parametrize("drawn", ["with_replacement", "without_replacement"])
 def test_the_naive_rule_is_refused(drawn, x64):
     target, draft = random_chain(0, 3), random_chain(10, 3)
-    assert law_error(chain(3), target, draft, drawn, naive) < 1e-12  # on a chain it is the exact one
+    assert (
+        law_error(chain(3), target, draft, drawn, naive) < 1e-12
+    )  # on a chain it is the exact one
     assert law_error(BUSHY, target, draft, drawn, naive) > 1e-3
 
 
@@ -139,7 +150,10 @@ def test_every_way_of_drawing_needs_its_own_rule(x64):
         error = abs(law - target_law(target, 4)).max()
         # The rule of fixed drafts is exact given the drafts, whatever drew them; it only accepts less. Of independent
         # drafts those that are not repeated are drawn without replacement, and repeated ones are then no drafts.
-        is_exact = other in (drawn, "top") or (drawn, other) == ("with_replacement", "without_replacement")
+        is_exact = other in (drawn, "top") or (drawn, other) == (
+            "with_replacement",
+            "without_replacement",
+        )
         assert error < 1e-12 if is_exact else error > 1e-3, (drawn, other)
 
 
@@ -149,8 +163,13 @@ def test_drafts_may_be_left_out_by_place_but_not_by_what_was_drawn(drawn, x64):
     error = law_error(BUSHY, target, draft, drawn, leave_out=lambda node, q, token: node in (3, 5))
     assert error < 1e-12
     error = law_error(BUSHY, target, draft, drawn, leave_out=lambda node, q, token: node == 1)
-    assert error > 1e-3 if drawn == "without_replacement" else error < 1e-12  # node 2 is then not drawn from q
-    assert law_error(BUSHY, target, draft, drawn, leave_out=lambda node, q, token: q.max() < 0.5) < 1e-12
+    assert (
+        error > 1e-3 if drawn == "without_replacement" else error < 1e-12
+    )  # node 2 is then not drawn from q
+    assert (
+        law_error(BUSHY, target, draft, drawn, leave_out=lambda node, q, token: q.max() < 0.5)
+        < 1e-12
+    )
     error = law_error(BUSHY, target, draft, drawn, leave_out=lambda node, q, token: q[token] < 0.4)
     assert error < 1e-12 if drawn == "top" else error > 1e-3
 
@@ -159,16 +178,23 @@ def test_equal_laws_leave_the_target_and_no_nan():
     p = np.broadcast_to(np.float32([0.0625, 0.125, 0.3125, 0.5]), (2, 3, 4))
     q, tokens = p.copy(), np.array([[0, 1, 2], [0, 3, 3]])
     q[1, :, 3] += 2**-20  # p <= q everywhere, as after rounding: no positive part is left
-    accept, bonus = (np.asarray(each) for each in program(chain(2), "with_replacement", verdict)(p, q, tokens))
+    accept, bonus = (
+        np.asarray(each) for each in program(chain(2), "with_replacement", verdict)(p, q, tokens)
+    )
     assert (accept[0] == 1).all() and (accept[1, 1:] < 1).all()
     np.testing.assert_array_equal(bonus, p)
 
 
 def test_what_the_draft_rules_out_is_no_draft():
-    p, q = np.full((1, 3, 4), 0.25, np.float32), np.float32([[[0.5, 0.5, 0, 0], [0, 0, 1, 0], [0.25] * 4]])
+    p, q = (
+        np.full((1, 3, 4), 0.25, np.float32),
+        np.float32([[[0.5, 0.5, 0, 0], [0, 0, 1, 0], [0.25] * 4]]),
+    )
     accept, bonus = program(chain(2), "with_replacement", verdict)(p, q, np.array([[0, 2, 2]]))
     np.testing.assert_array_equal(accept, [[1, 0, 0.25]])
-    np.testing.assert_allclose(bonus[0], [[0.25] * 4, [1 / 3, 1 / 3, 0, 1 / 3], [0.25] * 4], rtol=1e-6)
+    np.testing.assert_allclose(
+        bonus[0], [[0.25] * 4, [1 / 3, 1 / 3, 0, 1 / 3], [0.25] * 4], rtol=1e-6
+    )
 
 
 # ---------------------------------------------------------------- rejection: its draws
@@ -195,21 +221,30 @@ def test_uniform_numbers_decide_child_by_child(tree):
 @pytest.mark.parametrize("drawn", MODES)
 def test_the_law_of_sampled_tokens_is_the_targets(drawn):
     num, size = 30_000, 3
-    target, draft = random_chain(20, size, 1.5).astype(np.float32), random_chain(21, size).astype(np.float32)
+    target, draft = (
+        random_chain(20, size, 1.5).astype(np.float32),
+        random_chain(21, size).astype(np.float32),
+    )
     rows = np.arange(num, dtype=np.int32)
     request = {"seeds": rows % 100, "positions": rows // 100 + 4, "lineage": rows % 7}
     tree = Tree((-1, 0, 0, 1, 2))
 
     def noise(place, child):  # of the same key as `rejection`'s: a draft may have used it
         key = KEY if child == 0 else jax.random.fold_in(KEY, 1000 + child)
-        return np.asarray(draw(key, request["seeds"], request["positions"] + place, request["lineage"], size))
+        return np.asarray(
+            draw(key, request["seeds"], request["positions"] + place, request["lineage"], size)
+        )
 
     def drafts(law):  # two of each row's law, then
         ranked = np.argsort(-law, axis=-1)
         if drawn == "top":
             return ranked[:, 0], ranked[:, 1]
         one = (np.log(law) + noise(0, 0)).argmax(-1)
-        left = np.where(np.arange(size) == one[:, None], 0, law) if drawn == "without_replacement" else law
+        left = (
+            np.where(np.arange(size) == one[:, None], 0, law)
+            if drawn == "without_replacement"
+            else law
+        )
         with np.errstate(divide="ignore"):
             return one, (np.log(left) + noise(0, 1)).argmax(-1)
 
@@ -218,17 +253,25 @@ def test_the_law_of_sampled_tokens_is_the_targets(drawn):
     tokens[:, 1], tokens[:, 2] = drafts(np.broadcast_to(draft[START], (num, size)))
     for node, parent in ((3, 1), (4, 2)):
         law = draft[START[1], tokens[:, parent]]
-        tokens[:, node] = law.argmax(-1) if drawn == "top" else (np.log(law) + noise(1, node - 3)).argmax(-1)
-    before = np.stack([np.full(num, START[0]), *(tokens[:, parent] for parent in tree.parents[1:])], axis=1)
+        tokens[:, node] = (
+            law.argmax(-1) if drawn == "top" else (np.log(law) + noise(1, node - 3)).argmax(-1)
+        )
+    before = np.stack(
+        [np.full(num, START[0]), *(tokens[:, parent] for parent in tree.parents[1:])], axis=1
+    )
     p, q = (np.log(chain[before, tokens]) for chain in (target, draft))
     got = reject(KEY, p, None if drawn == "top" else q, tokens, tree, drawn=drawn, **request)
 
     new, count = np.asarray(got.tokens), np.asarray(got.count)
     pairs = np.bincount(new[count > 1, 0] * size + new[count > 1, 1], minlength=size**2)
     law = target_law(target, 2)
-    for first in range(size):  # the second token, where there is one, has the target's law given the first
+    for first in range(
+        size
+    ):  # the second token, where there is one, has the target's law given the first
         given, of = pairs.reshape(size, size)[first], law[first] / law[first].sum()
-        assert (abs(given - given.sum() * of) < 4.5 * np.sqrt(given.sum() * of * (1 - of)) + 1).all()
+        assert (
+            abs(given - given.sum() * of) < 4.5 * np.sqrt(given.sum() * of * (1 - of)) + 1
+        ).all()
     ones, of = np.bincount(new[:, 0], minlength=size), law.sum(1)
     assert (abs(ones - num * of) < 4.5 * np.sqrt(num * of * (1 - of))).all()
     assert set(count) == {1, 2, 3}
@@ -261,7 +304,9 @@ def test_the_bonus_token_of_a_leaf_is_that_of_a_window_of_one_at_its_place():
     got = jax.device_get(reject(KEY, p, q, tokens, BUSHY, **request))
     rows, ends = np.arange(64), np.take_along_axis(got.path, got.count[:, None] - 1, 1)[:, 0]
     alone = request | {"positions": request["positions"] + BUSHY.depth[ends]}
-    new = reject(KEY, p[rows, ends][:, None], None, tokens[:, :1], chain(0), drawn="top", **alone).tokens[:, 0]
+    new = reject(
+        KEY, p[rows, ends][:, None], None, tokens[:, :1], chain(0), drawn="top", **alone
+    ).tokens[:, 0]
     noise = draw(jax.random.split(KEY)[1], alone["seeds"], alone["positions"], alone["lineage"], 5)
     np.testing.assert_array_equal((jax.nn.log_softmax(p[rows, ends]) + noise).argmax(-1), new)
     leaf = (BUSHY.children[ends] < 0).all(1)
@@ -273,9 +318,15 @@ def test_one_more_axis_by_vmap():
     p, q, tokens = some_windows(64, BUSHY)
     request = requests(64)
     want = reject(KEY, p, q, tokens, BUSHY, **request)
-    folded = jax.tree.map(lambda each: each.reshape(2, 32, *each.shape[1:]), (p, q, tokens, request))
-    got = jax.jit(jax.vmap(lambda p, q, tokens, request: rejection(KEY, p, q, tokens, BUSHY, **request)))(*folded)
-    jax.tree.map(lambda got, want: np.testing.assert_array_equal(got.reshape(want.shape), want), got, want)
+    folded = jax.tree.map(
+        lambda each: each.reshape(2, 32, *each.shape[1:]), (p, q, tokens, request)
+    )
+    got = jax.jit(
+        jax.vmap(lambda p, q, tokens, request: rejection(KEY, p, q, tokens, BUSHY, **request))
+    )(*folded)
+    jax.tree.map(
+        lambda got, want: np.testing.assert_array_equal(got.reshape(want.shape), want), got, want
+    )
 
 
 def test_seed_position_and_lineage_each_change_walk_and_bonus_token():
@@ -290,13 +341,17 @@ def test_seed_position_and_lineage_each_change_walk_and_bonus_token():
         new.append(np.asarray(alone.tokens)[:, 0])
     for draws in (ends, new):
         assert all(len(np.unique(each)) >= 2 for each in draws)
-        assert not any(np.array_equal(one, other) for one, other in itertools.combinations(draws, 2))
+        assert not any(
+            np.array_equal(one, other) for one, other in itertools.combinations(draws, 2)
+        )
 
 
 @pytest.mark.parametrize("drawn", MODES)
 def test_masked_tokens_are_never_emitted(drawn):
     p, q, tokens = some_windows(64, BUSHY)
-    p[:, :, 2] = p[:, 1:, 4] = q[:, :, 0] = q[:, 3:] = -np.inf  # the last: nodes whose children nobody drew
+    p[:, :, 2] = p[:, 1:, 4] = q[:, :, 0] = q[
+        :, 3:
+    ] = -np.inf  # the last: nodes whose children nobody drew
     tokens[tokens == 0], tokens[::2] = 1, 2
     weights = (np.exp(each) for each in (p, q))
     laws = (each / np.maximum(each.sum(-1, keepdims=True), 1e-30) for each in weights)
@@ -337,7 +392,9 @@ def test_the_expected_length_is_that_of_independent_acceptance(rate, x64):
 
 def test_the_expected_length_of_rejection(x64):
     # Every place has the same two laws, so that drafts are accepted independently, with 1 - TV.
-    target, draft = (np.broadcast_to(np.array(law), (3, 3, 3)) for law in ([0.5, 0.3, 0.2], [0.2, 0.7, 0.1]))
+    target, draft = (
+        np.broadcast_to(np.array(law), (3, 3, 3)) for law in ([0.5, 0.3, 0.2], [0.2, 0.7, 0.1])
+    )
     found = windows(chain(3), target, draft, "with_replacement")
     _, mean = emitted(found, chain(3), *judged(found, chain(3), "with_replacement"), target)
     assert expected_length(0.6, 3) == pytest.approx(mean, rel=1e-13)
@@ -346,17 +403,24 @@ def test_the_expected_length_of_rejection(x64):
 def test_the_expected_length_near_one_in_single_precision():
     rates = jnp.array([1 - 2**-24, 1 - 2**-20, 0.99, 0.0, 1.0], jnp.float32)
     exact = [sum(float(rate) ** power for power in range(9)) for rate in rates]
-    np.testing.assert_allclose(jax.jit(expected_length, static_argnums=1)(rates, 8), exact, rtol=1e-6)
+    np.testing.assert_allclose(
+        jax.jit(expected_length, static_argnums=1)(rates, 8), exact, rtol=1e-6
+    )
     assert jnp.isfinite(jax.vmap(jax.grad(lambda rate: expected_length(rate, 8)))(rates)).all()
 
 
 def test_what_does_not_fit_is_refused():
     p, q, tokens = some_windows(2, chain(2))
-    with pytest.raises(UsageError, match=r"a tree of 2 nodes needs scores \[B, 2, V\] and tokens \[B, 2\], not"):
+    with pytest.raises(
+        UsageError, match=r"a tree of 2 nodes needs scores \[B, 2, V\] and tokens \[B, 2\], not"
+    ):
         coupled(p, tokens, chain(1))
     with pytest.raises(UsageError, match="needs scores"):
         rejection(KEY, p[:1], q, tokens, chain(2), **requests(2))
-    with pytest.raises(UsageError, match=r"draft_logits must have the shape \[2, 3, 5\] unless drawn='top', not None"):
+    with pytest.raises(
+        UsageError,
+        match=r"draft_logits must have the shape \[2, 3, 5\] unless drawn='top', not None",
+    ):
         rejection(KEY, p, None, tokens, chain(2), **requests(2))
     with pytest.raises(UsageError, match=r"not \[2, 3, 4\]"):
         rejection(KEY, p, q[..., :4], tokens, chain(2), **requests(2))

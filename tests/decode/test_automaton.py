@@ -39,7 +39,9 @@ def slow_walk(tokens, transitions, start, ends):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.sampled_from([(BY_HAND, 7, {4}), (BACK, 0, {0})]), st.lists(st.integers(0, 2), max_size=6))
+@given(
+    st.sampled_from([(BY_HAND, 7, {4}), (BACK, 0, {0})]), st.lists(st.integers(0, 2), max_size=6)
+)
 def test_a_table_walks_as_dictionaries_do(machine, tokens):
     automaton = automaton_of(*machine, 3)
     state = jnp.zeros((1,), jnp.int32)
@@ -81,7 +83,9 @@ def generate(key, automaton, starts, steps, sampling, left_is_known=True):
         left = steps - number if left_is_known else None
         law = process(logits, sampling, allowed=automaton.allowed(state, left))
         ended = ended | is_stuck(law)
-        token = jnp.where(ended, -1, jax.random.categorical(jax.random.fold_in(key, steps + number), law))
+        token = jnp.where(
+            ended, -1, jax.random.categorical(jax.random.fold_in(key, steps + number), law)
+        )
         state = jnp.where(ended, state, automaton.step(state, jnp.maximum(token, 0)))
         return (state, ended), (token, ended)
 
@@ -91,7 +95,9 @@ def generate(key, automaton, starts, steps, sampling, left_is_known=True):
 
 
 def texts(tokens, vocabulary):
-    return [b"".join(vocabulary[token] for token in row if token >= 0) for row in np.asarray(tokens)]
+    return [
+        b"".join(vocabulary[token] for token in row if token >= 0) for row in np.asarray(tokens)
+    ]
 
 
 PATTERNS = {
@@ -127,9 +133,13 @@ def test_what_is_cut_is_whole_only_where_masks_know_how_much_is_left():
 def test_what_matches_is_let_through_and_nothing_else(pattern):
     automaton, rng = regex_automaton(pattern, BYTES), np.random.default_rng(0)
     table, distance = np.asarray(automaton.table), np.asarray(automaton.distance)
-    inside = [text.encode() for text in ("-0.5", "12", "é日本x", "😀x", "aabacc", "cc", "bb3", "日é7bc", "x", "xé.")]
+    inside = [
+        text.encode()
+        for text in ("-0.5", "12", "é日本x", "😀x", "aabacc", "cc", "bb3", "日é7bc", "x", "xé.")
+    ]
     for text in inside + [
-        bytes(rng.choice(list("aéx日0123.c-".encode()), size=rng.integers(1, 5))) for _ in range(300)
+        bytes(rng.choice(list("aéx日0123.c-".encode()), size=rng.integers(1, 5)))
+        for _ in range(300)
     ]:
         state = 0
         for byte in text:
@@ -146,7 +156,9 @@ patterns = st.recursive(
     lambda inner: st.one_of(
         st.tuples(inner, inner).map("".join),
         st.tuples(inner, inner).map(lambda two: f"(?:{two[0]}|{two[1]})"),
-        st.tuples(inner, st.sampled_from(["?", "*", "+", "{2}", "{1,3}"])).map(lambda two: f"(?:{two[0]}){two[1]}"),
+        st.tuples(inner, st.sampled_from(["?", "*", "+", "{2}", "{1,3}"])).map(
+            lambda two: f"(?:{two[0]}){two[1]}"
+        ),
     ),
     max_leaves=6,
 )
@@ -176,7 +188,9 @@ def test_json_of_a_schema_over_pairs_of_bytes():
         "properties": {"a": {"enum": ["x", "yy", "é"]}, "n": {"type": "integer", "maximum": 9}},
         "required": ["a", "n"],
     }
-    pattern = pytest.importorskip("outlines_core.json_schema").build_regex_from_schema(json.dumps(schema))
+    pattern = pytest.importorskip("outlines_core.json_schema").build_regex_from_schema(
+        json.dumps(schema)
+    )
     bpe = train_bpe(iter(['{"a": "yy", "n": 12}\n' * 9]), 280)
     vocabulary = [*bpe.token_bytes(), None]  # the last is the stop token
     stop = len(vocabulary) - 1
@@ -203,7 +217,9 @@ def test_every_text_in_time_is_possible_and_no_other():
     def count(state, left):
         here = int(automaton.may_end(state)[0])
         legal = np.flatnonzero(masks(automaton, state, jnp.array([left]))[0]) if left else []
-        return here + sum(count(automaton.step(state, jnp.array([token])), left - 1) for token in legal)
+        return here + sum(
+            count(automaton.step(state, jnp.array([token])), left - 1) for token in legal
+        )
 
     language = [n for n in range(2, 5) for _ in range(n - 1)]  # a^i b c^j with i + 1 + j = n
     assert count(jnp.array([0]), 4) == len(language)

@@ -13,7 +13,9 @@ from jaxpar.lm import Decoder, LMConfig, apply
 from jaxpar.types import UsageError
 
 VOCAB, NEW, STOPS = 8, 5, (3, 6)
-SMALL = dict(vocab_size=VOCAB, num_layers=1, embed_dim=16, mlp_dim=16, init_std=0.3, dtype="float64")
+SMALL = dict(
+    vocab_size=VOCAB, num_layers=1, embed_dim=16, mlp_dim=16, init_std=0.3, dtype="float64"
+)
 MODELS = {
     "attention": LMConfig(**SMALL, num_heads=2),
     "recurrent": LMConfig(**SMALL, mixer="min_lstm"),
@@ -43,7 +45,11 @@ def plain(name, params, prompt, width, penalty, stops):
             for token, law in enumerate(after(name, params, text))
         ]
         nexts = sorted(nexts, key=lambda each: -each[0])[: 2 * width]
-        ended += [(log_prob / count**penalty, log_prob, text) for log_prob, text in nexts if text[-1] in stops]
+        ended += [
+            (log_prob / count**penalty, log_prob, text)
+            for log_prob, text in nexts
+            if text[-1] in stops
+        ]
         alive = [each for each in nexts if each[1][-1] not in stops][:width]
     ended += [(log_prob / NEW**penalty, log_prob, text) for log_prob, text in alive]
     return sorted(ended, key=lambda each: -each[0])[:width]
@@ -62,13 +68,26 @@ def plain(name, params, prompt, width, penalty, stops):
 def test_beams_equal_the_plain_search(name, penalty, x64):
     params = noisy_params(MODELS[name], np.float64, std=0.6)
     beams = Beams(3, NEW, penalty)
-    out = search(params, PROMPT, Decoder(MODELS[name]), beams, prompt_lengths=LENGTHS, stop_tokens=STOPS, block=2)
+    out = search(
+        params,
+        PROMPT,
+        Decoder(MODELS[name]),
+        beams,
+        prompt_lengths=LENGTHS,
+        stop_tokens=STOPS,
+        block=2,
+    )
     ends = set()
     for row, length in enumerate(LENGTHS):
         want = plain(name, params, PROMPT[row, :length], 3, penalty, STOPS)
-        got = [np.asarray(out.tokens)[row, beam, : out.lengths[row, beam]].tolist() for beam in range(3)]
+        got = [
+            np.asarray(out.tokens)[row, beam, : out.lengths[row, beam]].tolist()
+            for beam in range(3)
+        ]
         assert got == [[int(token) for token in text] for _, _, text in want]
-        np.testing.assert_allclose(out.log_probs[row], [each[1] for each in want], rtol=1e-6)  # they are float32
+        np.testing.assert_allclose(
+            out.log_probs[row], [each[1] for each in want], rtol=1e-6
+        )  # they are float32
         np.testing.assert_allclose(out.scores[row], [each[0] for each in want], rtol=1e-6)
         ends |= {len(text) - length for _, _, text in want}
     assert len(ends) > 1, "continuations of one length test no ends"
@@ -82,7 +101,9 @@ def test_one_beam_is_greedy_decoding_and_many_beams_find_the_likeliest(x64):
     out = search(params, PROMPT[:1], Decoder(MODELS["attention"]), Beams(1, NEW), block=4)
     assert out.tokens[0, 0].tolist() == text
     wide = search(params, PROMPT[:1], Decoder(MODELS["attention"]), Beams(VOCAB**2, 3), block=4)
-    texts = np.array([[*PROMPT[0], a, b, c] for a in range(VOCAB) for b in range(VOCAB) for c in range(VOCAB)])
+    texts = np.array(
+        [[*PROMPT[0], a, b, c] for a in range(VOCAB) for b in range(VOCAB) for c in range(VOCAB)]
+    )
     laws = np.asarray(whole("attention")(params, np.pad(texts, ((0, 0), (0, 2)))))
     total = sum(laws[np.arange(len(texts)), place - 1, texts[:, place]] for place in (4, 5, 6))
     assert wide.tokens[0, 0].tolist() == texts[total.argmax()].tolist()
@@ -91,7 +112,9 @@ def test_one_beam_is_greedy_decoding_and_many_beams_find_the_likeliest(x64):
 
 def test_what_cannot_be_searched_is_refused():
     model = Decoder(MODELS["learned"])
-    with pytest.raises(UsageError, match="4 prompt and 6 new tokens are over the model's 9 positions"):
+    with pytest.raises(
+        UsageError, match="4 prompt and 6 new tokens are over the model's 9 positions"
+    ):
         beam_search({}, PROMPT, model, Beams(2, 6))
     with pytest.raises(UsageError, match="the prompt has no tokens"):
         beam_search({}, PROMPT[:, :0], model, Beams(2, 3))

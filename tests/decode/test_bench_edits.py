@@ -29,7 +29,9 @@ def test_an_edit_replaces_so_many_bytes_by_others(bench):
     assert (out != text).sum() == 7 and ((0 <= out) & (out < 256)).all()
 
 
-@pytest.mark.parametrize(("places", "length", "passes"), [((), 3, 3), ((4,), 9, 2), ((4, 5), 9, 3), ((9,), 9, 1)])
+@pytest.mark.parametrize(
+    ("places", "length", "passes"), [((), 3, 3), ((4,), 9, 2), ((4, 5), 9, 3), ((9,), 9, 1)]
+)
 def test_a_copy_takes_a_pass_for_each_edit_and_one_more(bench, places, length, passes):
     source = np.arange(10)
     text = source.copy()
@@ -39,7 +41,9 @@ def test_a_copy_takes_a_pass_for_each_edit_and_one_more(bench, places, length, p
 
 def test_it_runs(bench, monkeypatch, capsys, tmp_path):
     out = tmp_path / "edits.json"
-    monkeypatch.setattr(sys, "argv", ["decode_edits.py", "--tiny", "--out", str(out), "--rounds", "1"])
+    monkeypatch.setattr(
+        sys, "argv", ["decode_edits.py", "--tiny", "--out", str(out), "--rounds", "1"]
+    )
     bench.main()
     said = capsys.readouterr().out
     rows = json.loads(out.read_text())

@@ -16,9 +16,15 @@ from jaxpar.decode import ModelDraft, Sampling, SinksAndWindow, decoding_cost
 from jaxpar.lm import Decoder, LMConfig, apply, generate, num_params
 
 ROOT = Path(__file__).parents[2]
-CONFIG = LMConfig(vocab_size=288, num_layers=2, embed_dim=16, mlp_dim=16, num_heads=2, dtype="float32")
-LARGE = LMConfig(vocab_size=16, num_layers=1, embed_dim=16, mlp_dim=16, num_heads=2, dtype="float32")
-SMALL = LMConfig(vocab_size=16, num_layers=1, embed_dim=16, mlp_dim=16, num_heads=1, dtype="float32")
+CONFIG = LMConfig(
+    vocab_size=288, num_layers=2, embed_dim=16, mlp_dim=16, num_heads=2, dtype="float32"
+)
+LARGE = LMConfig(
+    vocab_size=16, num_layers=1, embed_dim=16, mlp_dim=16, num_heads=2, dtype="float32"
+)
+SMALL = LMConfig(
+    vocab_size=16, num_layers=1, embed_dim=16, mlp_dim=16, num_heads=1, dtype="float32"
+)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +109,10 @@ def test_answers_are_verified_as_in_plain_words(bench):
     others[np.arange(400), places] = rng.integers(0, 12, 400)
     shuffled = np.roll(answers, 1, axis=0)  # right totals, of other problems
     forged = np.concatenate([others, shuffled])
-    want = [is_solution(*map(np.ndarray.tolist, pair)) for pair in zip(np.tile(given, (2, 1)), forged, strict=True)]
+    want = [
+        is_solution(*map(np.ndarray.tolist, pair))
+        for pair in zip(np.tile(given, (2, 1)), forged, strict=True)
+    ]
     np.testing.assert_array_equal(bench.verified(np.tile(given, (2, 1)), forged), want)
     assert 10 < sum(want[:400]) < 390
     twice = np.array([[3, 6, 10, *[9] * 8, 11]]), np.array([[9, 0, 9, 9, 1, 8, 9, 2, 7, 9, 3, 6]])
@@ -114,7 +123,11 @@ def test_answers_are_verified_as_in_plain_words(bench):
     given, answer = [2, 8, 10, 1, *[9] * 7, 11], [1, 0, 1, 9, 1, 0, 9, 1, 9, 9, 2, 8]
     carried = [*answer[:4], 0, 10, *answer[6:]]  # ten as no ten and one symbol that is no digit
     for each in (answer, carried):
-        assert bench.verified(np.array([given]), np.array([each])) == [is_solution(given, each)] == [each == answer]
+        assert (
+            bench.verified(np.array([given]), np.array([each]))
+            == [is_solution(given, each)]
+            == [each == answer]
+        )
     batch = bench.sums_batch(np.random.default_rng(0), 3)
     counted = batch["targets"][batch["weights"] > 0].reshape(3, -1)
     assert bench.verified(batch["tokens"][:, : bench.GIVEN], counted).all()
@@ -127,11 +140,15 @@ def test_a_budget_buys_the_most_answers_that_it_pays_for(bench, blocks, shared):
         return bench.price(LARGE, blocks, samples, shared, 562.5)
 
     budget = None if blocks is None else 8
-    cost = decoding_cost(num_params(LARGE), 1, 2, 2, 8, 12, 12, samples=3, shared=shared, budget=budget, block=4)
+    cost = decoding_cost(
+        num_params(LARGE), 1, 2, 2, 8, 12, 12, samples=3, shared=shared, budget=budget, block=4
+    )
     assert price(3) == pytest.approx(cost.flops + 562.5 * cost.cache_bytes)
     for times in (0.5, 1.0, 3.0, 7.3):
         most = bench.affordable(times * price(1), price)
-        assert price(most + 1) > times * price(1) and (most == 0 or price(most) <= times * price(1) * (1 + 1e-9))
+        assert price(most + 1) > times * price(1) and (
+            most == 0 or price(most) <= times * price(1) * (1 + 1e-9)
+        )
 
 
 def test_coverage_is_that_of_the_law_that_problems_were_drawn_from(bench):
@@ -150,9 +167,19 @@ def test_even_drafts_are_accepted_as_generation_accepts_them(bench):
     sampling, key = Sampling(24, 0.0), jax.random.key(0)
     texts = np.asarray(draw(key, large, prompts, LARGE, sampling).tokens)
     right, sure = bench.guessed(small, SMALL, texts, 5, 3, rows=64)
-    drafted = draw(key, large, prompts, LARGE, sampling, draft=ModelDraft(Decoder(SMALL), 3), draft_params=small)
+    drafted = draw(
+        key,
+        large,
+        prompts,
+        LARGE,
+        sampling,
+        draft=ModelDraft(Decoder(SMALL), 3),
+        draft_params=small,
+    )
     for row in range(6):  # the first token is found by the pass over the prompt
-        got = bench.passes(right[row : row + 1, 1:], sure[row : row + 1, 1:], lambda sure: np.full(1, 3))
+        got = bench.passes(
+            right[row : row + 1, 1:], sure[row : row + 1, 1:], lambda sure: np.full(1, 3)
+        )
         assert got[2] == drafted.passes[row] and got[1] == 3 * got[2]
     assert 0.02 < right.mean() < 0.98
     law = np.asarray(jax.nn.log_softmax(apply(small, jnp.asarray(texts), SMALL)))
@@ -171,7 +198,13 @@ def test_passes_are_counted_until_the_first_row_ends(bench):
 @pytest.mark.slow  # two dozen programs to compile: a minute of a core
 def test_every_case_runs(tmp_path):
     out = tmp_path / "policies.json"
-    command = [sys.executable, str(ROOT / "bench" / "decode_policies.py"), "--tiny", "--out", str(out)]
+    command = [
+        sys.executable,
+        str(ROOT / "bench" / "decode_policies.py"),
+        "--tiny",
+        "--out",
+        str(out),
+    ]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     table = json.loads(out.read_text())

@@ -51,8 +51,12 @@ def attend(rule, tree, cache, forest, view, q, k, v):
     """As `jaxpar.decode.reader.look` has a layer do it."""
     positions = view.position.reshape(-1, 1) + jnp.asarray(tree.depth, jnp.int32)[None]
     is_chain = tree.size == tree.max_depth + 1
-    visible = None if is_chain else jnp.broadcast_to(tree.ancestors[None], (len(q), tree.size, tree.size))
-    state, cache = cache.for_pass(forest, view).attend(q, k, v, rule, Context(positions, visible=visible))
+    visible = (
+        None if is_chain else jnp.broadcast_to(tree.ancestors[None], (len(q), tree.size, tree.size))
+    )
+    state, cache = cache.for_pass(forest, view).attend(
+        q, k, v, rule, Context(positions, visible=visible)
+    )
     return finish(state), cache
 
 
@@ -73,16 +77,23 @@ class Plain:
         slopes, self.window = rule.slopes(HEADS), rule.visible.window or math.inf
         self.slopes = np.zeros(HEADS) if slopes is None else np.asarray(slopes, np.float64)
         is_rope = isinstance(rule.positions, Rope)
-        self.frequencies = rule.positions.frequencies(WIDTH, np.float64) if is_rope else np.zeros(WIDTH // 2)
+        self.frequencies = (
+            rule.positions.frequencies(WIDTH, np.float64) if is_rope else np.zeros(WIDTH // 2)
+        )
 
     def __call__(self, q, position, line):
         places, keys, values = (np.array(x) for x in zip(*line, strict=True))
-        keys, q = (rotated(x, np.array(at), self.frequencies) for x, at in ((keys, places), (q[None], [position])))
+        keys, q = (
+            rotated(x, np.array(at), self.frequencies)
+            for x, at in ((keys, places), (q[None], [position]))
+        )
         distance, out = position - places, []
         for head in range(HEADS):
             group = head * GROUPS // HEADS
             scores = keys[:, group] @ q[0, head] / math.sqrt(WIDTH) - self.slopes[head] * distance
-            weights = np.where((distance >= 0) & (distance < self.window), np.exp(scores - scores.max()), 0)
+            weights = np.where(
+                (distance >= 0) & (distance < self.window), np.exp(scores - scores.max()), 0
+            )
             out.append(weights @ values[:, group] / weights.sum())
         return np.array(out)
 
@@ -92,7 +103,12 @@ class Cache:
 
     def __init__(self, rule):
         hole = np.full((ROWS, GROUPS, BLOCKS, BLOCK, WIDTH), np.nan)
-        self.rule, self.blocks, self.known, self.rng = rule, BlockCache(hole, hole), {}, np.random.default_rng(0)
+        self.rule, self.blocks, self.known, self.rng = (
+            rule,
+            BlockCache(hole, hole),
+            {},
+            np.random.default_rng(0),
+        )
         self.plain = Plain(rule)
 
     def clear(self, fresh):
@@ -100,7 +116,9 @@ class Cache:
 
     def poison(self, free):
         hole = free[:, None, :, None, None]
-        self.blocks = BlockCache(*(np.where(hole, np.nan, x) for x in (self.blocks.keys, self.blocks.values)))
+        self.blocks = BlockCache(
+            *(np.where(hole, np.nan, x) for x in (self.blocks.keys, self.blocks.values))
+        )
 
     def store(self, slots):
         self.blocks = jax.device_get(store(self.after, slots))
@@ -108,9 +126,15 @@ class Cache:
     def attend(self, twin, tokens):
         """A pass of random queries, keys and values, compared with the plain form."""
         tree, shape = twin.tree, (ROWS * READERS, twin.tree.size)
-        q, k, v = (self.rng.normal(size=(*shape, heads, WIDTH)) * 2 for heads in (HEADS, GROUPS, GROUPS))
+        q, k, v = (
+            self.rng.normal(size=(*shape, heads, WIDTH)) * 2 for heads in (HEADS, GROUPS, GROUPS)
+        )
         got, self.after = attend(self.rule, tree, self.blocks, twin.forest, twin.view, q, k, v)
-        readers = [(row, reader) for row, line in zip(twin.rows, twin.readers, strict=True) for reader in line]
+        readers = [
+            (row, reader)
+            for row, line in zip(twin.rows, twin.readers, strict=True)
+            for reader in line
+        ]
         want = np.zeros(got.shape)
         for number, (row, reader) in enumerate(readers):
             past = [(place, *self.known[token]) for place, token in row.line(reader)]
@@ -119,7 +143,9 @@ class Cache:
                 now = [(reader.position + tree.depth[i], k[number, i], v[number, i]) for i in seen]
                 want[number, node] = self.plain(q[number, node], now[-1][0], past + now)
         assert np.abs(got - want).max() <= 1e-12 * np.abs(want).max()
-        self.known |= {int(token): (k[at], v[at]) for at, token in np.ndenumerate(tokens.reshape(shape))}
+        self.known |= {
+            int(token): (k[at], v[at]) for at, token in np.ndenumerate(tokens.reshape(shape))
+        }
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -135,14 +161,19 @@ def test_attention_to_blocks_is_attention_to_a_line(case, steps):
 def test_one_token_of_one_row_is_written_as_several_are(slot):
     keys, values, k, v = (
         jax.random.normal(jax.random.key(i), shape)
-        for i, shape in enumerate([(1, GROUPS, BLOCKS, BLOCK, WIDTH)] * 2 + [(1, 1, GROUPS, WIDTH)] * 2)
+        for i, shape in enumerate(
+            [(1, GROUPS, BLOCKS, BLOCK, WIDTH)] * 2 + [(1, 1, GROUPS, WIDTH)] * 2
+        )
     )
     cache = dataclasses.replace(BlockCache(keys, values), new=(k, v))
     got = store(cache, jnp.full((1, 1, 1), slot))
     if slot == BLOCKS * BLOCK:  # not kept
         want = keys, values
     else:
-        want = (x.at[0, :, slot // BLOCK, slot % BLOCK].set(y[0, 0]) for x, y in ((keys, k), (values, v)))
+        want = (
+            x.at[0, :, slot // BLOCK, slot % BLOCK].set(y[0, 0])
+            for x, y in ((keys, k), (values, v))
+        )
     for one, other in zip((got.keys, got.values), want, strict=True):
         assert (one == other).all()
 
@@ -153,14 +184,19 @@ def test_a_cache_stays_split_by_heads_when_it_is_written(tokens):
     cache = BlockCache(jnp.zeros(shape), jnp.zeros(shape))
     with use_mesh(make_mesh(MeshSpec(tensor=GROUPS, data=8 // GROUPS)), RULES | {"batch": ()}):
         k = jnp.ones((1, tokens, GROUPS, WIDTH))
-        got = jit(lambda: dataclasses.replace(cache, new=(k, k)).store(jnp.arange(tokens)[None, None]))()
+        got = jit(
+            lambda: dataclasses.replace(cache, new=(k, k)).store(jnp.arange(tokens)[None, None])
+        )()
         assert {x.sharding.spec[1] for x in (got.keys, got.values)} == {"tensor"}
 
 
 def test_sums_over_numbers_of_16_bits_are_of_32():
     rng, (rows, blocks, length) = np.random.default_rng(0), (2, 3, 5)
     q = jnp.asarray(rng.normal(size=(1, rows, length, HEADS, WIDTH)), "bfloat16")
-    k, v = (jnp.asarray(rng.normal(size=(rows, GROUPS, blocks, BLOCK, WIDTH)), "bfloat16") for _ in range(2))
+    k, v = (
+        jnp.asarray(rng.normal(size=(rows, GROUPS, blocks, BLOCK, WIDTH)), "bfloat16")
+        for _ in range(2)
+    )
     seen = np.ones((rows, 1, blocks, length, BLOCK), bool)
     states, scores = attend_blocks(q, k, v, seen)
     assert {x.dtype for x in (*states, scores)} == {jnp.dtype("float32")}
@@ -179,13 +215,17 @@ def test_blocks_are_added_up_as_the_cache_says():
 
     forest, root = tables.spawn(tables.empty(rows, 1, blocks, BLOCK), 1)
     forest, _ = tables.reserve(forest, root, np.full((rows, 1), length, np.int32))
-    forest, view, _ = tables.write(forest, tables.lineage_view(forest, root), np.full((rows, 1), length), length)
+    forest, view, _ = tables.write(
+        forest, tables.lineage_view(forest, root), np.full((rows, 1), length), length
+    )
     cache = BlockCache.empty(rows, GROUPS, blocks, BLOCK, WIDTH, "float32")
     sums = []
     for merge in (merge_parts, twice):
         read = dataclasses.replace(cache, merge=merge).for_pass(forest, view)
         sums.append(read.attend(x, x, x, PositionRule(), Context(view.position))[0].denominator)
-    one = math.exp(-math.sqrt(WIDTH))  # of a key of zeros beside the token itself, which counts once and as 1
+    one = math.exp(
+        -math.sqrt(WIDTH)
+    )  # of a key of zeros beside the token itself, which counts once and as 1
     np.testing.assert_allclose(sums[0], np.full(sums[0].shape, 1 + length * one), rtol=1e-6)
     np.testing.assert_allclose(sums[1], np.full(sums[1].shape, 1 + 2 * length * one), rtol=1e-6)
     assert given == [blocks]
@@ -196,7 +236,9 @@ def test_beams_of_one_segment_are_re_ordered_by_their_slots(x64):
     rule, tree, _ = CASES["rope"]
     rng, plain, every = np.random.default_rng(1), Plain(rule), np.arange(ROWS)[:, None]
     forest, root = spawn(tables.empty(ROWS, SEGMENTS, BLOCKS, BLOCK), 1)
-    forest, fresh = reserve(forest, np.pad(root, ((0, 0), (0, READERS - 1)), constant_values=-1), np.full(SHAPE, 12))
+    forest, fresh = reserve(
+        forest, np.pad(root, ((0, 0), (0, READERS - 1)), constant_values=-1), np.full(SHAPE, 12)
+    )
     view = lineage_view(forest, np.repeat(root, READERS, 1))
     view = dataclasses.replace(view, slots=np.zeros((*SHAPE, BLOCKS, BLOCK), bool))
     hole = np.full((ROWS, GROUPS, BLOCKS, BLOCK, WIDTH), np.nan)
@@ -209,10 +251,16 @@ def test_beams_of_one_segment_are_re_ordered_by_their_slots(x64):
             [[*beam, (place, k[row, r, 0], v[row, r, 0])] for r, beam in enumerate(line)]
             for row, line in enumerate(beams)
         ]
-        want = [plain(q[row, r, 0], place, beam) for row, line in enumerate(beams) for r, beam in enumerate(line)]
+        want = [
+            plain(q[row, r, 0], place, beam)
+            for row, line in enumerate(beams)
+            for r, beam in enumerate(line)
+        ]
         np.testing.assert_allclose(got[:, 0], want, rtol=0, atol=1e-12 * np.abs(want).max())
         forest, view, slots = write(forest, view, np.ones(SHAPE, np.int32), 1)
         cache, parents = store(cache, slots), rng.integers(0, READERS, SHAPE)
         view = dataclasses.replace(view, slots=view.slots[every, parents])
-        beams = [[line[parent] for parent in which] for line, which in zip(beams, parents, strict=True)]
+        beams = [
+            [line[parent] for parent in which] for line, which in zip(beams, parents, strict=True)
+        ]
     assert forest.length[:, 0].tolist() == [BLOCKS * BLOCK] * ROWS and not forest.refused.any()

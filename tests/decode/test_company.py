@@ -15,7 +15,10 @@ from jaxpar.lm import Decoder
 
 VOCAB, LENGTH, NEW, SAMPLES, ULPS = 32, 6, 40, 2, 8
 CONFIG = dataclasses.replace(tiny.LLAMA, vocab_size=VOCAB, num_layers=1)
-PROMPT, LENGTHS = np.random.default_rng(5).integers(0, VOCAB, (4, LENGTH)), np.array([LENGTH, 1, 3, 4])
+PROMPT, LENGTHS = (
+    np.random.default_rng(5).integers(0, VOCAB, (4, LENGTH)),
+    np.array([LENGTH, 1, 3, 4]),
+)
 SEEDS, KEY = np.array([0, 3, 3, 1]), jax.random.key(3)
 drawn = jit(generate, static_argnames=("model", "sampling", "draft", "num_samples", "block"))
 noise = jit(gumbel, static_argnums=4)
@@ -26,7 +29,9 @@ def twins():
     """A model that has not learned, whose tokens come in pairs of one logit but for rounding."""
     params, rng = tiny.params_of(CONFIG), np.random.default_rng(1)
     head = np.array(params["head"])
-    head[VOCAB // 2 :] = head[: VOCAB // 2] * (1 + 1e-6 * rng.standard_normal(head[: VOCAB // 2].shape))
+    head[VOCAB // 2 :] = head[: VOCAB // 2] * (
+        1 + 1e-6 * rng.standard_normal(head[: VOCAB // 2].shape)
+    )
     return params | {"head": jnp.asarray(head)}
 
 
@@ -40,7 +45,8 @@ def run(temperature, rows):
 
 
 @pytest.mark.parametrize(
-    "temperature", [pytest.param(0.0, id="greedy", marks=pytest.mark.slow), pytest.param(1.0, id="sampled")]
+    "temperature",
+    [pytest.param(0.0, id="greedy", marks=pytest.mark.slow), pytest.param(1.0, id="sampled")],
 )
 def test_tokens_are_those_of_the_slow_oracle_but_for_near_ties(temperature):
     """Each token given the text before it; the oracle has no cache and no batch."""

@@ -37,10 +37,16 @@ def twin(draft, text, length, prompt):
 @pytest.mark.parametrize("gaps", [0, 1, 2])
 def test_the_longest_match_is_copied(source, gaps):
     draft = CopyDraft(5, 4, source, gaps)
-    propose = jit(lambda prompts, text, lengths: draft.propose(None, prompts, text, lengths, None)[0].tokens)
+    propose = jit(
+        lambda prompts, text, lengths: draft.propose(None, prompts, text, lengths, None)[0].tokens
+    )
 
     @settings(max_examples=150, deadline=None)
-    @given(st.lists(st.integers(0, 2), min_size=SIZE, max_size=SIZE), st.integers(1, SIZE), st.integers(1, SIZE))
+    @given(
+        st.lists(st.integers(0, 2), min_size=SIZE, max_size=SIZE),
+        st.integers(1, SIZE),
+        st.integers(1, SIZE),
+    )
     def check(text, length, prompt):
         got = propose(jnp.array([prompt]), jnp.array([text]), jnp.array([length]))
         assert got[0].tolist() == twin(draft, text, length, prompt)

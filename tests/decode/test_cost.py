@@ -47,16 +47,28 @@ def test_costs_are_sums_over_tokens_and_samples(prompt, new, samples, shared, bu
             if budget is not None:
                 flops += 2 * layers * heads * width * (prompt + t) / block
                 cache += layers * kv_heads * width * itemsize * (prompt + t) / block
-    assert (found.flops, found.weight_bytes, found.cache_bytes) == pytest.approx((flops, weights, cache))
+    assert (found.flops, found.weight_bytes, found.cache_bytes) == pytest.approx(
+        (flops, weights, cache)
+    )
     assert found.equivalent_flops(10.0) == pytest.approx(flops + 10 * cache)
-    assert found.seconds(3.0, 5.0) == pytest.approx(max(flops / 3, (weights + cache) / 5))  # they overlap
+    assert found.seconds(3.0, 5.0) == pytest.approx(
+        max(flops / 3, (weights + cache) / 5)
+    )  # they overlap
     assert found.seconds(2.0, 1e30) == pytest.approx(flops / 2)
     assert found.seconds(1e30, 2.0) == pytest.approx((weights + cache) / 2)
 
 
 def test_flops_are_those_of_the_program():
     """A token with a full cache of 64: the program also multiplies what it then masks, and its own token."""
-    config = LMConfig(vocab_size=64, num_layers=2, embed_dim=32, mlp_dim=64, num_heads=4, num_kv_heads=2, tied=True)
+    config = LMConfig(
+        vocab_size=64,
+        num_layers=2,
+        embed_dim=32,
+        mlp_dim=64,
+        num_heads=4,
+        num_kv_heads=2,
+        tied=True,
+    )
     cache = jax.eval_shape(lambda: empty_cache(config, 1, 64))
     program = count_flops(
         lambda params, tokens, cache: extend(params, tokens, cache, config),

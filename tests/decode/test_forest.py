@@ -61,9 +61,14 @@ def test_a_child_begins_after_its_parents_places_not_its_slots():
 def test_more_than_there_are_is_not_kept():
     forest, _ = spawn(tables.empty(ROWS, SEGMENTS, BLOCKS, BLOCK), 1)
     forest, _ = reserve(forest, same(0, -1, -1), same(*[2 * LENGTH] * READERS))
-    forest, _, slots = write(forest, lineage_view(forest, same(0, 0, -1)), same(LENGTH + 2, 1, 0), LENGTH)
+    forest, _, slots = write(
+        forest, lineage_view(forest, same(0, 0, -1)), same(LENGTH + 2, 1, 0), LENGTH
+    )
     assert forest.length[:, 0].tolist() == [LENGTH + 1] * ROWS and not forest.refused.any()
-    assert np.sort(slots.reshape(ROWS, -1))[:, : LENGTH + 2].tolist() == [[*range(LENGTH + 1), BLOCKS * BLOCK]] * ROWS
+    assert (
+        np.sort(slots.reshape(ROWS, -1))[:, : LENGTH + 2].tolist()
+        == [[*range(LENGTH + 1), BLOCKS * BLOCK]] * ROWS
+    )
 
 
 def test_a_reader_writes_to_what_comes_last():
@@ -72,12 +77,21 @@ def test_a_reader_writes_to_what_comes_last():
     forest, _ = reserve(forest, same(0, 1, -1), same(*[LENGTH] * READERS))
     forest, _, _ = write(forest, lineage_view(forest, same(0, 1, -1)), same(2, 2, 0), LENGTH)
     for target, *segments in ((1, 0, -1), (1, 1, 0)):
-        with pytest.raises(UsageError, match="reader 2 of row 0 writes to segment 1, which holds tokens and is not"):
-            tables.arranged_view(forest, ints([[(0, 1), (1, 0), segments]] * ROWS), same(1, 2, target))
-    with pytest.raises(UsageError, match="reader 0 of row 1 writes to segment 0, which holds tokens"):
+        with pytest.raises(
+            UsageError, match="reader 2 of row 0 writes to segment 1, which holds tokens and is not"
+        ):
+            tables.arranged_view(
+                forest, ints([[(0, 1), (1, 0), segments]] * ROWS), same(1, 2, target)
+            )
+    with pytest.raises(
+        UsageError, match="reader 0 of row 1 writes to segment 0, which holds tokens"
+    ):
         tables.joined_view(forest, ints([[1, 1]] * ROWS), ints([-1, 0]))
     view = tables.joined_view(forest, ints([[0, 1]] * ROWS), ints([2, 0]))
-    assert view.write.tolist() == [[2], [0]] and view.offset[:, 0, :3].tolist() == [[0, 0, 2], [0, 0, 0]]
+    assert view.write.tolist() == [[2], [0]] and view.offset[:, 0, :3].tolist() == [
+        [0, 0, 2],
+        [0, 0, 0],
+    ]
 
 
 def test_a_reader_sees_a_segment_once():
@@ -95,10 +109,14 @@ def test_who_writes_nowhere_sees_no_more_for_it():
     for count in (2, 2, 1):
         forest, _ = spawn(forest, count)
     forest, _ = reserve(forest, same(0, SEGMENTS - 1, -1), same(*[LENGTH] * READERS))
-    forest, _, _ = write(forest, lineage_view(forest, same(0, SEGMENTS - 1, -1)), same(2, 1, 0), LENGTH)
+    forest, _, _ = write(
+        forest, lineage_view(forest, same(0, SEGMENTS - 1, -1)), same(2, 1, 0), LENGTH
+    )
     view = arranged_view(forest, np.full((ROWS, READERS, 2), [0, -1], np.int32), same(-1, -1, -1))
     after, seen, slots = write(forest, view, same(1, 1, 1), LENGTH)
-    assert (view.position == 2).all() and (slots == BLOCKS * BLOCK).all() and not after.refused.any()
+    assert (
+        (view.position == 2).all() and (slots == BLOCKS * BLOCK).all() and not after.refused.any()
+    )
     jax.tree.map(np.testing.assert_array_equal, seen, view)
 
 

@@ -60,7 +60,11 @@ NOTHING = {
     "stop_tokens": (-1,),
     "sequences": stop_sequences([[VOCAB] * 3] * 4),
 }
-drawn = jit(generate, static_argnums=(3, 4), static_argnames=("draft", "num_samples", "rule", "block", "chunk"))
+drawn = jit(
+    generate,
+    static_argnums=(3, 4),
+    static_argnames=("draft", "num_samples", "rule", "block", "chunk"),
+)
 params_of = functools.cache(tiny.params_of)  # none of the tests changes them
 
 
@@ -94,21 +98,33 @@ def run(config, sampling, prompt=PROMPT, draft=NoDraft(), **options):
     if isinstance(draft, PromptTokens | HiddenTransfer | Heads):
         rng = np.random.default_rng(1)
         params = {
-            name: rng.standard_normal(leaf.shape) / 2 for name, leaf in draft.leaves(config.embed_dim, 0.3).items()
+            name: rng.standard_normal(leaf.shape) / 2
+            for name, leaf in draft.leaves(config.embed_dim, 0.3).items()
         }
-    given = {"prompt_lengths": LENGTHS, "block": BLOCK, "draft": draft, "draft_params": params} | options
+    given = {
+        "prompt_lengths": LENGTHS,
+        "block": BLOCK,
+        "draft": draft,
+        "draft_params": params,
+    } | options
     return drawn(KEY, params_of(config), prompt, Decoder(config), sampling, **given)
 
 
 def texts_of(out):
-    return [row[:length].tolist() for row, length in zip(np.asarray(out.tokens), np.asarray(out.lengths), strict=True)]
+    return [
+        row[:length].tolist()
+        for row, length in zip(np.asarray(out.tokens), np.asarray(out.lengths), strict=True)
+    ]
 
 
 each_draft_and_temperature = pytest.mark.parametrize(
     ("name", "temperature"),
     [  # that the likeliest token is chosen does not depend on who guessed: seen with a chain, a tree and none
         pytest.param(
-            *each, marks=[pytest.mark.slow] if not each[1] and each[0] not in ("none", "model", "prompts") else []
+            *each,
+            marks=[pytest.mark.slow]
+            if not each[1] and each[0] not in ("none", "model", "prompts")
+            else [],
         )
         for each in itertools.product(DRAFTS, (0.0, 0.7))
     ],
@@ -121,19 +137,28 @@ def test_any_draft_gives_the_tokens_of_the_slow_oracle(name, temperature, x64):
     out = run(ROPE, sampling, draft=DRAFTS[name])
     want = plain(ROPE, sampling)
     assert texts_of(out) == want
-    assert len({token for text in want for token in text[5:]}) > 3, "a model that repeats itself tests nothing"
+    assert len({token for text in want for token in text[5:]}) > 3, (
+        "a model that repeats itself tests nothing"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "draft"),
     [
-        *((name, "copy") for name in ("deep", "learned", "recurrent")),  # a window of one token is one of several
-        *(pytest.param(name, "none", marks=pytest.mark.slow) for name in ("deep", "learned", "recurrent")),
+        *(
+            (name, "copy") for name in ("deep", "learned", "recurrent")
+        ),  # a window of one token is one of several
+        *(
+            pytest.param(name, "none", marks=pytest.mark.slow)
+            for name in ("deep", "learned", "recurrent")
+        ),
     ],
 )
 def test_any_mixer_gives_the_tokens_of_the_slow_oracle(name, draft, x64):
     sampling = Sampling(NEW, 0.7)
-    assert texts_of(run(MODELS[name], sampling, draft=DRAFTS[draft])) == plain(MODELS[name], sampling)
+    assert texts_of(run(MODELS[name], sampling, draft=DRAFTS[draft])) == plain(
+        MODELS[name], sampling
+    )
 
 
 @pytest.mark.parametrize("name", ["rope", "recurrent"])
@@ -151,22 +176,32 @@ def test_a_lookahead_window_stands_where_its_guesses_belong(count):
     draft, root = LookaheadDraft(4, 4, 1, 8), 20
     state = draft.init(None, jnp.zeros((1, 3), jnp.int32), jnp.array([3]), 9)
     for _ in range(4):
-        tokens = draft.propose(None, state, jnp.full((1, 40), root), jnp.array([root + 1]), None)[0].tokens
+        tokens = draft.propose(None, state, jnp.full((1, 40), root), jnp.array([root + 1]), None)[
+            0
+        ].tokens
         chosen = root + 1 + jnp.asarray(draft.tree.depth)[None]
         accepted = Accepted(chosen, jnp.array([count]), chosen)
         state, root = (
-            draft.update(state, jnp.pad(tokens, ((0, 0), (1, 0))), jax.nn.one_hot(chosen, 64), accepted),
+            draft.update(
+                state, jnp.pad(tokens, ((0, 0), (1, 0))), jax.nn.one_hot(chosen, 64), accepted
+            ),
             root + count,
         )
     want = root + 1 + np.arange(4)[None] + np.arange(3)[:, None]
-    for level in range(3):  # the newest iterate has moved once, the oldest as often as there are levels
+    for level in range(
+        3
+    ):  # the newest iterate has moved once, the oldest as often as there are levels
         columns = 4 - (3 - level) * (count - 1)
-        np.testing.assert_array_equal(state[0][0, level, : max(columns, 0)], want[level, : max(columns, 0)])
+        np.testing.assert_array_equal(
+            state[0][0, level, : max(columns, 0)], want[level, : max(columns, 0)]
+        )
     if count == 1:  # then no column was ever made up
         np.testing.assert_array_equal(np.diff(state[1][0, -4:], axis=1), 1)
 
 
-@pytest.mark.parametrize("name", ["rope", "recurrent"])  # a state is copied for each sample, a prompt's blocks are not
+@pytest.mark.parametrize(
+    "name", ["rope", "recurrent"]
+)  # a state is copied for each sample, a prompt's blocks are not
 def test_samples_share_their_prompt_and_differ(name, x64):
     sampling = Sampling(NEW, 1.0)
     got = texts_of(run(MODELS[name], sampling, num_samples=3))
@@ -176,7 +211,11 @@ def test_samples_share_their_prompt_and_differ(name, x64):
 
 
 def test_a_row_has_its_own_seed_and_no_place(x64):
-    sampling, seeds, order = Sampling(NEW, 0.7, top_k=5), np.array([3, 3, 5, 0]), np.array([2, 0, 3, 1])
+    sampling, seeds, order = (
+        Sampling(NEW, 0.7, top_k=5),
+        np.array([3, 3, 5, 0]),
+        np.array([2, 0, 3, 1]),
+    )
     out = run(ROPE, sampling, **NOTHING | {"seeds": seeds})
     want = [plain(ROPE, sampling, seed=seed, rows=[row])[0] for row, seed in enumerate(seeds)]
     assert texts_of(out) == want
@@ -195,12 +234,17 @@ def test_a_stop_token_ends_a_row_also_within_a_window(draft, x64):
     for text, length in zip(free, LENGTHS, strict=True):
         ends = [place for place in range(length, len(text)) if text[place] == stop]
         want.append(text[: ends[0] + 1] if ends else text)
-    assert texts_of(out) == want and len({len(text) - length for text, length in zip(want, LENGTHS, strict=True)}) > 1
+    assert (
+        texts_of(out) == want
+        and len({len(text) - length for text, length in zip(want, LENGTHS, strict=True)}) > 1
+    )
     if draft == "jacobi":  # a look at the ends every third pass changes nothing
         ended = dataclasses.replace(sampling, stop_token=stop)
         late = run(ROPE, ended, draft=DRAFTS[draft], chunk=3)
         jax.tree.map(np.testing.assert_array_equal, late, out)
-    assert (np.asarray(out.tokens)[np.arange(5 + NEW) >= np.asarray(out.lengths)[:, None]] == 0).all()
+    assert (
+        np.asarray(out.tokens)[np.arange(5 + NEW) >= np.asarray(out.lengths)[:, None]] == 0
+    ).all()
 
 
 @pytest.mark.parametrize("draft", ["none", "jacobi"])
@@ -210,7 +254,9 @@ def test_log_probabilities_are_the_models_own(draft, x64):
         padded = np.pad(text, (0, 5 + NEW - len(text)))[None]
         law = jax.nn.log_softmax(tiny.logits(params_of(ROPE), padded, ROPE)[0])
         want = [law[place - 1, text[place]] for place in range(length, len(text))]
-        np.testing.assert_allclose(out.log_probs[row, : len(want)], want, rtol=2e-6)  # they are float32
+        np.testing.assert_allclose(
+            out.log_probs[row, : len(want)], want, rtol=2e-6
+        )  # they are float32
 
 
 @pytest.mark.parametrize("draft", [pytest.param("none", marks=pytest.mark.slow), "lookahead"])
@@ -225,7 +271,9 @@ def test_penalties_count_what_is_in_the_window_too(draft, x64):
                 logits[token] = logits[token] / 1.5 if logits[token] > 0 else logits[token] * 1.5
             for token in text[length:place]:
                 logits[token] -= 0.3
-            assert text[place] == np.argmax(logits / 0.7 + jit(noise)(*np.array([0, place, 0], np.int32))), (row, place)
+            assert text[place] == np.argmax(
+                logits / 0.7 + jit(noise)(*np.array([0, place, 0], np.int32))
+            ), (row, place)
 
 
 @pytest.mark.parametrize("draft", ["none", "copy"])
@@ -244,12 +292,18 @@ def test_sequences_end_a_row_also_within_a_window_and_none_begins_in_the_prompt(
             if any(text[max(end - len(each), length) : end] == each for each in sequences)
         ]
         want.append(text[: new[0]] if new else text)
-    assert texts_of(out) == want and len({len(text) - length for text, length in zip(want, LENGTHS, strict=True)}) > 1
+    assert (
+        texts_of(out) == want
+        and len({len(text) - length for text, length in zip(want, LENGTHS, strict=True)}) > 1
+    )
 
 
 def test_an_automaton_says_what_may_come_after_what(x64):
     """Pairs of an even and an odd token, then the stop token 0 or the end of the room: whole also where it is odd."""
-    table = {0: {token: 1 for token in range(2, VOCAB, 2)}, 1: {token: 0 for token in range(1, VOCAB, 2)}}
+    table = {
+        0: {token: 1 for token in range(2, VOCAB, 2)},
+        1: {token: 0 for token in range(1, VOCAB, 2)},
+    }
     automaton, room, rows, config = automaton_of(table, 0, {0}, VOCAB, stop_token=0), 5, 24, ROPE
     perfect, params = ModelDraft(Decoder(config), 2, BLOCK), params_of(config)
     given = {"automaton": automaton, "seeds": np.arange(rows), "block": BLOCK}
@@ -257,12 +311,18 @@ def test_an_automaton_says_what_may_come_after_what(x64):
     plainly = drawn(KEY, params, prompt, Decoder(config), sampling, **given)
     for text, length in zip(np.asarray(plainly.tokens), np.asarray(plainly.lengths), strict=True):
         pairs = text[5:length][: -1 if text[length - 1] == 0 else None]
-        assert len(pairs) % 2 == 0 and all(token and token % 2 == place % 2 for place, token in enumerate(pairs))
+        assert len(pairs) % 2 == 0 and all(
+            token and token % 2 == place % 2 for place, token in enumerate(pairs)
+        )
     assert len(np.unique(plainly.lengths)) > 2
-    out = drawn(KEY, params, prompt, Decoder(config), sampling, draft=perfect, draft_params=params, **given)
+    out = drawn(
+        KEY, params, prompt, Decoder(config), sampling, draft=perfect, draft_params=params, **given
+    )
     np.testing.assert_array_equal(out.tokens, plainly.tokens)
     assert out.passes.mean() < 0.8 * plainly.passes.mean(), "few drafts were kept"
-    with pytest.raises(UsageError, match="the shortest text that the automaton takes has 3 tokens, not 2"):
+    with pytest.raises(
+        UsageError, match="the shortest text that the automaton takes has 3 tokens, not 2"
+    ):
         longer = automaton_of({0: {1: 1}, 1: {1: 2}, 2: {1: 3}}, 0, {3}, VOCAB)
         generate(KEY, {}, PROMPT, Decoder(config), Sampling(2), automaton=longer)
 
@@ -272,7 +332,9 @@ def test_a_bias_of_minus_infinity_forbids_a_token(x64):
     tokens = [token for text in plain(ROPE, sampling) for token in text[5:]]
     often = max(range(VOCAB), key=tokens.count)
     out = run(ROPE, sampling, **NOTHING | {"bias": np.where(np.arange(VOCAB) == often, -np.inf, 0)})
-    assert all(often not in text[length:] for text, length in zip(texts_of(out), LENGTHS, strict=True))
+    assert all(
+        often not in text[length:] for text, length in zip(texts_of(out), LENGTHS, strict=True)
+    )
 
 
 def test_by_rejection_the_law_is_kept(x64):
@@ -300,18 +362,32 @@ def test_by_rejection_the_law_is_kept(x64):
         (dict(prompt=PROMPT[:, :0]), "the prompt has no tokens; give at least one"),
         (dict(prompt=PROMPT + VOCAB), "token [23][0-9] of a prompt; legal are 0 to 15"),
         (dict(prompt=PROMPT - 100), "token -[0-9]+ of a prompt; legal are 0 to 15"),
-        (dict(prompt_lengths=np.array([6, 1, 1, 1])), "prompt_lengths from 1 to 6; legal are 1 to 5"),
-        (dict(prompt_lengths=np.array([5, 0, 1, 1])), "prompt_lengths from 0 to 5; legal are 1 to 5"),
+        (
+            dict(prompt_lengths=np.array([6, 1, 1, 1])),
+            "prompt_lengths from 1 to 6; legal are 1 to 5",
+        ),
+        (
+            dict(prompt_lengths=np.array([5, 0, 1, 1])),
+            "prompt_lengths from 0 to 5; legal are 1 to 5",
+        ),
         (dict(num_samples=0), "num_samples=0 must be at least 1"),
         (dict(rule="typical"), "rule='typical'; legal are coupled and rejection"),
-        (dict(sampling=Sampling(NEW + 1)), "5 prompt and 10 new tokens are over the model's 14 positions"),
+        (
+            dict(sampling=Sampling(NEW + 1)),
+            "5 prompt and 10 new tokens are over the model's 14 positions",
+        ),
         (dict(draft=DRAFTS["copy"], rule="rejection"), "draft"),
-        (dict(draft=ModelDraft(Decoder(LMConfig(vocab_size=8)))), "the draft's 8 symbols are not the model's 16"),
+        (
+            dict(draft=ModelDraft(Decoder(LMConfig(vocab_size=8)))),
+            "the draft's 8 symbols are not the model's 16",
+        ),
     ],
 )
 def test_what_cannot_be_continued_is_refused(options, sentence, x64):
     given = dict(prompt=PROMPT, sampling=Sampling(NEW)) | options
     config = MODELS["learned"]
-    call = functools.partial(generate, KEY, params_of(config), given.pop("prompt"), Decoder(config), **given)
+    call = functools.partial(
+        generate, KEY, params_of(config), given.pop("prompt"), Decoder(config), **given
+    )
     with pytest.raises(UsageError, match=sentence):
         jax.eval_shape(call)

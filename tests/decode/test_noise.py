@@ -23,14 +23,18 @@ def test_noise_is_that_of_one_token_alone():
         key = KEY
         for number in numbers:
             key = jax.random.fold_in(key, number)
-        np.testing.assert_array_equal(got[row], jax.random.gumbel(key, (4,), jnp.float32, mode="high"))
+        np.testing.assert_array_equal(
+            got[row], jax.random.gumbel(key, (4,), jnp.float32, mode="high")
+        )
 
 
 def test_the_place_in_the_batch_does_not_enter():
     seeds, positions, lineage = rows([4, 9, 4, 1, 4, 0], [3, 3, 3, 8, 3, 0], [0, 0, 0, 2, 1, 0])
     got = np.asarray(draw(KEY, seeds, positions, lineage, 4))
     for order in ([3, 0, 4, 2, 1, 5], [1] * 6):
-        np.testing.assert_array_equal(draw(KEY, seeds[order], positions[order], lineage[order], 4), got[order])
+        np.testing.assert_array_equal(
+            draw(KEY, seeds[order], positions[order], lineage[order], 4), got[order]
+        )
     np.testing.assert_array_equal(got[0], got[2])  # one prompt, one seed
     assert (got[0] != got[4]).all()  # siblings
 

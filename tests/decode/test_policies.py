@@ -39,9 +39,13 @@ class Layer:
 
     def __init__(self, policy, readers=1, forked=False):
         self.rng, self.policy, self.readers = np.random.default_rng(0), policy, readers
-        length = 2 * SIZE if forked else PROMPT  # whole blocks, so that they are the same places either way
+        length = (
+            2 * SIZE if forked else PROMPT
+        )  # whole blocks, so that they are the same places either way
         self.k, self.v = self.draw(B, length, G, K), self.draw(B, length, G, K)
-        self.cache, self.forest, self.view = jit(self._begun, static_argnums=2)(self.k, self.v, forked)
+        self.cache, self.forest, self.view = jit(self._begun, static_argnums=2)(
+            self.k, self.v, forked
+        )
         self.step = jit(self._step)
 
     def draw(self, *shape):
@@ -50,28 +54,38 @@ class Layer:
     def _begun(self, k, v, forked):
         length = k.shape[1]
         forest, root = tables.spawn(tables.empty(B, 1 + forked, BLOCKS, SIZE))
-        forest, _ = tables.reserve(forest, root, jnp.full((B, 1), length if forked else BLOCKS * SIZE, jnp.int32))
+        forest, _ = tables.reserve(
+            forest, root, jnp.full((B, 1), length if forked else BLOCKS * SIZE, jnp.int32)
+        )
         forest, view, slots = tables.write(
             forest, tables.lineage_view(forest, root), jnp.full((B, 1), length), length
         )  # fmt: skip
         positions = jnp.broadcast_to(jnp.arange(length), (B, length))
-        cache = BlockCache.empty(B, G, BLOCKS, SIZE, K, "float64").with_policy(self.policy, self.readers)
+        cache = BlockCache.empty(B, G, BLOCKS, SIZE, K, "float64").with_policy(
+            self.policy, self.readers
+        )
         cache = cache.fill(RULE.rotate(k, positions), v, Context(positions)).store(slots)
         if forked:
             forest, child = tables.fork(forest, root[:, 0], 1)
-            forest, _ = tables.reserve(forest, child, jnp.full((B, 1), BLOCKS * SIZE - length, jnp.int32))
+            forest, _ = tables.reserve(
+                forest, child, jnp.full((B, 1), BLOCKS * SIZE - length, jnp.int32)
+            )
             view = tables.lineage_view(forest, child)
         return cache, forest, view
 
     def _step(self, cache, forest, view, q, k, v):
-        state, cache = cache.for_pass(forest, view).attend(q, k, v, RULE, Context(view.position.reshape(-1, 1)))
+        state, cache = cache.for_pass(forest, view).attend(
+            q, k, v, RULE, Context(view.position.reshape(-1, 1))
+        )
         forest, view, slots = tables.write(forest, view, jnp.ones((B, 1), jnp.int32), 1)
         return finish(state), cache.store(slots), forest, view
 
     def __call__(self):
         """Moves on by a token; returns its queries [B, H, K], and what came of them."""
         q, k, v = self.draw(B, 1, H, K), self.draw(B, 1, G, K), self.draw(B, 1, G, K)
-        out, self.cache, self.forest, self.view = self.step(self.cache, self.forest, self.view, q, k, v)
+        out, self.cache, self.forest, self.view = self.step(
+            self.cache, self.forest, self.view, q, k, v
+        )
         self.k, self.v = np.concatenate([self.k, k], 1), np.concatenate([self.v, v], 1)
         return q[:, 0], np.asarray(out)[:, 0]
 
@@ -105,19 +119,28 @@ def test_blocks_are_chosen_by_their_mean_keys(forked, x64):
                 rank[0] = rank[last // SIZE] = np.inf
                 best = sorted(rank, key=rank.get, reverse=True)[:3]
                 chosen.add(tuple(sorted(best)))
-                seen[group * H // G : (group + 1) * H // G] = np.isin(places // SIZE, best) & (places <= last)
+                seen[group * H // G : (group + 1) * H // G] = np.isin(places // SIZE, best) & (
+                    places <= last
+                )
             seen[:, -1] = True
-            np.testing.assert_allclose(out[row], layer.mixed(row, layer.scores(row, q[row]), seen), atol=1e-12)
+            np.testing.assert_allclose(
+                out[row], layer.mixed(row, layer.scores(row, q[row]), seen), atol=1e-12
+            )
     assert len(chosen) > 3
 
 
 def test_chosen_blocks_are_in_order_and_sums_in_float32():
     half = jnp.ones((1, 1, 6, 2, 4), jnp.bfloat16)
     for policy in (BlockTopK(3), HeavyHitters()):
-        assert jax.tree.leaves(jax.eval_shape(lambda policy=policy: policy.init(half, 1)))[0].dtype == jnp.float32
+        assert (
+            jax.tree.leaves(jax.eval_shape(lambda policy=policy: policy.init(half, 1)))[0].dtype
+            == jnp.float32
+        )
     memory = jnp.array([0.0, -9, 5, 7, 6, 0])[None, None, :, None] * jnp.ones(4)[None, None, None]
     places = jnp.arange(12).reshape(1, 1, 6, 2)
-    chosen = BlockTopK(4).select(memory, jnp.ones((1, 1, 1, 1, 4)), places, jnp.array([[12]]))[0].blocks
+    chosen = (
+        BlockTopK(4).select(memory, jnp.ones((1, 1, 1, 1, 4)), places, jnp.array([[12]]))[0].blocks
+    )
     assert chosen.tolist() == [[[0, 3, 4, 5]]]  # the first, the best two and the last
 
 
@@ -139,7 +162,9 @@ def test_heavy_hitters_are_kept_and_what_is_dropped_stays_dropped(noise, x64):
             places = np.arange(position)
             open_ = ~dropped[row, :position]
             if count >= 3:
-                rank = np.where(open_, np.where(position - places < 2, np.inf, worth[row, :position]), -np.inf)
+                rank = np.where(
+                    open_, np.where(position - places < 2, np.inf, worth[row, :position]), -np.inf
+                )
                 kept = np.isin(places, np.argsort(-rank, kind="stable")[:5]) & open_
                 dropped[row, :position] |= ~kept
                 open_ = kept
@@ -149,7 +174,9 @@ def test_heavy_hitters_are_kept_and_what_is_dropped_stays_dropped(noise, x64):
             weights = np.where(open_, np.exp((scores[:, :-1] + noises) / tau), 0)
             worth[row, :position] += (weights / weights.sum(-1, keepdims=True)).sum(0)
     assert dropped[:, :position].sum() == B * (position - 5)
-    np.testing.assert_allclose(np.asarray(layer.cache.memory[0]).reshape(B, -1), worth, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(
+        np.asarray(layer.cache.memory[0]).reshape(B, -1), worth, rtol=1e-6, atol=1e-9
+    )
 
 
 def test_sinks_and_window_equal_the_whole_model_under_their_mask(x64):
@@ -158,7 +185,9 @@ def test_sinks_and_window_equal_the_whole_model_under_their_mask(x64):
     params = tiny.params_of(CONFIG)
     out = drawn(KEY, params, prompt, Decoder(CONFIG), Sampling(new, 0.0), policy=policy, block=4)
     distance = places[:, None] - places
-    seen = (distance >= 0) & ((places[:, None] < 7) | (distance < 4) | (places < 2))  # prompts are read whole
+    seen = (distance >= 0) & (
+        (places[:, None] < 7) | (distance < 4) | (places < 2)
+    )  # prompts are read whole
 
     @jit
     def scores(params, tokens):
@@ -172,7 +201,9 @@ def test_sinks_and_window_equal_the_whole_model_under_their_mask(x64):
     assert (out.tokens != plain.tokens).any(), "nothing that matters was left out"
 
 
-@pytest.mark.parametrize("policy", [BlockTopK(16), HeavyHitters(48, 12), SinksAndWindow(1, 60)], ids=str)
+@pytest.mark.parametrize(
+    "policy", [BlockTopK(16), HeavyHitters(48, 12), SinksAndWindow(1, 60)], ids=str
+)
 def test_a_budget_of_all_changes_nothing(policy, x64):
     prompt, params = tiny.tokens(length=7), tiny.params_of(CONFIG)
     run = functools.partial(drawn, KEY, params, prompt, Decoder(CONFIG), Sampling(8), block=4)
@@ -183,7 +214,9 @@ def test_what_a_policy_cannot_serve_is_refused(x64):
     prompt = np.zeros((1, 3), np.int32)
     params = tiny.params_of(CONFIG)
     run = functools.partial(generate, KEY, params, prompt, Decoder(CONFIG), Sampling(3))
-    with pytest.raises(UsageError, match="a policy sees a window of drafts otherwise than token after token"):
+    with pytest.raises(
+        UsageError, match="a policy sees a window of drafts otherwise than token after token"
+    ):
         jax.eval_shape(lambda: run(policy=SinksAndWindow(), draft=CopyDraft()))
     with pytest.raises(UsageError, match="BlockTopK is for one reader a row, not 2"):
         jax.eval_shape(lambda: run(policy=BlockTopK(), num_samples=2))

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from slow_process import slow_process
 from tolerance import EXACT_MATHS, assert_close
 
-from jaxpar.decode import Counts, Sampling, count_token, count_tokens, is_stuck, process, token_log_probs
+from jaxpar.decode import (
+    Counts,
+    Sampling,
+    count_token,
+    count_tokens,
+    is_stuck,
+    process,
+    token_log_probs,
+)
 from jaxpar.types import UsageError
 
 V = 12
@@ -27,7 +35,13 @@ SAMPLINGS = [
     Sampling(temperature=0.7, top_k=3),
     Sampling(top_p=0.5),
     Sampling(temperature=2.0, top_k=7, top_p=0.75, min_p=0.3),
-    Sampling(temperature=0.5, min_p=0.1, frequency_penalty=0.75, presence_penalty=-0.5, repetition_penalty=0.5),
+    Sampling(
+        temperature=0.5,
+        min_p=0.1,
+        frequency_penalty=0.75,
+        presence_penalty=-0.5,
+        repetition_penalty=0.5,
+    ),
 ]
 
 
@@ -42,12 +56,17 @@ def whole(sampling):
     return jit(go)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "top-k", "top-p", "together", "penalties"])
+@pytest.mark.parametrize(
+    "sampling", SAMPLINGS, ids=["greedy", "top-k", "top-p", "together", "penalties"]
+)
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_rows_equal_the_slow_form(sampling, data):
     # Of steps that no rounding merges: ties are ties in both forms.
-    some = st.one_of(st.sampled_from([-2.0, -1.0, -0.0, 0.0, 0.5, 1.0]), st.integers(-500, 500).map(lambda n: n / 64))
+    some = st.one_of(
+        st.sampled_from([-2.0, -1.0, -0.0, 0.0, 0.5, 1.0]),
+        st.integers(-500, 500).map(lambda n: n / 64),
+    )
     logits = data.draw(st.lists(some, min_size=V, max_size=V))
     bias = data.draw(st.lists(st.sampled_from([0.0, 0.0, 1.5, -math.inf]), min_size=V, max_size=V))
     allowed = data.draw(st.lists(st.booleans(), min_size=V, max_size=V))
@@ -85,7 +104,9 @@ def test_p_is_of_the_mass_that_top_k_left():
     assert kept(run(jnp.zeros((1, 8)), Sampling(top_k=4, top_p=0.5))[0]) == [0, 1]
     rows = np.random.default_rng(0).standard_normal((20, 200)).astype(np.float32) * 2
     got = run(rows, Sampling(top_k=150, top_p=0.9999999))
-    assert max(len(kept(row)) for row in got) == 150, "rounding may never reach p, and must not let more through"
+    assert max(len(kept(row)) for row in got) == 150, (
+        "rounding may never reach p, and must not let more through"
+    )
 
 
 def test_p_of_one_keeps_what_has_no_mass_at_all():
@@ -96,7 +117,11 @@ def test_p_of_one_keeps_what_has_no_mass_at_all():
 
 def test_the_likeliest_token_always_stays():
     logits = jnp.asarray([[0.0, 5.0, 5.0, -1.0]])
-    for sampling in (Sampling(top_p=1e-30), Sampling(top_k=1), Sampling(temperature=1e-30, top_p=0.5)):
+    for sampling in (
+        Sampling(top_p=1e-30),
+        Sampling(top_k=1),
+        Sampling(temperature=1e-30, top_p=0.5),
+    ):
         assert kept(run(logits, sampling)[0])[0] == 1
     assert kept(run(logits, Sampling(min_p=1.0))[0]) == [1, 2]
     assert np.isfinite(run(logits, Sampling(temperature=1e-30))).all()
@@ -109,9 +134,9 @@ def ranking(row):
 def test_many_symbols_are_cut_as_if_they_were_sorted():
     """Most of these are equal to others, at every scale and of either sign; one program for each number of them."""
     rng = np.random.default_rng(0)
-    rows = np.round(rng.standard_normal((6, 700)) * np.array([[0], [0.3], [1], [4], [20], [1e30]]), 1).astype(
-        np.float32
-    )
+    rows = np.round(
+        rng.standard_normal((6, 700)) * np.array([[0], [0.3], [1], [4], [20], [1e30]]), 1
+    ).astype(np.float32)
     rows[4, ::7] = -np.inf
     for k in (1, 40, 699):
         for row, got in zip(rows, run(rows, Sampling(top_k=k)), strict=True):
@@ -124,7 +149,10 @@ def test_many_symbols_are_cut_as_if_they_were_sorted():
             assert ranking(row)[: len(kept(got))] == sorted(kept(got), key=lambda v: (-row[v], v))
             sizes.add(len(kept(got)))
     assert min(sizes) == 1 and max(sizes) == 700
-    assert "sort" not in jit(process, static_argnums=1).lower(rows, Sampling(top_k=9, top_p=0.5)).as_text()
+    assert (
+        "sort"
+        not in jit(process, static_argnums=1).lower(rows, Sampling(top_k=9, top_p=0.5)).as_text()
+    )
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf])
@@ -139,7 +167,10 @@ def test_a_row_gone_wrong_changes_no_other(value):
 
 
 def test_a_mask_of_nothing_is_seen_and_is_no_nan():
-    logits, allowed = jnp.asarray(np.random.default_rng(2).standard_normal((2, V)), np.float32), np.ones((2, V), bool)
+    logits, allowed = (
+        jnp.asarray(np.random.default_rng(2).standard_normal((2, V)), np.float32),
+        np.ones((2, V), bool),
+    )
     allowed[1] = False
     for sampling in SAMPLINGS:
         if not sampling.needs_counts:
@@ -153,7 +184,9 @@ def test_a_mask_of_nothing_is_seen_and_is_no_nan():
 
 def test_a_model_gone_wrong_is_seen():
     good = np.random.default_rng(2).standard_normal(V).astype(np.float32)
-    bad = np.stack([good, np.where(np.arange(V) == 4, np.nan, good), np.where(np.arange(V) == 4, np.inf, good)])
+    bad = np.stack(
+        [good, np.where(np.arange(V) == 4, np.nan, good), np.where(np.arange(V) == 4, np.inf, good)]
+    )
     for sampling in (
         Sampling(),
         Sampling(top_k=3),
@@ -164,10 +197,16 @@ def test_a_model_gone_wrong_is_seen():
 
 
 def test_half_precision_is_widened_and_double_kept(x64):
-    for given_, wide in ((jnp.bfloat16, jnp.float32), (jnp.float32, jnp.float32), (jnp.float64, jnp.float64)):
+    for given_, wide in (
+        (jnp.bfloat16, jnp.float32),
+        (jnp.float32, jnp.float32),
+        (jnp.float64, jnp.float64),
+    ):
         logits = jnp.linspace(-1, 1, V).astype(given_)[None]
         for sampling in (Sampling(temperature=0.0), Sampling(temperature=0.3, top_k=5, top_p=0.9)):
-            made = jax.eval_shape(functools.partial(process, sampling=sampling), logits, bias=jnp.ones((1, V)))
+            made = jax.eval_shape(
+                functools.partial(process, sampling=sampling), logits, bias=jnp.ones((1, V))
+            )
             assert made.dtype == wide
         assert jax.eval_shape(token_log_probs, logits, jnp.array([0])).dtype == wide
 
@@ -215,9 +254,13 @@ def test_log_probabilities_are_those_of_the_law():
 
 
 def test_mistakes_are_told():
-    with pytest.raises(UsageError, match="penalties of repetition, presence or frequency need the counts"):
+    with pytest.raises(
+        UsageError, match="penalties of repetition, presence or frequency need the counts"
+    ):
         process(jnp.zeros((1, V)), Sampling(presence_penalty=0.1))
     with pytest.raises(UsageError, match="sampling.min_p=1.5 must be at least 0 and at most 1"):
         Sampling(min_p=1.5)
     empty = Counts(jnp.zeros((1, V), bool), jnp.zeros((1, V), jnp.int32))
-    np.testing.assert_array_equal(process(jnp.ones((1, V)), Sampling(frequency_penalty=3.0), counts=empty), 1)
+    np.testing.assert_array_equal(
+        process(jnp.ones((1, V)), Sampling(frequency_penalty=3.0), counts=empty), 1
+    )

@@ -31,7 +31,10 @@ class Marks:
 
     def init_cache(self, rows, slots):
         state = (jnp.zeros(rows, jnp.int32),) if self.recurrent else ()
-        return StackCache((LinearCache.empty(rows, 1, slots, 2, jnp.float32), *state), *jnp.zeros((2, rows), jnp.int32))
+        return StackCache(
+            (LinearCache.empty(rows, 1, slots, 2, jnp.float32), *state),
+            *jnp.zeros((2, rows), jnp.int32),
+        )
 
     def read(self, tokens, positions, cache, valid):
         def digits(state, tokens, valid):
@@ -41,9 +44,13 @@ class Marks:
 
         blocks, *states = cache.layers
         also = positions - positions[:, :1] + cache.seen[:, None]
-        k, v = (jnp.stack([tokens, at], -1).astype(jnp.float32)[:, :, None] for at in (positions, also))
+        k, v = (
+            jnp.stack([tokens, at], -1).astype(jnp.float32)[:, :, None] for at in (positions, also)
+        )
         blocks = dataclasses.replace(blocks, new=(k, -v))
-        return dataclasses.replace(cache, layers=(blocks, *(digits(state, tokens, valid) for state in states)))
+        return dataclasses.replace(
+            cache, layers=(blocks, *(digits(state, tokens, valid) for state in states))
+        )
 
     def prefill(self, params, tokens, lengths, cache):
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -52,10 +59,17 @@ class Marks:
     def extend(self, params, tokens, cache, *, positions, visible=None, valid=None, pseudo=None):
         seen = jnp.zeros((*tokens.shape, MOST)) if visible is None else visible
         logits = jnp.concatenate(
-            [positions[..., None], jnp.broadcast_to(cache.seen[:, None, None], (*tokens.shape, 1)), seen], -1
+            [
+                positions[..., None],
+                jnp.broadcast_to(cache.seen[:, None, None], (*tokens.shape, 1)),
+                seen,
+            ],
+            -1,
         )
         assert all(valid is None or blocks.view is not None for blocks in cache.layers[:1])
-        return logits, self.read(tokens, positions, cache, tokens.shape[1] if valid is None else valid)
+        return logits, self.read(
+            tokens, positions, cache, tokens.shape[1] if valid is None else valid
+        )
 
 
 def lines(reading):
@@ -65,8 +79,14 @@ def lines(reading):
     np.testing.assert_array_equal(blocks.values, -blocks.keys)
     texts = []
     for row, reader in np.ndindex(view.write.shape):
-        sees = (forest.place[row] >= 0) & (forest.place[row] < view.seen[row, reader][forest.owner[row]][:, None])
-        texts.append(sorted(map(tuple, blocks.keys[row, 0][sees].astype(int).tolist()), key=lambda pair: pair[1]))
+        sees = (forest.place[row] >= 0) & (
+            forest.place[row] < view.seen[row, reader][forest.owner[row]][:, None]
+        )
+        texts.append(
+            sorted(
+                map(tuple, blocks.keys[row, 0][sees].astype(int).tolist()), key=lambda pair: pair[1]
+            )
+        )
     return texts
 
 
@@ -82,7 +102,9 @@ def window(rng, reading, tree):
 
 
 @pytest.mark.parametrize("readers", [1, 3])
-@pytest.mark.parametrize("tree", [chain(0), chain(2), Tree((-1, 0, 0, 1))], ids=["token", "chain", "tree"])
+@pytest.mark.parametrize(
+    "tree", [chain(0), chain(2), Tree((-1, 0, 0, 1))], ids=["token", "chain", "tree"]
+)
 def test_a_reading_is_its_tokens_and_where_they_stand(readers, tree):
     """Readers keep a path of each window, or its first tokens; each sees those, its prompt and no others."""
     model, rng = Marks(recurrent=tree.size == tree.max_depth + 1), np.random.default_rng(0)
@@ -91,12 +113,16 @@ def test_a_reading_is_its_tokens_and_where_they_stand(readers, tree):
         jit(look, static_argnums=(0, 4)),
         jit(keep, static_argnums=0),
     )
-    _, reading = start(model, {}, PROMPT, jnp.array(LENGTHS), room=ROOM, readers=readers, block=BLOCK)
+    _, reading = start(
+        model, {}, PROMPT, jnp.array(LENGTHS), room=ROOM, readers=readers, block=BLOCK
+    )
     needs = [5 + ROOM] if readers == 1 else [5, *[ROOM] * readers]
     assert reading.forest.num_blocks == sum(-(-need // BLOCK) for need in needs)
     texts = [list(PROMPT[row, : LENGTHS[row]]) for row in range(ROWS) for _ in range(readers)]
     for turn in itertools.count():
-        assert lines(reading) == [[(token, place) for place, token in enumerate(text)] for text in texts]
+        assert lines(reading) == [
+            [(token, place) for place, token in enumerate(text)] for text in texts
+        ]
         if model.recurrent:
             assert reading.layers[1].tolist() == list(map(number, texts))
         if turn == 2:
@@ -117,11 +143,14 @@ def test_a_reading_is_its_tokens_and_where_they_stand(readers, tree):
         ends = rng.integers(0, tree.size, len(texts))
         path = tree.paths[[tree.size - 1, *ends[1:]]]
         count = np.minimum((np.arange(len(texts)) + 3 - turn) % 4, (path >= 0).sum(1))
-        count = np.ones_like(count) if tree.size == 1 else count  # a lone token has been read: it stays
+        count = (
+            np.ones_like(count) if tree.size == 1 else count
+        )  # a lone token has been read: it stays
         path = np.pad(path, ((0, 0), (0, tree.size - path.shape[1])), constant_values=-1)
         reading = take(model, {}, looked, tokens, path, count)
         texts = [
-            [*text, *np.asarray(tokens)[each, path[each, : count[each]]].tolist()] for each, text in enumerate(texts)
+            [*text, *np.asarray(tokens)[each, path[each, : count[each]]].tolist()]
+            for each, text in enumerate(texts)
         ]
 
 
@@ -135,8 +164,13 @@ def test_a_policy_begins_with_the_reading():
             return memory + (blocks < 2).sum()
 
     given = dict(room=ROOM, readers=3, block=BLOCK, policy=Remembers())
-    (layer, _) = jax.eval_shape(lambda: begin(Marks(), {}, PROMPT, jnp.array(LENGTHS), **given)[1]).layers
+    (layer, _) = jax.eval_shape(
+        lambda: begin(Marks(), {}, PROMPT, jnp.array(LENGTHS), **given)[1]
+    ).layers
     assert layer.policy == Remembers() and layer.memory.shape == (ROWS, 3)
     layer = BlockCache.empty(ROWS, 1, 2, BLOCK, 2, "float32").with_policy(Remembers(), 3)
     k = jnp.ones((ROWS, 2, 1, 2))
-    assert layer.fill(k, k, None).store(jnp.array([[[0, 4]], [[1, 8]]])).memory.tolist() == [[3] * 3] * ROWS
+    assert (
+        layer.fill(k, k, None).store(jnp.array([[[0, 4]], [[1, 8]]])).memory.tolist()
+        == [[3] * 3] * ROWS
+    )

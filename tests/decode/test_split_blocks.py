@@ -44,7 +44,12 @@ def test_a_cache_split_over_devices_gives_the_tokens_of_one_for_two_sums_a_layer
     def run(params, prompt):
         options = {"block": BLOCK, "num_samples": 2, "merge": merge_shares}
         return decode.generate(
-            jax.random.key(0), params, prompt, Decoder(SMALL), Sampling(max_new_tokens=5, temperature=0.0), **options
+            jax.random.key(0),
+            params,
+            prompt,
+            Decoder(SMALL),
+            Sampling(max_new_tokens=5, temperature=0.0),
+            **options,
         )
 
     want = jit(run)(params, prompt)
@@ -55,8 +60,14 @@ def test_a_cache_split_over_devices_gives_the_tokens_of_one_for_two_sums_a_layer
     np.testing.assert_array_equal(got.tokens, want.tokens)
     np.testing.assert_allclose(got.log_probs, want.log_probs, rtol=0, atol=1e-5)
     # Of numbers nothing else crosses: queries of a token of four rows meet the blocks in two of four heads.
-    found = [one for one in hlo.collectives(program.as_text(), mesh) if "context" in (one.axes or ("context",))]
-    sums = [(one.kind, math.prod(one.shapes[0])) for one in found if set(one.dtypes) & {"f32", "f64"}]
+    found = [
+        one
+        for one in hlo.collectives(program.as_text(), mesh)
+        if "context" in (one.axes or ("context",))
+    ]
+    sums = [
+        (one.kind, math.prod(one.shapes[0])) for one in found if set(one.dtypes) & {"f32", "f64"}
+    ]
     state = 4 * 2
     assert sorted(sums) == [("all-reduce", state), ("all-reduce", state * (4 + 1))]
 
@@ -91,14 +102,22 @@ def test_two_sums_are_less_than_a_ring_would_send():
 @jit
 def lent(slots, first):
     """Requests that are readers of one row: a forest whose blocks are taken in this order, and who sees what."""
-    forest, roots = tables.spawn(tables.empty(1, slots.shape[1], SHARES * ROOM, BLOCK), slots.shape[1])
+    forest, roots = tables.spawn(
+        tables.empty(1, slots.shape[1], SHARES * ROOM, BLOCK), slots.shape[1]
+    )
     forest, _ = tables.reserve(forest, roots, slots, first)
-    counts = slots - jnp.arange(slots.shape[1], dtype=jnp.int32)[None] % BLOCK  # the last block of some is not full
-    return tables.write(forest, tables.lineage_view(forest, roots), counts, SHARES * ROOM * BLOCK)[:2]
+    counts = (
+        slots - jnp.arange(slots.shape[1], dtype=jnp.int32)[None] % BLOCK
+    )  # the last block of some is not full
+    return tables.write(forest, tables.lineage_view(forest, roots), counts, SHARES * ROOM * BLOCK)[
+        :2
+    ]
 
 
 PLANS = [
-    spread_blocks([5, 2, 3], [ROOM] * SHARES, [0, 0, 3]),  # the first and the second are at home on one device
+    spread_blocks(
+        [5, 2, 3], [ROOM] * SHARES, [0, 0, 3]
+    ),  # the first and the second are at home on one device
     spread_blocks([3, 3, 6], [ROOM] * SHARES, [1, 2, 0]),
     spread_blocks([1, 1, 1], [ROOM] * SHARES, [2, 2, 2]),  # all on one, and three that hold nothing
 ]
@@ -106,7 +125,11 @@ PLANS = [
 
 def test_requests_borrow_blocks_and_see_what_they_would_at_home(x64):
     """One program of any plan; what nobody wrote holds NaN in keys, and zeros in values, as `clear` leaves them."""
-    rule, rng, draw = PositionRule(positions=Rope(theta=30.0)), np.random.default_rng(0), np.random.default_rng(1)
+    rule, rng, draw = (
+        PositionRule(positions=Rope(theta=30.0)),
+        np.random.default_rng(0),
+        np.random.default_rng(1),
+    )
     q, k, v = (jnp.asarray(draw.standard_normal((3, 1, n, WIDTH))) for n in (HEADS, GROUPS, GROUPS))
 
     def attend(cache, forest, view, q, k, v):
@@ -116,11 +139,17 @@ def test_requests_borrow_blocks_and_see_what_they_would_at_home(x64):
     with use_mesh(make_mesh(MeshSpec(context=SHARES, tensor=2)), SPLIT):
         shared = jit(attend)
         for plan in PLANS:
-            forest, view = lent(jnp.asarray(plan.sum(1)[None] * BLOCK, jnp.int32), blocks_in_turn(plan, ROOM))
+            forest, view = lent(
+                jnp.asarray(plan.sum(1)[None] * BLOCK, jnp.int32), blocks_in_turn(plan, ROOM)
+            )
             assert not forest.refused.any()
             owner = np.asarray(forest.owner[0]).reshape(SHARES, ROOM)
-            np.testing.assert_array_equal([(owner == request).sum(1) for request in range(len(plan))], plan)
-            for request, order in ((n, forest.order[0][forest.owner[0] == n]) for n in range(len(plan))):
+            np.testing.assert_array_equal(
+                [(owner == request).sum(1) for request in range(len(plan))], plan
+            )
+            for request, order in (
+                (n, forest.order[0][forest.owner[0] == n]) for n in range(len(plan))
+            ):
                 assert order.tolist() == list(range(plan[request].sum()))  # device by device
             held = np.asarray(forest.place >= 0)[:, None, :, :, None]
             full = rng.standard_normal((2, 1, GROUPS, SHARES * ROOM, BLOCK, WIDTH))
@@ -148,22 +177,39 @@ def by_request(rule, forest, keys, values, q, k, v):
 
 
 def test_blocks_are_taken_in_the_order_of_the_plan():
-    assert blocks_in_turn(np.array([[1, 0, 2], [0, 2, 0]]), 3).tolist() == [0, 6, 7, 3, 4, 1, 2, 5, 8]
+    assert blocks_in_turn(np.array([[1, 0, 2], [0, 2, 0]]), 3).tolist() == [
+        0,
+        6,
+        7,
+        3,
+        4,
+        1,
+        2,
+        5,
+        8,
+    ]
     assert blocks_in_turn(np.zeros((0, 2), int), 1).tolist() == [0, 1]
 
 
 def test_where_no_axis_splits_blocks_they_are_added_up_alone(x64):
     rng = np.random.default_rng(0)
-    state = LogSumExp(*(jnp.asarray(rng.random((3, 2, 1, 1, 2, *more))) for more in ((), (), (WIDTH,))))
+    state = LogSumExp(
+        *(jnp.asarray(rng.random((3, 2, 1, 1, 2, *more))) for more in ((), (), (WIDTH,)))
+    )
     assert_close(merge_shares(state), merge_parts(state), 1e-15)
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: blocks_in_turn(np.array([[2, 1], [2, 0]]), 3), "a plan takes 4 blocks of a device, which has 3"),
         (
-            lambda: tables.reserve(tables.empty(1, 1, 3, 4), np.zeros((1, 1), int), np.ones((1, 1), int), [0, 0, 2]),
+            lambda: blocks_in_turn(np.array([[2, 1], [2, 0]]), 3),
+            "a plan takes 4 blocks of a device, which has 3",
+        ),
+        (
+            lambda: tables.reserve(
+                tables.empty(1, 1, 3, 4), np.zeros((1, 1), int), np.ones((1, 1), int), [0, 0, 2]
+            ),
             "first=[0, 0, 2] must name each of 3 blocks once",
         ),
     ],

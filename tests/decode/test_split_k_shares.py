@@ -42,7 +42,13 @@ def test_what_the_kernel_takes(on_a_gpu, monkeypatch):
         for width in (32, 128)
     )
     assert split_k.has_kernel(PositionRule(Visible(window=3)), "float32", 16, 32)
-    no = [("float64", 64, 64), ("int8", 64, 64), ("float32", 8, 64), ("float32", 48, 64), ("float32", 64, 16)]
+    no = [
+        ("float64", 64, 64),
+        ("int8", 64, 64),
+        ("float32", 8, 64),
+        ("float32", 48, 64),
+        ("float32", 64, 16),
+    ]
     assert not any(split_k.has_kernel(rule, *each) for each in [*no, ("float32", 64, 96)])
     assert not split_k.has_kernel(PositionRule(Visible(causal=False)), "float32", 64, 64)
     monkeypatch.setattr(split_k, "available", lambda: False)
@@ -63,12 +69,22 @@ def test_one_device_alone_takes_the_kernel(name, on_a_gpu):
 
 def test_a_policy_keeps_the_plain_form(on_a_gpu, monkeypatch):
     """Which is told apart from the kernel by that nothing is in the kernel's place."""
-    monkeypatch.setattr(split_k, "attend_forest", lambda *_: pytest.fail("the kernel knows no policy"))
+    monkeypatch.setattr(
+        split_k, "attend_forest", lambda *_: pytest.fail("the kernel knows no policy")
+    )
     forest, view, keys, values = made(1, "float32", False)
-    cache = BlockCache(keys, jnp.nan_to_num(values)).with_policy(SinksAndWindow(), 1).for_pass(forest, view)
+    cache = (
+        BlockCache(keys, jnp.nan_to_num(values))
+        .with_policy(SinksAndWindow(), 1)
+        .for_pass(forest, view)
+    )
     q, k, v = (jnp.ones((ROWS, 1, heads, keys.shape[-1])) for heads in (HEADS, GROUPS, GROUPS))
     context = type("Context", (), {"positions": view.position, "visible": None})
-    assert jax.eval_shape(lambda: cache.attend(q, k, v, PositionRule(), context)[0]).max.shape == (ROWS, 1, HEADS)
+    assert jax.eval_shape(lambda: cache.attend(q, k, v, PositionRule(), context)[0]).max.shape == (
+        ROWS,
+        1,
+        HEADS,
+    )
 
 
 def test_shapes_of_the_work():
@@ -96,16 +112,24 @@ def test_a_tile_reads_the_blocks_that_its_readers_see_and_no_others(name, slots)
     order, count = jax.device_get(
         jit(split_k._needed, static_argnums=(2, 3, 4))(forest, view, tree.size, repeat, shape)
     )
-    assert order.shape == (ROWS, shape.tiles, forest.num_blocks) and order.dtype == count.dtype == np.int32
+    assert (
+        order.shape == (ROWS, shape.tiles, forest.num_blocks)
+        and order.dtype == count.dtype == np.int32
+    )
     for row, tile in np.ndindex(ROWS, shape.tiles):
         lines = range(tile * shape.tile, min((tile + 1) * shape.tile, queries * repeat))
         want = set()
-        for reader, block in {(line // repeat // tree.size, b) for line in lines for b in range(forest.num_blocks)}:
+        for reader, block in {
+            (line // repeat // tree.size, b) for line in lines for b in range(forest.num_blocks)
+        }:
             place, owner = forest.place[row, block], forest.owner[row, block]
             sees = any(0 <= place[slot] < view.seen[row, reader, owner] for slot in range(BLOCK))
             if sees and (view.slots is None or view.slots[row, reader, block].any()):
                 want.add(block)
-        assert order[row, tile, : count[row, tile]].tolist() == sorted(want) and 0 < len(want) < forest.num_blocks
+        assert (
+            order[row, tile, : count[row, tile]].tolist() == sorted(want)
+            and 0 < len(want) < forest.num_blocks
+        )
 
 
 def states(parts):
@@ -113,7 +137,10 @@ def states(parts):
     top = rng.normal(size=(parts, 3, 2, 4))
     top[0, 0], top[:-1, 1] = -np.inf, -np.inf  # a part of nothing, and all but the last of nothing
     held = top > -np.inf
-    total, values = rng.uniform(1, 2, top.shape) * held, rng.normal(size=(*top.shape, 5)) * held[..., None]
+    total, values = (
+        rng.uniform(1, 2, top.shape) * held,
+        rng.normal(size=(*top.shape, 5)) * held[..., None],
+    )
     return LogSumExp(*(jnp.asarray(x) for x in (top, total, values)))
 
 
@@ -122,7 +149,9 @@ def test_parts_are_added_up_and_the_last_by_no_other_device(parts, x64):
     """A merge of one's own, as over a mesh axis, is given all parts but the last, which every device has alike."""
     given = states(parts)
     scale = np.exp(np.asarray(given.max))
-    want = (scale[..., None] * given.numerator).sum(0) / (scale * given.denominator).sum(0)[..., None]
+    want = (scale[..., None] * given.numerator).sum(0) / (scale * given.denominator).sum(0)[
+        ..., None
+    ]
     mean = lambda state: np.asarray(state.numerator / state.denominator[..., None])  # noqa: E731
     np.testing.assert_allclose(mean(BlockCache(None, None)._added(given)), want, rtol=1e-13)
 
@@ -133,6 +162,8 @@ def test_parts_are_added_up_and_the_last_by_no_other_device(parts, x64):
     calls = []
     got = BlockCache(None, None, merge=functools.partial(twice, calls))._added(given)
     scale = scale * np.where(np.arange(parts) < parts - 1, 2, 1)[:, None, None, None]
-    want = (scale[..., None] * given.numerator).sum(0) / (scale * given.denominator).sum(0)[..., None]
+    want = (scale[..., None] * given.numerator).sum(0) / (scale * given.denominator).sum(0)[
+        ..., None
+    ]
     np.testing.assert_allclose(mean(got), want, rtol=1e-13)
     assert calls == [parts - 1]

@@ -56,10 +56,14 @@ def slow_cut(text, stops):
 @example("ab", ["b", "ab"])
 def test_a_text_is_cut_before_the_stop_that_is_complete_first(text, stops):
     assert cut_at_stop(text, stops) == slow_cut(text, stops)
-    assert cut_at_stop(text.encode(), [stop.encode() for stop in stops])[1] == slow_cut(text, stops)[1]
+    assert (
+        cut_at_stop(text.encode(), [stop.encode() for stop in stops])[1] == slow_cut(text, stops)[1]
+    )
 
 
-pieces = st.lists(st.one_of(st.text("ab é日😀", max_size=3).map(str.encode), st.binary(max_size=2)), max_size=8)
+pieces = st.lists(
+    st.one_of(st.text("ab é日😀", max_size=3).map(str.encode), st.binary(max_size=2)), max_size=8
+)
 
 
 @settings(max_examples=400, deadline=None)
@@ -68,7 +72,9 @@ pieces = st.lists(st.one_of(st.text("ab é日😀", max_size=3).map(str.encode),
 @example([b"a\xe6\x97b"], ["b"], None)
 def test_streams_say_what_the_whole_says(pieces, stops, data):
     whole = b"".join(pieces)
-    cuts = [] if data is None else sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=6)))
+    cuts = (
+        [] if data is None else sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=6)))
+    )
     other = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
     left, stopped = cut_at_stop(whole, [stop.encode() for stop in stops])
     for chunks in (pieces, other, [bytes([byte]) for byte in whole]):
@@ -76,7 +82,9 @@ def test_streams_say_what_the_whole_says(pieces, stops, data):
         for chunk in chunks:
             said.append(stream.feed(chunk))
             shown = "".join(said)
-            assert left.decode("utf-8", "replace").startswith(shown), "what is shown is never taken back"
+            assert left.decode("utf-8", "replace").startswith(shown), (
+                "what is shown is never taken back"
+            )
         said.append(stream.close())
         assert ("".join(said), stream.stopped) == (left.decode("utf-8", "replace"), stopped)
         assert stream.feed(b"more") == ("" if stopped else "more")
@@ -84,10 +92,22 @@ def test_streams_say_what_the_whole_says(pieces, stops, data):
 
 def test_no_more_is_held_back_than_must_be():
     stream = StopStream(["\n\nQ:", "END"])
-    assert [stream.feed(bytes([byte])) for byte in b"a E\n\n\nQ"] == ["a", " ", "", "E", "", "\n", ""]
+    assert [stream.feed(bytes([byte])) for byte in b"a E\n\n\nQ"] == [
+        "a",
+        " ",
+        "",
+        "E",
+        "",
+        "\n",
+        "",
+    ]
     assert stream.close() == "\n\nQ" and not stream.stopped
     free = StopStream()
-    assert free.feed("né".encode()[:2]) == "n" and free.feed("é".encode()[1:]) == "é" and free.close() == ""
+    assert (
+        free.feed("né".encode()[:2]) == "n"
+        and free.feed("é".encode()[1:]) == "é"
+        and free.close() == ""
+    )
     assert StopStream([b"\xff"]).feed(b"ab\xffc") == "ab"
 
 

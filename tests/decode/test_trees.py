@@ -22,20 +22,46 @@ def test_what_a_node_sees_is_on_its_way_to_the_root():
             way.append(BUSHY.parents[way[-1]])
         way = way[::-1]
         assert np.flatnonzero(BUSHY.ancestors[node]).tolist() == sorted(way)
-        assert BUSHY.paths[node].tolist() == way + [-1] * (4 - len(way)) and BUSHY.depth[node] == len(way) - 1
+        assert (
+            BUSHY.paths[node].tolist() == way + [-1] * (4 - len(way))
+            and BUSHY.depth[node] == len(way) - 1
+        )
     assert BUSHY.max_depth == 3 and BUSHY.size == 8
 
 
 def test_families():
-    assert BUSHY.children.tolist() == [[1, 2, 7], [3, -1, -1], [4, 5, -1], [6, -1, -1], *[[-1] * 3] * 4]
+    assert BUSHY.children.tolist() == [
+        [1, 2, 7],
+        [3, -1, -1],
+        [4, 5, -1],
+        [6, -1, -1],
+        *[[-1] * 3] * 4,
+    ]
     assert BUSHY.rank.tolist() == [0, 0, 1, 0, 0, 1, 0, 2]
-    assert [np.flatnonzero(row).tolist() for row in BUSHY.elders] == [[], [], [1], [], [], [4], [], [1, 2]]
+    assert [np.flatnonzero(row).tolist() for row in BUSHY.elders] == [
+        [],
+        [],
+        [1],
+        [],
+        [],
+        [4],
+        [],
+        [1, 2],
+    ]
 
 
 def test_a_chain_and_the_window_of_plain_decoding():
-    assert chain(3) == Tree((-1, 0, 1, 2)) and (chain(3).ancestors == np.tril(np.ones((4, 4), bool))).all()
+    assert (
+        chain(3) == Tree((-1, 0, 1, 2))
+        and (chain(3).ancestors == np.tril(np.ones((4, 4), bool))).all()
+    )
     root = chain(0)
-    assert root.size == 1 and root.max_depth == 0 and root.children.shape == (1, 0) and root.paths.tolist() == [[0]]
+    assert (
+        root.size == 1
+        and root.max_depth == 0
+        and root.children.shape == (1, 0)
+        and root.paths.tolist() == [[0]]
+    )
 
 
 def test_a_tree_is_static_and_constant():
@@ -86,14 +112,18 @@ def plain_tokens(parents, rates):
 
 def brute_force(rates, size):
     shapes = itertools.product(*(range(node) for node in range(1, size)))
-    return max(value for shape in shapes if (value := plain_tokens((-1, *shape), rates)) is not None)
+    return max(
+        value for shape in shapes if (value := plain_tokens((-1, *shape), rates)) is not None
+    )
 
 
 def tables():
     rng = np.random.default_rng(0)
     yield np.array([[0.6, 0.2, 0.1], [0.5, 0.2, 0.1], [0.4, 0.2, 0.1]])  # falls with rank and depth
     yield rng.dirichlet(np.ones(4), 3)[:, :3]  # in no order
-    yield np.array([[0.1, 0.8], [0.0, 0.9], [0.5, 0.0], [1.0, 0.0]])  # the better one comes second, and zeros
+    yield np.array(
+        [[0.1, 0.8], [0.0, 0.9], [0.5, 0.0], [1.0, 0.0]]
+    )  # the better one comes second, and zeros
 
 
 @pytest.mark.parametrize("rates", list(tables()), ids=["falling", "any", "zeros"])
@@ -101,7 +131,9 @@ def test_the_best_tree_is_that_of_trying_all(rates):
     best = {size: brute_force(rates, size) for size in range(1, 9)}
     for size in best:
         tree = best_tree(rates, size)
-        assert tree.size == size and plain_tokens(tree.parents, rates) == pytest.approx(best[size], rel=1e-12)
+        assert tree.size == size and plain_tokens(tree.parents, rates) == pytest.approx(
+            best[size], rel=1e-12
+        )
         assert expected_tokens(tree, rates) == pytest.approx(best[size], rel=1e-12)
         assert (np.diff(tree.depth) >= 0).all()  # a level at a time
     times = {size: 1 + 0.09 * size for size in best}
@@ -144,7 +176,9 @@ def test_rates_sizes_and_costs_are_checked(rates, size, cost, why):
 # ---------------------------------------------------------------- budgets
 
 share = jax.jit(allocate)
-quarters = st.lists(st.lists(st.sampled_from([0, 1, 2, 3, 4]), min_size=3, max_size=3), min_size=4, max_size=4)
+quarters = st.lists(
+    st.lists(st.sampled_from([0, 1, 2, 3, 4]), min_size=3, max_size=3), min_size=4, max_size=4
+)
 COUNTS = np.array(list(itertools.product(range(4), repeat=4)))  # the first in order is the lowest
 
 
@@ -166,7 +200,9 @@ def test_any_probabilities_are_shared_as_by_trying_all(x64):
         probabilities, budget = rng.uniform(size=(4, 3)), int(rng.integers(1, 12))
         sums = np.pad(probabilities.cumprod(1).cumsum(1), ((0, 0), (1, 0)))
         values = np.where(COUNTS.sum(1) <= budget, sums[np.arange(4), COUNTS].sum(1), -1)
-        assert share(jnp.asarray(probabilities), budget).tolist() == COUNTS[values.argmax()].tolist()
+        assert (
+            share(jnp.asarray(probabilities), budget).tolist() == COUNTS[values.argmax()].tolist()
+        )
 
 
 def test_what_is_no_probability_is_not_hidden():

@@ -16,12 +16,17 @@ TIGER, TIGER_PARAMS = envs.make("Tiger")
 UNROLL = dict(num_envs=8, num_steps=4, epochs=1, minibatches=2)
 VOPP = Vopp(16, 2, max_depth=3, eta=1.0, leaf="zero", max_nodes=64)
 RATES = FAST.replace(add_node=0.4, add_conn=0.4, threshold=1.0)
-NEAT = Neat(NeatConfig(3, 1, population=16, max_nodes=10, max_conns=16, max_species=4, rates=RATES), Table(tolerance=0))
+NEAT = Neat(
+    NeatConfig(3, 1, population=16, max_nodes=10, max_conns=16, max_species=4, rates=RATES),
+    Table(tolerance=0),
+)
 
 
 def learned(learner):
     """Weights after an update, and what the environments then see."""
-    shardings = named_shardings(jax.eval_shape(learner.init, jax.random.key(0), CART_PARAMS), learner.axes())
+    shardings = named_shardings(
+        jax.eval_shape(learner.init, jax.random.key(0), CART_PARAMS), learner.axes()
+    )
     state = jit(learner.init, out_shardings=shardings)(jax.random.key(0), CART_PARAMS)
 
     def step(state):

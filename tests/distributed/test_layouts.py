@@ -48,7 +48,11 @@ each_program = pytest.mark.parametrize(
     ("name", "sizes"),
     [("llama-adamw", sizes) for sizes in LAYOUTS]
     + [("gpt2-adamw-accumulate", (2, 2, 2))]
-    + [pytest.param("gpt2-adamw-accumulate", sizes, marks=pytest.mark.slow) for sizes in LAYOUTS if sizes != (2, 2, 2)],
+    + [
+        pytest.param("gpt2-adamw-accumulate", sizes, marks=pytest.mark.slow)
+        for sizes in LAYOUTS
+        if sizes != (2, 2, 2)
+    ],
 )
 
 
@@ -67,7 +71,9 @@ def batch_of(step):
 def trainer_of(name):
     trainer = TRAINERS[name]
     if jax.config.jax_enable_x64:
-        trainer = dataclasses.replace(trainer, model=dataclasses.replace(trainer.model, dtype="float64"))
+        trainer = dataclasses.replace(
+            trainer, model=dataclasses.replace(trainer.model, dtype="float64")
+        )
     return trainer
 
 
@@ -99,7 +105,9 @@ def outcome(name, sizes, dtype):
         dropout_key = jax.random.key(2) if model.dropout else None
         gradient = jax.value_and_grad(lambda p, b: loss(p, b, model, dropout_key=dropout_key))
         value, grads = jax.device_get(jit(gradient)(state.params, batch_of(0)))
-        assert value.dtype == dtype and {x.dtype for x in jax.tree.leaves(grads)} == {np.dtype(dtype)}
+        assert value.dtype == dtype and {x.dtype for x in jax.tree.leaves(grads)} == {
+            np.dtype(dtype)
+        }
         for number in range(3):
             state, _ = step(jax.random.fold_in(jax.random.key(3), number), state, batch_of(number))
         return jax.device_get((value, grads, state))
@@ -113,9 +121,13 @@ def assert_equals_one_device(name, sizes, dtype):
     assert_close(state.params, one_state.params, LAYOUT[dtype], masked=NOISE)
     assert_close(state.opt_state, one_state.opt_state, LAYOUT[dtype], masked=NOISE)
     jax.tree.map(np.testing.assert_array_equal, *(_integers(s) for s in (state, one_state)))
-    moved = jax.tree.map(lambda new, old: np.abs(new - old).max(), state.params, first_state(name, dtype).params)
+    moved = jax.tree.map(
+        lambda new, old: np.abs(new - old).max(), state.params, first_state(name, dtype).params
+    )
     moved["layers"].pop("bk", None)
-    assert min(jax.tree.leaves(moved)) > 1e-4, "three steps must move every leaf, or nothing is compared"
+    assert min(jax.tree.leaves(moved)) > 1e-4, (
+        "three steps must move every leaf, or nothing is compared"
+    )
 
 
 def _integers(tree):
@@ -136,7 +148,10 @@ def test_layout_equals_one_device_float32_muon(name, sizes):
 
 @pytest.mark.parametrize(
     "sizes",
-    [pytest.param(sizes, marks=[] if sizes == (2, 2, 2) else [pytest.mark.slow]) for sizes in LAYOUTS],
+    [
+        pytest.param(sizes, marks=[] if sizes == (2, 2, 2) else [pytest.mark.slow])
+        for sizes in LAYOUTS
+    ],
     ids=lambda sizes: "x".join(map(str, sizes)),
 )
 def test_layout_equals_one_device_float64_llama(x64, sizes):
@@ -164,7 +179,9 @@ def test_donation_covers_the_whole_state(name, sizes):
 # Arrays, scalars left out, that cross devices in one step of the Llama-like model: by kind and mesh axes. A layer is
 # counted once: the layers run in a loop.
 LAYER = 7  # wq wk wv wo w_gate w_up w_down
-WEIGHTS = 2 * LAYER + 2  # gathered over fsdp forward and backward; the embedding and the head, once each
+WEIGHTS = (
+    2 * LAYER + 2
+)  # gathered over fsdp forward and backward; the embedding and the head, once each
 REST = 2 + 3  # gradients of the embedding, the head and the norms: two a layer, one at the end
 # Forward: the embedding, after attention, after the mlp, and for the loss a maximum and a sum. Backward: into the
 # three projections, into gate and up, and into the loss's features.
@@ -206,7 +223,9 @@ def test_no_logits_nor_shuffles_cross_devices(name, sizes):
         assert c.kind in ("all-reduce", "all-gather", "reduce-scatter"), c
         for shape in c.shapes:
             # Activations are [rows, T, D] and [tokens of a chunk]; weights have no more than V D entries.
-            assert math.prod(shape) <= max(ROWS * LENGTH * LLAMA.embed_dim, VOCAB * LLAMA.embed_dim), c
+            assert math.prod(shape) <= max(
+                ROWS * LENGTH * LLAMA.embed_dim, VOCAB * LLAMA.embed_dim
+            ), c
             assert not (VOCAB in shape and (LENGTH in shape or ROWS * LENGTH in shape)), c
 
 
@@ -220,7 +239,9 @@ def test_an_added_collective_is_noticed():
     """The parser sees what GSPMD adds where a constraint is wrong."""
     mesh = mesh_of((2, 2, 2))
     with use_mesh(mesh):
-        x = jax.device_put(jnp.zeros((8, 8)), jax.sharding.NamedSharding(mesh, jax.P("data", "tensor")))
+        x = jax.device_put(
+            jnp.zeros((8, 8)), jax.sharding.NamedSharding(mesh, jax.P("data", "tensor"))
+        )
         text = jit(lambda x: constrain(x @ x.T, None, None)).lower(x).compile().as_text()
     kinds = {(c.kind, c.axes) for c in hlo.collectives(text, mesh)}
     assert ("all-reduce", ("tensor",)) in kinds and any(kind == "all-gather" for kind, _ in kinds)

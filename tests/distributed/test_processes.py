@@ -33,10 +33,14 @@ def start(process_id, port, out, names):
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
     }
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
-@pytest.mark.parametrize("names", [("ppo", "neat"), pytest.param(tuple(PILLARS), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "names", [("ppo", "neat"), pytest.param(tuple(PILLARS), marks=pytest.mark.slow)]
+)
 def test_two_processes_equal_one(tmp_path, names):
     """A learner's rows, evolved genomes; 15 s more for planners, whose episodes lie on devices as rows do."""
     port = free_port()
@@ -59,7 +63,9 @@ def test_two_processes_equal_one(tmp_path, names):
         assert result["loss"] == pytest.approx(alone["loss"], rel=LAYOUT["float32"])
         # Adam divides by the root of small squares.
         assert_close(result["pillars"], pillars, 100 * EXACT_MATHS["float32"])
-        for got, want in zip(jax.tree.leaves(result["pillars"]), jax.tree.leaves(pillars), strict=True):
+        for got, want in zip(
+            jax.tree.leaves(result["pillars"]), jax.tree.leaves(pillars), strict=True
+        ):
             assert got.dtype.kind == "f" or (got == want).all()
         told = "the configuration on process 1 differs from process 0; start all with the same flags and files."
         assert result["refusal"] == told
@@ -87,14 +93,17 @@ def test_a_process_that_falls_silent_ends_the_others_in_bounded_time():
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     first, second = (
-        subprocess.Popen([sys.executable, "-c", SILENT, address, index], env=env, **pipes) for index in "01"
+        subprocess.Popen([sys.executable, "-c", SILENT, address, index], env=env, **pipes)
+        for index in "01"
     )
     try:
         while first.stdout.readline() not in ("met\n", ""):
             pass
         began = time.monotonic()
         _, said = first.communicate(timeout=100)
-        assert 5 < time.monotonic() - began < 30  # its connections stay open, so nothing but the heartbeat tells
+        assert (
+            5 < time.monotonic() - began < 30
+        )  # its connections stay open, so nothing but the heartbeat tells
         assert first.returncode == -signal.SIGABRT and "stopped sending heartbeats" in said
     finally:
         for process in (first, second):

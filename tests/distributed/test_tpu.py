@@ -31,7 +31,10 @@ ROWS_OF_TABLE = {
         {
             ("all-gather", ("fsdp",)),
             ("reduce-scatter", ("fsdp",)),
-            ("all-reduce", ("fsdp",)),  # of the norms' scales, and of weights whose shares are no whole tiles
+            (
+                "all-reduce",
+                ("fsdp",),
+            ),  # of the norms' scales, and of weights whose shares are no whole tiles
             ("all-reduce", ("tensor",)),
         },
     ),
@@ -56,14 +59,23 @@ def compile_for_tpu(name):
     with use_mesh(mesh):
         args = (key, state, batch)
         shardings = named_shardings(args, ((), axes, {name: ("batch", None) for name in names}))
-        step = jax.jit(TRAINER.step, donate_argnums=1, in_shardings=shardings, out_shardings=(shardings[1], None))
+        step = jax.jit(
+            TRAINER.step,
+            donate_argnums=1,
+            in_shardings=shardings,
+            out_shardings=(shardings[1], None),
+        )
         least_effort = {"exec_time_optimization_effort": -1.0, "memory_fitting_effort": -1.0}
         return compile_lowered(step.lower(*args), least_effort).as_text()
 
 
 @needs_libtpu
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "1x2x2-segments" else pytest.mark.slow) for name in ROWS_OF_TABLE]
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "1x2x2-segments" else pytest.mark.slow)
+        for name in ROWS_OF_TABLE
+    ],
 )
 def test_tpu_program(name):
     text = on_a_tpu(__file__, name)

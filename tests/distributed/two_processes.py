@@ -26,7 +26,15 @@ from jaxpar.processes import check_same_on_all_processes, start_processes
 from jaxpar.types import UsageError
 
 TRAINER = Trainer(
-    LMConfig(vocab_size=32, num_layers=1, embed_dim=16, num_heads=4, mlp_dim=24, dtype="float32", dropout=0.1),
+    LMConfig(
+        vocab_size=32,
+        num_layers=1,
+        embed_dim=16,
+        num_heads=4,
+        mlp_dim=24,
+        dtype="float32",
+        dropout=0.1,
+    ),
     OptimizerConfig(warmup_steps=0, eps=1e-6),
 )
 

@@ -71,7 +71,9 @@ def test_gymnax_types_and_spaces_are_made_true(name):
 def test_equal_environments_compile_once():
     first, second = (adapt(*gymnax.make("Breakout-MinAtar")) for _ in range(2))
     assert first == second and hash(first) == hash(second) and copy.deepcopy(first) == first
-    assert adapt(*gymnax.make("DeepSea-bsuite", size=5)) != adapt(*gymnax.make("DeepSea-bsuite", size=6))
+    assert adapt(*gymnax.make("DeepSea-bsuite", size=5)) != adapt(
+        *gymnax.make("DeepSea-bsuite", size=6)
+    )
     theirs, params = gymnax.make("Catch-bsuite")
     assert adapt(theirs, params.replace(max_steps_in_episode=3)) != adapt(theirs, params)
     traces = []
@@ -123,7 +125,13 @@ class OldGymnax:
     def step_env(self, key, state, action, params):
         state = OldState(jnp.asarray(state.place + action, jnp.int32), state.time + 1)
         done = (state.place >= self.goal) | (state.time >= params.max_steps_in_episode)
-        return jnp.asarray([state.place], jnp.float32), state, state.place * 1.0, done, {"discount": 1.0 - done}
+        return (
+            jnp.asarray([state.place], jnp.float32),
+            state,
+            state.place * 1.0,
+            done,
+            {"discount": 1.0 - done},
+        )
 
     def step(self, key, state, action, params=None):
         return self.step_env(key, state, action, params)
@@ -146,7 +154,13 @@ def test_five_values_are_told_apart_at_the_limit():
         state = made.state
         ends.append((bool(made.terminated), bool(made.truncated)))
     assert ends == [(False, False), (False, False), (True, False)]
-    late = step(jax.random.key(1), env, state.replace(place=jnp.float32(0), time=jnp.int32(5)), jnp.int32(0), params)
+    late = step(
+        jax.random.key(1),
+        env,
+        state.replace(place=jnp.float32(0), time=jnp.int32(5)),
+        jnp.int32(0),
+        params,
+    )
     assert (bool(late.terminated), bool(late.truncated)) == (False, True)
     steps = checked(env)
     assert steps.terminated.any() and steps.truncated.any()
@@ -167,7 +181,10 @@ class DictTeam:
 
     def step_env(self, key, state, actions):
         state, late = TeamState(state.step + 1), state.step + 1 >= self.max_steps
-        obs = {"scout": jnp.full(3, 1.0 * actions["scout"]), "cook": jnp.full(2, 1.0 * actions["cook"])}
+        obs = {
+            "scout": jnp.full(3, 1.0 * actions["scout"]),
+            "cook": jnp.full(2, 1.0 * actions["cook"]),
+        }
         done = {"scout": late | (actions["scout"] == 3), "cook": late, "__all__": late}
         return obs, state, {"scout": 1.0, "cook": -1.0}, done, {}
 
@@ -187,10 +204,14 @@ def test_dictionaries_are_stacked_padded_and_masked():
     assert env.observation_space(()) == Box(0.0, 4.0, (2, 3))
     obs, state = reset(jax.random.key(0), env, ())
     np.testing.assert_array_equal(obs, [[1, 1, 1], [1, 1, 0]])
-    np.testing.assert_array_equal(env.action_mask(state, ()), [[True] * 4, [True, True, False, False]])
+    np.testing.assert_array_equal(
+        env.action_mask(state, ()), [[True] * 4, [True, True, False, False]]
+    )
     made = step(jax.random.key(0), env, state, jnp.asarray([3, 1]), ())
     np.testing.assert_array_equal(made.obs, [[3, 3, 3], [1, 1, 0]])
-    np.testing.assert_array_equal((made.reward, made.terminated, made.truncated), [[1, -1], [1, 0], [0, 0]])
+    np.testing.assert_array_equal(
+        (made.reward, made.terminated, made.truncated), [[1, -1], [1, 0], [0, 0]]
+    )
     steps = checked(env)
     assert steps.truncated.any() and steps.obs[..., 1, 0].max() == 1
 
@@ -225,7 +246,9 @@ class Game:
     observation_spec, action_spec = None, Spec()
 
     def reset(self, key):
-        return GameState(place=jnp.zeros((), jnp.int32), key=key), self.seen(0, 1.0, 0.0, jnp.zeros((), jnp.int32))
+        return GameState(place=jnp.zeros((), jnp.int32), key=key), self.seen(
+            0, 1.0, 0.0, jnp.zeros((), jnp.int32)
+        )
 
     def step(self, state, action):
         drawn = jax.random.randint(state.key, (), 0, 1000)
@@ -250,8 +273,13 @@ def test_time_steps_and_the_key_in_their_state():
     assert set(obs) == {"board", "action_mask"} and env.action_mask(state, ()).all()
     ends = [step(jax.random.key(0), env, state, jnp.int32(action), ())[3:5] for action in range(3)]
     np.testing.assert_array_equal(ends, [[False, False], [False, True], [True, False]])
-    drawn = [int(step(jax.random.key(seed), env, state, jnp.int32(0), ()).obs["board"]) for seed in (1, 1, 2)]
-    assert drawn[0] == drawn[1] != drawn[2], "randomness must come from the step's key, not from the state's"
+    drawn = [
+        int(step(jax.random.key(seed), env, state, jnp.int32(0), ()).obs["board"])
+        for seed in (1, 1, 2)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2], (
+        "randomness must come from the step's key, not from the state's"
+    )
     checked(env)
 
 
@@ -274,7 +302,9 @@ class Body:
     def reset(self, rng):
         info = {"truncation": jnp.zeros(()), "rng": rng, "time": jnp.zeros((), jnp.int32)}
         info |= {"first_obs": jnp.zeros(2)} if self.resets_itself else {}
-        return BodyState(jnp.zeros(2), jnp.zeros(()), jnp.zeros(()), info, {"height": jnp.zeros(())})
+        return BodyState(
+            jnp.zeros(2), jnp.zeros(()), jnp.zeros(()), info, {"height": jnp.zeros(())}
+        )
 
     def step(self, state, action):
         time, noise = state.info["time"] + 1, jax.random.normal(state.info["rng"], (2,))
@@ -287,7 +317,11 @@ def test_bodies():
     env = adapt(Body())
     assert env.action_space(()) == Box(-1.0, 1.0, (1,))
     steps = checked(env)
-    assert steps.terminated.any() and steps.truncated.any() and not (steps.terminated & steps.truncated).any()
+    assert (
+        steps.terminated.any()
+        and steps.truncated.any()
+        and not (steps.terminated & steps.truncated).any()
+    )
     with pytest.raises(UsageError, match="Body resets itself"):
         adapt(Body(resets_itself=True))
 

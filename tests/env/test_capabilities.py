@@ -29,7 +29,10 @@ def test_actions_are_named_as_their_space_describes_them():
     told = 0
     for name in envs.names():
         env, params = envs.make(name)
-        space, line = env.action_space(params), (type(env).action_space.__doc__ or "").split(": ")[-1]
+        space, line = (
+            env.action_space(params),
+            (type(env).action_space.__doc__ or "").split(": ")[-1],
+        )
         words = [word.strip().lower() for word in line.strip().rstrip(".").split(",")]
         if isinstance(space, Discrete) and len(words) == space.n:
             told += 1
@@ -46,7 +49,10 @@ def test_actions_are_named_as_their_space_describes_them():
     [
         (Corridor(), {"truncated", "action_mask", "log_likelihood", "render", "absorbing"}),
         (Team(), {"truncated", "action_mask", "num_agents"}),
-        (LastActionReward(Corridor()), {"action_mask", "render"}),  # it hides the rest: its steps are its own
+        (
+            LastActionReward(Corridor()),
+            {"action_mask", "render"},
+        ),  # it hides the rest: its steps are its own
         (Revealing(Team()), {"truncated", "action_mask", "num_agents"}),  # it forwards everything
         (envs.make("Catcher")[0], {"truncated", "render"}),
         (envs.make("BattleShip")[0], {"truncated", "render", "action_mask"}),
@@ -85,14 +91,20 @@ def test_both_forms_of_a_heuristic_are_one():
     env, params = envs.make("MARS-5-4")
     state = env.init(jax.random.key(0), params)
     for action in range(-1, env.action_space(params).n):
-        want, got = env.heuristic(state, params, action), capabilities(env).heuristic(state, params, action)
+        want, got = (
+            env.heuristic(state, params, action),
+            capabilities(env).heuristic(state, params, action),
+        )
         assert jnp.array_equal(want, got)
 
 
 def test_an_adapter_has_no_parts():
     gymnax = pytest.importorskip("gymnax")
     foreign = adapt(*gymnax.make("Catch-bsuite"))
-    assert [is_adapter(env) for env in (Corridor(), Revealing(Corridor()), LastActionReward(Corridor()), foreign)] == [
+    assert [
+        is_adapter(env)
+        for env in (Corridor(), Revealing(Corridor()), LastActionReward(Corridor()), foreign)
+    ] == [
         False,
         False,
         True,

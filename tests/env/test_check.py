@@ -30,7 +30,11 @@ CHECK = functools.partial(check_environment, num_envs=4, num_steps=40)
 def test_right_environments_pass(env):
     report = CHECK(env)
     assert (report.name, report.steps) == (env.name, 160) and report.episodes >= 4
-    assert ("likelihood" in report.checks) == ("absorbing" in report.checks) == isinstance(env, Corridor)
+    assert (
+        ("likelihood" in report.checks)
+        == ("absorbing" in report.checks)
+        == isinstance(env, Corridor)
+    )
 
 
 def broken(**parts):
@@ -78,30 +82,64 @@ def short_likelihood(self, obs, state, action, next_state, params):
     return jnp.log(0.5 / self.length)
 
 
-TYPES, PARTS, WALK, ABSORBING, LIKELIHOOD = check_types, check_parts, check_walk, check_absorbing, check_likelihood
+TYPES, PARTS, WALK, ABSORBING, LIKELIHOOD = (
+    check_types,
+    check_parts,
+    check_walk,
+    check_absorbing,
+    check_likelihood,
+)
 BROKEN = {
-    "state changes its dtype": (TYPES, {"transition": float_place}, r"state.place changes its type, from int32"),
-    "state changes its structure": (TYPES, {"transition": lost_clock}, "state changes its structure"),
+    "state changes its dtype": (
+        TYPES,
+        {"transition": float_place},
+        r"state.place changes its type, from int32",
+    ),
+    "state changes its structure": (
+        TYPES,
+        {"transition": lost_clock},
+        "state changes its structure",
+    ),
     "weak type": (TYPES, {"init": weak_clock, "transition": keep}, "state.time has a weak type"),
     "key in the state": (TYPES, {"init": keyed}, r"stores a key in state.time"),
-    "reward is a vector": (TYPES, {"reward": lambda *a: jnp.zeros(2)}, r"reward is float32 \[2\] but must be"),
+    "reward is a vector": (
+        TYPES,
+        {"reward": lambda *a: jnp.zeros(2)},
+        r"reward is float32 \[2\] but must be",
+    ),
     "end is a vector": (
         TYPES,
-        {"terminal": lambda *a: jnp.zeros(2, bool), "transition": keep, "reward": lambda *a: jnp.zeros(())},
+        {
+            "terminal": lambda *a: jnp.zeros(2, bool),
+            "transition": keep,
+            "reward": lambda *a: jnp.zeros(()),
+        },
         r"terminated is bool \[2\] but must be bool \[\]",
     ),
     "observation changes its dtype": (
         TYPES,
-        {"observe": lambda self, key, state, action, p: jnp.zeros((), jnp.int32 if action is None else jnp.float32)},
+        {
+            "observe": lambda self, key, state, action, p: jnp.zeros(
+                (), jnp.int32 if action is None else jnp.float32
+            )
+        },
         "observation changes its type",
     ),
-    "space is too small": (WALK, {"observation_space": lambda s, p: Discrete(3)}, "not in the observation space: "),
+    "space is too small": (
+        WALK,
+        {"observation_space": lambda s, p: Discrete(3)},
+        "not in the observation space: ",
+    ),
     "space has another dtype": (
         WALK,
         {"observation_space": lambda s, p: Box(0.0, 9.0)},
         "not in the observation space",
     ),
-    "NaN reward": (WALK, {"reward": nan_after_a_while}, r"step 1 of environment \d+: the reward is not finite"),
+    "NaN reward": (
+        WALK,
+        {"reward": nan_after_a_while},
+        r"step 1 of environment \d+: the reward is not finite",
+    ),
     "NaN observation": (
         WALK,
         {"observe": lambda *a: jnp.full((), jnp.nan)},
@@ -117,13 +155,33 @@ BROKEN = {
         {"action_mask": lambda *a: jnp.ones(4, bool)},
         r"bool \[4\] but must be bool \[3\]",
     ),
-    "masked continuous actions": (PARTS, {"action_space": lambda s, p: Box(-1.0, 1.0)}, "not discrete"),
-    "picture of floats": (PARTS, {"render": lambda *a: jnp.zeros((2, 2, 3))}, r"must give uint8 \[H, W, 3\]"),
-    "heuristic is a vector": (PARTS, {"heuristic": lambda *a: jnp.zeros(2)}, r"heuristic is float32 \[2\]"),
+    "masked continuous actions": (
+        PARTS,
+        {"action_space": lambda s, p: Box(-1.0, 1.0)},
+        "not discrete",
+    ),
+    "picture of floats": (
+        PARTS,
+        {"render": lambda *a: jnp.zeros((2, 2, 3))},
+        r"must give uint8 \[H, W, 3\]",
+    ),
+    "heuristic is a vector": (
+        PARTS,
+        {"heuristic": lambda *a: jnp.zeros(2)},
+        r"heuristic is float32 \[2\]",
+    ),
     "key of an observation": (PARTS, {"obs_key": lambda *a: jnp.zeros(())}, "obs_key is float32"),
     "earns after the end": (ABSORBING, {"reward": pays_for_ever}, "terminal states absorb"),
-    "flat likelihood": (LIKELIHOOD, {"log_likelihood": flat_likelihood}, r"came \d+ times in 4096 draws"),
-    "slightly wrong likelihood": (LIKELIHOOD, {"log_likelihood": slightly_wrong_likelihood}, r"came \d+ times in 4096"),
+    "flat likelihood": (
+        LIKELIHOOD,
+        {"log_likelihood": flat_likelihood},
+        r"came \d+ times in 4096 draws",
+    ),
+    "slightly wrong likelihood": (
+        LIKELIHOOD,
+        {"log_likelihood": slightly_wrong_likelihood},
+        r"came \d+ times in 4096",
+    ),
     "likelihood not normalised": (LIKELIHOOD, {"log_likelihood": short_likelihood}, "sum to"),
 }
 
@@ -135,7 +193,11 @@ def test_broken_environments_are_named(fault):
     with pytest.raises(UsageError, match=sentence):
         if check in (TYPES, PARTS):
             return check(env, params)
-        steps = fast.jit(lambda key: walk(key, env, params, 4, 40))(keys[0]) if check is WALK else right_steps()
+        steps = (
+            fast.jit(lambda key: walk(key, env, params, 4, 40))(keys[0])
+            if check is WALK
+            else right_steps()
+        )
         check(env, steps) if check is WALK else check(keys[1], env, params, steps)
 
 
@@ -180,7 +242,11 @@ def test_actions():
     env, team = Corridor(), Team()
     check_action(env, Params(), jnp.int32(2))
     check_action(team, Params(), jnp.zeros(3, jnp.int32))
-    for action, sentence in ((3, "not in the action space"), (0.5, "not float32"), (jnp.zeros(2, jnp.int32), r"\[2\]")):
+    for action, sentence in (
+        (3, "not in the action space"),
+        (0.5, "not float32"),
+        (jnp.zeros(2, jnp.int32), r"\[2\]"),
+    ):
         with pytest.raises(UsageError, match=sentence):
             check_action(env, Params(), action)
     with pytest.raises(UsageError, match=r"not int32 \[4\]"):

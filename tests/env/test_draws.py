@@ -27,7 +27,9 @@ def test_they_are_the_first_of_a_shuffle(num, count):
 
 def test_all_orders_are_alike():
     """Chi-square over the 60 ordered triples of five, 59 degrees of freedom, p = 1e-4."""
-    drawn = jax.jit(jax.vmap(lambda key: distinct(key, 5, 3)))(jax.random.split(jax.random.key(1), 30_000))
+    drawn = jax.jit(jax.vmap(lambda key: distinct(key, 5, 3)))(
+        jax.random.split(jax.random.key(1), 30_000)
+    )
     counts = {triple: 0 for triple in itertools.permutations(range(5), 3)}
     for triple in map(tuple, np.asarray(drawn).tolist()):
         counts[triple] += 1
@@ -41,5 +43,7 @@ def test_many_are_those_of_a_permutation():
 
 @pytest.mark.parametrize("count", [0, 6])
 def test_more_than_there_are(count):
-    with pytest.raises(UsageError, match=f"distinct draws 1 to 5 of the numbers below 5, not {count}"):
+    with pytest.raises(
+        UsageError, match=f"distinct draws 1 to 5 of the numbers below 5, not {count}"
+    ):
         distinct(jax.random.key(0), 5, count)

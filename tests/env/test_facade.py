@@ -17,10 +17,21 @@ from jaxpar.types import UsageError
 def test_six_values_with_the_reset_in_the_same_step():
     env, params = to_gymnax(Corridor()), Params(slip=0.0)
     state = Corridor().init(jax.random.key(0), params).replace(place=jnp.int32(5))
-    obs, after, reward, terminated, truncated, info = env.step(jax.random.key(1), state, jnp.int32(2), params)
+    obs, after, reward, terminated, truncated, info = env.step(
+        jax.random.key(1), state, jnp.int32(2), params
+    )
     step_key, reset_key = jax.random.split(jax.random.key(1))
-    made, fresh = step(step_key, Corridor(), state, jnp.int32(2), params), reset(reset_key, Corridor(), params)
-    assert terminated and reward == 1 and not truncated and info["terminated"] and not info["truncated"]
+    made, fresh = (
+        step(step_key, Corridor(), state, jnp.int32(2), params),
+        reset(reset_key, Corridor(), params),
+    )
+    assert (
+        terminated
+        and reward == 1
+        and not truncated
+        and info["terminated"]
+        and not info["truncated"]
+    )
     assert info["final_observation"] == made.obs
     jax.tree.map(np.testing.assert_array_equal, (obs, after), fresh)
     _, going, *_ = env.step(jax.random.key(1), state, jnp.int32(1), params)
@@ -32,7 +43,9 @@ def test_six_values_with_the_reset_in_the_same_step():
 
 
 def test_equal_by_value():
-    assert to_gymnax(Corridor()) == to_gymnax(Corridor()) and hash(to_gymnax(Corridor())) == hash(to_gymnax(Corridor()))
+    assert to_gymnax(Corridor()) == to_gymnax(Corridor()) and hash(to_gymnax(Corridor())) == hash(
+        to_gymnax(Corridor())
+    )
     assert to_gymnax(Corridor()) != to_gymnax(Corridor(9))
     assert to_gymnax(Corridor()) != to_gymnax(Corridor(), Params(slip=0.5))
 
@@ -48,11 +61,19 @@ def test_it_runs_in_gymnax_own_tools():
 
     keys = jax.random.split(jax.random.key(1), 50)
     _, info = fast.jit(lambda: jax.lax.scan(one, env.reset(jax.random.key(0)), keys))()
-    assert info["returned_episode"].sum() >= 4 and set(np.unique(info["returned_episode_returns"])) <= {0.0, 1.0}
-    assert info["returned_episode_lengths"].max() <= 12 and env.name == "Corridor-7" and env.num_actions == 3
+    assert info["returned_episode"].sum() >= 4 and set(
+        np.unique(info["returned_episode_returns"])
+    ) <= {0.0, 1.0}
+    assert (
+        info["returned_episode_lengths"].max() <= 12
+        and env.name == "Corridor-7"
+        and env.num_actions == 3
+    )
 
     rollout = RolloutWrapper(env=to_gymnax(Corridor()), num_env_steps=20)
-    obs, action, reward, next_obs, done, total = rollout.batch_rollout(jax.random.split(jax.random.key(0), 3), None)
+    obs, action, reward, next_obs, done, total = rollout.batch_rollout(
+        jax.random.split(jax.random.key(0), 3), None
+    )
     assert obs.shape == reward.shape == done.shape == (3, 20) and total.shape == (3, 1)
     assert isinstance(env.observation_space(), gymnax.environments.spaces.Discrete)
 
@@ -62,7 +83,10 @@ def test_there_and_back_again():
     back = adapt(there)
     check_types(back, back.default_params)
     assert back == adapt(to_gymnax(Corridor())) and back.action_space(Params()) == Discrete(3)
-    key, state = jax.random.key(5), Corridor().init(jax.random.key(0), Params()).replace(time=jnp.int32(11))
+    key, state = (
+        jax.random.key(5),
+        Corridor().init(jax.random.key(0), Params()).replace(time=jnp.int32(11)),
+    )
     ours, again = (step(key, env, state, jnp.int32(1), Params()) for env in (Corridor(), back))
     jax.tree.map(np.testing.assert_array_equal, ours[:5], again[:5])
     assert again.truncated and not again.terminated
@@ -81,12 +105,20 @@ def test_dictionaries_over_agents():
     obs, state, reward, terminated, truncated, _ = view.step(jax.random.key(1), state, actions)
     assert [float(reward[agent]) for agent in view.agents] == made.reward.tolist() == [1, -1, 0]
     assert [bool(terminated[agent]) for agent in view.agents] == [True, False, False]
-    assert not terminated["__all__"] and not truncated["__all__"] and not view.over(terminated, truncated)
-    _, _, _, terminated, truncated, _ = view.step(jax.random.key(1), state.replace(time=jnp.int32(11)), actions)
+    assert (
+        not terminated["__all__"]
+        and not truncated["__all__"]
+        and not view.over(terminated, truncated)
+    )
+    _, _, _, terminated, truncated, _ = view.step(
+        jax.random.key(1), state.replace(time=jnp.int32(11)), actions
+    )
     assert truncated["__all__"] and not terminated["__all__"] and view.over(terminated, truncated)
     masks = view.action_masks(state.replace(places=jnp.asarray([-5, 0, 0])))
     assert not masks["agent_0"][0] and masks["agent_1"].all()
-    assert view.action_space("agent_1") == Discrete(3) and view.observation_space("agent_0").shape == (2,)
+    assert view.action_space("agent_1") == Discrete(3) and view.observation_space(
+        "agent_0"
+    ).shape == (2,)
 
 
 def test_an_agents_actions_keep_their_names():

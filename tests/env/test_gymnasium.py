@@ -7,14 +7,26 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from worlds import Corridor, Params, Team
 
 import envs
-from jaxpar.env import Box, Discrete, Fields, MultiDiscrete, adapt, to_gymnasium, to_gymnasium_vector
+from jaxpar.env import (
+    Box,
+    Discrete,
+    Fields,
+    MultiDiscrete,
+    adapt,
+    to_gymnasium,
+    to_gymnasium_vector,
+)
 from jaxpar.env.gymnasium import gymnasium_space
 from jaxpar.types import UsageError
 
 from test_adapt import OldGymnax  # isort: skip
 
 # Gymnasium warns of bounds that its own environments have.
-ACCEPTED = ("recommend using a symmetric and normalized", "is probably too low", "is probably too high")
+ACCEPTED = (
+    "recommend using a symmetric and normalized",
+    "is probably too low",
+    "is probably too high",
+)
 MODES = [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP]
 
 
@@ -22,7 +34,9 @@ MODES = [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP]
 @pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1", "Corridor"])
 def test_check_env_passes(name):
     env = Corridor() if name == "Corridor" else envs.make(name)[0]
-    gymnasium.register("jaxpar/Checked-v0", lambda render_mode=None: to_gymnasium(env, render_mode=render_mode))
+    gymnasium.register(
+        "jaxpar/Checked-v0", lambda render_mode=None: to_gymnasium(env, render_mode=render_mode)
+    )
     try:
         check_env(gymnasium.make("jaxpar/Checked-v0", disable_env_checker=True).unwrapped)
     finally:
@@ -43,7 +57,9 @@ def equal(ours, theirs):
         for one, other in zip(ours, theirs, strict=True):
             equal(one, other)
     elif ours is not None:
-        assert np.asarray(ours).dtype == np.asarray(theirs).dtype and np.shape(ours) == np.shape(theirs)
+        assert np.asarray(ours).dtype == np.asarray(theirs).dtype and np.shape(ours) == np.shape(
+            theirs
+        )
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -62,7 +78,10 @@ def test_many_equal_gymnasium_s_vector_of_single_ones(case, mode):
     theirs = SyncVectorEnv([lambda: to_gymnasium(env, params)] * 3, autoreset_mode=mode)
     assert ours.metadata["autoreset_mode"] == theirs.metadata["autoreset_mode"] == mode
     assert ours.metadata == theirs.metadata
-    assert ours.observation_space == theirs.observation_space and ours.action_space == theirs.action_space
+    assert (
+        ours.observation_space == theirs.observation_space
+        and ours.action_space == theirs.action_space
+    )
     equal(ours.reset(seed=4), theirs.reset(seed=4))
     ours.action_space.seed(0)
     ends = np.zeros(2, int)
@@ -127,7 +146,11 @@ def test_spaces():
     ):
         theirs, drawn = gymnasium_space(space), jax.tree.map(np.asarray, space.sample(key))
         assert theirs.contains(drawn)
-        assert bool(space.contains(jax.tree.map(lambda x, like: np.asarray(x, like.dtype), theirs.sample(), drawn)))
+        assert bool(
+            space.contains(
+                jax.tree.map(lambda x, like: np.asarray(x, like.dtype), theirs.sample(), drawn)
+            )
+        )
     assert isinstance(gymnasium_space(Box(0, 1, (3,), bool)), gymnasium.spaces.MultiBinary)
 
 

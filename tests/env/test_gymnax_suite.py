@@ -39,18 +39,26 @@ def theirs(name, **params):
     return to_gymnax(env, usual.replace(**params)), usual.replace(**params)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in IN_CI else pytest.mark.slow) for n in ALONE])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in IN_CI else pytest.mark.slow) for n in ALONE]
+)
 def test_it_resets_and_steps_inside_its_spaces(name):
     env, params = theirs(name)
 
     @fast.jit
     def walk():
         obs, state = env.reset(KEYS[0], params)
-        inside = [env.state_space(params).contains(state), env.observation_space(params).contains(obs)]
+        inside = [
+            env.state_space(params).contains(state),
+            env.observation_space(params).contains(obs),
+        ]
         action = env.action_space(params).sample(KEYS[1])
         inside.append(env.action_space(params).contains(action))
         made = env.step(KEYS[2], state, action, params)
-        inside += [env.state_space(params).contains(made[1]), env.observation_space(params).contains(made[0])]
+        inside += [
+            env.state_space(params).contains(made[1]),
+            env.observation_space(params).contains(made[0]),
+        ]
         return obs, made, jnp.stack([jnp.asarray(x, bool) for x in inside])
 
     obs, (following, _, reward, terminated, truncated, info), inside = walk()
@@ -75,22 +83,34 @@ def test_a_space_of_states_has_their_fields_and_refuses_others():
     poles, _ = theirs("DoublePole")  # a named tuple within its state
     state = poles.reset(KEYS[0])[1]
     assert poles.state_space().contains(state)
-    assert not poles.state_space().contains(state.replace(motion=state.motion._replace(x=jnp.float32(jnp.nan))))
+    assert not poles.state_space().contains(
+        state.replace(motion=state.motion._replace(x=jnp.float32(jnp.nan)))
+    )
 
 
 def test_an_observation_can_be_asked_for():
     env, params = theirs("CartPole-v1")
     obs, state = env.reset(KEYS[0])
-    for got in (env.get_obs(state), env.get_obs(state, params, KEYS[1]), env.observe(KEYS[1], state, None, params)):
+    for got in (
+        env.get_obs(state),
+        env.get_obs(state, params, KEYS[1]),
+        env.observe(KEYS[1], state, None, params),
+    ):
         np.testing.assert_array_equal(got, obs)
     noisy, noise = theirs("NoisyCartPole")
     state = noisy.reset(KEYS[0])[1]
     seen = noisy.get_obs(state, key=KEYS[1])
-    np.testing.assert_array_equal(seen, envs.make("NoisyCartPole")[0].observe(KEYS[1], state, None, noise))
-    with pytest.raises(UsageError, match="an observation of NoisyCartPole-all is drawn: give get_obs a key"):
+    np.testing.assert_array_equal(
+        seen, envs.make("NoisyCartPole")[0].observe(KEYS[1], state, None, noise)
+    )
+    with pytest.raises(
+        UsageError, match="an observation of NoisyCartPole-all is drawn: give get_obs a key"
+    ):
         noisy.get_obs(state)
     twice = to_gymnax(adapt(to_gymnax(Corridor())))
-    with pytest.raises(UsageError, match="is an adapter, of which reset and step can be asked, but no observe"):
+    with pytest.raises(
+        UsageError, match="is an adapter, of which reset and step can be asked, but no observe"
+    ):
         twice.get_obs(twice.reset(KEYS[0])[1])
 
 
@@ -98,14 +118,28 @@ def test_both_ends_are_told_apart():
     env, params = theirs("CartPole-v1", max_steps=1)
     _, state = env.reset(KEYS[0])
     fallen = state.replace(theta=jnp.float32(2 * params.max_theta))
-    for start, steps, want in ((state, 1, (False, True)), (fallen, 2, (True, False)), (fallen, 1, (True, True))):
+    for start, steps, want in (
+        (state, 1, (False, True)),
+        (fallen, 2, (True, False)),
+        (fallen, 1, (True, True)),
+    ):
         limit = params.replace(max_steps=steps)
-        obs, following, _, terminated, truncated, info = env.step(KEYS[1], start, jnp.int32(0), limit)
-        assert (bool(terminated), bool(truncated)) == want == (bool(info["terminated"]), bool(info["truncated"]))
+        obs, following, _, terminated, truncated, info = env.step(
+            KEYS[1], start, jnp.int32(0), limit
+        )
+        assert (
+            (bool(terminated), bool(truncated))
+            == want
+            == (bool(info["terminated"]), bool(info["truncated"]))
+        )
         assert following.time == 0 and not np.array_equal(obs, info["final_observation"])
         last, before, *_ = env.step_env(jax.random.split(KEYS[1])[0], start, jnp.int32(0), limit)
         np.testing.assert_array_equal(info["final_observation"], last)
-        ends = env.is_terminal(before, limit), env.is_truncated(before, limit), env.discount(before, limit)
+        ends = (
+            env.is_terminal(before, limit),
+            env.is_truncated(before, limit),
+            env.discount(before, limit),
+        )
         assert ends == (want[0], want[1], 1.0 - want[0])
 
 
@@ -128,19 +162,32 @@ def test_it_runs_in_the_wrappers_of_learners():
     obs, state = log.reset(KEYS[0], params)
     assert obs.shape == (32 * 32 * 3,) and not state.returned_episode_valid
     walk = fast.jit(
-        lambda state, keys: jax.lax.scan(lambda s, k: log.step(k, s, jnp.int32(1), params)[1::4], state, keys)
+        lambda state, keys: jax.lax.scan(
+            lambda s, k: log.step(k, s, jnp.int32(1), params)[1::4], state, keys
+        )
     )
     state, info = walk(state, jax.random.split(KEYS[1], 40))
     ended = np.flatnonzero(info["returned_episode"])
-    assert ended.tolist() == [34] and info["returned_episode_lengths"][-1] == 35 and state.returned_episode_valid
-    assert abs(info["returned_episode_returns"][-1]) <= 1 and info["final_observation"].shape == (40, 32 * 32 * 3)
+    assert (
+        ended.tolist() == [34]
+        and info["returned_episode_lengths"][-1] == 35
+        and state.returned_episode_valid
+    )
+    assert abs(info["returned_episode_returns"][-1]) <= 1 and info["final_observation"].shape == (
+        40,
+        32 * 32 * 3,
+    )
     sticky = StickyActionWrapper(env, sticky_action_prob=1.0)
     _, state = sticky.reset(KEYS[0], params)
-    _, state, *_ = sticky.step(KEYS[1], state.replace(last_action=jnp.int32(2)), jnp.int32(0), params)
+    _, state, *_ = sticky.step(
+        KEYS[1], state.replace(last_action=jnp.int32(2)), jnp.int32(0), params
+    )
     assert state.last_action == 2 and state.env_state.player == 5
     with pytest.raises(ValueError, match="Discrete"):
         StickyActionWrapper(theirs("Pendulum-v1")[0])
-    made = LegacyStepAPIWrapper(env).step(KEYS[1], env.reset(KEYS[0], params)[1], jnp.int32(0), params)
+    made = LegacyStepAPIWrapper(env).step(
+        KEYS[1], env.reset(KEYS[0], params)[1], jnp.int32(0), params
+    )
     assert len(made) == 5 and not made[3]
 
 
@@ -152,7 +199,9 @@ def test_it_runs_in_the_wrappers_of_other_tools():
     obs, reward, terminated, truncated, _ = single.step(single.action_space.sample())
     assert np.shape(obs) == (4,) and reward == 1 and not terminated and not truncated
     vector = GymnaxToVectorGymWrapper(env, 3, params, 0)
-    assert vector.reset()[0].shape == (3, 4) and vector.step(vector.action_space.sample())[0].shape == (3, 4)
+    assert vector.reset()[0].shape == (3, 4) and vector.step(vector.action_space.sample())[
+        0
+    ].shape == (3, 4)
     timed = jax.vmap(GymnaxToDmEnvWrapper(env).reset)(KEYS)
     after = jax.vmap(GymnaxToDmEnvWrapper(env).step)(KEYS, timed, jnp.ones(4, jnp.int32))
     assert after.observation.shape == (4, 4) and (after.reward == 1).all()
@@ -167,5 +216,9 @@ def test_observations_of_several_parts_are_in_their_space():
             return parts
 
     space, drawn = to_gymnax(Parted(), Params()).observation_space(), parts.sample(KEYS[0])
-    assert isinstance(space, spaces.Dict) and space.contains(drawn) and space.contains(space.sample(KEYS[1]))
+    assert (
+        isinstance(space, spaces.Dict)
+        and space.contains(drawn)
+        and space.contains(space.sample(KEYS[1]))
+    )
     assert not space.contains(drawn | {"image": drawn["image"] + 10})

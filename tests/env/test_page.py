@@ -22,7 +22,9 @@ def expanded(name):
 
 def test_snippets_print_what_they_show():
     blocks = re.findall(r"^```(python|text)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    assert [kind for kind, _ in blocks] == ["python", "text"] * (len(blocks) // 2) and len(blocks) >= 16
+    assert [kind for kind, _ in blocks] == ["python", "text"] * (len(blocks) // 2) and len(
+        blocks
+    ) >= 16
     names = {}
     for (_, snippet), (_, shown) in zip(blocks[::2], blocks[1::2], strict=True):
         with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -32,7 +34,12 @@ def test_snippets_print_what_they_show():
 
 def test_every_environment_is_named_once():
     rows = PAGE.split("| name | what | source |")[1].split("\n\n")[0].splitlines()[2:]
-    named = [name for row in rows for cell in re.findall(r"`(.*?)`", row.split("|")[1]) for name in expanded(cell)]
+    named = [
+        name
+        for row in rows
+        for cell in re.findall(r"`(.*?)`", row.split("|")[1])
+        for name in expanded(cell)
+    ]
     assert sorted(named) == sorted(envs.names())
 
 

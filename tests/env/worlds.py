@@ -109,7 +109,9 @@ class Team:
         return Discrete(3, (self.num_agents,))
 
     def init(self, key, params):
-        return TeamState(jax.random.randint(key, (self.num_agents,), -1, 2), jnp.zeros((), jnp.int32))
+        return TeamState(
+            jax.random.randint(key, (self.num_agents,), -1, 2), jnp.zeros((), jnp.int32)
+        )
 
     def transition(self, key, state, action, params):
         moved = jnp.where(state.places >= 3, state.places, state.places + action - 1)

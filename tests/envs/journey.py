@@ -33,8 +33,17 @@ def travel(key, env, params, num_steps, act=legal_action):
         after = step(step_key, env, state, action, params)
         done = after.terminated | after.truncated
         fresh_seen, fresh = reset(reset_key, env, params)
-        following = jax.tree.map(lambda a, b: jnp.where(done, a, b), (fresh, fresh_seen), (after.state, after.obs))
-        record = {"before": state, "seen": seen, "start": start, "action": action, "after": after, "done": done}
+        following = jax.tree.map(
+            lambda a, b: jnp.where(done, a, b), (fresh, fresh_seen), (after.state, after.obs)
+        )
+        record = {
+            "before": state,
+            "seen": seen,
+            "start": start,
+            "action": action,
+            "after": after,
+            "done": done,
+        }
         return (*following, done), record
 
     first_key, key = jax.random.split(key)
@@ -60,8 +69,12 @@ def steps_of(env, params, num_steps, seed=0, act=legal_action, leg=1000):
 
 def assert_pictures(env):
     """Pictures show something, environment by environment, and change with the state."""
-    states = jax.tree.map(lambda leaf: leaf[::10], travel(jax.random.key(0), env, env.default_params, 1000)["before"])
-    frames = np.asarray(jax.jit(jax.vmap(lambda state: env.render(state, env.default_params)))(states))
+    states = jax.tree.map(
+        lambda leaf: leaf[::10], travel(jax.random.key(0), env, env.default_params, 1000)["before"]
+    )
+    frames = np.asarray(
+        jax.jit(jax.vmap(lambda state: env.render(state, env.default_params)))(states)
+    )
     assert all(len(np.unique(frame.reshape(-1, 3), axis=0)) > 1 for frame in frames)
     assert len(np.unique(frames.reshape(len(frames), -1), axis=0)) > 3
 

@@ -22,8 +22,12 @@ def play(env, params, num_steps, seed=0):
         mask = env.action_mask(state, params)
         made = step(step_key, env, state, action, params)
         done = made.terminated | made.truncated
-        fresh = jax.lax.cond(done, lambda: reset(reset_key, env, params), lambda: (made.obs, made.state))
-        return fresh[1], dict(key=step_key, action=action, mask=mask, made=made, obs=fresh[0], state=fresh[1])
+        fresh = jax.lax.cond(
+            done, lambda: reset(reset_key, env, params), lambda: (made.obs, made.state)
+        )
+        return fresh[1], dict(
+            key=step_key, action=action, mask=mask, made=made, obs=fresh[0], state=fresh[1]
+        )
 
     def run(key):
         first_key, steps_key = jax.random.split(key)

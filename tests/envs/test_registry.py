@@ -26,7 +26,9 @@ def test_names_and_fields(sized):
 
 
 def test_unknown_names_get_the_nearest():
-    with pytest.raises(UsageError, match="no environment 'CartPole-v0'; the nearest are CartPole-v1"):
+    with pytest.raises(
+        UsageError, match="no environment 'CartPole-v0'; the nearest are CartPole-v1"
+    ):
         envs.make("CartPole-v0")
     with pytest.raises(UsageError, match="the nearest are Breakout-MinAtar"):
         envs.make("Breakout-Minatar")

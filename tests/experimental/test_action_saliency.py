@@ -12,7 +12,17 @@ from jaxpar.life.inhabitants import see
 
 def small(brain: Brain) -> World:
     """Four slots, the last of them empty."""
-    return World(brain, 4, num_start=3, num_robots=2, size=8, window=3, seen_agents=2, max_births=2, newcomers=0)
+    return World(
+        brain,
+        4,
+        num_start=3,
+        num_robots=2,
+        size=8,
+        window=3,
+        seen_agents=2,
+        max_births=2,
+        newcomers=0,
+    )
 
 
 def test_it_equals_finite_differences(x64):
@@ -30,7 +40,9 @@ def test_it_equals_finite_differences(x64):
     act = jit(lambda sight: world.brain.act(agents.genome, agents.carry, sight)[0])
     for name, column in (("ground", 5), ("own", HEARD.start), ("own", HEARD.stop - 1)):
         seen = getattr(sight, name).astype(jnp.float64)
-        up, down = (act(sight._replace(**{name: seen.at[:, column].add(by)})) for by in (1e-4, -1e-4))
+        up, down = (
+            act(sight._replace(**{name: seen.at[:, column].add(by)})) for by in (1e-4, -1e-4)
+        )
         slope = np.sqrt(np.mean(((up - down) / 2e-4) ** 2, 1))[:3]
         assert np.all(slope > 1e-6)
         np.testing.assert_allclose(getattr(found, name)[:3, column], slope, rtol=1e-4)

@@ -34,11 +34,17 @@ def params_of(layer, skew=0.0):
 def dense(layer, params, x):
     """Of each expert the whole attention, with its own queries and results."""
     chosen = route(x @ params["w_heads"], layer.experts_per_token, normalise=layer.normalise)
-    weight = jnp.einsum("btk,btke->bte", chosen.weight, jax.nn.one_hot(chosen.expert, E, dtype=x.dtype))
+    weight = jnp.einsum(
+        "btk,btke->bte", chosen.weight, jax.nn.one_hot(chosen.expert, E, dtype=x.dtype)
+    )
     q = jnp.einsum("btd,edm->btem", x, params["wq"])
     q = q.reshape(*x.shape[:2], E, layer.heads.num_heads, K)
     keys, values = (
-        jnp.repeat(jnp.einsum("btd,dgk->btgk", x, params[name]), layer.heads.num_heads // layer.heads.num_kv_heads, 2)
+        jnp.repeat(
+            jnp.einsum("btd,dgk->btgk", x, params[name]),
+            layer.heads.num_heads // layer.heads.num_kv_heads,
+            2,
+        )
         for name in ("wk", "wv")
     )
     scores = jnp.einsum("btehk,bshk->behts", q, keys) / np.sqrt(K)
@@ -46,18 +52,28 @@ def dense(layer, params, x):
     share = jax.nn.softmax(jnp.where(seen[None, None, None], scores, -jnp.inf))
     out = jnp.einsum("behts,bshk->btehk", share, values).reshape(*x.shape[:2], E, -1)
     y = jnp.einsum("bte,btem,emd->btd", weight, out, params["wo"])
-    return y, layer.balance_loss * balance_loss(chosen.scores, chosen.expert), E * load(chosen.expert, E).max()
+    return (
+        y,
+        layer.balance_loss * balance_loss(chosen.scores, chosen.expert),
+        E * load(chosen.expert, E).max(),
+    )
 
 
 def sparse(layer, params, x):
-    y, _, aux = layer.apply(params, x, None, Context(jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])))
+    y, _, aux = layer.apply(
+        params, x, None, Context(jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2]))
+    )
     return y, sum(aux.losses.values(), 0.0), aux.metrics["heads_load"].value
 
 
 def outcome(form, layer, params, x):
     def value(params, x):
         y, extra, most = form(layer, params, x)
-        return (y * jnp.cos(jnp.arange(y.size, dtype=x.dtype)).reshape(y.shape)).sum() + extra, (y, extra, most)
+        return (y * jnp.cos(jnp.arange(y.size, dtype=x.dtype)).reshape(y.shape)).sum() + extra, (
+            y,
+            extra,
+            most,
+        )
 
     return jax.device_get(jit(jax.value_and_grad(value, (0, 1), has_aux=True))(params, x))
 
@@ -70,9 +86,15 @@ def tokens():
     "layer, mesh, skew",
     [
         (LAYER, MeshSpec(data=2, expert=2, tensor=2), 0.0),
-        pytest.param(LAYER, MeshSpec(fsdp=2, context=2, tensor=2), 0.0, marks=pytest.mark.slow),  # 5 s each
-        pytest.param(dataclasses.replace(LAYER, experts_per_token=E), None, 0.0, marks=pytest.mark.slow),
-        pytest.param(AttentionExperts(PLAIN, E, 1, normalise=False), None, 30.0, marks=pytest.mark.slow),
+        pytest.param(
+            LAYER, MeshSpec(fsdp=2, context=2, tensor=2), 0.0, marks=pytest.mark.slow
+        ),  # 5 s each
+        pytest.param(
+            dataclasses.replace(LAYER, experts_per_token=E), None, 0.0, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            AttentionExperts(PLAIN, E, 1, normalise=False), None, 30.0, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )
@@ -89,7 +111,9 @@ def test_it_is_the_dense_mixture(layer, mesh, skew, x64):
     assert_close(got, want, EXACT_MATHS["float64"])
     if skew:
         assert got[0][1][2] == E
-        assert not np.any(np.delete(got[1][0]["wq"], 1, 0)) and not np.any(np.delete(got[1][0]["wo"], 1, 0))
+        assert not np.any(np.delete(got[1][0]["wq"], 1, 0)) and not np.any(
+            np.delete(got[1][0]["wo"], 1, 0)
+        )
 
 
 def test_it_stands_in_a_stack_and_streams():
@@ -98,7 +122,9 @@ def test_it_stands_in_a_stack_and_streams():
     stack = Stack(2, D, mixer, Experts(4, E, 2), dtype="float32", init_std=0.5)
     params, x = jit(stack.init)(jax.random.key(0)), tokens().astype(np.float32)
     whole, _, aux = jit(stack.apply)(params, x)
-    assert {"balance_loss", "heads_balance_loss"} == set(aux.losses) and 1 <= aux.metrics["heads_load"].value <= E
+    assert {"balance_loss", "heads_balance_loss"} == set(aux.losses) and 1 <= aux.metrics[
+        "heads_load"
+    ].value <= E
     run = jit(lambda x, cache: stack.apply(params, x, cache=cache)[:2])
     cache, parts = stack.init_cache(B, T), []
     for token in range(T):

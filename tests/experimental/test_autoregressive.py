@@ -57,11 +57,16 @@ def test_pixel_cnn_is_a_distribution_and_samples_follow_it():
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
-    "model", [Made(num_dims=40, hidden=(32,)), pytest.param(CNN, marks=pytest.mark.slow)], ids=["made", "pixel_cnn"]
+    "model",
+    [Made(num_dims=40, hidden=(32,)), pytest.param(CNN, marks=pytest.mark.slow)],
+    ids=["made", "pixel_cnn"],
 )
 def test_samples_are_those_of_the_plain_order(model, method):
     params = grown(jax.jit(model.init)(jax.random.key(2)), 1.5)
-    draw = jax.jit(lambda key, method: model.sample(key, params, 8, method=method, with_stats=True), static_argnums=1)
+    draw = jax.jit(
+        lambda key, method: model.sample(key, params, 8, method=method, with_stats=True),
+        static_argnums=1,
+    )
     got, stats = draw(jax.random.key(3), method)
     want, plain = draw(jax.random.key(3), Sequential())
     assert jnp.array_equal(got, want)
@@ -104,7 +109,9 @@ def test_both_are_causal():
     assert jax.grad(lambda x: update(x)[29])(image.astype(jnp.float32))[26:29].all()
 
 
-@pytest.mark.parametrize("make", [lambda: Made(1), lambda: Made(4, ()), lambda: PixelCnn(2, 2, levels=1)])
+@pytest.mark.parametrize(
+    "make", [lambda: Made(1), lambda: Made(4, ()), lambda: PixelCnn(2, 2, levels=1)]
+)
 def test_bad_sizes(make):
     with pytest.raises(UsageError):
         make()

@@ -43,7 +43,12 @@ def lay_out(shape):
     if shape == "halves":
         return {"a": MeshSpec(fsdp=2, tensor=2), "b": MeshSpec(data=4)}
     if shape == "uneven":
-        return {"a": MeshSpec(data=2, tensor=2), "b": MeshSpec(fsdp=2), "c": MeshSpec(), "d": MeshSpec()}
+        return {
+            "a": MeshSpec(data=2, tensor=2),
+            "b": MeshSpec(fsdp=2),
+            "c": MeshSpec(),
+            "d": MeshSpec(),
+        }
     return {  # overlapping
         "a": make_mesh(MeshSpec(data=2, fsdp=2, tensor=2), devices),
         "b": make_mesh(MeshSpec(fsdp=4), devices[4:]),
@@ -96,14 +101,19 @@ def in_numpy(nodes):
 
     values = []
     for function, first, second, *_ in nodes:
-        values.append(evaluate(function, *(values[i] if i >= 0 else INPUTS[i] for i in (first, second))))
+        values.append(
+            evaluate(function, *(values[i] if i >= 0 else INPUTS[i] for i in (first, second)))
+        )
     return values
 
 
 @settings(max_examples=20, deadline=None)
 @given(graphs(), st.sampled_from([1, 3, 256]))
 def test_random_graphs_equal_numpy_and_never_deadlock(graph, max_in_flight):
-    for got in (within(120, run, graph, max_in_flight=max_in_flight), within(120, run, graph, serial=True)):
+    for got in (
+        within(120, run, graph, max_in_flight=max_in_flight),
+        within(120, run, graph, serial=True),
+    ):
         for value, want in zip(got, in_numpy(graph[1]), strict=True):
             np.testing.assert_array_equal(value, want)
 
@@ -112,7 +122,9 @@ def test_random_graphs_equal_numpy_and_never_deadlock(graph, max_in_flight):
 @settings(max_examples=400, deadline=None)
 @given(graphs(), st.sampled_from([1, 3, 256]))
 def test_many_random_graphs_equal_numpy_and_never_deadlock(graph, max_in_flight):
-    for value, want in zip(within(120, run, graph, max_in_flight=max_in_flight), in_numpy(graph[1]), strict=True):
+    for value, want in zip(
+        within(120, run, graph, max_in_flight=max_in_flight), in_numpy(graph[1]), strict=True
+    ):
         np.testing.assert_array_equal(value, want)
 
 
@@ -128,7 +140,10 @@ def test_a_long_graph_from_several_threads_ends():
             return np.asarray(x.result())
 
         with ThreadPoolExecutor(3) as pool:
-            ends = [future.result(timeout=200) for future in [pool.submit(chain, seed) for seed in range(3)]]
+            ends = [
+                future.result(timeout=200)
+                for future in [pool.submit(chain, seed) for seed in range(3)]
+            ]
     want = INPUTS[0]
     for _ in range(60):
         want = want @ INPUTS[1] % 97
@@ -152,7 +167,9 @@ def pipeline(**options):
             future = x
             for index in range(8):
                 axes = [(("batch", None), (None, "mlp"))[index % 2]]
-                future = client.submit(long, future, on="abc"[index % 3], in_axes=axes, name=f"n{index}")
+                future = client.submit(
+                    long, future, on="abc"[index % 3], in_axes=axes, name=f"n{index}"
+                )
             value = np.asarray(future.result())
     return client.trace, value
 
@@ -168,7 +185,9 @@ def test_dispatch_runs_ahead_and_the_trace_shows_it(tmp_path):
     assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
 
     serial, same = pipeline(serial=True)
-    assert all(early.ready <= late.submitted for early, late in zip(serial, serial[1:], strict=False))
+    assert all(
+        early.ready <= late.submitted for early, late in zip(serial, serial[1:], strict=False)
+    )
     np.testing.assert_array_equal(value, same)
 
 
@@ -196,7 +215,10 @@ def test_the_past_is_forgotten():
 def test_trees_keys_and_numbers_are_arguments():
     with Client({"a": MeshSpec(data=2), "b": MeshSpec(tensor=2)}) as client:
         made = client.submit(
-            lambda key, n: {"x": jax.random.normal(key, (4, 4)) * n, "n": n}, jax.random.key(0), 3, on="a"
+            lambda key, n: {"x": jax.random.normal(key, (4, 4)) * n, "n": n},
+            jax.random.key(0),
+            3,
+            on="a",
         )
         both = client.submit(lambda tree: tree[0]["x"] + tree[1], [made, 1.0], on="b")
         assert isinstance(made.value["x"], jax.Array) and made.result()["n"] == 3
@@ -226,11 +248,15 @@ def broken(x):
         raise ValueError("the sensor is off")
 
     # Of several devices, since a callback of one device alone is called before dispatch returns.
-    fallible = local(lambda x: jax.pure_callback(fail, x, x), [("batch", None)], ("batch", None), check=False)
+    fallible = local(
+        lambda x: jax.pure_callback(fail, x, x), [("batch", None)], ("batch", None), check=False
+    )
     return fallible(x)
 
 
-@pytest.mark.parametrize(("fn", "reason"), [(stop, "ValueError: no such sum"), (broken, "JaxRuntimeError: ")])
+@pytest.mark.parametrize(
+    ("fn", "reason"), [(stop, "ValueError: no such sum"), (broken, "JaxRuntimeError: ")]
+)
 def test_an_error_is_that_of_the_node_where_it_began(fn, reason):
     with Client({"a": MeshSpec(), "b": MeshSpec(data=2), "c": MeshSpec(data=2)}) as client:
         good = client.submit(cut_sum, *INPUTS, on="b")
@@ -238,12 +264,16 @@ def test_an_error_is_that_of_the_node_where_it_began(fn, reason):
         next_ = client.submit(cut_sum, good, bad, on="b", name="filter")
         last = client.submit(spread, next_, good, on="a", name="controller")
         beside = client.submit(product, good, good, on="a")
-        with pytest.raises(NodeError, match="node 'controller' has no result, because node 'sensor' failed: ") as error:
+        with pytest.raises(
+            NodeError, match="node 'controller' has no result, because node 'sensor' failed: "
+        ) as error:
             last.result()
         assert error.value.node == "sensor" and error.value.reason.startswith(reason)
         with pytest.raises(NodeError, match=f"^node 'sensor' failed: {reason}"):
             bad.result()
-        with pytest.raises(NodeError, match="node 'filter' has no result, because node 'sensor' failed"):
+        with pytest.raises(
+            NodeError, match="node 'filter' has no result, because node 'sensor' failed"
+        ):
             next_.result()
         assert last.ready() and bad.ready()
         np.testing.assert_array_equal(beside.result(), good.result() @ good.result() % 97)
@@ -251,19 +281,27 @@ def test_an_error_is_that_of_the_node_where_it_began(fn, reason):
 
 
 def test_mistakes_are_one_sentence():
-    with Client({"a": MeshSpec(data=2), "b": MeshSpec()}) as client, Client({"a": MeshSpec()}) as other:
+    with (
+        Client({"a": MeshSpec(data=2), "b": MeshSpec()}) as client,
+        Client({"a": MeshSpec()}) as other,
+    ):
         with pytest.raises(UsageError, match="there is no mesh 'c'; this client has a, b."):
             client.submit(cut_sum, *INPUTS, on="c")
         with pytest.raises(UsageError, match="in_axes has 1 entries for 2 arguments."):
             client.submit(cut_sum, *INPUTS, on="a", in_axes=[("batch", None)])
-        with pytest.raises(UsageError, match="dimension 0 .batch. of size 3 does not divide over data=2"):
+        with pytest.raises(
+            UsageError, match="dimension 0 .batch. of size 3 does not divide over data=2"
+        ):
             client.submit(lambda x: x, np.ones(3), on="a", in_axes=[("batch",)])
         with pytest.raises(UsageError, match="a future belongs to the client that made it"):
             other.submit(cut_sum, client.submit(cut_sum, *INPUTS, on="a"), INPUTS[0], on="a")
         assert len(client.trace) == 1
     for meshes, sentence in [
         ({"a": MeshSpec(data=-1)}, "mesh 'a' leaves a size open"),
-        ({"a": MeshSpec(data=6), "b": MeshSpec(data=4)}, "mesh 'b' ends at device 10 but 8 are here."),
+        (
+            {"a": MeshSpec(data=6), "b": MeshSpec(data=4)},
+            "mesh 'b' ends at device 10 but 8 are here.",
+        ),
     ]:
         with pytest.raises(UsageError, match=sentence):
             Client(meshes)
@@ -286,7 +324,9 @@ def test_threads_end_with_the_client():
 
 def test_pathways_is_initialised_where_it_is_installed(tmp_path, monkeypatch):
     assert start_pathways() is False
-    (tmp_path / "pathwaysutils.py").write_text("calls = []\ndef initialize():\n    calls.append(1)\n")
+    (tmp_path / "pathwaysutils.py").write_text(
+        "calls = []\ndef initialize():\n    calls.append(1)\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert start_pathways() is True
     import pathwaysutils

@@ -22,7 +22,9 @@ COLUMNS, ROWS = {"tensor": Split(1)}, {"tensor": Split(0)}
 
 def mlp(first, second, x=None, target=None, sizes=SIZES, **options):
     weights = [((WIDTH, HIDDEN), first), ((HIDDEN, WIDTH), second)]
-    return place_chain(((TOKENS, WIDTH), x or {}), weights, target or {}, "float32", sizes, **options)
+    return place_chain(
+        ((TOKENS, WIDTH), x or {}), weights, target or {}, "float32", sizes, **options
+    )
 
 
 def kinds(steps):
@@ -68,7 +70,8 @@ def test_the_table_of_products(a, b):
 def test_megatron_is_found():
     """Of all ways to cut both weights of an MLP, columns then rows sends least: one all-reduce at the end."""
     chains = {
-        pair: mlp(*(COLUMNS if cut else ROWS for cut in pair)) for pair in itertools.product((True, False), repeat=2)
+        pair: mlp(*(COLUMNS if cut else ROWS for cut in pair))
+        for pair in itertools.product((True, False), repeat=2)
     }
     best = min(chains, key=lambda pair: chains[pair].bytes)
     assert best == (True, False)
@@ -82,23 +85,41 @@ def test_sequence_parallelism_is_found():
     """With the activations split between blocks: gather before, reduce-scatter after, the bytes of one all-reduce."""
     chain = mlp(COLUMNS, ROWS, x={"tensor": Split(0)}, target={"tensor": Split(0)})
     first, second, end = chain.stages
-    assert [kinds(stage.steps) for stage in (first, second, end)] == [["all-gather"], [], ["reduce-scatter"]]
+    assert [kinds(stage.steps) for stage in (first, second, end)] == [
+        ["all-gather"],
+        [],
+        ["reduce-scatter"],
+    ]
     assert chain.bytes == mlp(COLUMNS, ROWS).bytes
 
 
 def test_zero_three_is_found():
     """Weights split over the axis of the batch are gathered, not the larger activations."""
     weights = [((16, 16), {"data": Split(0)})] * 2
-    chain = place_chain(((1024, 16), {"data": Split(0)}), weights, {"data": Split(0)}, "float32", SIZES)
-    assert [kinds(stage.weight_steps) for stage in chain.stages] == [["all-gather"], ["all-gather"], []]
+    chain = place_chain(
+        ((1024, 16), {"data": Split(0)}), weights, {"data": Split(0)}, "float32", SIZES
+    )
+    assert [kinds(stage.weight_steps) for stage in chain.stages] == [
+        ["all-gather"],
+        ["all-gather"],
+        [],
+    ]
     assert not any(stage.steps for stage in chain.stages)
 
 
 def test_partial_sums_pass_a_product_but_no_function():
-    args = ((8, 64), {"tensor": Split(1)}), [((64, 64), {"tensor": Split(0)}), ((64, 4), {})], {}, "float32", SIZES
+    args = (
+        ((8, 64), {"tensor": Split(1)}),
+        [((64, 64), {"tensor": Split(0)}), ((64, 4), {})],
+        {},
+        "float32",
+        SIZES,
+    )
     held, passed = place_chain(*args), place_chain(*args, linear=True)
     assert passed.bytes < held.bytes
-    assert passed.stages[1].x == {"tensor": Partial("sum")} and kinds(passed.stages[2].steps) == ["all-reduce"]
+    assert passed.stages[1].x == {"tensor": Partial("sum")} and kinds(passed.stages[2].steps) == [
+        "all-reduce"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +129,11 @@ def test_partial_sums_pass_a_product_but_no_function():
 )
 def test_a_plan_is_the_cheapest_and_computes_the_chain(target):
     """Against every choice of operands, added up by hand; then carried out."""
-    x, first, second = {"data": Split(0)}, {"data": Split(0), "tensor": Split(1)}, {"tensor": Split(0)}
+    x, first, second = (
+        {"data": Split(0)},
+        {"data": Split(0), "tensor": Split(1)},
+        {"tensor": Split(0)},
+    )
     chain = mlp(first, second, x, target)
 
     def price(source, goal, shape):
@@ -131,27 +156,37 @@ def test_a_plan_is_the_cheapest_and_computes_the_chain(target):
 
     rng = np.random.default_rng(0)
     arrays = [
-        rng.normal(size=shape).astype(np.float32) for shape in ((TOKENS, WIDTH), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
+        rng.normal(size=shape).astype(np.float32)
+        for shape in ((TOKENS, WIDTH), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
     ]
 
     def execute(value, *weights):
         here = x
-        for number, (stage, w, rest) in enumerate(zip(chain.stages, weights, (first, second), strict=False)):
+        for number, (stage, w, rest) in enumerate(
+            zip(chain.stages, weights, (first, second), strict=False)
+        ):
             value, w = convert(value, here, stage.x), convert(w, rest, stage.w)
             value, here = product(stage.x, stage.w, jax.nn.relu(value) if number else value, w)
         return convert(value, here, chain.stages[-1].x)
 
     with use_mesh(make_mesh(MeshSpec(**SIZES))):
         y = jax.jit(execute)(*map(jnp.asarray, arrays))
-    np.testing.assert_allclose(y, np.maximum(arrays[0] @ arrays[1], 0) @ arrays[2], rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(
+        y, np.maximum(arrays[0] @ arrays[1], 0) @ arrays[2], rtol=1e-4, atol=1e-3
+    )
 
 
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: matmul_placements(ROWS, COLUMNS), r"tensor: Split\(dim=0\) @ Split\(dim=1\) needs a conversion first"),
         (
-            lambda: matmul_placements({"a": Split(1), "b": Split(1)}, {"b": Split(0), "a": Split(0)}),
+            lambda: matmul_placements(ROWS, COLUMNS),
+            r"tensor: Split\(dim=0\) @ Split\(dim=1\) needs a conversion first",
+        ),
+        (
+            lambda: matmul_placements(
+                {"a": Split(1), "b": Split(1)}, {"b": Split(0), "a": Split(0)}
+            ),
             r"another order by each operand: \['a', 'b'\] and \['b', 'a'\]",
         ),
         (
@@ -159,7 +194,9 @@ def test_a_plan_is_the_cheapest_and_computes_the_chain(target):
             r"weight 0 of shape \(4, 8\) cannot follow an activation of shape \(8, 8\)",
         ),
         (
-            lambda: place_chain(((8, 6), {"tensor": Split(1)}), [((6, 8), {})], {}, "float32", SIZES),
+            lambda: place_chain(
+                ((8, 6), {"tensor": Split(1)}), [((6, 8), {})], {}, "float32", SIZES
+            ),
             "dimension 1 of size 6 does not divide over tensor=4; the nearest legal sizes are 4 or 8",
         ),
     ],

@@ -36,7 +36,9 @@ class Finished:
         assert self.code == 2, self
         errors = [line for line in self.err.splitlines() if line.startswith("error: ")]
         assert len(errors) == 1, self
-        assert "Traceback" not in self.out + self.err and "Error executing job" not in self.err, self
+        assert "Traceback" not in self.out + self.err and "Error executing job" not in self.err, (
+            self
+        )
         return errors[0]
 
 
@@ -93,7 +95,11 @@ class Command:
 
     def start(self, *flags, max_file_size=None, within=()):
         """`within` is a moment and a number, for killed_at.py."""
-        script = [str(ROOT / "tests" / "experiments" / "killed_at.py"), *within] if within else ["-m", "experiments.lm"]
+        script = (
+            [str(ROOT / "tests" / "experiments" / "killed_at.py"), *within]
+            if within
+            else ["-m", "experiments.lm"]
+        )
         line = [sys.executable, *script, *self.flags, *flags]
         if max_file_size:
             limit = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({max_file_size},) * 2)"
@@ -103,7 +109,9 @@ class Command:
                 f"import os, resource, sys; {limit}; os.execv(sys.argv[1], sys.argv[1:])",
                 *line,
             ]
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", errors="replace")
+        pipes = dict(
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", errors="replace"
+        )
         return subprocess.Popen(line, cwd=self.cwd, env=self.env, **pipes)
 
     def finish(self, process):
@@ -144,7 +152,9 @@ def finished(shared, command_in):
     kept = folder / "said.json"
     with alone(shared, "finished"):
         if not kept.exists():
-            shutil.rmtree(folder, ignore_errors=True)  # of a run that failed: the next worker says so as well
+            shutil.rmtree(
+                folder, ignore_errors=True
+            )  # of a run that failed: the next worker says so as well
             folder.mkdir()
             said = command_in(folder)()
             assert said.code == 0, said
@@ -169,7 +179,15 @@ def compile_once():
         leaves, structure = jax.tree.flatten((state, inputs))
         kinds = [(jax.typeof(x), getattr(x, "sharding", None)) for x in leaves]
         ambient = jax.sharding.get_mesh(), mesh._table.value
-        key = algorithm, structure, tuple(kinds), length, str(axes), ambient, jax.config.jax_compilation_cache_dir
+        key = (
+            algorithm,
+            structure,
+            tuple(kinds),
+            length,
+            str(axes),
+            ambient,
+            jax.config.jax_compilation_cache_dir,
+        )
         if key not in programs:
             programs[key] = plain(algorithm, state, inputs, length=length, axes=axes)
         return programs[key]

@@ -71,7 +71,12 @@ def at_deletion(count):
     shutil.rmtree = call
 
 
-MOMENTS = {"snapshot": at_snapshot, "before commit": at_commit, "after commit": after_commit, "deletion": at_deletion}
+MOMENTS = {
+    "snapshot": at_snapshot,
+    "before commit": at_commit,
+    "after commit": after_commit,
+    "deletion": at_deletion,
+}
 
 
 def nth(n):

@@ -1,6 +1,6 @@
 """Small runs, one a command and kind of checkpoint, by the flags that they had at d3543d0.
 
-`make_older_runs.py` makes them with the code of that commit; `test_older_runs.py` resumes them with today's.
+`make_older_runs.py` makes them with the code of that commit; `test_runs_of_older_code.py` resumes them with today's.
 """
 
 import dataclasses
@@ -55,7 +55,9 @@ def differences(found, expected, rtol=0.0, atol=0.0):
                 if key not in other:
                     lines.append(f"{name}, step {row['step']}: no {key}")
                 # Numbers that are not finite are written as words.
-                elif not np.allclose(float(other[key]), float(value), rtol=rtol, atol=atol, equal_nan=True):
+                elif not np.allclose(
+                    float(other[key]), float(value), rtol=rtol, atol=atol, equal_nan=True
+                ):
                     lines.append(f"{name}, step {row['step']}: {key} is {other[key]}, not {value}")
     return lines
 
@@ -108,7 +110,11 @@ def rl(name, more):
 
 CASES = (
     lm("full", "model.embed_dim=16"),
-    lm("lora", "init=run:full adapter=lora adapter.target=[w?,w_up] adapter.rank=2 adapter.base=int8", needs="full"),
+    lm(
+        "lora",
+        "init=run:full adapter=lora adapter.target=[w?,w_up] adapter.rank=2 adapter.base=int8",
+        needs="full",
+    ),
     lm("ema", "tuning.ema=0.9 optimizer.name=muon"),
     lm("experts", "model.num_experts=4 model.experts_per_token=2 model.tied=true model.norm=layer"),
     lm("mixers", "model.num_layers=3 model.mixers=[attention,gru,gla] model.remat=full"),

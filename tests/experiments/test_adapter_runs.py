@@ -17,7 +17,13 @@ SIZES = (
     "data.seq_len=8", "data.batch_size=8", "data.split=tail:0.2", "train.eval_every=0", "train.eval_batches=1",
     "train.save_every=1", "sampling.max_new_tokens=2", "optimizer.learning_rate=0.01",
 )  # fmt: skip
-LORA = ("adapter=lora", "adapter.target=[w?,w_up]", "adapter.rank=2", "adapter.base=int8", "adapter.dropout=0.1")
+LORA = (
+    "adapter=lora",
+    "adapter.target=[w?,w_up]",
+    "adapter.rank=2",
+    "adapter.base=int8",
+    "adapter.dropout=0.1",
+)
 
 
 def compose(tmp_path, *flags):
@@ -63,7 +69,8 @@ def test_a_run_of_adapters_begins_with_a_run_resumes_and_is_exported(tmp_path, m
 def test_an_adapter_is_part_of_what_a_run_is():
     plain = folder_name(lm.compose())
     names = {
-        folder_name(lm.compose(*flags)) for flags in ((), ("adapter=lora",), ("adapter=dora",), ("adapter=rslora",))
+        folder_name(lm.compose(*flags))
+        for flags in ((), ("adapter=lora",), ("adapter=dora",), ("adapter=rslora",))
     }
     assert len(names) == 4 and folder_name(lm.compose("adapter.merge=true")) == plain
     assert lm.compose("adapter=lora", "adapter.target=[wq]").adapter.target == ("wq",)
@@ -87,14 +94,21 @@ def test_an_estimate_counts_what_is_trained():
     """Of AdamW two moments an adapter's number, of a base in nf4 half a byte and a scale for 64 numbers."""
 
     def held(*flags):
-        config = estimate.compose("preset=llama_1b", "mesh.data=1", "data.batch_size=4", "data.seq_len=128", *flags)
+        config = estimate.compose(
+            "preset=llama_1b", "mesh.data=1", "data.batch_size=4", "data.seq_len=128", *flags
+        )
         with jax.default_device(jax.devices()[0]):
             rows = aot.placements(estimate.make_job(config, jax.devices()[:1]))
-        return {group: sum(row.bytes for row in rows if row.group == group) for group in ("parameters", "optimizer")}
+        return {
+            group: sum(row.bytes for row in rows if row.group == group)
+            for group in ("parameters", "optimizer")
+        }
 
     full, small = held(), held("adapter=lora", "adapter.base=nf4")
     layers, rest = 973_078_528, 262_735_872  # products, and embedding with norms
     own = 11_272_192 // 2
     assert full["optimizer"] == pytest.approx(8 * (layers + rest), rel=1e-3)
     assert small["optimizer"] == pytest.approx(8 * own, rel=1e-3)
-    assert small["parameters"] == pytest.approx((1 / 2 + 1 / 16) * layers + 2 * rest + 4 * own, rel=1e-3)
+    assert small["parameters"] == pytest.approx(
+        (1 / 2 + 1 / 16) * layers + 2 * rest + 4 * own, rel=1e-3
+    )

@@ -20,7 +20,9 @@ TINY = (
 SPEEDS = {"attention": 640.0, "min_gru": 1280.0}  # tokens a second, of steps of 128
 
 
-def test_rows_get_what_their_speed_makes_of_the_budget_and_are_trained_once(main, text, tmp_path, monkeypatch):
+def test_rows_get_what_their_speed_makes_of_the_budget_and_are_trained_once(
+    main, text, tmp_path, monkeypatch
+):
     asked, judged, make_evaluate = [], [], compare.lm.make_evaluate
 
     def recorded(config, corpus):
@@ -48,7 +50,9 @@ def test_rows_get_what_their_speed_makes_of_the_budget_and_are_trained_once(main
         ("min_gru", "1"),
     ]
     rows = [json.loads(line) for line in (tmp_path / "run" / "rows.jsonl").read_text().splitlines()]
-    assert [(row["mixer"], row["seed"]) for row in rows] == [(m, s) for s in (0, 1) for m in ("attention", "min_gru")]
+    assert [(row["mixer"], row["seed"]) for row in rows] == [
+        (m, s) for s in (0, 1) for m in ("attention", "min_gru")
+    ]
     for row in rows:
         steps = round(SPEEDS[row["mixer"]] / 128)
         assert (row["steps"], row["tokens"]) == (steps, 128 * steps) and row["took_s"] > 0
@@ -107,7 +111,9 @@ def test_mistakes_end_in_a_sentence(flags, sentence):
 
 
 def test_fields_of_one_mixer_are_given_to_all_that_read_them():
-    config = compare.compose("mixers=[attention,lmu,windowed,gla]", "model.mixer=lmu", "model.mixer_window=32")
+    config = compare.compose(
+        "mixers=[attention,lmu,windowed,gla]", "model.mixer=lmu", "model.mixer_window=32"
+    )
     models = {mixer: config.row(mixer, 0, 4).model for mixer in config.mixers}
     assert {mixer: model.mixer_window for mixer, model in models.items()} == {
         "attention": 128, "lmu": 32, "windowed": 32, "gla": 128,
@@ -124,7 +130,12 @@ def test_states_of_a_block_recurrent_row_are_carried():
     model, attention = (config.row(mixer, 0, 4).model for mixer in ("block_recurrent", "attention"))
     assert (model.mixer_window, model.mixer_states) == (16, 16)
     assert abs(num_params(model) / num_params(attention) - 1) < 0.05
-    given = "mixers=[block_recurrent]", "model.mixer=block_recurrent", "model.mixer_window=64", "model.mixer_states=7"
+    given = (
+        "mixers=[block_recurrent]",
+        "model.mixer=block_recurrent",
+        "model.mixer_window=64",
+        "model.mixer_states=7",
+    )
     model = compare.compose(*given, "data.seq_len=64").row("block_recurrent", 0, 4).model
     assert (model.mixer_window, model.mixer_states) == (64, 7)
 
@@ -132,5 +143,11 @@ def test_states_of_a_block_recurrent_row_are_carried():
 def test_more_mixers_and_seeds_are_the_same_run():
     usual = _run.identity(compare.compose())
     assert _run.identity(compare.compose("mixers=[gla]", "num_seeds=9", "timed_s=1")) == usual
-    for flag in ("seconds=3", "evaluations=4", "model.embed_dim=32", "optimizer.learning_rate=1e-4", "seed=2"):
+    for flag in (
+        "seconds=3",
+        "evaluations=4",
+        "model.embed_dim=32",
+        "optimizer.learning_rate=1e-4",
+        "seed=2",
+    ):
         assert _run.identity(compare.compose(flag)) != usual

@@ -21,7 +21,9 @@ def test_it_trains_and_resumes(main, tmp_path):
     said = main(*TINY, of="digits", compiles=True)
     assert said.code == 0, said
     folder = tmp_path / "run"
-    assert {"config.yaml", "env.json", "metrics.jsonl", "checkpoints", "plots"} <= {p.name for p in folder.iterdir()}
+    assert {"config.yaml", "env.json", "metrics.jsonl", "checkpoints", "plots"} <= {
+        p.name for p in folder.iterdir()
+    }
     assert (folder / "plots" / "training.png").stat().st_size > 1000
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     last = {name: value for row in rows for name, value in row.items()}
@@ -34,12 +36,18 @@ def test_it_trains_and_resumes(main, tmp_path):
     "flags, sentence",
     [
         ("model.patch=3", "patch=3 does not divide images of 8 x 8 pixels; legal are 1, 2, 4, 8"),
-        ("model.mixer=lstm", "model.mixer='lstm' is unknown; legal are attention, gla, simple_gla, retention"),
+        (
+            "model.mixer=lstm",
+            "model.mixer='lstm' is unknown; legal are attention, gla, simple_gla, retention",
+        ),
         ("model.heads=3", "model.width=8 must be a multiple of model.heads=3"),
         ("data.held_out=0.9999", "data.held_out=0.9999 leaves no digit to train on"),
         ("data.held_out=1", "data.held_out=1.* must be over 0 and under 1"),
         ("data.batch_size=6", "data.batch_size=6 does not divide over mesh.data=2 x mesh.fsdp=2"),
-        ("mesh.data=4 mesh.stage=2", "mesh.stage=2 leaves .* an image classifier has nothing along stage"),
+        (
+            "mesh.data=4 mesh.stage=2",
+            "mesh.stage=2 leaves .* an image classifier has nothing along stage",
+        ),
     ],
 )
 def test_mistakes_end_in_a_sentence(main, flags, sentence):
@@ -50,7 +58,10 @@ def test_batches_are_pure_and_held_out_digits_are_never_trained_on():
     config = digits.DataConfig(batch_size=32, shift=0)
     task, again = (digits.open_digits(config, seed=3) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, task.train(5), again.train(5))
-    rows = lambda batches: {x.tobytes() for batch in batches for x in batch["inputs"][batch["weights"] > 0]}  # noqa: E731
+
+    def rows(batches):
+        return {x.tobytes() for batch in batches for x in batch["inputs"][batch["weights"] > 0]}
+
     assert sum(batch["weights"].sum() for batch in task.validation) == 599
     held, trained = rows(task.validation), rows(task.train(step) for step in range(60))
     assert len(held) == 599 and not held & trained

@@ -11,11 +11,20 @@ from experiments._series import SeriesConfig, open_task
 
 def test_curves_are_a_pure_function_of_the_generator_and_each_digit_comes_as_often():
     curves, labels = digits_1d(np.random.default_rng(3), 205)
-    again, other = digits_1d(np.random.default_rng(3), 205), digits_1d(np.random.default_rng(4), 205)
+    again, other = (
+        digits_1d(np.random.default_rng(3), 205),
+        digits_1d(np.random.default_rng(4), 205),
+    )
     np.testing.assert_array_equal(curves, again[0])
     np.testing.assert_array_equal(labels, again[1])
-    assert not np.array_equal(curves, other[0]) and curves.shape == (205, LENGTH) and labels.shape == (205,)
-    assert sorted(np.bincount(labels)) == [20] * 5 + [21] * 5 and not np.array_equal(labels, np.sort(labels))
+    assert (
+        not np.array_equal(curves, other[0])
+        and curves.shape == (205, LENGTH)
+        and labels.shape == (205,)
+    )
+    assert sorted(np.bincount(labels)) == [20] * 5 + [21] * 5 and not np.array_equal(
+        labels, np.sort(labels)
+    )
 
 
 def test_a_curve_is_its_pen_moved_and_scaled_on_a_ramp(monkeypatch):
@@ -39,7 +48,8 @@ def test_noise_is_as_large_at_each_step_and_smooth(monkeypatch):
     noise = curves - digits_1d(np.random.default_rng(0), 4000)[0]
     np.testing.assert_allclose(noise.std(0), 0.4, rtol=0.05)
     assert (
-        0.9 < np.corrcoef(noise[:, 20], noise[:, 21])[0, 1] and abs(np.corrcoef(noise[:, 5], noise[:, 20])[0, 1]) < 0.1
+        0.9 < np.corrcoef(noise[:, 20], noise[:, 21])[0, 1]
+        and abs(np.corrcoef(noise[:, 5], noise[:, 20])[0, 1]) < 0.1
     )
     assert labels.shape == (4000,)
 

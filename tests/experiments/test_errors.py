@@ -17,12 +17,24 @@ from jaxpar.io.metrics import JsonlWriter
 
 FIXED = [
     # layout
-    ("mesh.data=3", "mesh data=3 needs 3 devices but 8 are here; the nearest legal choice is data=8"),
-    ("mesh.data=2 mesh.fsdp=8", "mesh data=2 fsdp=8 needs 16 devices .* nearest legal choice is fsdp=4"),
+    (
+        "mesh.data=3",
+        "mesh data=3 needs 3 devices but 8 are here; the nearest legal choice is data=8",
+    ),
+    (
+        "mesh.data=2 mesh.fsdp=8",
+        "mesh data=2 fsdp=8 needs 16 devices .* nearest legal choice is fsdp=4",
+    ),
     ("mesh.data=0", "mesh.data=0 must be at least 1, or -1"),
     ("mesh.data=-1 mesh.fsdp=-1", "leaves data and fsdp open; only one axis may be -1"),
-    ("mesh.data=1 mesh.fsdp=8 model.embed_dim=36", "params.embedding: dimension 1 .embed. of size 36 .* 32 or 40"),
-    ("mesh.data=2 mesh.tensor=4", "params.layers.wk: dimension 2 .kv_heads. of size 2 does not divide over tensor=4"),
+    (
+        "mesh.data=1 mesh.fsdp=8 model.embed_dim=36",
+        "params.embedding: dimension 1 .embed. of size 36 .* 32 or 40",
+    ),
+    (
+        "mesh.data=2 mesh.tensor=4",
+        "params.layers.wk: dimension 2 .kv_heads. of size 2 does not divide over tensor=4",
+    ),
     (
         "mesh.data=8 data.batch_size=12",
         "data.batch_size=12 does not divide over mesh.data=8; the nearest legal are 8 or 16",
@@ -43,19 +55,40 @@ FIXED = [
         "mesh.data=1 mesh.stage=8",
         "mesh.stage=8 needs pipeline=; legal are gpipe, 1f1b",
     ),
-    ("mesh.data=4 mesh.expert=2", "mesh.expert=2 leaves 2 devices .* a language model has nothing along expert"),
-    ("rules.batch=none rules.embed=none", "mesh.data=2 .* has nothing along data, which splits population"),
-    ("mesh.data=1 mesh.tensor=8 rules.heads=none rules.kv_heads=none rules.mlp=none rules.vocab=none", "mesh.tensor=8"),
+    (
+        "mesh.data=4 mesh.expert=2",
+        "mesh.expert=2 leaves 2 devices .* a language model has nothing along expert",
+    ),
+    (
+        "rules.batch=none rules.embed=none",
+        "mesh.data=2 .* has nothing along data, which splits population",
+    ),
+    (
+        "mesh.data=1 mesh.tensor=8 rules.heads=none rules.kv_heads=none rules.mlp=none rules.vocab=none",
+        "mesh.tensor=8",
+    ),
     ("rules.embed=up", "rule embed=up names unknown mesh axis 'up'; legal are .*fsdp"),
     ("rules.emb=fsdp", "rule for unknown axis 'emb'; logical axes are .*embed"),
-    ("mesh.data=1 mesh.fsdp=8 mesh.inner=3", "mesh inner=3 does not divide fsdp=8; legal are 1, 2, 4, 8"),
+    (
+        "mesh.data=1 mesh.fsdp=8 mesh.inner=3",
+        "mesh inner=3 does not divide fsdp=8; legal are 1, 2, 4, 8",
+    ),
     ("rules.embed_weight=up", "rule embed_weight=up names unknown mesh axis 'up'"),
-    ("layout=zero9", "layout 'zero9' is unknown; legal are zero3, zero2, .*sequence, 2d, several joined by [+]"),
+    (
+        "layout=zero9",
+        "layout 'zero9' is unknown; legal are zero3, zero2, .*sequence, 2d, several joined by [+]",
+    ),
     ("layout=zero2+", "layout '' is unknown; legal are zero3"),
     ("processes.coordinator=host:1", "coordinator=host:1 also needs num_processes"),
     # model, optimizer, data, sampling
-    ("model.num_heads=6 model.num_kv_heads=4", "model.num_heads=6 .* model.num_kv_heads=4; legal are 1, 2, 3, 6"),
-    ("model.num_heads=3 model.num_kv_heads=1", "model.embed_dim=32 is not a multiple of model.num_heads=3; .* 30"),
+    (
+        "model.num_heads=6 model.num_kv_heads=4",
+        "model.num_heads=6 .* model.num_kv_heads=4; legal are 1, 2, 3, 6",
+    ),
+    (
+        "model.num_heads=3 model.num_kv_heads=1",
+        "model.embed_dim=32 is not a multiple of model.num_heads=3; .* 30",
+    ),
     ("model.norm=batch", "model.norm='batch' is unknown; legal are rms, layer"),
     ("model.positions=learned model.max_seq_len=8", "data.seq_len=16 is over model.max_seq_len=8"),
     (
@@ -68,25 +101,46 @@ FIXED = [
     ("sampling.top_p=2", "sampling.top_p=2.0 must be over 0 and at most 1"),
     # the command line
     ("model.num_layer=3", "unknown flag 'model.num_layer'; did you mean model.num_layers[?]"),
-    ("optimiser.learning_rate=3", "unknown flag 'optimiser.learning_rate'; did you mean optimizer.learning_rate[?]"),
+    (
+        "optimiser.learning_rate=3",
+        "unknown flag 'optimiser.learning_rate'; did you mean optimizer.learning_rate[?]",
+    ),
     ("batch_size=3", "unknown flag 'batch_size'; did you mean data.batch_size or .*[?]"),
     ("lr=3", "unknown flag 'lr'; did you mean optimizer.learning_rate[?]"),
     ("zzz=3", "unknown flag 'zzz'"),
-    ("model.num_layers=two", r"model.num_layers=two is of the wrong type; model.num_layers takes int\.$"),
+    (
+        "model.num_layers=two",
+        r"model.num_layers=two is of the wrong type; model.num_layers takes int\.$",
+    ),
     ("train.steps=1.5", "train.steps=1.5 is of the wrong type; train.steps takes int"),
     ("data.pack=maybe", "data.pack=maybe is of the wrong type; data.pack takes bool"),
-    ("metrics=tensorboard", r"of the wrong type; metrics takes list\[str\], such as metrics=\[tensorboard\]\."),
+    (
+        "metrics=tensorboard",
+        r"of the wrong type; metrics takes list\[str\], such as metrics=\[tensorboard\]\.",
+    ),
     ("preset=huge", "there is no preset 'huge'; legal for preset= are finetune, gpt2_124m, .*tiny"),
     ("preset=3", "there is no preset '3'; legal for preset= are finetune, gpt2_124m, .*tiny"),
     ("model.num_layers", "flag 'model.num_layers' cannot be read; flags are name=value"),
     ("metrics=[", r"flag 'metrics=\[' cannot be read"),
-    ("--train.steps=20", r"flag '--train.steps=20' begins with -; flags have none: train.steps=20\.$"),
+    (
+        "--train.steps=20",
+        r"flag '--train.steps=20' begins with -; flags have none: train.steps=20\.$",
+    ),
     ("--seed 3", r"flag '--seed' begins with -; flags have none: seed=value\.$"),
     ("=3", "flag '=3' has no name; flags are name=value"),
     ("+x=3 hydra.run.dir=run", "unknown flag 'x'"),
-    ("layout=zero2,zero3", "layout=zero2,zero3 has several values; -m at the end makes a run of each"),
-    ("rules.embed=[data,fsdp]", r"rules.embed=\[data,fsdp\] is of the wrong type; rules.embed takes str"),
-    ("mesh=3", "mesh=3 is of the wrong type; mesh takes no value but flags of its own, for data, fsdp"),
+    (
+        "layout=zero2,zero3",
+        "layout=zero2,zero3 has several values; -m at the end makes a run of each",
+    ),
+    (
+        "rules.embed=[data,fsdp]",
+        r"rules.embed=\[data,fsdp\] is of the wrong type; rules.embed takes str",
+    ),
+    (
+        "mesh=3",
+        "mesh=3 is of the wrong type; mesh takes no value but flags of its own, for data, fsdp",
+    ),
     ("seed=-1", "seed=-1 must be at least 0 and at most 4294967295"),
     ("seed=99999999999999999999", "seed=99999999999999999999 must be at least 0"),
     ("metrics=[paper]", "metrics cannot go to 'paper'; choose among tensorboard, wandb"),
@@ -101,7 +155,10 @@ FIXED = [
     ("train.profile=40:50", "profile='40:50' begins after the run's 40 steps"),
     ("tuning.freeze=[wz]", "tuning.freeze=wz matches no parameter; legal are patterns of .*wq"),
     ("tuning.layer_decay=0", "tuning.layer_decay=0.0 must be over 0 and at most 1"),
-    ("use_ema=true", "use_ema=true asks for an average that this run does not keep; give tuning.ema"),
+    (
+        "use_ema=true",
+        "use_ema=true asks for an average that this run does not keep; give tuning.ema",
+    ),
     ("objective.kind=kto", "objective.kind='kto' is unknown; legal are tokens, dpo"),
     ("teacher=large", "teacher=large names no model; legal are hf:folder, run:folder, or nothing"),
     ("eval.kind=choices", "eval.kind=choices with eval.path=''; legal are split without a file"),
@@ -113,7 +170,10 @@ FIXED = [
     ("mode=export run=.", "mode=export needs out="),
     ("mode=export run=. out=model.bin", "out=model.bin ends in .bin; legal are .safetensors, .npz"),
     # files
-    ("checkpoints=s4://bucket/a", "s4:// is no storage; legal are a local folder and gs://bucket/folder"),
+    (
+        "checkpoints=s4://bucket/a",
+        "s4:// is no storage; legal are a local folder and gs://bucket/folder",
+    ),
     ("checkpoints=/proc/nowhere", "the checkpoint folder /proc/nowhere/.* cannot be written"),
     ("data.path=/nowhere/text.txt", "data path '/nowhere/text.txt' is neither a file nor a folder"),
     ("hydra.run.dir=/proc/nowhere", "/proc/nowhere cannot be opened or written: no such file"),
@@ -137,13 +197,29 @@ OTHERS = [
     ),
     ("verify", "layouts=[]", r"layouts=\[\] leaves nothing to verify"),
     ("verify", "dtypes=[]", r"dtypes=\[\] leaves nothing to verify; legal are float32, float64"),
-    ("verify", "dtypes=[int8]", "dtypes=int8 is not judged; expected any of float32, float64, bfloat16"),
+    (
+        "verify",
+        "dtypes=[int8]",
+        "dtypes=int8 is not judged; expected any of float32, float64, bfloat16",
+    ),
     ("verify", "layout=zero2", r"mesh and layout are not read here; .* layouts=\[fsdp8/zero2\]"),
     ("verify", "mesh.fsdp=8", "mesh and layout are not read here"),
-    ("verify", "layouts=[data8] topology=v5e:3x5", "topology=v5e:3x5 has 15 devices and the layouts 8"),
+    (
+        "verify",
+        "layouts=[data8] topology=v5e:3x5",
+        "topology=v5e:3x5 has 15 devices and the layouts 8",
+    ),
     ("verify", "layouts=[data8,data4] topology=v5e:2x4", "has 8 devices and the layouts 4 and 8"),
-    ("verify", "topology=v9:1x1", "topology='v9:1x1' is unknown; legal are a kind of chip and a shape"),
-    ("estimate", "topology=h100:8 mesh.fsdp=7", "mesh data=-1 fsdp=7 needs 7 devices but 8 are here; .* fsdp=8"),
+    (
+        "verify",
+        "topology=v9:1x1",
+        "topology='v9:1x1' is unknown; legal are a kind of chip and a shape",
+    ),
+    (
+        "estimate",
+        "topology=h100:8 mesh.fsdp=7",
+        "mesh data=-1 fsdp=7 needs 7 devices but 8 are here; .* fsdp=8",
+    ),
     (
         "estimate",
         "topology=h100:8 search=true mesh.fsdp=8",
@@ -151,16 +227,32 @@ OTHERS = [
     ),
     ("estimate", "topology=h100:8 layout=zero9", "layout 'zero9' is unknown"),
     ("estimate", "hf=/nonexistent", "/nonexistent"),
-    ("estimate", "topology=h100:8 mesh.fsdp=1 mesh.stage=8 pipeline=zb_v", "4 layers do not divide over the 16"),
-    ("estimate", "topology=h100:8 mesh.stage=8 pipeline=zb_v show=true", "a pipeline tells of its schedules alone"),
+    (
+        "estimate",
+        "topology=h100:8 mesh.fsdp=1 mesh.stage=8 pipeline=zb_v",
+        "4 layers do not divide over the 16",
+    ),
+    (
+        "estimate",
+        "topology=h100:8 mesh.stage=8 pipeline=zb_v show=true",
+        "a pipeline tells of its schedules alone",
+    ),
     ("estimate", "topology=h100:8 mesh.fsdp=1 mesh.stage=8", "mesh.stage=8 needs pipeline="),
     (
         "estimate",
         "topology=h100:8 decode=true mesh.context=8",
         "mesh.context=8 .* sampling has nothing along context",
     ),
-    ("estimate", "topology=h100:8 decode=true data.batch_size=6", "data.batch_size=6 does not divide over mesh.fsdp=8"),
-    ("verify", "layouts=[data8/zb_v] topology=none", "'data8/zb_v' has no stages for zb_v; .* stage2.data4/zb_v"),
+    (
+        "estimate",
+        "topology=h100:8 decode=true data.batch_size=6",
+        "data.batch_size=6 does not divide over mesh.fsdp=8",
+    ),
+    (
+        "verify",
+        "layouts=[data8/zb_v] topology=none",
+        "'data8/zb_v' has no stages for zb_v; .* stage2.data4/zb_v",
+    ),
     (
         "verify",
         "layouts=[stage4.data2/zb_v] topology=none",
@@ -176,7 +268,11 @@ OTHERS = [
         "num_envs=6 cpu_devices=8",
         "num_envs=6 does not divide over mesh.data=2 x mesh.fsdp=2 = 4; the nearest legal are 4 or 8",
     ),
-    ("env", "mesh.context=8 mesh.data=1 cpu_devices=8", "mesh.context=8 leaves .* a rollout has nothing along context"),
+    (
+        "env",
+        "mesh.context=8 mesh.data=1 cpu_devices=8",
+        "mesh.context=8 leaves .* a rollout has nothing along context",
+    ),
     (
         "env",
         "mesh.data=8 num_envs=12 cpu_devices=8",
@@ -188,7 +284,11 @@ OTHERS = [
         "agents=10 does not divide over mesh.data=2 x mesh.fsdp=2 = 4; .* are 8 or 12",
     ),
     ("life", "laws.tax=1", "there is no laws.tax; legal are start, child, fee"),
-    ("neat", "mesh.data=4 mesh.expert=2 cpu_devices=8", "mesh.expert=2 leaves .* a search has nothing along expert"),
+    (
+        "neat",
+        "mesh.data=4 mesh.expert=2 cpu_devices=8",
+        "mesh.expert=2 leaves .* a search has nothing along expert",
+    ),
     (
         "neat",
         "population=10 cpu_devices=8",
@@ -207,13 +307,17 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("name, flags, sentence", OTHERS, ids=[f"{name} {flags}" for name, flags, _ in OTHERS])
+@pytest.mark.parametrize(
+    "name, flags, sentence", OTHERS, ids=[f"{name} {flags}" for name, flags, _ in OTHERS]
+)
 def test_bad_flags_of_other_experiments(main, name, flags, sentence):
     said = main(*flags.split(), of=name).sentence()
     assert re.search(sentence, said), said
 
 
-@pytest.mark.parametrize("content, why", [("{not yaml: [", "while parsing"), ("foo: 3", "unknown flag 'foo'")])
+@pytest.mark.parametrize(
+    "content, why", [("{not yaml: [", "while parsing"), ("foo: 3", "unknown flag 'foo'")]
+)
 def test_a_run_folder_of_something_else(main, tmp_path, content, why):
     (tmp_path / "config.yaml").write_text(content)
     said = main("mode=sample", "run=.").sentence()
@@ -224,9 +328,21 @@ def test_a_run_folder_of_something_else(main, tmp_path, content, why):
     "content, flags, sentence",
     [
         (b"", "", "{path} holds no text"),
-        (b"caf\xe9 " * 4000, "data.tokenizer=bpe:300", "{path} is not UTF-8 at byte 3, which a BPE needs"),
-        (b"short\n" * 5, "data.split=tail:0.1", "3 of them in the validation split, but one window needs 17"),
-        (b"short\n" * 5, "data.split=tail:0.9", "2 of them in the training split, but one window needs 17"),
+        (
+            b"caf\xe9 " * 4000,
+            "data.tokenizer=bpe:300",
+            "{path} is not UTF-8 at byte 3, which a BPE needs",
+        ),
+        (
+            b"short\n" * 5,
+            "data.split=tail:0.1",
+            "3 of them in the validation split, but one window needs 17",
+        ),
+        (
+            b"short\n" * 5,
+            "data.split=tail:0.9",
+            "2 of them in the training split, but one window needs 17",
+        ),
     ],
     ids=["empty", "not UTF-8", "short validation", "short training"],
 )
@@ -245,7 +361,9 @@ def test_a_run_folder_that_cannot_be_made(main, tmp_path):
 
 def test_a_run_folder_that_may_not_be_written(main, text):
     for place in (pathlib.Path(__file__), pathlib.Path(sys.prefix)):
-        if os.geteuid() == 0 and not all(p.stat().st_mode & 0o005 == 0o005 for p in place.resolve().parents):
+        if os.geteuid() == 0 and not all(
+            p.stat().st_mode & 0o005 == 0o005 for p in place.resolve().parents
+        ):
             pytest.skip("an ordinary user may not read this checkout or its environment")
     with tempfile.TemporaryDirectory() as parent:
         folder = pathlib.Path(parent) / "run"
@@ -278,7 +396,9 @@ def test_a_run_folder_that_may_not_be_written(main, text):
 def test_a_real_process_says_nothing_but_the_sentence(command, flags, words):
     finished = command(*flags.split())
     assert words in finished.sentence()
-    said = [line for line in finished.err.splitlines() if not line.startswith("starting: ")]  # where it took long
+    said = [
+        line for line in finished.err.splitlines() if not line.startswith("starting: ")
+    ]  # where it took long
     assert len(said) == 1, finished.err
 
 
@@ -299,7 +419,10 @@ def test_the_folder_of_another_run_is_left_alone(main, copied, flags, field):
     with (copied / "metrics.jsonl").open("a") as file:  # as a killed run leaves it
         file.write('{"step": 41, "train/loss": 1.0}\n')
     before = contents(copied)
-    assert f"the checkpoint of step 40 was made with {field}" in main("hydra.run.dir=run", flags).sentence()
+    assert (
+        f"the checkpoint of step 40 was made with {field}"
+        in main("hydra.run.dir=run", flags).sentence()
+    )
     assert contents(copied) == before
 
 
@@ -314,7 +437,9 @@ def test_a_full_disk(command, copied):
     assert contents(copied / "checkpoints" / "36") == before
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no file that is always full")
+@pytest.mark.skipif(
+    not os.path.exists("/dev/full"), reason="this system has no file that is always full"
+)
 def test_a_full_disk_names_its_file(tmp_path):
     full = tmp_path / "champion.json"
     full.symlink_to("/dev/full")
@@ -352,10 +477,16 @@ def test_a_disk_that_really_is_full(command):
         pytest.skip("this user cannot mount a small disk")
     try:
         said = command("hydra.run.dir=disk/run", "train.keep=100").sentence()
-        whole = sorted(int(path.name) for path in (disk / "run" / "checkpoints").iterdir() if path.name.isdigit())
+        whole = sorted(
+            int(path.name)
+            for path in (disk / "run" / "checkpoints").iterdir()
+            if path.name.isdigit()
+        )
         assert "no space left on device" in said.lower() and whole and whole[0] == 4
         assert f"step {whole[-1]} and is intact" in said
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
-    finished = command("hydra.run.dir=disk/run", "train.keep=100")  # on the disk below, which has room
+    finished = command(
+        "hydra.run.dir=disk/run", "train.keep=100"
+    )  # on the disk below, which has room
     assert finished.code == 0, finished

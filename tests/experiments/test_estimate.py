@@ -25,7 +25,12 @@ from jaxpar.pipeline import PIPELINES, bitpipe, one_f_one_b, zb_v
 
 ROOT = pathlib.Path(__file__).parents[2]
 
-LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+}
 ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192}  # fmt: skip
 GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new",
@@ -44,11 +49,24 @@ PUBLISHED = {
     "Llama-2-7B": (llama(32000, 4096, 11008, 32, 32, 32), 6_738_415_616),
     "Llama-3-8B": (llama(128256, 4096, 14336, 32, 32, 8), 8_030_261_248),
     "Llama-3.2-1B": (
-        llama(128256, 2048, 8192, 16, 32, 8, head_dim=64, tie_word_embeddings=True, rope_scaling=ROPE | {"factor": 32}),
+        llama(
+            128256,
+            2048,
+            8192,
+            16,
+            32,
+            8,
+            head_dim=64,
+            tie_word_embeddings=True,
+            rope_scaling=ROPE | {"factor": 32},
+        ),
         1_235_814_400,
     ),
     "Llama-3.1-70B": (llama(128256, 8192, 28672, 80, 64, 8, rope_scaling=ROPE), 70_553_706_496),
-    "Llama-3.1-405B": (llama(128256, 16384, 53248, 126, 128, 8, rope_scaling=ROPE), 405_853_388_800),
+    "Llama-3.1-405B": (
+        llama(128256, 16384, 53248, 126, 128, 8, rope_scaling=ROPE),
+        405_853_388_800,
+    ),
     "gpt2": (GPT2 | {"n_embd": 768, "n_layer": 12, "n_head": 12}, 124_439_808),
     "gpt2-medium": (GPT2 | {"n_embd": 1024, "n_layer": 24, "n_head": 16}, 354_823_168),
     "gpt2-large": (GPT2 | {"n_embd": 1280, "n_layer": 36, "n_head": 20}, 774_030_080),
@@ -60,7 +78,11 @@ PUBLISHED = {
 def test_parameters_are_the_published_ones(name, tmp_path):
     values, count = PUBLISHED[name]
     (tmp_path / "config.json").write_text(json.dumps(values))
-    assert num_params(config_from_hf(tmp_path / "config.json")) == num_params(config_from_hf(tmp_path)) == count
+    assert (
+        num_params(config_from_hf(tmp_path / "config.json"))
+        == num_params(config_from_hf(tmp_path))
+        == count
+    )
 
 
 def told(err):
@@ -105,7 +127,11 @@ def test_gpus_are_estimated_without_one(main, tmp_path):
     flags = "topology=h100:8 hf=config.json data.seq_len=4096 data.batch_size=16 model.remat=full show=true".split()
     code, out, err = main(*flags, "json=copy.json")
     assert (code, err) == (0, "")
-    assert "8,030,261,248 parameters" in out and "fsdp=8 on 8 h100 devices" in out and "fits with 10 % margin: " in out
+    assert (
+        "8,030,261,248 parameters" in out
+        and "fsdp=8 on 8 h100 devices" in out
+        and "fits with 10 % margin: " in out
+    )
     assert "analytic model" in out and "model, not measurement" in out
     assert "layers.wq" in out and "embed -> inner+fsdp" in out  # of show
     report = report_of(tmp_path)
@@ -116,7 +142,9 @@ def test_gpus_are_estimated_without_one(main, tmp_path):
 
 def test_a_slice_without_its_compiler_is_estimated_by_the_model_alone(main, tmp_path, monkeypatch):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "libtpu" else find(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "libtpu" else find(name)
+    )
     code, out, err = main("preset=tiny", "topology=v5e:2x4", "effort=none")
     assert (code, err) == (0, "") and "analytic model" in out and "15.75 GiB" in out
     code, _, err = main("preset=tiny", "topology=v5e:2x4")
@@ -125,7 +153,9 @@ def test_a_slice_without_its_compiler_is_estimated_by_the_model_alone(main, tmp_
 
 def test_what_does_not_fit_ends_in_one(main, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Llama-3.1-405B"][0]))
-    code, out, _ = main("topology=h100:8", "hf=config.json", "data.seq_len=128", "data.batch_size=8")
+    code, out, _ = main(
+        "topology=h100:8", "hf=config.json", "data.seq_len=128", "data.batch_size=8"
+    )
     assert code == 1 and "DOES NOT FIT" in out and "too much" in out
     assert report_of(tmp_path)["excess"] > 3 * 405e9 * 4 / 8 - 80e9
 
@@ -136,7 +166,9 @@ def test_a_search_over_gpus(main, tmp_path):
     assert code == 0 and "best" in out and "60 candidates" in out
     rows = report_of(tmp_path)["search"]
     assert rows[0]["verdict"] == "best" and len(rows) == 60
-    assert {"data", "fsdp", "tensor", "expert", "remat", "accumulate"} == rows[0]["candidate"].keys()
+    assert {"data", "fsdp", "tensor", "expert", "remat", "accumulate"} == rows[0][
+        "candidate"
+    ].keys()
 
 
 @pytest.mark.parametrize(("num_experts", "sizes"), [(0, {1}), (4, {1, 2, 4}), (6, {1, 2})])
@@ -145,12 +177,18 @@ def test_a_search_splits_experts_over_as_many_devices_as_divide_them(num_experts
     tried = estimate.candidates(config, 8)
     assert {each.expert for each in tried} == sizes
     assert all(each.data * each.fsdp * each.tensor * each.expert == 8 for each in tried)
-    legal = [each for each in tried if each.remat != "blockwise"]  # of experts a row of its own says why not
-    assert [estimate.with_candidate(config, each).mesh.expert for each in legal] == [each.expert for each in legal]
+    legal = [
+        each for each in tried if each.remat != "blockwise"
+    ]  # of experts a row of its own says why not
+    assert [estimate.with_candidate(config, each).mesh.expert for each in legal] == [
+        each.expert for each in legal
+    ]
     assert sizes == {1} or any("expert=2" in str(each) for each in tried)
 
 
-@pytest.mark.parametrize("preset", sorted(path.stem for path in ROOT.glob("experiments/conf/lm/preset/*.yaml")))
+@pytest.mark.parametrize(
+    "preset", sorted(path.stem for path in ROOT.glob("experiments/conf/lm/preset/*.yaml"))
+)
 def test_a_preset_s_own_mesh_hinders_no_search(preset, monkeypatch, tmp_path):
     class Reached(Exception):
         pass
@@ -160,11 +198,15 @@ def test_a_preset_s_own_mesh_hinders_no_search(preset, monkeypatch, tmp_path):
 
     monkeypatch.setattr(estimate, "with_model", reach)
     with pytest.raises(Reached):
-        estimate.execute(estimate.compose(f"preset={preset}", "topology=v5e:4x4", "search=true"), tmp_path)
+        estimate.execute(
+            estimate.compose(f"preset={preset}", "topology=v5e:4x4", "search=true"), tmp_path
+        )
 
 
 def test_what_another_layout_would_send(main, tmp_path):
-    flags = "topology=h100:8 preset=tiny data.batch_size=8 mesh.fsdp=4 mesh.tensor=2 source=fsdp8/zero2"
+    flags = (
+        "topology=h100:8 preset=tiny data.batch_size=8 mesh.fsdp=4 mesh.tensor=2 source=fsdp8/zero2"
+    )
     code, out, _ = main(*flags.split())
     report = report_of(tmp_path)
     held = report["parameters"] + report["optimizer"]
@@ -179,7 +221,9 @@ def test_what_attention_over_a_split_sequence_sends(main, tmp_path):
     code, out, err = main(*flags)
     assert (code, err) == (0, "") and "attention over a split sequence" in out
     width = 4 if report_of(tmp_path)["config"]["model"]["dtype"] == "float32" else 2
-    sizes = Sizes(2, 16, 8, 4, 8, width, places=1)  # of packed rows in a promised order the number of the document
+    sizes = Sizes(
+        2, 16, 8, 4, 8, width, places=1
+    )  # of packed rows in a promised order the number of the document
     passes = [move_for("two_way", 4).bytes(sizes, backward) for backward in (False, True)]
     want = {way: 3 * (2 * passes[0][way] + passes[1][way]) for way in passes[0]}
     assert report_of(tmp_path)["context"] == want and want["up"] == want["down"] > 0 == want["all"]
@@ -197,13 +241,17 @@ def test_decoding(main, tmp_path):
     code, out, _ = main(*flags.split())
     assert code == 0 and "one token for 64 rows" in out
     report = report_of(tmp_path)
-    cache = 2 * 16 * 64 * 8192 * 8 * 64 * 2 / 8  # keys and values, layers, rows, slots, heads, width, bytes
+    cache = (
+        2 * 16 * 64 * 8192 * 8 * 64 * 2 / 8
+    )  # keys and values, layers, rows, slots, heads, width, bytes
     assert report["other"] == pytest.approx(cache, rel=1e-3) and report["optimizer"] == 0
     assert report["activations"] is None and report["roofline"]["bound"] == "memory"
 
 
 def test_the_machine_at_hand_is_compiled_for(main, tmp_path):
-    code, out, err = main("model.num_layers=1", "model.embed_dim=32", "model.mlp_dim=64", "data.seq_len=16")
+    code, out, err = main(
+        "model.num_layers=1", "model.embed_dim=32", "model.mlp_dim=64", "data.seq_len=16"
+    )
     assert (code, err) == (0, "")
     assert "data=2 fsdp=2 tensor=2 on 8 cpu devices" in out and "no prediction of time" in out
     report = report_of(tmp_path)
@@ -214,9 +262,14 @@ def test_the_machine_at_hand_is_compiled_for(main, tmp_path):
 def test_the_layout_is_heeded():
     def weights(layout):
         job = estimate.make_job(
-            estimate.compose("mesh.data=2", "mesh.fsdp=4", "mesh.inner=2", f"layout={layout}"), jax.devices()
+            estimate.compose("mesh.data=2", "mesh.fsdp=4", "mesh.inner=2", f"layout={layout}"),
+            jax.devices(),
         )
-        return {row.path.split(".")[-1]: row.spec for row in aot.placements(job) if row.group == "parameters"}
+        return {
+            row.path.split(".")[-1]: row.spec
+            for row in aot.placements(job)
+            if row.group == "parameters"
+        }
 
     assert weights("zero3")["w_up"] == (None, ("inner", "fsdp"), None)
     assert weights("nested")["w_up"] == (None, ("inner", "fsdp", "data"), None)
@@ -232,10 +285,16 @@ def test_a_number_of_devices_that_divides_nothing_gets_a_mesh_that_fits():
     ("flags", "sentence"),
     [
         ("topology=v5p", "topology='v5p' is unknown; legal are .* v5p:4x4x4"),
-        ("topology=h100:8 effort=full", "effort=full needs a compiler, and there is none for h100:8 here"),
+        (
+            "topology=h100:8 effort=full",
+            "effort=full needs a compiler, and there is none for h100:8 here",
+        ),
         ("topology=h100:16", "start a new one"),
         ("topology=h100:8 mesh.fsdp=3", "mesh .* needs 3 devices|mesh .*fsdp=3"),
-        ("topology=h100:8 data.batch_size=12", "data.batch_size=12 does not divide over mesh.fsdp=8"),
+        (
+            "topology=h100:8 data.batch_size=12",
+            "data.batch_size=12 does not divide over mesh.fsdp=8",
+        ),
         ("topology=h100:8 source=fsdp4", "mesh fsdp=4 needs 4 devices but 8 are here"),
         ("topology=h100:8 source=fsdp", "layout 'fsdp' is unknown; legal are sizes"),
         ("hf=nowhere.json", "there is no nowhere.json"),
@@ -252,7 +311,10 @@ def test_mistakes_end_in_a_sentence(main, flags, sentence):
 
 def commands():
     pages = (ROOT / "docs" / "estimates.md", ROOT / "experiments" / "estimate.py")
-    found = [re.findall(r"python -m experiments\.estimate\b([^\n`]*)", page.read_text()) for page in pages]
+    found = [
+        re.findall(r"python -m experiments\.estimate\b([^\n`]*)", page.read_text())
+        for page in pages
+    ]
     return [flags.split("#")[0].split() for page in found for flags in page]
 
 
@@ -263,30 +325,43 @@ def test_commands_of_the_pages_parse():
 
 
 def test_the_snippet_of_the_page_runs(capsys):
-    (snippet,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/estimates.md").read_text(), re.M | re.S)
+    (snippet,) = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "docs/estimates.md").read_text(), re.M | re.S
+    )
     exec(compile(snippet, "snippet", "exec"), {})
     out = capsys.readouterr().out
     assert "MiB" in out and "embed -> inner+fsdp; mlp -> tensor" in out
 
 
 def test_sizes_are_read_easily():
-    assert [size_text(n) for n in (3, 2048, 3 * 2**20, 1.5 * 2**30)] == ["3 B", "2.00 KiB", "3.00 MiB", "1.50 GiB"]
+    assert [size_text(n) for n in (3, 2048, 3 * 2**20, 1.5 * 2**30)] == [
+        "3 B",
+        "2.00 KiB",
+        "3.00 MiB",
+        "1.50 GiB",
+    ]
 
 
 def on_tpu(tmp_path, *flags):
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("XLA", "TPU_", "ALLOW_", "JAX_"))}
+    env = {
+        k: v for k, v in os.environ.items() if not k.startswith(("XLA", "TPU_", "ALLOW_", "JAX_"))
+    }
     line = [sys.executable, "-m", "experiments.estimate", "hydra.run.dir=run", *flags]
     env |= {"PYTHONPATH": str(ROOT)}
     return subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
 
 
-needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
 
 
 @needs_libtpu
 def test_a_slice_that_is_not_here(tmp_path):
     flags = "topology=v5e:2x2 mesh.fsdp=2 mesh.tensor=2 model.num_layers=2 model.embed_dim=256 model.head_dim=64"
-    done = on_tpu(tmp_path, *flags.split(), "data.seq_len=128", "data.batch_size=8", "model.dtype=bfloat16")
+    done = on_tpu(
+        tmp_path, *flags.split(), "data.seq_len=128", "data.batch_size=8", "model.dtype=bfloat16"
+    )
     assert (done.returncode, told(done.stderr)) == (0, "")  # nothing of libtpu's start-up
     assert "fits with 8 % margin: " in done.stdout and "of 15.75 GiB" in done.stdout
     report = report_of(tmp_path)
@@ -303,7 +378,9 @@ def test_a_mesh_that_splits_axes_of_the_torus(tmp_path):
     flags = "topology=v5p:4x4x4 mesh.fsdp=8 mesh.tensor=8 model.num_heads=8 model.num_kv_heads=8 model.num_layers=1"
     done = on_tpu(tmp_path, *flags.split(), "data.batch_size=8", "data.seq_len=16", "effort=none")
     assert (done.returncode, told(done.stderr)) == (0, "")
-    assert "278,912 parameters" in done.stdout and "fsdp=8 tensor=8 on 64 v5p devices" in done.stdout
+    assert (
+        "278,912 parameters" in done.stdout and "fsdp=8 tensor=8 on 64 v5p devices" in done.stdout
+    )
     norms = 3 * 128  # whole on every device; of all else each has a 64th
     assert report_of(tmp_path)["parameters"] == 4 * (norms + (278_912 - norms) // 64)
 
@@ -316,9 +393,13 @@ def test_a_million_tokens_of_llama_8b_fit_on_64_chips(tmp_path):
     flags += " model.context_order=zigzag model.remat=full data.batch_size=1 data.seq_len=1048576"
     done = on_tpu(tmp_path, *flags.split())
     assert (done.returncode, told(done.stderr)) == (0, "") and "fits: " in done.stdout
-    sizes = Sizes(1, 2**20 // 64, 32, 8, 128, 2, places=1)  # of a promised order the number of the document
+    sizes = Sizes(
+        1, 2**20 // 64, 32, 8, 128, 2, places=1
+    )  # of a promised order the number of the document
     forward, backward = (move_for("two_way", 64).bytes(sizes, is_back) for is_back in (False, True))
-    assert report_of(tmp_path)["context"] == {way: 32 * (2 * forward[way] + backward[way]) for way in forward}
+    assert report_of(tmp_path)["context"] == {
+        way: 32 * (2 * forward[way] + backward[way]) for way in forward
+    }
 
 
 @needs_libtpu
@@ -366,7 +447,9 @@ def ranked():
 def test_a_pipeline_is_told_by_its_bubble_and_what_its_stages_keep(ranked):
     rows = {row["schedule"]: row for row in ranked(None)}
     assert set(rows) == {*PIPELINES, "searched", "searched_v"}
-    assert rows["gpipe"]["bubble"] == rows["1f1b"]["bubble"] == pytest.approx(1 / 5)  # (P-1)/(m+P-1)
+    assert (
+        rows["gpipe"]["bubble"] == rows["1f1b"]["bubble"] == pytest.approx(1 / 5)
+    )  # (P-1)/(m+P-1)
     assert rows["gpipe"]["kept"] == 4 and rows["1f1b"]["kept"] == 2
     stash = {name: row["slots"]["stash"] for name, row in rows.items()}
     assert stash["gpipe"] == 2 * stash["1f1b"] > 0
@@ -391,11 +474,15 @@ def test_gathered_weights_and_what_waits_on_the_host_count_where_they_lie():
     """Weights are whole on a device of fsdp, in two slots; what is on the host is on no device."""
 
     def row(*flags):
-        config, devices, _ = estimate.find_devices(estimate.compose("topology=h100:8", *flags, *PIPED))
+        config, devices, _ = estimate.find_devices(
+            estimate.compose("topology=h100:8", *flags, *PIPED)
+        )
         (found,) = estimate.estimate_pipeline(config, estimate.pipeline_job(config, devices), None)
         return found
 
-    plain, gathered = (row("pipeline=breadth_first", f"gather_chunks={on}") for on in ("false", "true"))
+    plain, gathered = (
+        row("pipeline=breadth_first", f"gather_chunks={on}") for on in ("false", "true")
+    )
     layer = 16 * (3 * 32 + 4 * 16) + 2 * 16  # products and two norms
     assert plain["slots"]["weights"] == 0 < gathered["slots"]["weights"] <= 2 * layer * 4
     assert gathered["slots"]["weights"] >= 2 * layer * 2  # in bfloat16, of one layer a chunk
@@ -413,9 +500,24 @@ PIPES = ("preset=tiny", "mesh.data=1", "microbatches=8", "data.batch_size=16", "
 @pytest.mark.parametrize(
     "flags",
     [
-        ("pipeline=1f1b", "mesh.stage=2", "model.remat=full", "model.vocab_size=8192"),  # a task's logits
-        ("pipeline=bitpipe", "mesh.stage=4", "model.remat=full", "model.embed_dim=192"),  # copies of layers and sums
-        ("pipeline=1f1b", "mesh.stage=2", "model.remat=full", "model.embed_dim=192"),  # the optimizer's new state
+        (
+            "pipeline=1f1b",
+            "mesh.stage=2",
+            "model.remat=full",
+            "model.vocab_size=8192",
+        ),  # a task's logits
+        (
+            "pipeline=bitpipe",
+            "mesh.stage=4",
+            "model.remat=full",
+            "model.embed_dim=192",
+        ),  # copies of layers and sums
+        (
+            "pipeline=1f1b",
+            "mesh.stage=2",
+            "model.remat=full",
+            "model.embed_dim=192",
+        ),  # the optimizer's new state
         ("pipeline=zb_v", "mesh.stage=2", "mesh.tensor=2"),  # slots, split by tensor
     ],
     ids=" ".join,
@@ -462,5 +564,10 @@ def test_a_pipeline_is_printed_and_written(main, tmp_path):
     code, out, _ = main("topology=h100:8", "pipeline=1f1b", *PIPED)
     (report,) = tmp_path.glob("run/*/report.json")
     (row,) = json.loads(report.read_text())["pipeline"]
-    assert code == 0 and row["fits"] and f"{row['bubble']:.1%}" in out and size_text(row["stage"]) in out
+    assert (
+        code == 0
+        and row["fits"]
+        and f"{row['bubble']:.1%}" in out
+        and size_text(row["stage"]) in out
+    )
     assert "fits       with 20 % margin; nothing compiled" in out

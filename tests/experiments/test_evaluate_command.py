@@ -14,15 +14,27 @@ from jaxpar.lm.params import abstract
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.types import UsageError
 
-MODEL = LMConfig(vocab_size=16, max_seq_len=64, num_layers=1, embed_dim=8, num_heads=2, mlp_dim=12, dtype="float32")
+MODEL = LMConfig(
+    vocab_size=16,
+    max_seq_len=64,
+    num_layers=1,
+    embed_dim=8,
+    num_heads=2,
+    mlp_dim=12,
+    dtype="float32",
+)
 
 
 @pytest.fixture
 def folder(tmp_path):
     rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: jax.numpy.asarray(rng.standard_normal(x.shape), "float32"), abstract(MODEL))
+    params = jax.tree.map(
+        lambda x: jax.numpy.asarray(rng.standard_normal(x.shape), "float32"), abstract(MODEL)
+    )
     to_hf(params, MODEL, tmp_path / "given")
-    library = tokenizers.Tokenizer(models.WordLevel({f"w{i}": i for i in range(16)}, unk_token="w0"))
+    library = tokenizers.Tokenizer(
+        models.WordLevel({f"w{i}": i for i in range(16)}, unk_token="w0")
+    )
     library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     library.save(str(tmp_path / "given" / "tokenizer.json"))
     return tmp_path / "given"
@@ -31,7 +43,14 @@ def folder(tmp_path):
 def evaluate(folder, kind, lines, *flags):
     path, out = folder.parent / f"{kind}.jsonl", folder.parent / f"{kind}.out"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    flags = (f"eval.kind={kind}", f"eval.path={path}", f"out={out}", "eval.batch_size=2", "model.dtype=float32", *flags)
+    flags = (
+        f"eval.kind={kind}",
+        f"eval.path={path}",
+        f"out={out}",
+        "eval.batch_size=2",
+        "model.dtype=float32",
+        *flags,
+    )
     config = lm.compose("mode=eval", f"run={folder}", *flags)
     with use_mesh(make_mesh(MeshSpec(), jax.devices()[:1])):
         found = lm.evaluate(config, folder)
@@ -47,7 +66,9 @@ def test_each_kind_tells_what_the_model_says(folder, capsys):
         z = np.asarray(program(np.pad(ids, (0, 16 - len(ids)))[None]))[0]
         return [float(z[i, ids[i + 1]]) for i in range(len(ids) - 1)], ids, z
 
-    found, lines = evaluate(folder, "documents", [{"text": "w1 w2 w3"}, {"prompt": "w4 w5", "completion": "w6"}])
+    found, lines = evaluate(
+        folder, "documents", [{"text": "w1 w2 w3"}, {"prompt": "w4 w5", "completion": "w6"}]
+    )
     sums = [sum(likely("w1 w2 w3")[0]), likely("w4 w5 w6")[0][-1]]
     assert [line["log_likelihood"] for line in lines] == pytest.approx(sums, rel=1e-4)
     assert [line["tokens"] for line in lines] == [2, 1]
@@ -66,13 +87,20 @@ def test_each_kind_tells_what_the_model_says(folder, capsys):
     answers = [{"prompt": "w1", "answer": " ".join(text)}, {"prompt": "w1", "answer": "w0 w0 w0"}]
     found, lines = evaluate(folder, "exact", answers, "sampling.max_new_tokens=2")
     assert [line["text"].split() for line in lines] == [text, text] and found["exact_match"] == 0.5
-    assert "exact_match            0.5000 ± 0.5000 (standard error of 2 records)" in capsys.readouterr().out
+    assert (
+        "exact_match            0.5000 ± 0.5000 (standard error of 2 records)"
+        in capsys.readouterr().out
+    )
 
 
 def test_what_cannot_be_measured_is_refused(folder):
-    with pytest.raises(UsageError, match="eval.kind=choices with eval.path=''; legal are split without a file"):
+    with pytest.raises(
+        UsageError, match="eval.kind=choices with eval.path=''; legal are split without a file"
+    ):
         lm.compose("mode=eval", f"run={folder}", "eval.kind=choices")
-    with pytest.raises(UsageError, match="eval.kind='guess' is unknown; legal are split, documents, choices, exact"):
+    with pytest.raises(
+        UsageError, match="eval.kind='guess' is unknown; legal are split, documents, choices, exact"
+    ):
         lm.compose("mode=eval", "eval.kind=guess", "eval.path=x")
     with pytest.raises(UsageError, match="eval.stop has an empty string"):
         lm.compose("mode=eval", "eval.kind=exact", "eval.path=x", "eval.stop=[a,'']")

@@ -32,12 +32,16 @@ def test_a_hugging_face_folder_gives_the_same_logits(main, tmp_path, params):
     ours = lm._run.load(tmp_path / "run", lm.Config).model
     run = jit(apply, static_argnums=2)
     want = run(params, tokens, ours)
-    np.testing.assert_allclose(run(loaded, tokens, model), want, atol=0.05 * float(jnp.std(want)))  # bfloat16 here
+    np.testing.assert_allclose(
+        run(loaded, tokens, model), want, atol=0.05 * float(jnp.std(want))
+    )  # bfloat16 here
     exact = [run(p, tokens, model) for p in (params, loaded)]
     np.testing.assert_array_equal(*exact)
 
 
-@pytest.mark.parametrize("name, read", [("params.npz", np.load), ("folder/params.safetensors", load_file)])
+@pytest.mark.parametrize(
+    "name, read", [("params.npz", np.load), ("folder/params.safetensors", load_file)]
+)
 def test_a_file_of_arrays_has_them_bit_for_bit(main, tmp_path, params, name, read):
     said = main("mode=export", "run=run", f"out={name}")
     assert said.code == 0, said
@@ -72,11 +76,22 @@ def test_what_cannot_be_exported_is_one_sentence(main, copied, flags, sentence):
 
 @pytest.mark.slow
 def test_checkpoints_may_live_elsewhere(main, tmp_path):
-    flags = "checkpoints=elsewhere", "hydra.run.dir=run", "train.keep_every_s=1e-6", "train.save_every=1"
+    flags = (
+        "checkpoints=elsewhere",
+        "hydra.run.dir=run",
+        "train.keep_every_s=1e-6",
+        "train.save_every=1",
+    )
     said = main(*flags, "train.steps=4", compiles=True)
     assert said.code == 0 and "checkpoint elsewhere/run" in said.out, said
     assert not (tmp_path / "run" / "checkpoints").exists()
-    assert sorted(path.name for path in (tmp_path / "elsewhere" / "run").iterdir()) == [LOCK, "1", "2", "3", "4"]
+    assert sorted(path.name for path in (tmp_path / "elsewhere" / "run").iterdir()) == [
+        LOCK,
+        "1",
+        "2",
+        "3",
+        "4",
+    ]
     again = main(*flags, "train.steps=4")
     assert again.code == 0 and "(resuming at step 4)" in again.out, again
     assert "checkpoint of step 4" in main("mode=eval", "run=run").out
@@ -84,4 +99,7 @@ def test_checkpoints_may_live_elsewhere(main, tmp_path):
 
 def test_a_bucket_that_cannot_be_reached_is_one_sentence(main, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "gcsfs", None)
-    assert "gs://b/f/run cannot be written" in main("checkpoints=gs://b/f", "hydra.run.dir=run").sentence()
+    assert (
+        "gs://b/f/run cannot be written"
+        in main("checkpoints=gs://b/f", "hydra.run.dir=run").sentence()
+    )

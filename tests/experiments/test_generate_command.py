@@ -14,7 +14,16 @@ from jax.errors import JaxRuntimeError
 from experiments import _batches, _completions, _texts, generate
 from experiments._mistakes import CONF
 from experiments._requests import Request, read_requests
-from jaxpar.decode import CopyDraft, JacobiDraft, LookaheadDraft, ModelDraft, NoDraft, Sampling, gumbel, process
+from jaxpar.decode import (
+    CopyDraft,
+    JacobiDraft,
+    LookaheadDraft,
+    ModelDraft,
+    NoDraft,
+    Sampling,
+    gumbel,
+    process,
+)
 from jaxpar.lm import Decoder, LMConfig, apply, from_hf, to_hf
 from jaxpar.lm.tokenizer import Bytes, load_tokenizer, train_bpe
 from jaxpar.types import UsageError
@@ -52,7 +61,14 @@ def oracle(folder):
         for _ in range(NEW):
             row = logits(np.pad(text, (0, LENGTH - len(text)))[None])[0, len(text) - 1]
             place = jnp.uint32(seed), jnp.int32(len(text)), jnp.int32(sample)
-            new.append(int((process(row, sampling) + gumbel(jax.random.key(0), *place, config.vocab_size)).argmax()))
+            new.append(
+                int(
+                    (
+                        process(row, sampling)
+                        + gumbel(jax.random.key(0), *place, config.vocab_size)
+                    ).argmax()
+                )
+            )
             log_probs.append(float(jax.nn.log_softmax(row)[new[-1]]))
             text.append(new[-1])
         return new, log_probs
@@ -67,7 +83,9 @@ def ask(main, tmp_path, folder):
     def call(*flags, prompts=PROMPTS, out="texts.jsonl"):
         lines = [json.dumps({"prompt": prompt, "seed": seed}) for prompt, seed in prompts]
         (tmp_path / "prompts.jsonl").write_text("\n".join(lines) + "\n")
-        said = main(f"hf={folder}", "prompts=prompts.jsonl", f"out={out}", *FAST, *flags, of="generate")
+        said = main(
+            f"hf={folder}", "prompts=prompts.jsonl", f"out={out}", *FAST, *flags, of="generate"
+        )
         assert said.code == 0, said
         return read(tmp_path / out)
 
@@ -81,13 +99,26 @@ def asked(monkeypatch):
 
     def draw(key, params, *, prompt, prompt_lengths, seeds, num_samples, sampling, **options):
         calls.append({"rows": prompt.shape, "prompts": len(np.unique(prompt, axis=0)), **options})
-        rows, ends = np.repeat(np.asarray(prompt), num_samples, 0), np.repeat(np.asarray(prompt_lengths), num_samples)
-        start = 64 + ends + np.repeat(np.asarray(seeds), num_samples) % 7 + np.arange(len(rows)) % num_samples
+        rows, ends = (
+            np.repeat(np.asarray(prompt), num_samples, 0),
+            np.repeat(np.asarray(prompt_lengths), num_samples),
+        )
+        start = (
+            64
+            + ends
+            + np.repeat(np.asarray(seeds), num_samples) % 7
+            + np.arange(len(rows)) % num_samples
+        )
         tokens = np.pad(rows, ((0, 0), (0, sampling.max_new_tokens)))
         for number in range(sampling.max_new_tokens):
             tokens[np.arange(len(rows)), ends + number] = start + number
         passes = np.full(len(rows), sampling.max_new_tokens - 1)
-        return tokens, ends + sampling.max_new_tokens, np.full((len(rows), sampling.max_new_tokens), -0.5), passes
+        return (
+            tokens,
+            ends + sampling.max_new_tokens,
+            np.full((len(rows), sampling.max_new_tokens), -0.5),
+            passes,
+        )
 
     monkeypatch.setattr(_batches, "draw", draw)
     return calls
@@ -116,19 +147,31 @@ def test_lines_are_those_of_the_slow_loop_whatever_company_draft_and_mesh(ask, o
         )
         for line in lines:
             tokens, log_probs = oracle(line["prompt"], line["seed"], line["sample"])
-            assert (line["tokens"], line["finish_reason"], line["id"]) == (tokens, "length", None), run
+            assert (line["tokens"], line["finish_reason"], line["id"]) == (
+                tokens,
+                "length",
+                None,
+            ), run
             assert line["passes"] <= NEW - 1 and (line["passes"] == NEW - 1 or run == "alone")
             np.testing.assert_allclose(line["log_probs"], log_probs, atol=1e-4)
-            assert line["text"] == tokenizer.decode([token for token in tokens if token < tokenizer.vocab_size])
+            assert line["text"] == tokenizer.decode(
+                [token for token in tokens if token < tokenizer.vocab_size]
+            )
     used = [token for line in lines for token in line["tokens"]]
-    assert max(used) >= tokenizer.vocab_size > min(used), "or a vocabulary that was rounded up would not be tested"
+    assert max(used) >= tokenizer.vocab_size > min(used), (
+        "or a vocabulary that was rounded up would not be tested"
+    )
 
 
 def test_prompts_of_like_lengths_share_a_program(ask, asked):
     ask("batch_size=3", prompts=[("alpha " * n + "!", 0) for n in (1, 2, 3, 30, 4, 5)])
     assert [call["rows"] for call in asked] == [(3, 16), (2, 16), (1, 64)]
     asked.clear()
-    ask("batch_size=8", prompts=[("alpha " * n + "!", 0) for n in (1, 2, 3, 30, 4, 5)], out="more.jsonl")
+    ask(
+        "batch_size=8",
+        prompts=[("alpha " * n + "!", 0) for n in (1, 2, 3, 30, 4, 5)],
+        out="more.jsonl",
+    )
     assert [(call["rows"], call["prompts"]) for call in asked] == [((8, 16), 5), ((1, 64), 1)]
 
 
@@ -144,17 +187,26 @@ def test_what_is_there_is_neither_drawn_again_nor_touched(ask, asked, tmp_path):
     assert [(line["prompt"], line["seed"], line["sample"]) for line in lines] == names(more, 2)
     assert all(line in lines for line in first)
     path.write_bytes(path.read_bytes()[:-1])  # whole but for its end
-    assert ask("num_samples=2", prompts=more) == lines and len(asked) == 2 and path.read_bytes().endswith(b"}\n")
+    assert (
+        ask("num_samples=2", prompts=more) == lines
+        and len(asked) == 2
+        and path.read_bytes().endswith(b"}\n")
+    )
     lines = ask("num_samples=2", prompts=[*more, ("new", 0)])
     assert len(lines) == 10 and asked[-1]["rows"] == (1, 16), "of the others nothing was missing"
-    assert ask("num_samples=2", "draft=copy", prompts=PROMPTS[:1]) == lines  # a draft changes no token
+    assert (
+        ask("num_samples=2", "draft=copy", prompts=PROMPTS[:1]) == lines
+    )  # a draft changes no token
     assert "rejection" not in path.with_name("texts.jsonl.flags").read_text()
 
 
 @pytest.mark.parametrize(
     "flags, sentence",
     [
-        ("sampling.top_k=7", "has lines of sampling.top_k=0, and these would be of sampling.top_k=7"),
+        (
+            "sampling.top_k=7",
+            "has lines of sampling.top_k=0, and these would be of sampling.top_k=7",
+        ),
         ("seed=1", "of seed=0, and these would be of seed=1"),
         ("rule=rejection", "of rule='coupled', and these would be of rule='rejection'"),
         ("stop=[a]", "of stop=[], and these would be of stop=['a']"),
@@ -191,13 +243,19 @@ def test_a_stop_string_cuts_the_text_and_ends_the_row(ask, asked, folder):
     texts = ask("sampling.max_new_tokens=20", 'stop=["pq","zz"]', out="stopped.jsonl")
     for line, found in zip(free, texts, strict=True):
         assert "pq" in line["text"] and "zz" not in line["text"]
-        assert found["text"] == line["text"][: line["text"].index("pq")] and found["finish_reason"] == "stop"
+        assert (
+            found["text"] == line["text"][: line["text"].index("pq")]
+            and found["finish_reason"] == "stop"
+        )
         count = len(found["tokens"])
         assert found["tokens"] == line["tokens"][:count] and len(found["log_probs"]) == count
         assert count == len(found["text"]) + 2  # each letter that `asked` draws is a token
     assert [call["stop_tokens"] for call in asked] == [(), ()], "no token of the tokenizer holds pq"
     cut = tuple(tuple(load_tokenizer(folder).encode(stop).tolist()) for stop in ("pq", "zz"))
-    assert [call["sequences"] for call in asked] == [(), cut] and [len(each) for each in cut] == [2, 2]
+    assert [call["sequences"] for call in asked] == [(), cut] and [len(each) for each in cut] == [
+        2,
+        2,
+    ]
     ask('stop=["p"]', out="letter.jsonl")
     assert len(asked[-1]["stop_tokens"]) == 3  # p, and two longer ones
 
@@ -214,19 +272,28 @@ def test_a_row_ends_with_the_tokens_that_a_stop_string_is_cut_into(ask, folder):
     line, at = next((line, at) for line, at in pairs if is_cut(line["tokens"][at - 1 : at + 1]))
     stop = tokenizer.decode(np.array(line["tokens"][at - 1 : at + 1]))
     found = ask(*flags, f'stop=["{stop}"]', out="stopped.jsonl")[free.index(line)]
-    assert found["tokens"] == line["tokens"][: at + 1] and found["text"] == line["text"][: line["text"].index(stop)]
+    assert (
+        found["tokens"] == line["tokens"][: at + 1]
+        and found["text"] == line["text"][: line["text"].index(stop)]
+    )
     assert found["passes"] == at < line["passes"] == 23
 
 
 def test_endings():
     def of(text, stops=(), stop_tokens=(), begun="say "):
-        return _texts.ending(Bytes(), *(np.array(list(x.encode()), int) for x in (begun, text)), stop_tokens, stops)
+        return _texts.ending(
+            Bytes(), *(np.array(list(x.encode()), int) for x in (begun, text)), stop_tokens, stops
+        )
 
     assert of("hello") == ("hello", "length", 5)
     assert of("hello!", stop_tokens=(33,)) == ("hello", "stop", 6)
     assert of("hello!", ["lo"], (33,)) == ("hel", "stop", 5)
     assert of("hello", ["lo", "el", "ell"]) == ("h", "stop", 3)
-    assert of("yes", ["y y"]) == ("yes", "length", 3)  # what the prompt ends with is no part of the text
+    assert of("yes", ["y y"]) == (
+        "yes",
+        "length",
+        3,
+    )  # what the prompt ends with is no part of the text
     assert of("", ["x"]) == ("", "length", 0)
     assert _texts.ending_tokens(Bytes(), ["\n", "ab"]) == (10,)
     assert _texts.ending_tokens(Bytes(), []) == ()
@@ -236,8 +303,12 @@ def test_endings():
         def decode(self, ids):
             return super().decode(ids).lstrip()
 
-    assert _texts.ending_sequences(Trimming(), [" a", "b "]) == ((98, 32),)  # what " a" is cut into may mean "a" alone
-    assert _texts.decode(Bytes(), np.array([65, 300, 66])) == "AB"  # a vocabulary that was rounded up
+    assert _texts.ending_sequences(Trimming(), [" a", "b "]) == (
+        (98, 32),
+    )  # what " a" is cut into may mean "a" alone
+    assert (
+        _texts.decode(Bytes(), np.array([65, 300, 66])) == "AB"
+    )  # a vocabulary that was rounded up
 
 
 def test_requests_are_lines(tmp_path):
@@ -258,8 +329,14 @@ BAD_LINES = [
     (b"[" * 100_000, "line 1 of p.jsonl cannot be read as JSON"),
     (b'"a"', 'line 1 of p.jsonl must be an object with a text as its "prompt"'),
     (b'{"text": "a"}', "line 1 of p.jsonl must be an object"),
-    (b'{"prompt": "a", "n": 3}', "line 1 of p.jsonl has 'n', which nothing heeds; legal are prompt, seed, id"),
-    (b'{"prompt": "a", "seed": -1}', "line 1 of p.jsonl has seed=-1; legal are whole numbers from 0 to 4294967295"),
+    (
+        b'{"prompt": "a", "n": 3}',
+        "line 1 of p.jsonl has 'n', which nothing heeds; legal are prompt, seed, id",
+    ),
+    (
+        b'{"prompt": "a", "seed": -1}',
+        "line 1 of p.jsonl has seed=-1; legal are whole numbers from 0 to 4294967295",
+    ),
     (b'{"prompt": "a", "seed": 4294967296}', "has seed=4294967296"),
     (b'{"prompt": "a", "seed": true}', "has seed=True"),
     (b'{"prompt": "a", "id": [1]}', "has id=[1]"),
@@ -268,7 +345,9 @@ BAD_LINES = [
 ]
 
 
-@pytest.mark.parametrize("content, sentence", BAD_LINES, ids=[sentence for _, sentence in BAD_LINES])
+@pytest.mark.parametrize(
+    "content, sentence", BAD_LINES, ids=[sentence for _, sentence in BAD_LINES]
+)
 def test_lines_that_cannot_be_read_are_named(tmp_path, content, sentence):
     (tmp_path / "p.jsonl").write_bytes(content)
     with pytest.raises(UsageError) as error:
@@ -297,15 +376,24 @@ BAD_FLAGS = [
     ("hf=MODEL prompt=a rule=typical", "rule='typical' is unknown; legal are coupled, rejection"),
     ("hf=MODEL prompt=a num_samples=0", "num_samples=0 must be at least 1"),
     ("hf=MODEL prompt=a num_samples=5000", "num_samples=5000 must be at least 1 and at most 1024"),
-    ("hf=MODEL prompt=a sampling.max_new_tokens=9999999", "sampling.max_new_tokens=9999999 must be at least 1 and at"),
+    (
+        "hf=MODEL prompt=a sampling.max_new_tokens=9999999",
+        "sampling.max_new_tokens=9999999 must be at least 1 and at",
+    ),
     ("hf=MODEL prompt=a batch_size=0", "batch_size=0 must be at least 1"),
     ("hf=MODEL prompt=a batch_size=3 mesh.data=8", "batch_size=3 does not divide over mesh.data=8"),
     ("hf=MODEL prompt=a mesh.context=8 mesh.data=1", "sampling has nothing along context"),
     ("hf=MODEL prompt=a stop=['']", "stop= has an empty string"),
     ("hf=MODEL prompt=a metrics=[tensorboard]", "metrics= has nothing to write here"),
     ("hf=MODEL prompt=a sampling.temprature=1", "did you mean sampling.temperature"),
-    ("hf=LEARNED prompt=abcdefgh", "the prompt has 7 tokens, which with sampling.max_new_tokens=6 are over the 12"),
-    ("hf=MODEL draft=model draft_run=SHORT prompt=abcdefgh", "are over the 12 positions of the draft"),
+    (
+        "hf=LEARNED prompt=abcdefgh",
+        "the prompt has 7 tokens, which with sampling.max_new_tokens=6 are over the 12",
+    ),
+    (
+        "hf=MODEL draft=model draft_run=SHORT prompt=abcdefgh",
+        "are over the 12 positions of the draft",
+    ),
 ]
 
 
@@ -315,7 +403,10 @@ def folders(folder, tmp_path_factory):
                                                         "norm": "layer", "bias": True, "tied": True}  # fmt: skip
     others = {"OTHER": hf_folder(path / "other", 320, text="other words " * 40), "MODEL": folder}
     others["WIDER"] = hf_folder(path / "wider", 384)
-    return others | {"LEARNED": hf_folder(path / "learned", 320, **learned), "SHORT": path / "learned"}
+    return others | {
+        "LEARNED": hf_folder(path / "learned", 320, **learned),
+        "SHORT": path / "learned",
+    }
 
 
 @pytest.mark.parametrize("flags, sentence", BAD_FLAGS, ids=[flags for flags, _ in BAD_FLAGS])
@@ -334,7 +425,10 @@ def test_a_batch_that_does_not_fit_says_what_to_lower(main, folder, monkeypatch)
 
     monkeypatch.setattr(_batches, "draw", draw)
     said = main(f"hf={folder}", "prompt=alpha", "num_samples=3", *FAST, of="generate").sentence()
-    assert "1 prompts of up to 16 tokens, 3 x 6 new ones each, do not fit into memory; lower batch_size" in said
+    assert (
+        "1 prompts of up to 16 tokens, 3 x 6 new ones each, do not fit into memory; lower batch_size"
+        in said
+    )
 
 
 def test_logits_that_are_not_finite_are_no_text(folder):
@@ -354,8 +448,18 @@ def test_ctrl_c_says_how_many_lines_are_whole(main, asked, folder, tmp_path, mon
 
     monkeypatch.setattr(_completions.Completions, "write", once)
     (tmp_path / "prompts.txt").write_text("alpha\nbeta\n")
-    said = main(f"hf={folder}", "prompts=prompts.txt", "out=texts.jsonl", "batch_size=1", *FAST, of="generate")
-    assert said.code == 130 and "1 lines of texts.jsonl are whole, and the same command goes on" in said.err
+    said = main(
+        f"hf={folder}",
+        "prompts=prompts.txt",
+        "out=texts.jsonl",
+        "batch_size=1",
+        *FAST,
+        of="generate",
+    )
+    assert (
+        said.code == 130
+        and "1 lines of texts.jsonl are whole, and the same command goes on" in said.err
+    )
     assert len(read(tmp_path / "texts.jsonl")) == 1
 
 
@@ -390,8 +494,15 @@ def test_a_smaller_model_drafts(ask, asked, folder, tmp_path):
     assert call["draft"] == ModelDraft(Decoder(call["model"]), 3) and call["rule"] == "rejection"
     weights = _texts.fingerprint(from_hf(folder)[1])
     assert _texts.fingerprint(call["draft_params"]) == weights
-    said = json.loads((tmp_path / "texts.jsonl.flags").read_text())  # by this rule a draft decides on tokens, too
-    assert (said["draft"], said["draft_length"], said["draft_run"], said["weights"]) == ("model", 3, weights, weights)
+    said = json.loads(
+        (tmp_path / "texts.jsonl.flags").read_text()
+    )  # by this rule a draft decides on tokens, too
+    assert (said["draft"], said["draft_length"], said["draft_run"], said["weights"]) == (
+        "model",
+        3,
+        weights,
+        weights,
+    )
 
 
 def test_every_preset_opens_with_its_command_and_composes():
@@ -402,7 +513,10 @@ def test_every_preset_opens_with_its_command_and_composes():
         flags = command.removeprefix("# python -m experiments.generate ")
         assert first == "# @package _global_" and flags.startswith(f"preset={path.stem} run=")
         generate.compose(*shlex.split(flags))
-    assert generate.compose("preset=greedy").draft == "copy" and generate.compose("preset=samples").num_samples == 8
+    assert (
+        generate.compose("preset=greedy").draft == "copy"
+        and generate.compose("preset=samples").num_samples == 8
+    )
 
 
 def test_a_fingerprint_is_of_every_array():

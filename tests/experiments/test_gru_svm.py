@@ -39,9 +39,9 @@ def test_newtons_states_and_gradients_are_the_loops(head, x64):
         def run(params):
             return gru_svm.loss(params, xs, labels, method, penalty=3.0)
 
-        return jit(jax.value_and_grad(run, has_aux=True))(params), jit(gru_svm.states, static_argnums=2)(
-            params, xs, method
-        )
+        return jit(jax.value_and_grad(run, has_aux=True))(params), jit(
+            gru_svm.states, static_argnums=2
+        )(params, xs, method)
 
     got = both(None)
     assert_close(got, both(Sequential()), 1e-10)
@@ -49,7 +49,9 @@ def test_newtons_states_and_gradients_are_the_loops(head, x64):
         np.testing.assert_allclose(got[0][0][0], by_hand(params, xs, labels, 3.0), rtol=1e-12)
     else:
         scores = got[0][0][1]
-        np.testing.assert_allclose(got[0][0][0], np.log1p(np.exp(-labels * scores)).mean(), rtol=1e-12)
+        np.testing.assert_allclose(
+            got[0][0][0], np.log1p(np.exp(-labels * scores)).mean(), rtol=1e-12
+        )
 
 
 def test_traffic_is_labelled_by_its_marked_events():

@@ -54,9 +54,21 @@ def test_a_run_saves_tells_and_goes_on(tmp_path, capfd):
     told = []
     first = train(Sum(), jnp.float32, run_of(tmp_path, told))
     assert (first.step, float(first.state), told) == (6, 15.0, [0])
-    assert sorted(Checkpoints(tmp_path / "checkpoints", read_only=True).on_disk()) == [4, 6]  # the newest two
-    assert {path.name for path in tmp_path.iterdir()} >= {"config.yaml", "env.json", "metrics.jsonl", "checkpoints"}
-    second = train(Sum(), jnp.float32, run_of(tmp_path, told, longer(8), evaluate=lambda state: {"twice": 2 * state}))
+    assert sorted(Checkpoints(tmp_path / "checkpoints", read_only=True).on_disk()) == [
+        4,
+        6,
+    ]  # the newest two
+    assert {path.name for path in tmp_path.iterdir()} >= {
+        "config.yaml",
+        "env.json",
+        "metrics.jsonl",
+        "checkpoints",
+    }
+    second = train(
+        Sum(),
+        jnp.float32,
+        run_of(tmp_path, told, longer(8), evaluate=lambda state: {"twice": 2 * state}),
+    )
     assert (second.step, float(second.state), told) == (8, 28.0, [0, 6])
     assert [row["step"] for row in rows(tmp_path) if "train/loss" in row] == list(range(1, 9))
     assert rows(tmp_path)[-1]["step"] == 8 and any(row.get("twice") == 56 for row in rows(tmp_path))
@@ -68,7 +80,9 @@ def test_a_run_cut_within_a_chunk_goes_on_at_the_steps_of_an_uncut_one(tmp_path)
     def events(folder, steps):
         run = run_of(folder, [], Config(train=TrainConfig(steps, 3, 3)), checkpoints={"keep": 9})
         run = dataclasses.replace(run, fit=dataclasses.replace(run.fit, eval_every=6))
-        train(Sum(), jnp.float32, dataclasses.replace(run, evaluate=lambda state: {"eval/sum": state}))
+        train(
+            Sum(), jnp.float32, dataclasses.replace(run, evaluate=lambda state: {"eval/sum": state})
+        )
         evals = [row["step"] for row in rows(folder) if "eval/sum" in row]
         return evals, sorted(Checkpoints(folder / "checkpoints", read_only=True).on_disk())
 
@@ -112,7 +126,11 @@ def test_what_check_raises_ends_the_run(tmp_path):
 
 def test_where_checkpoints_live_and_how_many_are_kept(tmp_path):
     where = tmp_path / "elsewhere"
-    train(Sum(), jnp.float32, run_of(tmp_path / "run", [], checkpoints={"where": str(where), "keep": 1}))
+    train(
+        Sum(),
+        jnp.float32,
+        run_of(tmp_path / "run", [], checkpoints={"where": str(where), "keep": 1}),
+    )
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert sorted(Checkpoints(where, read_only=True).on_disk()) == [6]
 

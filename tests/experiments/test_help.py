@@ -18,7 +18,12 @@ def asked(request):
     """An experiment, its configuration and its help."""
     schema = importlib.import_module(f"experiments.{request.param}").Config
     config = _run.compose(request.param, schema, [])
-    return request.param, schema, config, _help.text_of(request.param, schema, config, _run.RunConfig)
+    return (
+        request.param,
+        schema,
+        config,
+        _help.text_of(request.param, schema, config, _run.RunConfig),
+    )
 
 
 def test_every_flag_has_a_line(asked):
@@ -29,7 +34,9 @@ def test_every_flag_has_a_line(asked):
         shown = re.search(rf"^  {re.escape(name)}=(.*)\n      (.*)$", text, re.MULTILINE)
         assert shown and said.startswith(shown[2]), name
         assert shown[1].endswith(f"   ({legal})" if legal else "")
-    assert len(rows) == len(re.findall(r"^  [\w.]+=.*\n      ", text.split("\nflags, ")[1], re.MULTILINE))
+    assert len(rows) == len(
+        re.findall(r"^  [\w.]+=.*\n      ", text.split("\nflags, ")[1], re.MULTILINE)
+    )
     assert f"\n  seed={config.seed}   (whole number, at least 0 and at most 4294967295)\n" in text
 
 
@@ -44,11 +51,15 @@ def examples(name, text):
 def test_examples_are_five_of_flags_that_exist(asked):
     name, schema, config, text = asked
     known = {flag for flag, *_ in _help.flags(schema, config)} | {"preset", "adapter", "planner"}
-    open_ended = {flag.name for flag in dataclasses.fields(schema) if flag.type not in (int, float, str, bool)}
+    open_ended = {
+        flag.name for flag in dataclasses.fields(schema) if flag.type not in (int, float, str, bool)
+    }
     assert len(examples(name, text)) >= 5
     for flags in examples(name, text):
         names = [flag.split("=")[0] for flag in flags]
-        assert [flag for flag in names if flag not in known and flag.split(".")[0] not in open_ended] == []
+        assert [
+            flag for flag in names if flag not in known and flag.split(".")[0] not in open_ended
+        ] == []
 
 
 @pytest.mark.slow  # 15 s: Hydra reads every file for each
@@ -65,7 +76,10 @@ def test_presets_say_what_they_are(asked):
 
 
 COUNT = r"(?:[\d.]+|an?|one|two|three|four|five|six|seven|eight|nine|ten|twenty|half an?|some \w+)"
-TIME = re.compile(rf"\b(?:{COUNT}(?: and a half)? (?:s|seconds?|minutes?|hours?|days?)|half a minute)\b", re.IGNORECASE)
+TIME = re.compile(
+    rf"\b(?:{COUNT}(?: and a half)? (?:s|seconds?|minutes?|hours?|days?)|half a minute)\b",
+    re.IGNORECASE,
+)
 MACHINE = re.compile(r"\b(?:CPU cores?|busy cores?|H100|H200|a CPU|TPU)\b")
 
 
@@ -103,7 +117,9 @@ def test_flags_beside_it_change_what_it_shows(monkeypatch, capsys):
         "Evolves networks, structure and all, until the task is solved.\n\npython -m experiments.neat "
     )
     assert "\n  max_conns=40   (whole number, at least 1)\n      Capacity of a genome.\n" in out
-    assert "\n  rates.excess=1.0   (number, at least 0)\n" in out, "of the canonical mode, which the preset has"
+    assert "\n  rates.excess=1.0   (number, at least 0)\n" in out, (
+        "of the canonical mode, which the preset has"
+    )
 
 
 def test_what_is_legal_is_said_as_it_is_refused():

@@ -57,12 +57,16 @@ def test_a_jitted_loop_drives_them_in_order():
 
     told = go(first.ids)
     pool.close()
-    np.testing.assert_array_equal(told.obs[..., 0], np.broadcast_to(np.arange(1.0, 6)[:, None], (5, 4)))
+    np.testing.assert_array_equal(
+        told.obs[..., 0], np.broadcast_to(np.arange(1.0, 6)[:, None], (5, 4))
+    )
     assert {tuple(sorted(ids)) for ids in np.asarray(told.ids).tolist()} == {(0, 1, 2, 3)}
 
 
 def test_mistakes_are_told():
-    with pytest.raises(UsageError, match="batch=3 and num_threads=1 must be from 1 to the 2 environments"):
+    with pytest.raises(
+        UsageError, match="batch=3 and num_threads=1 must be from 1 to the 2 environments"
+    ):
         Hosted(made, 2, 1, 3)
     pool = Hosted(made, 2, 1, 2)
     with pytest.raises(UsageError, match="environment 1 is under way"):

@@ -16,7 +16,9 @@ N, PIXELS, WIDTH, BLOCKS = 24, 16, 5, (2, 3)
 
 
 def drawn(skew=0.0):
-    params = jax.tree.map(lambda x: np.asarray(x, np.float64), trellis.init(0, PIXELS, WIDTH, BLOCKS))
+    params = jax.tree.map(
+        lambda x: np.asarray(x, np.float64), trellis.init(0, PIXELS, WIDTH, BLOCKS)
+    )
     params["levels"][1]["router"][:, 0] += skew
     rng = np.random.default_rng(1)
     return params, rng.standard_normal((N, PIXELS)), rng.integers(0, trellis.CLASSES, N)
@@ -28,14 +30,18 @@ def test_hard_routes_are_the_masked_dense_evaluation(skew, x64):
     params, x, y = drawn(skew)
 
     def run(choose):
-        outputs = jax.value_and_grad(functools.partial(trellis.loss, weight=0.3, choose=choose), (0, 1))
+        outputs = jax.value_and_grad(
+            functools.partial(trellis.loss, weight=0.3, choose=choose), (0, 1)
+        )
         return jit(lambda p, x: (outputs(p, x, y), trellis.forward(p, x, choose)))(params, x)
 
     got = run(trellis.by_rows)
     assert_close(got, run(trellis.by_mask), 1e-12)  # as many products, summed in another order
     taken = set(np.asarray(got[1][1][1]).argmax(-1).tolist())
     assert len(taken) == 1 if skew else len(taken) > 1
-    assert {k for k, block in enumerate(got[0][1][0]["levels"][1]["block"]) if np.any(block != 0)} <= taken
+    assert {
+        k for k, block in enumerate(got[0][1][0]["levels"][1]["block"]) if np.any(block != 0)
+    } <= taken
 
 
 def test_a_digit_costs_its_path():
@@ -55,7 +61,9 @@ def test_a_digit_costs_its_path():
     got = trellis.forward(jax.tree.map(jnp.float32, params), jnp.float32(x))[0]
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
     path, every = trellis.multiplications(params, PIXELS)
-    assert set(counts) == {path} and every - path == PIXELS * 9 * WIDTH**2 * (sum(BLOCKS) - len(BLOCKS))
+    assert set(counts) == {path} and every - path == PIXELS * 9 * WIDTH**2 * (
+        sum(BLOCKS) - len(BLOCKS)
+    )
 
 
 def conv(h, weight):
@@ -82,7 +90,10 @@ def test_the_gain_is_that_of_a_loop():
     gain = entropy(route.mean(0))
     for c in range(4):
         gain -= np.mean(y == c) * entropy(route[y == c].mean(0))
-    assert abs(float(information_gain(jnp.asarray(route, jnp.float32), jnp.asarray(y), 4)) - gain) < 1e-6
+    assert (
+        abs(float(information_gain(jnp.asarray(route, jnp.float32), jnp.asarray(y), 4)) - gain)
+        < 1e-6
+    )
 
 
 def entropy(p):
@@ -92,11 +103,15 @@ def entropy(p):
 def test_it_learns_to_tell_classes_apart(optimised):
     rng = np.random.default_rng(3)
     y = rng.integers(0, trellis.CLASSES, 400).astype(np.int32)
-    x = (rng.standard_normal((trellis.CLASSES, PIXELS))[y] + 0.1 * rng.standard_normal((400, PIXELS))).astype(
-        np.float32
-    )
+    x = (
+        rng.standard_normal((trellis.CLASSES, PIXELS))[y] + 0.1 * rng.standard_normal((400, PIXELS))
+    ).astype(np.float32)
     params = trellis.init(0, PIXELS, 16, BLOCKS)
     _, before, _ = trellis.judge(params, x, y)
-    accuracy, gains, loads = trellis.judge(trellis.train(params, x, y, steps=150, weight=0.5, seed=0), x, y)
+    accuracy, gains, loads = trellis.judge(
+        trellis.train(params, x, y, steps=150, weight=0.5, seed=0), x, y
+    )
     assert accuracy > 0.95 and all(gain > 2 * old for gain, old in zip(gains, before, strict=True))
-    assert all(load < k - 0.5 for load, k in zip(loads, BLOCKS, strict=True))  # k where one block gets all
+    assert all(
+        load < k - 0.5 for load, k in zip(loads, BLOCKS, strict=True)
+    )  # k where one block gets all

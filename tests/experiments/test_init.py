@@ -32,7 +32,9 @@ MODEL = LMConfig(
 @pytest.fixture
 def folder(tmp_path):
     rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: jax.numpy.asarray(0.3 * rng.standard_normal(x.shape), "float32"), abstract(MODEL))
+    params = jax.tree.map(
+        lambda x: jax.numpy.asarray(0.3 * rng.standard_normal(x.shape), "float32"), abstract(MODEL)
+    )
     to_hf(params, MODEL, tmp_path / "given")
     words = {f"w{i}": i for i in range(14)} | {"<s>": 14, "</s>": 15}
     library = tokenizers.Tokenizer(models.WordLevel(words, unk_token="w0"))
@@ -40,7 +42,9 @@ def folder(tmp_path):
     library.save(str(tmp_path / "given" / "tokenizer.json"))
     config = json.loads((tmp_path / "given" / "config.json").read_text()) | {"eos_token_id": 15}
     (tmp_path / "given" / "config.json").write_text(json.dumps(config))
-    (tmp_path / "given" / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
+    (tmp_path / "given" / "chat_template.jinja").write_text(
+        "{{ bos_token }}{{ messages[0].content }}"
+    )
     (tmp_path / "given" / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
     (tmp_path / "text.txt").write_text(" ".join(f"w{i}" for i in rng.integers(0, 14, 600)))
     return tmp_path / "given"
@@ -48,20 +52,34 @@ def folder(tmp_path):
 
 def compose(folder, *flags):
     text = folder.parent / "text.txt"
-    sizes = ("data.seq_len=8", "data.batch_size=8", "data.split=tail:0.2", "data.pack=false", "model.dtype=float32")
+    sizes = (
+        "data.seq_len=8",
+        "data.batch_size=8",
+        "data.split=tail:0.2",
+        "data.pack=false",
+        "model.dtype=float32",
+    )
     length = ("train.steps=2", "train.eval_every=0", "train.eval_batches=1", "train.save_every=1")
     flags = (*sizes, *length, "sampling.max_new_tokens=2", *flags)
     return lm.compose("preset=finetune", f"init=hf:{folder}", f"data.path={text}", *flags)
 
 
-def test_a_run_begins_with_the_folder_resumes_without_it_and_is_written_back(folder, tmp_path, capsys, monkeypatch):
+def test_a_run_begins_with_the_folder_resumes_without_it_and_is_written_back(
+    folder, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(lm, "draw_sample", lambda *_: "")  # a program of its own
     run, out, rate = tmp_path / "run", tmp_path / "out", 1e-3
     given = from_hf(folder, dtype="float32")[1]
-    flags = (f"optimizer.learning_rate={rate}", "optimizer.warmup_steps=0", "optimizer.schedule=constant")
+    flags = (
+        f"optimizer.learning_rate={rate}",
+        "optimizer.warmup_steps=0",
+        "optimizer.schedule=constant",
+    )
 
     def furthest(params):
-        moved = jax.tree.map(lambda a, b: float(abs(np.asarray(a) - np.asarray(b)).max()), params, given)
+        moved = jax.tree.map(
+            lambda a, b: float(abs(np.asarray(a) - np.asarray(b)).max()), params, given
+        )
         return np.max(jax.tree.leaves(moved))
 
     with use_mesh(make_mesh(MeshSpec(), jax.devices()[:1])):

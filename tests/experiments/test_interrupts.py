@@ -20,8 +20,28 @@ from experiments import _folder, _interrupt, _run, env, launch
 ROOT = pathlib.Path(__file__).parents[2]
 NOTHING = "interrupted; nothing had been saved yet, and the same command begins anew."
 NONE = "interrupted; no checkpoint had been saved since this start."
-COMMANDS = ["compare", "digits", "env", "estimate", "generate", "launch", "life", "lm", "moving_digits", "neat"]
-COMMANDS += ["own", "pipeline", "pipelined_speculation", "pomdp", "rl", "rnn", "step_speculation", "verify"]
+COMMANDS = [
+    "compare",
+    "digits",
+    "env",
+    "estimate",
+    "generate",
+    "launch",
+    "life",
+    "lm",
+    "moving_digits",
+    "neat",
+]
+COMMANDS += [
+    "own",
+    "pipeline",
+    "pipelined_speculation",
+    "pomdp",
+    "rl",
+    "rnn",
+    "step_speculation",
+    "verify",
+]
 
 
 def interrupt():
@@ -105,7 +125,10 @@ def test_whatever_becomes_of_the_exception(ended, how):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_stopped_in_good_order_tells_its_signal(ended, number):
-    assert ended(lambda folder: types.SimpleNamespace(interrupted=int(number))) == (128 + number, NONE + "\n")
+    assert ended(lambda folder: types.SimpleNamespace(interrupted=int(number))) == (
+        128 + number,
+        NONE + "\n",
+    )
 
 
 @pytest.mark.parametrize("resume", [True, False])
@@ -113,7 +136,10 @@ def test_the_sentence_tells_what_there_is_to_go_on_from(ended, tmp_path, resume)
     again = "" if resume else rf" with resume=true hydra\.run\.dir={re.escape(str(tmp_path))}"
 
     def execute(folder):
-        with _folder.run_folder(folder, True) as folder, _folder.saving(folder, resume) as checkpoints:
+        with (
+            _folder.run_folder(folder, True) as folder,
+            _folder.saving(folder, resume) as checkpoints,
+        ):
             for step in steps:
                 checkpoints.save(step, {"x": jnp.ones(3)}, {}, {})
             interrupt()  # the save of the last one goes on
@@ -123,7 +149,8 @@ def test_the_sentence_tells_what_there_is_to_go_on_from(ended, tmp_path, resume)
     steps = [3, 7]
     code, said = ended(execute)
     assert code == 130 and re.fullmatch(
-        rf"interrupted; the checkpoint of step 7 is whole, and the same command{again} goes on from it\.\n", said
+        rf"interrupted; the checkpoint of step 7 is whole, and the same command{again} goes on from it\.\n",
+        said,
     )
 
 
@@ -134,7 +161,9 @@ def test_a_half_written_checkpoint_is_not_told_of(tmp_path, monkeypatch):
         checkpoints.save(3, {"x": jnp.ones(3)}, {}, {})
         checkpoints.wait()
         manager, save = checkpoints._manager, checkpoints._manager.save
-        monkeypatch.setattr(manager, "save", lambda *args, **kwargs: gate.wait(60) and save(*args, **kwargs))
+        monkeypatch.setattr(
+            manager, "save", lambda *args, **kwargs: gate.wait(60) and save(*args, **kwargs)
+        )
         checkpoints.save(7, {"x": jnp.ones(3)}, {}, {})
         (tmp_path / "checkpoints" / "7.orbax-checkpoint-tmp").mkdir()
         said.append(_interrupt.answer.sentence())
@@ -218,9 +247,16 @@ STAND_IN = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nex
 def test_ctrl_c_while_all_is_imported(tmp_path, name):
     """Something else is imported in place of JAX, which sends the signal and would swallow an exception."""
     (tmp_path / "jax.py").write_text(STAND_IN)
-    line, environment = [sys.executable, "-m", f"experiments.{name}"], os.environ | {"PYTHONPATH": str(ROOT)}
+    line, environment = (
+        [sys.executable, "-m", f"experiments.{name}"],
+        os.environ | {"PYTHONPATH": str(ROOT)},
+    )
     said = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert (said.returncode, said.stdout, said.stderr) == (130, "", "interrupted before anything began.\n")
+    assert (said.returncode, said.stdout, said.stderr) == (
+        130,
+        "",
+        "interrupted before anything began.\n",
+    )
 
 
 PROGRAM = """
@@ -242,11 +278,26 @@ with _interrupt.answering():
     "inside, after, code, sentence",
     [
         ("pass", "pass", 0, ""),
-        ("Interrupt()", "pass", 130, NONE + "\n"),  # Python prints the exceptions of __del__, and goes on
+        (
+            "Interrupt()",
+            "pass",
+            130,
+            NONE + "\n",
+        ),  # Python prints the exceptions of __del__, and goes on
         ("pass", "Interrupt()", 130, "interrupted when all was done.\n"),
-        ("pass", "atexit.register(Interrupt); _interrupt.finish(0)", 130, "interrupted when all was done.\n"),
+        (
+            "pass",
+            "atexit.register(Interrupt); _interrupt.finish(0)",
+            130,
+            "interrupted when all was done.\n",
+        ),
         # Nothing of Python's own end, in which a signal is lost, is left to come.
-        ("pass", "atexit.register(sys.stderr.write, 'bye'); kept = Interrupt(); _interrupt.finish(3)", 3, "bye"),
+        (
+            "pass",
+            "atexit.register(sys.stderr.write, 'bye'); kept = Interrupt(); _interrupt.finish(3)",
+            3,
+            "bye",
+        ),
     ],
     ids=["never", "while an object is deleted", "after the experiment", "at exit", "the very end"],
 )
@@ -305,8 +356,13 @@ def check(code, err):
 
 def test_ctrl_c_while_xla_compiles_is_no_crash(command, tmp_path):
     """The runtime must not be taken apart under a compilation that goes on: jaxlib 0.10 crashed, three of three."""
-    environment = command.env | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "XLA_FLAGS": ""}
-    process = start("rl", "train.steps=20000 num_seeds=1 hydra.run.dir=run".split(), tmp_path, environment)
+    environment = command.env | {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+        "XLA_FLAGS": "",
+    }
+    process = start(
+        "rl", "train.steps=20000 num_seeds=1 hydra.run.dir=run".split(), tmp_path, environment
+    )
     for line in process.stdout:
         if line.startswith("updates"):
             break
@@ -329,7 +385,9 @@ SWEPT = TINY | {
 def test_ctrl_c_at_random_moments_of_every_command(command, tmp_path, name):
     """Once or twice, from a start's first imports to its end; each start goes on from what the one before has left."""
     shuffle, counts, run = random.Random(name), {}, tmp_path / "run"
-    flags = SWEPT[name].split() + (command.flags if name in ("lm", "launch") else ["hydra.run.dir=run"])
+    flags = SWEPT[name].split() + (
+        command.flags if name in ("lm", "launch") else ["hydra.run.dir=run"]
+    )
     for trial in range(int(os.environ.get("INTERRUPTS", "20"))):
         began = time.time()
         process = start(name, flags, tmp_path, command.env)
@@ -346,8 +404,14 @@ def test_ctrl_c_at_random_moments_of_every_command(command, tmp_path, name):
         sentence = check(process.returncode, err) if came else "ended before"
         assert came or process.returncode == 0, (out, err)
         assert "refused" not in out + err
-        newest = max([int(path.name) for path in (run / "checkpoints").glob("*") if path.name.isdigit()], default=0)
-        assert f"checkpoint of step {newest} is whole, and" in sentence or "is whole, and" not in sentence
+        newest = max(
+            [int(path.name) for path in (run / "checkpoints").glob("*") if path.name.isdigit()],
+            default=0,
+        )
+        assert (
+            f"checkpoint of step {newest} is whole, and" in sentence
+            or "is whole, and" not in sentence
+        )
         sentence = re.sub(r"\d+", "N", sentence)
         counts[sentence] = counts.get(sentence, 0) + 1
         if not came:

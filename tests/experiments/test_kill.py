@@ -22,7 +22,10 @@ def cache(compiled):
 
 def rows(folder):
     """Returns the lines of metrics.jsonl without the clock's numbers; all others are the text that is there."""
-    lines = [json.loads(line, parse_float=str) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line, parse_float=str)
+        for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     lines = [{k: v for k, v in line.items() if not k.startswith("speed/")} for line in lines]
     return [line for line in lines if line.keys() != {"step"}]
 
@@ -55,7 +58,9 @@ def kill_once(command, folder, phase, shuffle):
     """Starts the command and kills it in `phase`; returns what it said, and whether a checkpoint was half-written."""
     began, flags = time.time(), [f"hydra.run.dir={folder}"]
     if phase in MOMENTS:
-        return command.finish(command.start(*flags, within=[phase, str(shuffle.randint(1, 3))])), False
+        return command.finish(
+            command.start(*flags, within=[phase, str(shuffle.randint(1, 3))])
+        ), False
     process = command.start(*flags)
     if phase == "start-up":
         time.sleep(shuffle.uniform(0, 6))
@@ -70,7 +75,10 @@ def kill_once(command, folder, phase, shuffle):
 
 
 def newest_whole(folder):
-    return max((int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdigit()), default=0)
+    return max(
+        (int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdigit()),
+        default=0,
+    )
 
 
 def kill_and_compare(command, main, finished, num_kills, seed, phases=PHASES):
@@ -91,7 +99,9 @@ def kill_and_compare(command, main, finished, num_kills, seed, phases=PHASES):
             killed += [phase] * alive
             resumed = re.search(r"\(resuming at step (\d+)\)", dying.out)
             assert "\nrun " not in dying.out or (int(resumed[1]) if resumed else 0) == expected
-            assert newest_whole(folder) >= expected and not list((folder / "checkpoints").glob("*.refused*"))
+            assert newest_whole(folder) >= expected and not list(
+                (folder / "checkpoints").glob("*.refused*")
+            )
         last = main(f"hydra.run.dir={folder}", compiles=True)
         assert last.code == 0 and "refused" not in last.out + last.err, last
         assert rows(folder) == rows(reference)
@@ -105,12 +115,21 @@ def kill_and_compare(command, main, finished, num_kills, seed, phases=PHASES):
 
 def test_the_uninterrupted_run_leaves_its_files(finished):
     said, folder = finished
-    assert {path.name for path in folder.iterdir()} >= {"config.yaml", "env.json", "metrics.jsonl", "checkpoints"}
+    assert {path.name for path in folder.iterdir()} >= {
+        "config.yaml",
+        "env.json",
+        "metrics.jsonl",
+        "checkpoints",
+    }
     assert (folder / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")
     facts = json.loads((folder / "env.json").read_text())
     assert len(facts["devices"]) == 8 and facts["jax"] and facts["jaxpar"]
     train = [row["step"] for row in rows(folder) if "train/loss" in row]
-    validation = {row["step"]: float(row["validation/loss"]) for row in rows(folder) if "validation/loss" in row}
+    validation = {
+        row["step"]: float(row["validation/loss"])
+        for row in rows(folder)
+        if "validation/loss" in row
+    }
     assert train == list(range(1, 41)) and list(validation) == [20, 40]
     assert abs(validation[40] - losses(folder)[-1]) < 0.5  # of other words from the same four
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [LOCK, "36", "40"]
@@ -145,9 +164,16 @@ def test_the_newest_being_damaged_the_run_goes_on_from_the_one_before(main, copi
             path.write_bytes(path.read_bytes()[:-100])
     said = main("hydra.run.dir=run", compiles=True)
     assert said.code == 0 and "(resuming at step 36)" in said.out, said
-    assert re.search(r"^the checkpoint \S+/40 .*; it was set aside as 40\.refused$", said.out, re.MULTILINE)
+    assert re.search(
+        r"^the checkpoint \S+/40 .*; it was set aside as 40\.refused$", said.out, re.MULTILINE
+    )
     assert rows(copied) == rows(finished[1])
-    assert sorted(path.name for path in (copied / "checkpoints").iterdir()) == [LOCK, "36", "40", "40.refused"]
+    assert sorted(path.name for path in (copied / "checkpoints").iterdir()) == [
+        LOCK,
+        "36",
+        "40",
+        "40.refused",
+    ]
 
 
 @pytest.mark.slow
@@ -162,7 +188,9 @@ def test_preemption_in_a_save_and_again_in_the_last_save_loses_nothing(command, 
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)  # some clusters send it twice
     said = command.finish(process)
-    assert said.code in (128 + signal.SIGTERM, -signal.SIGTERM) and "Traceback" not in said.err, said
+    assert said.code in (128 + signal.SIGTERM, -signal.SIGTERM) and "Traceback" not in said.err, (
+        said
+    )
     step = newest_whole(tmp_path / "run")
     assert step >= len(losses(tmp_path / "run")) > 0
     if said.code > 0:  # the second came before the run had ended
@@ -197,7 +225,9 @@ def test_ctrl_c_says_how_to_go_on_and_any_mesh_does(command, main, finished, tmp
     assert f"(resuming at step {step})" in moved.out
     got, want = losses(tmp_path / "moved"), losses(finished[1])
     assert got[:step] == want[:step]
-    np.testing.assert_allclose(got, want, rtol=1e-4)  # the order of sums differs, and Adam magnifies that
+    np.testing.assert_allclose(
+        got, want, rtol=1e-4
+    )  # the order of sums differs, and Adam magnifies that
 
 
 def test_a_finished_run_prints_its_result_and_how_to_go_on(main, copied, finished):
@@ -216,7 +246,9 @@ def test_eval_and_sample_work_on_a_run(main, copied):
     value = float(said.out.rsplit("validation/loss ", 1)[1].split()[0])
     final = [float(row["validation/loss"]) for row in rows(copied) if "validation/loss" in row][-1]
     assert abs(value - final) < 0.3  # the whole split against one batch of it
-    said = main("mode=sample", "run=run", "prompt=beta g", "checkpoint=newest", "sampling.temperature=0")
+    said = main(
+        "mode=sample", "run=run", "prompt=beta g", "checkpoint=newest", "sampling.temperature=0"
+    )
     assert said.code == 0 and "\nbeta g" in said.out, said
 
 
@@ -245,5 +277,8 @@ def test_other_text_is_refused(main, text, tmp_path):
 def test_a_loss_that_stays_not_finite_stops_the_run(main, tmp_path):
     flags = "optimizer.learning_rate=1e30 optimizer.warmup_steps=0 optimizer.clip_norm=0 train.max_skipped=3"
     said = main(*flags.split(), "hydra.run.dir=run", compiles=True).sentence()
-    assert "the loss, its gradient or the new parameters were not finite for 3 steps up to step 4; lower" in said
+    assert (
+        "the loss, its gradient or the new parameters were not finite for 3 steps up to step 4; lower"
+        in said
+    )
     assert [row.get("train/skipped_in_a_row") for row in rows(tmp_path / "run")][-1] == "3.0"

@@ -31,7 +31,9 @@ def test_the_scan_is_its_steps_and_spikes_are_equal(x64):
     assert 0 < spikes.mean() < 1
 
     def read(params):
-        return l2mu.run(params, xs, l2mu.begin(2, SIZE, UNITS, NEURONS, jnp.float64), THETA)[0].trace.sum()
+        return l2mu.run(params, xs, l2mu.begin(2, SIZE, UNITS, NEURONS, jnp.float64), THETA)[
+            0
+        ].trace.sum()
 
     grads = jit(jax.grad(read))(params)
     assert all(np.any(np.asarray(grads[name]) != 0) for name in ("w_u", "b_u", "w_x", "w_m", "b"))

@@ -24,7 +24,8 @@ from experiments import _interrupt, _run, launch
 SAME = ["optimizer.eps=1e-6", "optimizer.warmup_steps=4"]
 
 needs_children = pytest.mark.skipif(
-    not pathlib.Path("/proc/self/task").is_dir(), reason="finds the launcher's children where Linux lists them"
+    not pathlib.Path("/proc/self/task").is_dir(),
+    reason="finds the launcher's children where Linux lists them",
 )
 
 
@@ -52,8 +53,15 @@ class Launched:
     """`python -m experiments.launch` of as many processes as `devices` has entries, in a folder of its own."""
 
     def __init__(self, command, processes, devices, *flags):
-        line = [sys.executable, "-m", "experiments.launch", *arguments(command, processes, devices, *flags)]
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", errors="replace")
+        line = [
+            sys.executable,
+            "-m",
+            "experiments.launch",
+            *arguments(command, processes, devices, *flags),
+        ]
+        pipes = dict(
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", errors="replace"
+        )
         self.process = subprocess.Popen(line, cwd=command.cwd, env=command.env, **pipes)
         self.pid, self.count, self._command = self.process.pid, processes, command
 
@@ -98,17 +106,32 @@ def is_alive(number):
 
 @pytest.mark.slow
 def test_other_numbers_of_processes_go_on_with_the_same_losses(command):
-    flags = ["data.batch_size=6", "optimizer.decay_steps=9", "train.eval_every=3", "train.save_every=3"]
+    flags = [
+        "data.batch_size=6",
+        "optimizer.decay_steps=9",
+        "train.eval_every=3",
+        "train.save_every=3",
+    ]
     alone = command(
-        *SAME, *flags, "train.steps=9", "cpu_devices=4", "mesh.data=2", "mesh.tensor=2", "hydra.run.dir=one"
+        *SAME,
+        *flags,
+        "train.steps=9",
+        "cpu_devices=4",
+        "mesh.data=2",
+        "mesh.tensor=2",
+        "hydra.run.dir=one",
     )
     assert alone.code == 0, alone
     # a launched start, one process, other launched processes
     both = Launched(command, 2, 2, *flags, "train.steps=3", "mesh.data=2", "mesh.tensor=2").finish()
     assert both.code == 0 and "data=2 tensor=2 on 4 cpu devices" in both.out, both
-    assert both.out.count("validation loss") == 1 and "Gloo" not in both.out, "process 0 alone is heard, and no noise"
+    assert both.out.count("validation loss") == 1 and "Gloo" not in both.out, (
+        "process 0 alone is heard, and no noise"
+    )
     three = Launched(command, 3, 1, *flags, "train.steps=9").finish()
-    assert three.code == 0 and "(resuming at step 3)" in three.out and "data=3 on 3 cpu" in three.out, three
+    assert (
+        three.code == 0 and "(resuming at step 3)" in three.out and "data=3 on 3 cpu" in three.out
+    ), three
     got, want = rows(command.cwd / "run"), rows(command.cwd / "one")
     assert [row["step"] for row in got if "train/loss" in row] == list(range(1, 10))
     assert [(row["step"], *row) for row in got] == [(row["step"], *row) for row in want]
@@ -129,9 +152,16 @@ MOVES = [  # processes (0: without the launcher), devices of each, mesh
 
 @pytest.mark.slow
 def test_two_hundred_steps_that_move_keep_their_losses(command):
-    flags = ["data.batch_size=24", "optimizer.decay_steps=200", "train.eval_every=0", "train.save_every=10"]
+    flags = [
+        "data.batch_size=24",
+        "optimizer.decay_steps=200",
+        "train.eval_every=0",
+        "train.save_every=10",
+    ]
     flags += ["model.num_layers=2", "model.dtype=float32", "optimizer.warmup_steps=20"]
-    unmoved = command(*SAME, *flags, "train.steps=200", *MOVES[0][2].split(), "hydra.run.dir=unmoved")
+    unmoved = command(
+        *SAME, *flags, "train.steps=200", *MOVES[0][2].split(), "hydra.run.dir=unmoved"
+    )
     assert unmoved.code == 0, unmoved
     for (processes, devices, mesh), steps in zip(MOVES, (30, 60, 100, 130, 170, 200), strict=True):
         leg = [*flags, f"train.steps={steps}", *mesh.split()]
@@ -143,7 +173,9 @@ def test_two_hundred_steps_that_move_keep_their_losses(command):
     got, want = (np.array(losses(command.cwd / name)) for name in ("run", "unmoved"))
     assert len(got) == 200
     worst = np.abs(got / want - 1).max()
-    print(f"worst relative difference of a loss: {worst:.2e}; losses from {want[0]:.3f} to {want[-1]:.3f}")
+    print(
+        f"worst relative difference of a loss: {worst:.2e}; losses from {want[0]:.3f} to {want[-1]:.3f}"
+    )
     assert 0 < worst < 1e-5 and want[-1] < 0.6 * want[0]
 
 
@@ -158,7 +190,10 @@ def test_ctrl_c_saves_a_kill_ends_all_and_both_resume(command, launched):
     said = run.finish()
     assert said.code == 130 and "Traceback" not in said.err, said
     step = int(re.search(r"interrupted; the checkpoint of step (\d+) is whole", said.err)[1])
-    assert said.err.count("interrupted") == 1 and (command.cwd / "run" / "checkpoints" / str(step)).is_dir()
+    assert (
+        said.err.count("interrupted") == 1
+        and (command.cwd / "run" / "checkpoints" / str(step)).is_dir()
+    )
 
     run = Launched(command, 2, 1, "train.steps=400", "optimizer.decay_steps=400")
     run.wait_for_step(step + 9)  # past a checkpoint
@@ -232,10 +267,15 @@ time.sleep(60)
 def test_who_does_not_heed_a_signal_is_killed(monkeypatch, tmp_path, code):
     monkeypatch.setattr(launch, "GRACE_S", 0.5)
     began = time.monotonic()
-    group = launch.Group([sys.executable, "-c", STUBBORN], [["stubborn"], [str(code)], ["stubborn"]], tmp_path)
+    group = launch.Group(
+        [sys.executable, "-c", STUBBORN], [["stubborn"], [str(code)], ["stubborn"]], tmp_path
+    )
     ended = group.wait()
     group.close()
-    assert ended[0] == (1, code) and sorted(ended[1:]) == [(0, -signal.SIGKILL), (2, -signal.SIGKILL)]
+    assert ended[0] == (1, code) and sorted(ended[1:]) == [
+        (0, -signal.SIGKILL),
+        (2, -signal.SIGKILL),
+    ]
     assert 1.5 < time.monotonic() - began < 20
 
 
@@ -257,7 +297,11 @@ def test_without_a_launcher_the_survivor_ends_with_a_sentence(command):
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         port = listener.getsockname()[1]
-    flags = [f"processes.coordinator=localhost:{port}", "processes.num_processes=2", "train.steps=4000"]
+    flags = [
+        f"processes.coordinator=localhost:{port}",
+        "processes.num_processes=2",
+        "train.steps=4000",
+    ]
     first, second = (command.start(*flags, f"processes.process_id={index}") for index in (0, 1))
     path = command.cwd / "run" / "metrics.jsonl"
     while not (path.is_file() and '"step": 9,' in path.read_text()):
@@ -269,7 +313,9 @@ def test_without_a_launcher_the_survivor_ends_with_a_sentence(command):
     assert time.monotonic() - began < _interrupt.SHUTDOWN_S + 20
     errors = [line for line in said.err.splitlines() if line.startswith("error: ")]
     assert said.code in (1, -signal.SIGABRT) and "Traceback" not in said.err, said
-    assert len(errors) == 1 and "another process of this run ended or cannot be reached" in errors[0]
+    assert (
+        len(errors) == 1 and "another process of this run ended or cannot be reached" in errors[0]
+    )
 
 
 @pytest.mark.slow
@@ -291,17 +337,26 @@ def test_slurm_tells_the_processes_of_each_other(command):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ("", "no experiment is named; legal are compare, digits, env, estimate, generate, life, lm"),
+        (
+            "",
+            "no experiment is named; legal are compare, digits, env, estimate, generate, life, lm",
+        ),
         (
             "train.steps=3",
             "there is no experiment 'train.steps=3'; legal are compare, digits, env, estimate, generate, life, lm",
         ),
         ("--processes 0 lm", "--processes 0 must be at least 1."),
-        ("--processes two lm", "argument --processes: invalid int value: 'two'; --help shows examples."),
+        (
+            "--processes two lm",
+            "argument --processes: invalid int value: 'two'; --help shows examples.",
+        ),
         ("--devices-per-process 0 lm", "--devices-per-process 0 must be at least 1."),
         ("--proceses 2 lm", "--proceses"),
         ("lm --processes 2", "--processes must stand before lm."),
-        ("lm cpu_devices=3", "cpu_devices=3 is set by the launcher; use --processes and --devices-per-process."),
+        (
+            "lm cpu_devices=3",
+            "cpu_devices=3 is set by the launcher; use --processes and --devices-per-process.",
+        ),
         ("lm processes.process_id=1", "processes.process_id=1 is set by the launcher"),
         ("lm -m seed=1,2", "-m sweeps within one process"),
     ],
@@ -309,7 +364,12 @@ def test_slurm_tells_the_processes_of_each_other(command):
 def test_mistakes_of_the_launcher_are_one_sentence(capsys, arguments, sentence):
     assert launch.main(arguments.split()) == 2
     said = capsys.readouterr()
-    assert not said.out and said.err.startswith("error: ") and sentence in said.err and said.err.count("\n") == 1
+    assert (
+        not said.out
+        and said.err.startswith("error: ")
+        and sentence in said.err
+        and said.err.count("\n") == 1
+    )
 
 
 def test_accelerators_are_not_divided(capsys, monkeypatch):
@@ -322,11 +382,17 @@ def test_accelerators_are_not_divided(capsys, monkeypatch):
 def test_help_has_examples(capsys):
     with pytest.raises(SystemExit) as end:
         launch.main(["--help"])
-    assert end.value.code == 0 and "--processes 4 --devices-per-process 2 lm train.steps=50" in capsys.readouterr().out
+    assert (
+        end.value.code == 0
+        and "--processes 4 --devices-per-process 2 lm train.steps=50" in capsys.readouterr().out
+    )
 
 
 def test_a_mistake_in_the_flags_is_said_once(launched):
     said = launched(2, 1, "mesh.data=3")
-    assert said.sentence() == "error: mesh data=3 needs 3 devices but 2 are here; the nearest legal choice is data=2."
+    assert (
+        said.sentence()
+        == "error: mesh data=3 needs 3 devices but 2 are here; the nearest legal choice is data=2."
+    )
     said = launched(2, 1, "train.stepz=3")
     assert said.sentence() == "error: unknown flag 'train.stepz'; did you mean train.steps?"

@@ -22,12 +22,18 @@ def test_it_lives_tells_and_goes_on(main, tmp_path):
     second = main(*TINY, "train.steps=8", "hydra.run.dir=run", of="life", compiles=True)
     assert "resuming at step 4" in second.out, second
     whole = main(*TINY, "train.steps=8", "hydra.run.dir=whole", of="life", compiles=True)
-    told = [next(line for line in said.out.splitlines() if line.startswith("after")) for said in (second, whole)]
+    told = [
+        next(line for line in said.out.splitlines() if line.startswith("after"))
+        for said in (second, whole)
+    ]
     assert told[0] == told[1] and "after      8 steps" in told[0]
     films = [(tmp_path / run / "plots" / "life.gif").read_bytes() for run in ("run", "whole")]
     assert films[0] == films[1] and (tmp_path / "run" / "plots" / "life.png").stat().st_size > 50
     filmed = main("mode=film", "run=run", "cpu_devices=8", "hydra.run.dir=film", of="life")
-    assert filmed.code == 0 and "checkpoint of step 8 of run\nfilm           film/plots/life.gif" in filmed.out, filmed
+    assert (
+        filmed.code == 0
+        and "checkpoint of step 8 of run\nfilm           film/plots/life.gif" in filmed.out
+    ), filmed
     assert (tmp_path / "film/plots/life.gif").read_bytes() == films[0], "as at the end of the run"
     assert "run is of mode=film" in main(*TINY, "run=run", of="life").sentence()
 
@@ -42,5 +48,9 @@ def test_children_of_growing_networks_are_sound():
     assert (np.asarray(children.node_on.sum(1)) > NUM_INPUTS + 12).any()
     seen = Sight(*(jnp.ones((6, *each.shape)) for each in sight))
     outputs, carry = brain.act(children, brain.rest(6), seen)
-    assert outputs.shape == (6, 44) and (np.abs(outputs) <= 1).all() and not np.asarray(outputs[:, 7:39]).any()
+    assert (
+        outputs.shape == (6, 44)
+        and (np.abs(outputs) <= 1).all()
+        and not np.asarray(outputs[:, 7:39]).any()
+    )
     assert carry.shape == brain.rest(6).shape

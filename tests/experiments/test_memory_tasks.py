@@ -26,7 +26,9 @@ def by_a_loop(task, line, fields):
     for place, symbol in enumerate(line):
         answer = None
         if task == "delayed_copy":
-            answer = line[place - fields["length"]] - _memory.KEYS if place >= fields["length"] else None
+            answer = (
+                line[place - fields["length"]] - _memory.KEYS if place >= fields["length"] else None
+            )
         elif task == "s5":
             orders = list(itertools.permutations(range(5)))
             before = orders[out[-1]] if out else range(5)
@@ -45,7 +47,10 @@ def test_what_is_right_is_what_a_loop_says(task):
     fields = dict(length=9, symbols=7)
     opened, got = batch(task, **fields)
     lines = got["inputs"].argmax(-1)
-    assert got["inputs"].shape == (16, opened.length, opened.inputs) and (got["inputs"].sum(-1) == 1).all()
+    assert (
+        got["inputs"].shape == (16, opened.length, opened.inputs)
+        and (got["inputs"].sum(-1) == 1).all()
+    )
     for line, right, weights in zip(lines.tolist(), got["targets"], got["weights"], strict=True):
         want = by_a_loop(task, line, fields)
         assert (weights > 0).tolist() == [answer is not None for answer in want]
@@ -70,7 +75,11 @@ def test_a_swap_and_a_cycle_make_every_permutation():
     met, new = {tuple(range(5))}, [np.arange(5)]
     while new:
         new = [order[then] for order in new for then in (swap, cycle)]
-        new = [order for order in {tuple(order): order for order in new}.values() if tuple(order) not in met]
+        new = [
+            order
+            for order in {tuple(order): order for order in new}.values()
+            if tuple(order) not in met
+        ]
         met |= {tuple(order) for order in new}
     assert len(met) == 120 == len(set(_memory.generators(5, 1000)))
     shown = batch("s5", length=9, symbols=2)[1]["inputs"].argmax(-1)
@@ -116,5 +125,7 @@ def test_a_key_that_comes_again_is_what_the_delta_rule_is_for():
 
 @pytest.mark.parametrize("fields", [dict(symbols=17, length=40), dict(symbols=10, length=9)])
 def test_more_questions_than_there_is_room_for_are_refused(fields):
-    with pytest.raises(UsageError, match=r"of data\.task=mqar is over the 16 keys or over data\.length=\d+"):
+    with pytest.raises(
+        UsageError, match=r"of data\.task=mqar is over the 16 keys or over data\.length=\d+"
+    ):
         batch("mqar", **fields)

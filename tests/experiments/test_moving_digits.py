@@ -35,7 +35,10 @@ def test_it_trains_and_resumes(main, tmp_path):
         ("model.heads=3", "model.width=8 must be a multiple of model.heads=3"),
         ("data.size=5", "data.size=5 must be at least 6"),
         ("data.batch_size=3", "data.batch_size=3 does not divide over mesh.data=2"),
-        ("mesh.context=1 mesh.expert=4", "mesh.expert=4 leaves .* a predictor of frames has nothing along expert"),
+        (
+            "mesh.context=1 mesh.expert=4",
+            "mesh.expert=4 leaves .* a predictor of frames has nothing along expert",
+        ),
     ],
 )
 def test_mistakes_end_in_a_sentence(main, flags, sentence):
@@ -49,7 +52,9 @@ def drawn(seed=0, batch=6, frames=40, size=9, digits=1):
 def test_films_are_pure_and_of_digits():
     film = drawn()
     np.testing.assert_array_equal(film, drawn())
-    assert film.shape == (6, 40, 9, 9) and set(np.unique(film)) == {0, 1} and (film != drawn(1)).any()
+    assert (
+        film.shape == (6, 40, 9, 9) and set(np.unique(film)) == {0, 1} and (film != drawn(1)).any()
+    )
     counts = film.sum((2, 3))  # all of a digit is always there
     assert (counts == counts[:, :1]).all() and counts.min() >= 7 and counts.max() <= 13
     assert (drawn(digits=3).sum((2, 3)) <= 3 * 13).all()
@@ -70,7 +75,10 @@ def test_digits_fly_straight_and_bounce():
     film = drawn(2, batch=16, frames=60)
     for axis, room in ((2, 4), (3, 6)):
         first = film.any(5 - axis).argmax(2)  # [B, T], the first row or column that is lit
-        steps = [[step for step in range(-2, 3) if bounced(way[0], step, room, 60) == way.tolist()] for way in first]
+        steps = [
+            [step for step in range(-2, 3) if bounced(way[0], step, room, 60) == way.tolist()]
+            for way in first
+        ]
         assert all(steps) and {abs(step) for each in steps for step in each} == {0, 1, 2}
 
 

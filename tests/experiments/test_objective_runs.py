@@ -45,11 +45,22 @@ def test_an_average_is_resumed_judged_and_exported(tmp_path, one_device, capsys)
     assert (last.state.params["embedding"] == first.state.params["embedding"]).all()
     trained = {name: x for name, x in last.state.params.items() if name != "embedding"}
     mean = jax.tree.map(lambda a, b: 0.5 * (a + b), first.state.average, trained)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), last.state.average, mean)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        last.state.average,
+        mean,
+    )
     corpus_loss = {}
     for use in ("true", "false"):
         lm.export(
-            lm.compose("mode=export", f"run={run}", f"out={out}{use}", "checkpoint=newest", f"use_ema={use}"), run
+            lm.compose(
+                "mode=export",
+                f"run={run}",
+                f"out={out}{use}",
+                "checkpoint=newest",
+                f"use_ema={use}",
+            ),
+            run,
         )
         read = from_hf(f"{out}{use}", dtype="float32")[1]
         same(read, last.state.averaged if use == "true" else last.state.params)
@@ -70,7 +81,11 @@ def test_an_average_that_is_not_kept_is_refused(tmp_path, one_device):
 def test_a_run_learns_a_teachers_laws_and_resumes(tmp_path, one_device, capsys):
     flags = (*SIZES, f"data.path={text(tmp_path)}")
     lm.train(lm.compose(*flags, "train.steps=1"), tmp_path / "teacher")
-    taught = (f"teacher=run:{tmp_path / 'teacher'}", "objective.distil=0.3", "objective.label_smoothing=0.1")
+    taught = (
+        f"teacher=run:{tmp_path / 'teacher'}",
+        "objective.distil=0.3",
+        "objective.label_smoothing=0.1",
+    )
     whole = lm.train(lm.compose(*flags, *taught, "train.steps=2"), tmp_path / "whole")
     lm.train(lm.compose(*flags, *taught, "train.steps=1"), tmp_path / "run")
     parts = lm.train(lm.compose(*flags, *taught, "train.steps=2"), tmp_path / "run")
@@ -79,7 +94,9 @@ def test_a_run_learns_a_teachers_laws_and_resumes(tmp_path, one_device, capsys):
     to_hf(load_best(tmp_path / "teacher"), lm.compose(*flags).model, tmp_path / "other")
     with pytest.raises(UsageError, match="there is no tokenizer file"):
         lm.train(lm.compose(*flags, f"teacher=hf:{tmp_path / 'other'}"), tmp_path / "no")
-    with pytest.raises(UsageError, match="teacher=x names no model; legal are hf:folder, run:folder, or nothing"):
+    with pytest.raises(
+        UsageError, match="teacher=x names no model; legal are hf:folder, run:folder, or nothing"
+    ):
         lm.train(lm.compose(*flags, "teacher=x"), tmp_path / "no")
     other = tuple(flag for flag in flags if "embed" not in flag)
     lm.train(lm.compose(*other, "data.tokenizer=bpe:300", "train.steps=1"), tmp_path / "words")
@@ -94,7 +111,10 @@ def load_best(folder):
 
 @pytest.mark.slow  # 15 s
 def test_preferences_are_learnt_beside_a_start_that_is_kept(tmp_path, one_device, capsys):
-    pairs = [{"prompt": f"{i}?", "chosen": "yes" + "!" * (i % 3), "rejected": "no" * (1 + i % 2)} for i in range(40)]
+    pairs = [
+        {"prompt": f"{i}?", "chosen": "yes" + "!" * (i % 3), "rejected": "no" * (1 + i % 2)}
+        for i in range(40)
+    ]
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     flags = (*SIZES, f"data.path={path}", "objective.kind=dpo", "train.eval_batches=0")
@@ -104,28 +124,42 @@ def test_preferences_are_learnt_beside_a_start_that_is_kept(tmp_path, one_device
     same(last.state.reference, first.state.reference)
     assert last.metrics["validation/accuracy"] == 1 and last.metrics["validation/loss"] < 0.69
     with pytest.raises(UsageError, match="mode=eval of a run of preferences"):
-        lm.evaluate(lm.compose("mode=eval", f"run={tmp_path / 'run'}", "checkpoint=newest"), tmp_path)
+        lm.evaluate(
+            lm.compose("mode=eval", f"run={tmp_path / 'run'}", "checkpoint=newest"), tmp_path
+        )
 
 
 def test_flags_of_preferences_that_do_not_fit_are_refused(tmp_path, one_device):
     path = tmp_path / "pairs.jsonl"
     path.write_text(
-        "".join(json.dumps({"prompt": f"{i}?", "chosen": "a" * 9, "rejected": "b"}) + "\n" for i in range(40))
+        "".join(
+            json.dumps({"prompt": f"{i}?", "chosen": "a" * 9, "rejected": "b"}) + "\n"
+            for i in range(40)
+        )
     )
     flags = (*SIZES, f"data.path={path}", "objective.kind=dpo")
-    with pytest.raises(UsageError, match="has 12 tokens with its prompt, and data.seq_len=4; give at least 11"):
+    with pytest.raises(
+        UsageError, match="has 12 tokens with its prompt, and data.seq_len=4; give at least 11"
+    ):
         lm.train(lm.compose(*flags, "data.seq_len=4", "train.steps=1"), tmp_path / "run")
     with pytest.raises(UsageError, match="data.pairs=true is of objective.kind=dpo"):
         lm.compose("data.pairs=true")
     with pytest.raises(UsageError, match="has no pairs; legal is a file that ends in .jsonl"):
-        lm.train(lm.compose(*SIZES, f"data.path={text(tmp_path)}", "objective.kind=dpo"), tmp_path / "no")
+        lm.train(
+            lm.compose(*SIZES, f"data.path={text(tmp_path)}", "objective.kind=dpo"), tmp_path / "no"
+        )
     with pytest.raises(UsageError, match="pairs are neither packed nor mixed"):
         lm.train(lm.compose(*flags, "data.pack=true"), tmp_path / "no")
 
 
-def test_a_mixture_that_is_stopped_goes_on_with_the_same_batches_to_the_same_loss(tmp_path, one_device, monkeypatch):
+def test_a_mixture_that_is_stopped_goes_on_with_the_same_batches_to_the_same_loss(
+    tmp_path, one_device, monkeypatch
+):
     for name, letters in (("a", "abc"), ("b", "xyz")):
-        lines = [{"prompt": letters[i % 3] * (3 + i % 5), "completion": letters * (1 + i % 4)} for i in range(60)]
+        lines = [
+            {"prompt": letters[i % 3] * (3 + i % 5), "completion": letters * (1 + i % 4)}
+            for i in range(60)
+        ]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     path = f"mix:3*{tmp_path / 'a.jsonl'}+1*{tmp_path / 'b.jsonl'}"
     flags = (*SIZES, f"data.path='{path}'", "data.pack=true", "train.steps=4")
@@ -164,5 +198,9 @@ def test_a_mixture_that_is_stopped_goes_on_with_the_same_batches_to_the_same_los
             same(other, drawn[0])
     same(again.state.params, whole.state.params)
     assert again.metrics["validation/loss"] == whole.metrics["validation/loss"]
-    sources = [bytes(row.tolist()).strip(b"abc") == b"" for drawn in batches.values() for row in drawn[0]["tokens"]]
+    sources = [
+        bytes(row.tolist()).strip(b"abc") == b""
+        for drawn in batches.values()
+        for row in drawn[0]["tokens"]
+    ]
     assert sum(sources) == 3 * len(sources) // 4  # shares are exact over a round

@@ -18,21 +18,31 @@ def saved(folder, step):
     """The state of a checkpoint, on one device."""
     shapes = jax.eval_shape(own.open_own(own.compose(*TINY)).model.init, jax.random.key(0))
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), shapes)
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), shapes
+    )
     with contextlib.closing(Checkpoints(folder / "checkpoints", read_only=True)) as checkpoints:
         return checkpoints.restore(step, abstract)
 
 
 def test_it_shows_trains_and_resumes_bit_for_bit(main, tmp_path, monkeypatch):
     task = own.open_own(own.compose(*TINY))
-    monkeypatch.setattr(own, "open_own", lambda config: task)  # what was compiled of its functions is compiled
+    monkeypatch.setattr(
+        own, "open_own", lambda config: task
+    )  # what was compiled of its functions is compiled
     flags = [*TINY, "hydra.run.dir=whole"]
     said = main(*flags, "train.steps=4", of="own", compiles=True)
     assert said.code == 0, said
-    assert re.search(r"params/Dense_1/kernel +4 x 4 +mlp=tensor, embed=fsdp +16\n", said.out), said.out
-    assert said.out.index("bytes of parameters a device") < said.out.index("after 4 steps: validation/before")
+    assert re.search(r"params/Dense_1/kernel +4 x 4 +mlp=tensor, embed=fsdp +16\n", said.out), (
+        said.out
+    )
+    assert said.out.index("bytes of parameters a device") < said.out.index(
+        "after 4 steps: validation/before"
+    )
     folder = tmp_path / "whole"
-    assert {"config.yaml", "env.json", "metrics.jsonl", "checkpoints", "plots"} <= {p.name for p in folder.iterdir()}
+    assert {"config.yaml", "env.json", "metrics.jsonl", "checkpoints", "plots"} <= {
+        p.name for p in folder.iterdir()
+    }
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     names = {name for row in rows for name in row}
     assert {"train/loss", "train/before", "validation/loss", "validation/error"} <= names
@@ -62,7 +72,10 @@ def test_it_verifies(main):
         ("task=chess", "task='chess' is unknown; legal are lm, maml, policy"),
         ("task=lm width=6", "width=6 must be a multiple of 4, the number of heads"),
         ("mode=play", "mode='play' is unknown; legal are train, axes, verify"),
-        ("batch_size=6", "batch_size=6 does not divide over the mesh's data x fsdp = 4; the nearest legal: 4 and 8"),
+        (
+            "batch_size=6",
+            "batch_size=6 does not divide over the mesh's data x fsdp = 4; the nearest legal: 4 and 8",
+        ),
         ("mesh.data=4 mesh.context=2", "mesh.context=2 splits nothing of such a model"),
         ("mode=verify layouts=[]", "there is no layout to verify"),
         ("mode=verify layouts=[data16]", "16 devices|needs 16"),
@@ -92,7 +105,10 @@ def test_sinusoids_are_adapted_by_one_step_of_descent():
         for layer in (2, 1, 0):
             w = params[f"Dense_{layer}"]
             kernel, bias = h[layer].T @ back, back.sum(0)
-            new[f"Dense_{layer}"] = {"kernel": w["kernel"] - 0.1 * kernel, "bias": w["bias"] - 0.1 * bias}
+            new[f"Dense_{layer}"] = {
+                "kernel": w["kernel"] - 0.1 * kernel,
+                "bias": w["bias"] - 0.1 * bias,
+            }
             back = (back @ w["kernel"].T) * (1 - h[layer] ** 2) if layer else None
         np.testing.assert_allclose(found[i], forward(new, x[10:])[1], rtol=1e-4, atol=1e-5)
 
@@ -102,7 +118,10 @@ def test_the_policys_gradient_is_the_score_functions():
     state = task.model.init(jax.random.key(0))
     batch = task.model.collate(list(task.examples[:8]))
     loss = lambda params: task.model.valued(params, state.collections, batch, jax.random.key(0))[0]  # noqa: E731
-    grads, returns = jax.jit(jax.grad(loss))(state.params), task.model.predict({"params": state.params}, batch)
+    grads, returns = (
+        jax.jit(jax.grad(loss))(state.params),
+        task.model.predict({"params": state.params}, batch),
+    )
     assert returns.shape == (8,) and (returns > 0).all() and (returns <= 12).all()
     assert np.abs(grads["last"]["kernel"]).max() > 0
     # A change of all scores alike changes no probability.

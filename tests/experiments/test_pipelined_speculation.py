@@ -79,7 +79,9 @@ def test_tokens_are_those_of_the_greedy_loop_and_each_is_verified_once(schedule)
     assert (end.reads == reads).all()
     under_way = (end.runs.length > 0).sum(1)
     assert (end.started == end.kept + end.stale + end.cancelled + under_way).all()
-    assert (end.ticks == [counted(schedule, *rows) for rows in zip(agrees, hits, strict=True)]).all()
+    assert (
+        end.ticks == [counted(schedule, *rows) for rows in zip(agrees, hits, strict=True)]
+    ).all()
     assert (end.busy <= schedule.stages * end.ticks).all()
     if schedule.cancel:
         assert not end.stale.any()
@@ -101,18 +103,27 @@ def test_ticks_a_token_are_those_of_the_closed_form(schedule):
     rng, size = np.random.default_rng(3), 4000
     for acceptance in (0.0, 0.45, 0.9, 1.0):
         found = [
-            counted(schedule, rng.random(size) < acceptance, rng.random(size) < HIT) / (size - 1) for _ in range(SEEDS)
+            counted(schedule, rng.random(size) < acceptance, rng.random(size) < HIT) / (size - 1)
+            for _ in range(SEEDS)
         ]
         error = np.std(found, ddof=1) / np.sqrt(SEEDS)
-        rounding = (schedule.stages + schedule.draft_ticks + schedule.guesses) / size  # first draft, where it is cut
-        assert abs(np.mean(found) - expected_ticks(schedule, acceptance, HIT)) <= 3 * error + rounding
+        rounding = (
+            schedule.stages + schedule.draft_ticks + schedule.guesses
+        ) / size  # first draft, where it is cut
+        assert (
+            abs(np.mean(found) - expected_ticks(schedule, acceptance, HIT)) <= 3 * error + rounding
+        )
 
 
 def test_the_command_tells_and_writes(main, tmp_path):
-    flags = "stages=4 early=2 acceptance=[0.5,0.9] tokens=60 hydra.run.dir=run cpu_devices=8".split()
+    flags = (
+        "stages=4 early=2 acceptance=[0.5,0.9] tokens=60 hydra.run.dir=run cpu_devices=8".split()
+    )
     said = main(*flags, of="pipelined_speculation")
     assert said.code == 0, said
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["step"] for row in rows] == [50, 90]
     for row in rows:
         assert row["plain/ticks"] == row["plain/closed_form"] == 4
@@ -140,7 +151,10 @@ def test_a_wrong_text_is_noticed(monkeypatch):
     "flags, sentence",
     [
         ("early=9", "early=9 is after the last of stages=8"),
-        ("pipelined=9", "pipelined=9 guesses take the draft 9 ticks, and the pipeline of stages=8 would run empty"),
+        (
+            "pipelined=9",
+            "pipelined=9 guesses take the draft 9 ticks, and the pipeline of stages=8 would run empty",
+        ),
         ("acceptance=[0.9,0.5]", "must rise, by whole percents"),
         ("acceptance=[]", "must rise, by whole percents"),
         ("hit=1.1", "hit=1.1 must be at least 0 and at most 1"),

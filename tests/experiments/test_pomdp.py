@@ -33,17 +33,27 @@ def test_batches_report_what_a_loop_of_single_steps_gives(main, tmp_path):
     said = main(*TINY, "gif=false", of="pomdp")
     assert said.code == 0, said
     setting = pomdp.make_setting(pomdp.compose(*TINY[:-2]))
-    env, params, plan = setting.env, setting.params, planned(setting.planner, setting.env, setting.params)
+    env, params, plan = (
+        setting.env,
+        setting.params,
+        planned(setting.planner, setting.env, setting.params),
+    )
     returns = []
     for i in range(3):
         key = jax.random.fold_in(jax.random.key(0), i)
         walk = list(moves(key, env, params, setting.updater, 4, plan))
-        assert all(move.tree.visits == 48 and not move.terminated for move in walk) and len(walk) == 4
+        assert (
+            all(move.tree.visits == 48 and not move.terminated for move in walk) and len(walk) == 4
+        )
         returns.append(sum(move.reward * 0.95**t for t, move in enumerate(walk)))
     mean, error = pomdp.mean_and_error(np.asarray(returns))
-    assert f"return     {mean:.4g} ± {error:.2g} (standard error of 3 episodes" in said.out, said.out
+    assert f"return     {mean:.4g} ± {error:.2g} (standard error of 3 episodes" in said.out, (
+        said.out
+    )
     assert "3 episode(s) together" in said.out and "film" not in said.out
-    (row,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (row,) = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert row["step"] == 3 and row["episodes/return"] == pytest.approx(mean, rel=1e-5)
 
 
@@ -62,10 +72,18 @@ def test_a_budget_of_time_and_a_film(main, tmp_path):
 def test_a_saved_planner_plans_other_episodes_and_is_filmed(main, tmp_path):
     first = main(*TINY, "gif=false", "seed=4", of="pomdp")
     files = sorted(path.name for path in (tmp_path / "run").rglob("*"))
-    again = [main("mode=eval", "run=run", "cpu_devices=8", *more, of="pomdp") for more in ([], ["seed=9"])]
-    told = [next(line for line in said.out.splitlines() if line.startswith("return")) for said in (first, *again)]
+    again = [
+        main("mode=eval", "run=run", "cpu_devices=8", *more, of="pomdp")
+        for more in ([], ["seed=9"])
+    ]
+    told = [
+        next(line for line in said.out.splitlines() if line.startswith("return"))
+        for said in (first, *again)
+    ]
     assert told[0] == told[1] != told[2], told
-    assert sorted(path.name for path in (tmp_path / "run").rglob("*")) == files, "nothing is written"
+    assert sorted(path.name for path in (tmp_path / "run").rglob("*")) == files, (
+        "nothing is written"
+    )
     filmed = main("mode=film", "run=run", "cpu_devices=8", "max_steps=2", of="pomdp")
     assert filmed.code == 0 and "film       run/plots/episode.gif" in filmed.out, filmed
     assert (tmp_path / "run/plots/episode.gif").stat().st_size > 1000
@@ -75,7 +93,9 @@ def test_losses_are_what_decisions_fall_short_by():
     """Tiger: listening twice with one answer, then the right door, loses nothing; a door at once 19.37 + 26.60."""
     judge = Judge(*envs.make("Tiger"))
     assert judge.value == pytest.approx(19.371368, abs=2e-3)
-    actions = np.asarray([[0, 0, 2], [1, 0, 0], [1, 1, 0]])  # a door forgets, so the third loses it twice
+    actions = np.asarray(
+        [[0, 0, 2], [1, 0, 0], [1, 1, 0]]
+    )  # a door forgets, so the third loses it twice
     live = np.asarray([[True, True, True], [True, False, False], [True, True, False]])
     got, once = judge.losses(actions, np.zeros((3, 3), int), live), 19.371368 + 26.59720
     np.testing.assert_allclose(got, [0, once, once * 1.95], atol=1e-2)
@@ -91,8 +111,16 @@ def test_leaves_without_a_heuristic_are_played_out(capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("planner", ["despot", "pft", "pomcpow", "pomcp", "fixed_reference"])
 def test_every_planner_plans(main, tmp_path, planner):
-    flags = {"despot": ["planner.num_scenarios=16", "planner.default=0"]}.get(planner, ["planner.num_simulations=8"])
-    flags += [f"planner={planner}", "planner.iterations=3", "planner.max_depth=3", "planner.leaf=zero", "episodes=2"]
+    flags = {"despot": ["planner.num_scenarios=16", "planner.default=0"]}.get(
+        planner, ["planner.num_simulations=8"]
+    )
+    flags += [
+        f"planner={planner}",
+        "planner.iterations=3",
+        "planner.max_depth=3",
+        "planner.leaf=zero",
+        "episodes=2",
+    ]
     said = main(TINY[0], *flags, "max_steps=2", "hydra.run.dir=run", "cpu_devices=8", of="pomdp")
     assert said.code == 0 and f"planner    {planner}" in said.out, said
     assert (tmp_path / "run" / "plots" / "episode.gif").stat().st_size > 1000
@@ -101,12 +129,21 @@ def test_every_planner_plans(main, tmp_path, planner):
 def test_actions_of_a_tree_have_room_for_their_names():
     from matplotlib.figure import Figure
 
-    many = tuple(Branch("o", 9, 0.0, tuple(Branch("a", 3, 0.0) for _ in range(9))) for _ in range(3))
-    root = Branch("belief", 100, 1.0, (Branch("left", 90, 1.0, many), Branch("stay", 7, 0.5), Branch("right", 3, -1.0)))
+    many = tuple(
+        Branch("o", 9, 0.0, tuple(Branch("a", 3, 0.0) for _ in range(9))) for _ in range(3)
+    )
+    root = Branch(
+        "belief",
+        100,
+        1.0,
+        (Branch("left", 90, 1.0, many), Branch("stay", 7, 0.5), Branch("right", 3, -1.0)),
+    )
     panel = Figure().subplots()
     _draw_tree(panel, root)
     labels = {text.get_text(): text.xy for text in panel.texts}
-    assert labels.keys() == {"left\n1.0", "stay\n0.5", "right\n-1.0"} and {y for _, y in labels.values()} == {-1}
+    assert labels.keys() == {"left\n1.0", "stay\n0.5", "right\n-1.0"} and {
+        y for _, y in labels.values()
+    } == {-1}
     assert np.diff([x for x, _ in labels.values()]).min() > 1 / 7, labels
 
 
@@ -118,7 +155,10 @@ def test_actions_of_a_tree_have_room_for_their_names():
         ("episodes=0", "episodes=0 must be at least 1"),
         ("max_steps=0", "max_steps=0 must be at least 1"),
         ("mode=eval", "mode=eval needs run= to name the folder of a run, not ''"),
-        ("mode=film run=nowhere", "mode=film needs run= to name the folder of a run, not 'nowhere'"),
+        (
+            "mode=film run=nowhere",
+            "mode=film needs run= to name the folder of a run, not 'nowhere'",
+        ),
         ("mode=eval run=.", "is no run folder: it has no config.yaml"),
         ("mode=train", "mode='train' is unknown; legal are plan, eval, film"),
         ("run=run", "run is of mode=eval and mode=film"),
@@ -128,13 +168,25 @@ def test_actions_of_a_tree_have_room_for_their_names():
             "planner=pomcpp",
             "there is no preset 'pomcpp'; legal for planner= are despot, fixed_reference, pft, pomcp",
         ),
-        ("planner.kind=sarsop", "planner.kind='sarsop' is unknown; legal are vopp, fixed_reference, pomcp, despot"),
-        ("planner.num_simulation=3", "vopp has no planner.num_simulation; the nearest are num_simulations"),
-        ("planner.eta=warm", "planner.eta='warm' does not fit vopp, where it is 2.0; give a number"),
+        (
+            "planner.kind=sarsop",
+            "planner.kind='sarsop' is unknown; legal are vopp, fixed_reference, pomcp, despot",
+        ),
+        (
+            "planner.num_simulation=3",
+            "vopp has no planner.num_simulation; the nearest are num_simulations",
+        ),
+        (
+            "planner.eta=warm",
+            "planner.eta='warm' does not fit vopp, where it is 2.0; give a number",
+        ),
         ("planner.eta=-1", "eta=-1.0 must be over 0"),
         ("planner.leaf=rollouts", "leaf='rollouts' is unknown; legal are heuristic, rollout, zero"),
         ("planner.leaf=heuristic", "Tiger has no heuristic"),
-        ("planner.discount=never", "planner.discount='never' does not fit vopp, where it is 0.95; give a number"),
+        (
+            "planner.discount=never",
+            "planner.discount='never' does not fit vopp, where it is 0.95; give a number",
+        ),
         ("belief.num_particles=0", "num_particles=0 must be at least 1"),
         ("belief.kind=exact", "belief.kind='exact' is unknown; legal are particles, rocks"),
         ("belief.kind=rocks", "belief.kind=rocks is for RockSample and MARS, not for Tiger"),
@@ -150,7 +202,14 @@ def test_mistakes_end_in_a_sentence(main, flags, sentence):
 def test_how_shown_is_no_part_of_a_runs_identity():
     usual = pomdp.compose()
     assert _run.folder_name(pomdp.compose("gif=false")) == _run.folder_name(usual)
-    for flag in ("planner=pomcp", "planner.eta=3", "belief.num_particles=9", "max_steps=3", "budget_s=1", "seed=2"):
+    for flag in (
+        "planner=pomcp",
+        "planner.eta=3",
+        "belief.num_particles=9",
+        "max_steps=3",
+        "budget_s=1",
+        "seed=2",
+    ):
         assert _run.folder_name(pomdp.compose(flag)) != _run.folder_name(usual)
     with pytest.raises(UsageError, match="unknown flag"):
         pomdp.compose("plannner.eta=3")
@@ -171,15 +230,21 @@ def test_rocks_are_what_bayes_says_of_all_maps(env):
     @jax.jit
     def advance(key, state, belief, every):
         choose, go, learn = jax.random.split(key, 3)
-        action = jax.random.categorical(choose, jnp.where(env.action_mask(state, params), 0.0, -jnp.inf))
+        action = jax.random.categorical(
+            choose, jnp.where(env.action_mask(state, params), 0.0, -jnp.inf)
+        )
         after = step(go, env, state, action, params)
         belief, evidence = model.update(learn, belief, action, after.obs, env, params)
         moved = jax.vmap(lambda s: env.transition(go, s, action, params))(every)
-        likelihood = jax.vmap(lambda s, n: env.log_likelihood(after.obs, s, action, n, params))(every, moved)
+        likelihood = jax.vmap(lambda s, n: env.log_likelihood(after.obs, s, action, n, params))(
+            every, moved
+        )
         return after, belief, evidence, moved, jnp.exp(likelihood)
 
     for t in range(60):
-        after, belief, evidence, every, likelihood = advance(jax.random.key(t), state, belief, every)
+        after, belief, evidence, every, likelihood = advance(
+            jax.random.key(t), state, belief, every
+        )
         joint = weights * np.asarray(likelihood)
         np.testing.assert_allclose(np.exp(evidence.log_evidence), joint.sum(), rtol=1e-4)
         weights, state = joint / joint.sum(), after.state
@@ -190,7 +255,9 @@ def test_rocks_are_what_bayes_says_of_all_maps(env):
     assert t > 5 and belief.good.min() < 0.3
     drawn = _rocks(env, belief.sample(jax.random.key(9), 4000))
     np.testing.assert_allclose(drawn.mean(0), belief.good, atol=0.04)
-    _, evidence = model.update(jax.random.key(0), belief, jnp.asarray(0), jnp.asarray(2), env, params)
+    _, evidence = model.update(
+        jax.random.key(0), belief, jnp.asarray(0), jnp.asarray(2), env, params
+    )
     assert bool(evidence.depleted) and evidence.log_evidence == -jnp.inf
 
 

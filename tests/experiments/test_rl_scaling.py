@@ -47,7 +47,11 @@ def test_intervals_cover_what_comes():
 @pytest.mark.slow  # 15 s
 def test_a_group_of_seeds_gives_a_curve_that_rises():
     compute, returns = learned("CartPole-v1", 0, 40, seeds=2)
-    assert compute[-1] == 40 * 16 * 64 and returns.shape == (20,) and returns[-3:].mean() > 1.5 * returns[:3].mean()
+    assert (
+        compute[-1] == 40 * 16 * 64
+        and returns.shape == (20,)
+        and returns[-3:].mean() > 1.5 * returns[:3].mean()
+    )
 
 
 def test_mistakes_are_told():

@@ -29,11 +29,17 @@ def test_it_trains_resumes_and_streams(main, tmp_path):
     said = main(*TINY, of="rnn", compiles=True)
     assert said.code == 0, said
     folder = tmp_path / "run"
-    assert {"config.yaml", "env.json", "metrics.jsonl", "checkpoints", "plots"} <= {p.name for p in folder.iterdir()}
+    assert {"config.yaml", "env.json", "metrics.jsonl", "checkpoints", "plots"} <= {
+        p.name for p in folder.iterdir()
+    }
     assert (folder / "plots" / "training.png").stat().st_size > 1000
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     last = {name: value for row in rows for name, value in row.items()}
-    assert last["train/converged"] == 1 and last["train/iterations"] >= 1 and last["train/residual"] <= 1
+    assert (
+        last["train/converged"] == 1
+        and last["train/iterations"] >= 1
+        and last["train/residual"] <= 1
+    )
     again = main(*TINY, of="rnn")  # compiles nothing: the run is finished
     assert again.code == 0 and "this run is finished; extend it with train.steps=12" in again.out
     streamed = main("mode=eval", "run=run", "cpu_devices=8", of="rnn")
@@ -44,7 +50,10 @@ def test_it_trains_resumes_and_streams(main, tmp_path):
 @pytest.mark.parametrize(
     "flags, sentence",
     [
-        ("data.task=weather", "data.task='weather' is unknown; legal are digits, digits_1d, file, copy"),
+        (
+            "data.task=weather",
+            "data.task='weather' is unknown; legal are digits, digits_1d, file, copy",
+        ),
         ("data.task=file", "data.task=file needs data.path= to name a .ts, .arff"),
         ("data.task=file data.path=none.ts", "data.path=none.ts is no file"),
         ("data.path=x.ts", "data.path is read by data.task=file alone, not by data.task=adding"),
@@ -52,7 +61,10 @@ def test_it_trains_resumes_and_streams(main, tmp_path):
         ("model.cell=gru model.heads=3", "heads=3 of cell gru do not divide size=8"),
         ("model.cell=gla", "cell=gla has a closed form, which no method solves; take method=auto"),
         ("model.cell=gla model.size=6", "size=6 must be a multiple of 4 heads, 4, for cell=gla"),
-        ("data.task=mqar data.symbols=9", "data.symbols=9 of data.task=mqar is over the 16 keys or over data.length=8"),
+        (
+            "data.task=mqar data.symbols=9",
+            "data.symbols=9 of data.task=mqar is over the 16 keys or over data.length=8",
+        ),
         ("model.method=newt", "method='newt' is unknown; legal are auto, newton"),
         ("model.method=sequential model.window=4", "window=4 does not fit method='sequential'"),
         ("model.sise=3", "unknown flag 'model.sise'; did you mean model.size"),
@@ -60,7 +72,10 @@ def test_it_trains_resumes_and_streams(main, tmp_path):
         ("mesh.data=8 data.batch_size=12", "data.batch_size=12 does not divide over mesh.data=8"),
         ("mode=test", "mode='test' is unknown; legal are train, eval"),
         ("mode=eval", "mode=eval needs run= to name the folder of a run, not ''"),
-        ("mode=eval run=nowhere", "mode=eval needs run= to name the folder of a run, not 'nowhere'"),
+        (
+            "mode=eval run=nowhere",
+            "mode=eval needs run= to name the folder of a run, not 'nowhere'",
+        ),
         ("mode=eval run=.", "is no run folder: it has no config.yaml"),
     ],
 )
@@ -72,7 +87,13 @@ def test_mistakes_end_in_a_sentence(main, flags, sentence):
 
 @pytest.mark.parametrize(
     "cell",
-    ["block_recurrent", *(pytest.param(x, marks=pytest.mark.slow) for x in ("hgrn", "block_recurrent_lstm", "tcnca"))],
+    [
+        "block_recurrent",
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in ("hgrn", "block_recurrent_lstm", "tcnca")
+        ),
+    ],
 )
 def test_mixers_of_a_stack_stream_what_they_make_of_the_whole(cell):
     sizes = "heads=2 size=8 width=8 mlp=8 layers=1 memory=3 theta=4".split()
@@ -84,12 +105,17 @@ def test_mixers_of_a_stack_stream_what_they_make_of_the_whole(cell):
     assert rnn.streaming_error(trainer, task, params) < 1e-4
     if cell != "hgrn":
         with pytest.raises(UsageError, match="model.size=8 is no multiple of model.heads=3"):
-            rnn.make_trainer(dataclasses.replace(config, model=dataclasses.replace(config.model, heads=3)), task)
+            rnn.make_trainer(
+                dataclasses.replace(config, model=dataclasses.replace(config.model, heads=3)), task
+            )
 
 
 def test_how_a_recurrence_is_solved_is_no_part_of_a_runs_identity():
     usual = _run.identity(rnn.compose())
-    assert _run.identity(rnn.compose("model.method=sequential", "model.window=8", "train.steps=3")) == usual
+    assert (
+        _run.identity(rnn.compose("model.method=sequential", "model.window=8", "train.steps=3"))
+        == usual
+    )
     for flag in ("model.cell=gru", "data.task=adding", "optimizer.learning_rate=1", "seed=2"):
         assert _run.identity(rnn.compose(flag)) != usual
 
@@ -120,7 +146,11 @@ def test_a_batch_is_a_pure_function_of_seed_and_step(task):
 
 def task_name(task):
     text = task.text.split(":")[0]
-    return {"adding problem": "adding", "copy memory": "copy", "selective copy": "selective_copy"}.get(text, "digits")
+    return {
+        "adding problem": "adding",
+        "copy memory": "copy",
+        "selective copy": "selective_copy",
+    }.get(text, "digits")
 
 
 def test_the_adding_problem_adds_what_is_marked():
@@ -167,17 +197,23 @@ def written(tmp_path, kind, series=SERIES):
     elif kind == "ts":
         lines = (":".join(",".join(map(str, row[:, d])) for d in range(2)) for row in series)
         head = "#a comment\n@problemName toy\n@timestamps false\n@classLabel true a b\n@data\n"
-        path.write_text(head + "".join(f"{line}:{label}\n" for line, label in zip(lines, LABELS, strict=True)))
+        path.write_text(
+            head + "".join(f"{line}:{label}\n" for line, label in zip(lines, LABELS, strict=True))
+        )
     elif kind == "arff":
         head = "@relation toy\n@attribute x numeric\n@attribute target {a,b}\n\n@data\n"
-        path.write_text(head + "".join(f"{row},{label}\n" for row, label in zip(rows, LABELS, strict=True)))
+        path.write_text(
+            head + "".join(f"{row},{label}\n" for row, label in zip(rows, LABELS, strict=True))
+        )
     else:
         text = "".join(f"{label},{row}\n" for row, label in zip(rows, LABELS, strict=True))
         path.write_text(text.replace(",", "\t") if kind == "tsv" else "label,x0,x1,x2\n" + text)
     return str(path)
 
 
-@pytest.mark.parametrize("kind, channels", [("npz", 2), ("ts", 2), ("arff", 1), ("csv", 1), ("tsv", 1)])
+@pytest.mark.parametrize(
+    "kind, channels", [("npz", 2), ("ts", 2), ("arff", 1), ("csv", 1), ("tsv", 1)]
+)
 def test_files_hold_series(tmp_path, kind, channels):
     series, labels = read_series(written(tmp_path, kind))
     np.testing.assert_array_equal(series, SERIES[..., :channels])

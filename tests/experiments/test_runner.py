@@ -40,8 +40,12 @@ def test_each_preset_traces_a_whole_step_on_its_mesh(preset):
         trainer = lm.make_trainer(config)
         state = jax.eval_shape(trainer.init, jax.random.key(0))
         tokens = jax.ShapeDtypeStruct((config.data.batch_size, config.data.seq_len), jnp.int32)
-        new, info = jax.eval_shape(trainer.step, jax.random.key(0), state, {"tokens": tokens, "targets": tokens})
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+        new, info = jax.eval_shape(
+            trainer.step, jax.random.key(0), state, {"tokens": tokens, "targets": tokens}
+        )
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), state
+    )
     assert sum(leaf.size for leaf in jax.tree.leaves(state.params)) == num_params(config.model)
     assert info["loss"].shape == ()
 
@@ -57,14 +61,22 @@ def test_each_preset_opens_with_its_command(preset):
     assert lm.compose(*flags).name == preset
 
 
-PUBLISHED = {"gpt2_124m": 124_439_808 + 47 * 768, "llama_1b": 1_235_814_400, "llama_8b": 8_030_261_248}
+PUBLISHED = {
+    "gpt2_124m": 124_439_808 + 47 * 768,
+    "llama_1b": 1_235_814_400,
+    "llama_8b": 8_030_261_248,
+}
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)
 def test_a_preset_is_the_model_that_it_is_named_after_whatever_the_tokenizer(preset):
     """Estimated, trained over bytes and trained over its own tokens, it has the same number of parameters."""
     config = lm.compose(f"preset={preset}")
-    assert num_params(config.model) == num_params(estimate.compose(f"preset={preset}").model) == PUBLISHED[preset]
+    assert (
+        num_params(config.model)
+        == num_params(estimate.compose(f"preset={preset}").model)
+        == PUBLISHED[preset]
+    )
     assert lm.with_vocabulary(config, Bytes()).model == config.model
     count, _, unit = re.fullmatch(r"\w+_([\d]+)(\.\d+)?([mb])", preset).groups()
     assert float(count) == pytest.approx(PUBLISHED[preset] / {"m": 1e6, "b": 1e9}[unit], abs=0.5)
@@ -74,7 +86,9 @@ def test_a_preset_is_the_model_that_it_is_named_after_whatever_the_tokenizer(pre
 
 def test_gpt2_without_padding_is_the_published_one():
     assert (
-        num_params(lm.compose("preset=gpt2_124m", "model.vocab_size=50257").model) == num_params(gpt2()) == 124_439_808
+        num_params(lm.compose("preset=gpt2_124m", "model.vocab_size=50257").model)
+        == num_params(gpt2())
+        == 124_439_808
     )
     assert num_params(llama()) == PUBLISHED["llama_1b"]
 
@@ -97,8 +111,14 @@ def test_derived_sizes_follow_the_flags(flags, derived):
 
 
 def test_flags_beat_the_preset_and_the_preset_beats_the_schema():
-    config = lm.compose("preset=llama_1b", "train.steps=7", "mesh.tensor=2", "rules.embed=none", "metrics=[wandb]")
-    assert (config.train.steps, config.train.accumulate, config.train.keep) == (7, 4, lm.TrainConfig().keep)
+    config = lm.compose(
+        "preset=llama_1b", "train.steps=7", "mesh.tensor=2", "rules.embed=none", "metrics=[wandb]"
+    )
+    assert (config.train.steps, config.train.accumulate, config.train.keep) == (
+        7,
+        4,
+        lm.TrainConfig().keep,
+    )
     assert config.mesh == MeshSpec(data=1, fsdp=-1, tensor=2)
     assert config.rules == {"embed": "none"} and config.metrics == ["wandb"]
     assert isinstance(config, lm.Config) and isinstance(config.model, lm.LMConfig)
@@ -145,7 +165,11 @@ def test_a_flag_that_came_later_leaves_the_names_of_runs_as_they_were():
     assert not [name for name in _run.identity(lm.compose()) if name.startswith(later)]
     flags = ["tuning.freeze=[wq]", "tuning.ema=0.5", "objective.distil=0.3", "teacher=run:x"]
     known = _run.identity(lm.compose(*flags))
-    assert known["tuning.freeze"] == ["wq"] and known["teacher"] == "run:x" and known["objective.distil"] == 0.3
+    assert (
+        known["tuning.freeze"] == ["wq"]
+        and known["teacher"] == "run:x"
+        and known["objective.distil"] == 0.3
+    )
     assert _run.identity(lm.compose("objective.kind=dpo"))["data.pairs"]
     assert _run.identity(lm.compose("optimizer.warmup_start=0"))["optimizer.warmup_start"] == 0
 
@@ -165,9 +189,20 @@ def words():
 
 
 def test_one_word_means_one_thing_in_every_experiment():
-    experiments = {"digits": digits, "env": env, "generate": generate, "lm": lm, "neat": neat, "pomdp": pomdp}
+    experiments = {
+        "digits": digits,
+        "env": env,
+        "generate": generate,
+        "lm": lm,
+        "neat": neat,
+        "pomdp": pomdp,
+    }
     experiments |= {"rl": rl, "rnn": rnn, "pipelined_speculation": pipelined_speculation}
-    experiments |= {"step_speculation": step_speculation, "moving_digits": moving_digits, "life": life}
+    experiments |= {
+        "step_speculation": step_speculation,
+        "moving_digits": moving_digits,
+        "life": life,
+    }
     flags = {name: dict(_flags(module.Config)) for name, module in experiments.items()}
     for name in experiments:
         flags[name] |= {"preset": str} if presets_of(name, "preset") else {}
@@ -202,25 +237,42 @@ def test_a_flag_by_its_old_name_gets_the_new_one(experiment, flag, new):
 
 
 def test_a_preset_may_be_given_as_the_model():
-    assert lm.compose("model=gpt2_124m", "model.num_layers=2") == lm.compose("preset=gpt2_124m", "model.num_layers=2")
-    with pytest.raises(UsageError, match="there is no preset 'tinny'; legal for preset= are .*tiny"):
+    assert lm.compose("model=gpt2_124m", "model.num_layers=2") == lm.compose(
+        "preset=gpt2_124m", "model.num_layers=2"
+    )
+    with pytest.raises(
+        UsageError, match="there is no preset 'tinny'; legal for preset= are .*tiny"
+    ):
         lm.compose("model=tinny")
-    with pytest.raises(UsageError, match="model=3 is of the wrong type; model takes no value but flags of its own"):
+    with pytest.raises(
+        UsageError, match="model=3 is of the wrong type; model takes no value but flags of its own"
+    ):
         lm.compose("model=3")
 
 
-@pytest.mark.parametrize("flag", ["preset=null", "preset=3", "preset=", "preset=lm/tiny", "preset=tiny"])
+@pytest.mark.parametrize(
+    "flag", ["preset=null", "preset=3", "preset=", "preset=lm/tiny", "preset=tiny"]
+)
 def test_presets_are_those_of_the_experiment(flag):
     with pytest.raises(
-        UsageError, match=f"there is no preset .*{flag[7:]}'; legal for preset= are double_pole.* paper_xor"
+        UsageError,
+        match=f"there is no preset .*{flag[7:]}'; legal for preset= are double_pole.* paper_xor",
     ):
         neat.compose(flag)
 
 
 def test_renamed_flags_leave_the_names_of_runs_as_they_were():
     assert _run.identity(pomdp.compose("max_steps=7"))["steps"] == 7
-    names = {rl: "CartPole-v1-8a2fc571", neat: "neat-68548286", pomdp: "RockSample-7-8-d6bf3bb5", lm: "tiny-90ecd57b"}
-    assert all(_run.folder_name(experiment.compose()).startswith(name) for experiment, name in names.items())
+    names = {
+        rl: "CartPole-v1-8a2fc571",
+        neat: "neat-68548286",
+        pomdp: "RockSample-7-8-d6bf3bb5",
+        lm: "tiny-90ecd57b",
+    }
+    assert all(
+        _run.folder_name(experiment.compose()).startswith(name)
+        for experiment, name in names.items()
+    )
 
 
 def test_a_fresh_folder_takes_the_next_number(tmp_path):
@@ -228,7 +280,9 @@ def test_a_fresh_folder_takes_the_next_number(tmp_path):
     assert _run.fresh_folder(folder, resume=False) == folder  # new
     assert _run.fresh_folder(folder, resume=False) == folder  # still empty
     for count in (2, 3):
-        (tmp_path / "runs" / ("tiny" if count == 2 else f"tiny-{count - 1}") / "metrics.jsonl").write_text("{}\n")
+        (
+            tmp_path / "runs" / ("tiny" if count == 2 else f"tiny-{count - 1}") / "metrics.jsonl"
+        ).write_text("{}\n")
         assert _run.fresh_folder(folder, resume=True) == folder
         assert _run.fresh_folder(folder, resume=False) == folder.with_name(f"tiny-{count}")
 
@@ -254,9 +308,14 @@ def test_a_folder_without_configuration_is_refused(tmp_path):
 
 def test_the_mesh_that_nobody_asked_for_has_no_idle_axis(monkeypatch, tmp_path):
     monkeypatch.setattr(_run, "_quieten", lambda: None)
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir or str(tmp_path))
+    monkeypatch.setenv(
+        "JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir or str(tmp_path)
+    )
     before = jax.config.jax_compilation_cache_dir
-    whole, split = dict.fromkeys((digits, lm, moving_digits, rnn), (2, 2, 2)), dict.fromkeys((rl, env, neat), (2, 2, 1))
+    whole, split = (
+        dict.fromkeys((digits, lm, moving_digits, rnn), (2, 2, 2)),
+        dict.fromkeys((rl, env, neat), (2, 2, 1)),
+    )
     kinds = (whole | split | {pomdp: (1, 1, 1)}).items()
     opened = []
 

@@ -26,7 +26,9 @@ def pairs(q, k, v):
     out = np.zeros(v.shape, np.result_type(q, k, v))
     for i in range(N):
         for h in range(H):
-            weights = [(phi(q[i, h]) @ phi(k[j, h]), v[j, h]) for j in range(N) if WINDOW[j] == WINDOW[i]]
+            weights = [
+                (phi(q[i, h]) @ phi(k[j, h]), v[j, h]) for j in range(N) if WINDOW[j] == WINDOW[i]
+            ]
             out[i, h] = sum(w * v for w, v in weights) / sum(w for w, _ in weights)
     return out
 
@@ -41,7 +43,9 @@ def test_it_is_its_sums_over_pairs_in_value_and_gradient(chunk, x64):
 
     (_, got), grads = jit(jax.value_and_grad(value, has_aux=True))(drawn())
     assert_close(got, pairs(*drawn()), EXACT_MATHS["float64"])
-    assert_close(grads, slopes(lambda arrays: (pairs(*arrays) * mix).sum(), drawn()), EXACT_MATHS["float64"])
+    assert_close(
+        grads, slopes(lambda arrays: (pairs(*arrays) * mix).sum(), drawn()), EXACT_MATHS["float64"]
+    )
 
 
 def test_padded_windows_are_the_same_and_cost_the_longest():

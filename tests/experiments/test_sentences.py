@@ -29,13 +29,17 @@ def test_help_that_is_cut_short_says_nothing_more(flags):
 
 def test_a_run_whose_reader_is_gone_says_so():
     assert (
-        sentence_of(BrokenPipeError(32, "Broken pipe")) == "whatever read the output has ended; > file keeps all of it."
+        sentence_of(BrokenPipeError(32, "Broken pipe"))
+        == "whatever read the output has ended; > file keeps all of it."
     )
 
 
 def test_where_runs_cannot_be_the_sentence_says_how_to_put_them_elsewhere():
     said = sentence_of(OSError(30, "Read-only file system", "runs/lm"))
-    assert said == "runs/lm cannot be opened or written: Read-only file system; hydra.run.dir= puts the run elsewhere."
+    assert (
+        said
+        == "runs/lm cannot be opened or written: Read-only file system; hydra.run.dir= puts the run elsewhere."
+    )
     assert "hydra" not in sentence_of(OSError(30, "Read-only file system", "texts/runs.txt"))
 
 

@@ -74,7 +74,9 @@ def test_no_gap_is_over_five_seconds():
             gaps.append(clocked.now - last)
             last = clocked.now
     assert max(gaps) <= 5 and len(gaps) >= 9
-    assert re.fullmatch(r"running \.+ 21 s\ncompiling play \.+", clocked.said()), "a compilation is long after two"
+    assert re.fullmatch(r"running \.+ 21 s\ncompiling play \.+", clocked.said()), (
+        "a compilation is long after two"
+    )
 
 
 def test_many_short_compilations_are_no_silence():

@@ -40,11 +40,15 @@ def test_every_command_has_flags_of_its_own_or_a_configuration():
 @each
 def test_its_help_has_five_legal_examples_and_a_line_for_each_flag(module):
     name, text = module.__name__.split(".")[-1], help_of(module)
-    shown = re.findall(rf"^  python -m experiments\.{name}\b([^#\n]*)(?:# (.*))?$", text, re.MULTILINE)
+    shown = re.findall(
+        rf"^  python -m experiments\.{name}\b([^#\n]*)(?:# (.*))?$", text, re.MULTILINE
+    )
     assert len(shown) >= 5
     for flags, _ in shown:
         _small.read(name, module.Config, flags.split())
-    assert re.search(r"two CPU cores, .*\b(?:seconds|minutes?)\b", shown[0][1]), "how long it takes, and on what"
+    assert re.search(r"two CPU cores, .*\b(?:seconds|minutes?)\b", shown[0][1]), (
+        "how long it takes, and on what"
+    )
     rows = list(_help.flags(module.Config, module.Config()))
     assert [flag for flag, _, _, said in rows if len(said) < 6] == []
     assert [flag for flag, _, legal, _ in rows if not legal] == []
@@ -67,7 +71,9 @@ def test_mistakes_are_refused_in_a_sentence(module):
 
 
 def test_ranges_and_values_are_read():
-    config = _small.read("volunteer_experts", volunteer_experts.Config, ["failures=[0.5]", "delays=[0,3]", "k=2"])
+    config = _small.read(
+        "volunteer_experts", volunteer_experts.Config, ["failures=[0.5]", "delays=[0,3]", "k=2"]
+    )
     assert (config.failures, config.delays, config.k, config.cache) == ([0.5], [0, 3], 2, True)
     for flag in ("steps=0", "failures=[2]", "k=17", "seeds=[-1]"):
         with pytest.raises(UsageError, match=flag.split("=")[0]):
@@ -91,5 +97,9 @@ def test_a_command_runs(monkeypatch, capsys):
 def test_a_mistake_ends_with_its_code(monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         run(scattered_attention, monkeypatch, capsys, "voxels=1")
-    assert end.value.code == 2 and capsys.readouterr().err == "error: voxels=1 must be at least 2.\n"
-    assert run(scattered_attention, monkeypatch, capsys, "voxels=64", "--help").count("voxels=64") == 1
+    assert (
+        end.value.code == 2 and capsys.readouterr().err == "error: voxels=1 must be at least 2.\n"
+    )
+    assert (
+        run(scattered_attention, monkeypatch, capsys, "voxels=64", "--help").count("voxels=64") == 1
+    )

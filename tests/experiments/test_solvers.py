@@ -6,7 +6,13 @@ from experiments import _run, lm, rl, rnn
 
 RNN = ("model.cell=gru", "model.size=4", "data.batch_size=2")
 RL = ("memory=gru", "memory_size=4", "num_envs=4", "num_steps=4")
-LM = ("model.mixer=gru", "model.num_layers=1", "model.embed_dim=8", "model.num_heads=2", "data.batch_size=2")
+LM = (
+    "model.mixer=gru",
+    "model.num_layers=1",
+    "model.embed_dim=8",
+    "model.num_heads=2",
+    "data.batch_size=2",
+)
 
 
 def by_rnn(folder, *flags):
@@ -50,5 +56,10 @@ def test_a_run_names_its_method_and_keeps_it(made, flag, tmp_path):
 def test_closed_forms_and_cells_that_differ_stay_with_the_platform(tmp_path):
     assert by_rnn(tmp_path, "model.cell=min_gru")[1] == "auto"
     assert by_rl(tmp_path, "memory=min_gru")[1] == "auto"
-    assert by_lm(tmp_path, "model.mixer=attention", "model.mixers=[min_gru,gru]", "model.num_layers=2")[1] == "auto"
+    assert (
+        by_lm(
+            tmp_path, "model.mixer=attention", "model.mixers=[min_gru,gru]", "model.num_layers=2"
+        )[1]
+        == "auto"
+    )
     assert by_lm(tmp_path, "model.mixer=attention")[1] == "auto"

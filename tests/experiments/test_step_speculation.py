@@ -25,7 +25,9 @@ def world():
     config = step_speculation.compose(*FLAGS)
     models = {name: config.sizes(name) for name in ("target", "draft")}
     params = {name: noisy_params(model) for name, model in models.items()}
-    params["draft"] = jax.tree.map(lambda x: x + 0.1 * jnp.sin(jnp.arange(x.size).reshape(x.shape)), params["draft"])
+    params["draft"] = jax.tree.map(
+        lambda x: x + 0.1 * jnp.sin(jnp.arange(x.size).reshape(x.shape)), params["draft"]
+    )
     return config, models, params, _sums.draw(np.random.default_rng(3), 5, 3, 1)
 
 
@@ -34,11 +36,16 @@ def law(world):
     """`law(name, text)` is the log-probabilities of what follows a text, and of each of its own bytes."""
     _, models, params, _ = world
     wide = 2 * ROOM + 6 + ROOM
-    whole = {name: jit(lambda p, x, m=model: jax.nn.log_softmax(apply(p, x, m))) for name, model in models.items()}
+    whole = {
+        name: jit(lambda p, x, m=model: jax.nn.log_softmax(apply(p, x, m)))
+        for name, model in models.items()
+    }
 
     def call(name, text):
         rows = np.asarray(whole[name](params[name], np.pad(text, (0, wide - len(text)))[None]))[0]
-        return rows[len(text) - 1], [rows[place - 1, byte] for place, byte in enumerate(text) if place]
+        return rows[len(text) - 1], [
+            rows[place - 1, byte] for place, byte in enumerate(text) if place
+        ]
 
     return call
 
@@ -96,7 +103,9 @@ def test_a_score_is_the_mean_over_the_lines_bytes(world, law):
     rng = np.random.default_rng(5)
     texts, starts = rng.integers(0, 64, (48, 24)), rng.integers(6, 15, 48).astype(np.int32)
     texts = np.where(np.arange(24) < starts[:, None], texts, 0).astype(np.int32)
-    (_, (made, ends)), scores = step_speculation.step(ROOM, models["target"], models["draft"], params, texts, starts)
+    (_, (made, ends)), scores = step_speculation.step(
+        ROOM, models["target"], models["draft"], params, texts, starts
+    )
     assert (ends - starts < ROOM).any() and (ends - starts == ROOM).any()
     for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
         for name in ("target", "draft"):
@@ -110,7 +119,9 @@ def test_where_all_is_rejected_tokens_are_those_of_the_target_alone(world):
     texts, prompt = _sums.written(numbers, 1)
     sampling = Sampling(2 * ROOM, temperature=0)
     alone = {
-        name: jit(lambda p, m=model: generate(jax.random.key(1), p, texts[:, :prompt], m, sampling))(params[name])
+        name: jit(
+            lambda p, m=model: generate(jax.random.key(1), p, texts[:, :prompt], m, sampling)
+        )(params[name])
         for name, model in models.items()
     }
     cases = [("target", "threshold", 2.0), ("target", "conformal", 1.0)]
@@ -134,12 +145,20 @@ def test_conformal_shares_are_those_that_are_asked_for(monkeypatch):
         return ((texts, lengths + 3), (texts, lengths + 3)), {"draft": scores, "target": scores}
 
     monkeypatch.setattr(step_speculation, "step", step)
-    config, numbers = step_speculation.compose(*FLAGS), _sums.draw(np.random.default_rng(0), count, steps + 1, 1)
+    config, numbers = (
+        step_speculation.compose(*FLAGS),
+        _sums.draw(np.random.default_rng(0), count, steps + 1, 1),
+    )
     for alpha in (0.1, 0.4):
         bound = 3 * np.sqrt(alpha * (1 - alpha) / count)
         for seed in range(20):
             found = answer(
-                dataclasses.replace(config, seed=seed), dict(target=0, draft=0), {}, numbers, "conformal", alpha
+                dataclasses.replace(config, seed=seed),
+                dict(target=0, draft=0),
+                {},
+                numbers,
+                "conformal",
+                alpha,
             )
             assert (abs(found.rewritten.mean(0) - alpha) <= bound).all(), "of each step"
 
@@ -149,7 +168,11 @@ def test_sums_are_right(digits):
     numbers = _sums.draw(np.random.default_rng(0), 40, 4, digits)
     texts, prompt = _sums.written(numbers, digits)
     line = _sums.line_length(digits)
-    assert texts.shape == (40, prompt + 3 * line) and texts.max() < _sums.VOCAB and numbers.max() == 10**digits - 1
+    assert (
+        texts.shape == (40, prompt + 3 * line)
+        and texts.max() < _sums.VOCAB
+        and numbers.max() == 10**digits - 1
+    )
     for row, text in zip(numbers.tolist(), texts, strict=True):
         first, *lines = bytes(text.astype(np.uint8)).decode().splitlines()
         assert [int(number[::-1]) for number in first.split("+")] == row
@@ -170,19 +193,32 @@ def test_sums_are_right(digits):
 
 
 def test_the_command_trains_tells_and_goes_on(main, tmp_path):
-    flags = [*FLAGS, *"target_steps=2 draft_steps=2 batch_size=4 thresholds=[2.0] alphas=[1.0]".split()]
+    flags = [
+        *FLAGS,
+        *"target_steps=2 draft_steps=2 batch_size=4 thresholds=[2.0] alphas=[1.0]".split(),
+    ]
     flags += ["cpu_devices=8", "hydra.run.dir=run"]
     said = main(*flags, of="step_speculation", compiles=True)
     assert said.code == 0, said
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     alone, drafted, every, conformal = rows
-    assert alone["flops"] == alone["target_tokens"] == 1 and drafted["target_tokens"] == drafted["rewritten"] == 0
-    assert every["rewritten"] == conformal["rewritten"] == 1 and every["target_tokens"] == 1 < every["flops"]
+    assert (
+        alone["flops"] == alone["target_tokens"] == 1
+        and drafted["target_tokens"] == drafted["rewritten"] == 0
+    )
+    assert (
+        every["rewritten"] == conformal["rewritten"] == 1
+        and every["target_tokens"] == 1 < every["flops"]
+    )
     assert every["right"] == conformal["right"] == alone["right"]
     assert (tmp_path / "run" / "plots" / "steps.png").stat().st_size > 1000
     again = main(*flags, "score=target", of="step_speculation")  # trains nothing
     assert again.code == 0 and "judged by the target" in again.out
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert rows[2]["target_tokens"] > 1, "a target that reads every line and writes it again"
 
 
@@ -197,4 +233,6 @@ def test_the_command_trains_tells_and_goes_on(main, tmp_path):
     ],
 )
 def test_mistakes_end_in_a_sentence(main, flags, sentence):
-    assert re.search(sentence, main("hydra.run.dir=run", *flags.split(), of="step_speculation").sentence())
+    assert re.search(
+        sentence, main("hydra.run.dir=run", *flags.split(), of="step_speculation").sentence()
+    )

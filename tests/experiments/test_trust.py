@@ -48,7 +48,11 @@ def test_a_configuration_refers_to_nothing(tmp_path, content, name):
     finally:
         OmegaConf.clear_resolver("witness")
     said = str(end.value)
-    assert f"config.yaml has {name}='" in said and "which refers to something else" in said and "\n" not in said
+    assert (
+        f"config.yaml has {name}='" in said
+        and "which refers to something else" in said
+        and "\n" not in said
+    )
     assert not asked
 
 
@@ -77,7 +81,10 @@ def test_a_configuration_is_plain_data(tmp_path, content):
 def test_the_command_says_so_in_a_sentence(main, tmp_path):
     (tmp_path / "config.yaml").write_text("seed: ${oc.env:HOME}")
     said = main("mode=sample", "run=.").sentence()
-    assert "config.yaml has seed='${oc.env:HOME}', which refers to something else; legal are plain values." in said
+    assert (
+        "config.yaml has seed='${oc.env:HOME}', which refers to something else; legal are plain values."
+        in said
+    )
 
 
 # ---------------------------------------------------------------- names
@@ -104,11 +111,24 @@ def test_no_folder_is_made_outside(main, tmp_path, monkeypatch, of, flag):
     (tmp_path / "here" / "there").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here" / "there")
     said = main(flag, of=of).sentence()
-    assert "cannot name a folder" in said or f"there is no preset {flag.partition('=')[2]!r}; legal for " in said
+    assert (
+        "cannot name a folder" in said
+        or f"there is no preset {flag.partition('=')[2]!r}; legal for " in said
+    )
     assert {path.name for path in tmp_path.rglob("*")} == {"here", "there"}
 
 
-SHARDS = ["../model.safetensors", "/etc/model.safetensors", "..", "", "a\\b.safetensors", "weights.bin", 3, None, ["a"]]
+SHARDS = [
+    "../model.safetensors",
+    "/etc/model.safetensors",
+    "..",
+    "",
+    "a\\b.safetensors",
+    "weights.bin",
+    3,
+    None,
+    ["a"],
+]
 
 
 @pytest.mark.parametrize("name", SHARDS)
@@ -151,7 +171,12 @@ _heard: list[str] | None = None
 
 
 def listen(event, args):
-    if _heard is not None and event in ("pickle.find_class", "os.system", "subprocess.Popen", "os.exec"):
+    if _heard is not None and event in (
+        "pickle.find_class",
+        "os.system",
+        "subprocess.Popen",
+        "os.exec",
+    ):
         _heard.append(event)
 
 
@@ -183,7 +208,11 @@ def poisoned(value):
         return {key: poisoned(x) for key, x in value.items()}
     if isinstance(value, list):
         return [poisoned(x) for x in value]
-    return "os.system" if isinstance(value, str) and ("." in value or "jax" in value or "np" in value) else value
+    return (
+        "os.system"
+        if isinstance(value, str) and ("." in value or "jax" in value or "np" in value)
+        else value
+    )
 
 
 def test_a_network_nested_without_end_is_a_mistake():
@@ -205,11 +234,16 @@ def test_an_array_file_with_objects_is_refused(tmp_path):
 @pytest.mark.parametrize("of", ["lm", "env"])
 def test_a_second_run_in_a_folder_in_use_refuses(main, tmp_path, of):
     with held(tmp_path / "run"):
-        said = main("hydra.run.dir=run", *([] if of == "lm" else ["num_envs=8", "cpu_devices=8"]), of=of).sentence()
+        said = main(
+            "hydra.run.dir=run", *([] if of == "lm" else ["num_envs=8", "cpu_devices=8"]), of=of
+        ).sentence()
         assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [LOCK]
         if of == "lm":
             _run.write_start(tmp_path / "run", lm.compose(*main.flags))
-            assert "run has no checkpoint yet; train it first" in main("mode=eval", "run=run").sentence()
+            assert (
+                "run has no checkpoint yet; train it first"
+                in main("mode=eval", "run=run").sentence()
+            )
     assert re.fullmatch(r"error: \S*run is in use by process \d+ on \S+; wait for its end, or begin another run with "
                         r"resume=false\.", said)  # fmt: skip
     assert (tmp_path / "run" / LOCK).read_text() == ""
@@ -227,9 +261,14 @@ time.sleep(60)
 
 
 def test_a_killed_run_holds_nothing(tmp_path):
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / LOCK)], stdout=subprocess.PIPE)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / LOCK)], stdout=subprocess.PIPE
+    )
     holder.stdout.readline()
-    with pytest.raises(UsageError, match="is in use by process 7 on moon; wait for its end"), held(tmp_path):
+    with (
+        pytest.raises(UsageError, match="is in use by process 7 on moon; wait for its end"),
+        held(tmp_path),
+    ):
         pass
     holder.send_signal(signal.SIGKILL)
     holder.communicate()
@@ -255,7 +294,9 @@ def test_only_process_0_locks_and_all_refuse(tmp_path, monkeypatch):
     told = []
     monkeypatch.setattr(_folder.jax, "process_index", lambda: 1)
     monkeypatch.setattr(_folder.jax, "process_count", lambda: 2)
-    monkeypatch.setattr(_folder.multihost_utils, "process_allgather", lambda own: told.append(own) or [of_0, own])
+    monkeypatch.setattr(
+        _folder.multihost_utils, "process_allgather", lambda own: told.append(own) or [of_0, own]
+    )
     of_0 = False
     with held(tmp_path):
         assert not (tmp_path / LOCK).exists()
@@ -270,12 +311,18 @@ def test_another_run_with_resume_false_takes_the_next_folder(tmp_path):
         (first / "metrics.jsonl").write_text("")
         with _folder.run_folder(tmp_path / "a", False) as second:
             assert (first.name, second.name) == ("a", "a-2")
-    with _folder.run_folder(tmp_path / "a", False) as third, _folder.run_folder(pathlib.Path(tmp_path / "a"), True):
+    with (
+        _folder.run_folder(tmp_path / "a", False) as third,
+        _folder.run_folder(pathlib.Path(tmp_path / "a"), True),
+    ):
         assert third.name == "a-2"  # nothing but a lock was left in it
 
 
 def test_checkpoints_elsewhere_are_held_as_well(tmp_path):
     where = str(tmp_path / "elsewhere" / "a")
-    with _folder.saving(tmp_path / "one", True, where), pytest.raises(UsageError, match="elsewhere/a is in use by"):
+    with (
+        _folder.saving(tmp_path / "one", True, where),
+        pytest.raises(UsageError, match="elsewhere/a is in use by"),
+    ):
         with _folder.saving(tmp_path / "two", True, where):
             pass

@@ -102,7 +102,9 @@ def test_parts_experts_and_odd_rows_of_a_layout():
     config = compose("accumulate=8", "microbatches=2", "num_experts=6", "ema=0.5")
     proof = _proof.Proof(config)
     plain = Layout(MeshSpec(data=2))
-    assert proof.training(plain, number=0) == (_proof.Training(model=config.model, length=config.data.seq_len, parts=8))
+    assert proof.training(plain, number=0) == (
+        _proof.Training(model=config.model, length=config.data.seq_len, parts=8)
+    )
     assert proof.training(plain, number=2).length == config.data.seq_len - 1
     assert proof.training(Layout(MeshSpec(stage=2), "stages", "1f1b"), number=0).parts == 2
     split = proof.training(Layout(MeshSpec(expert=2)), number=0)
@@ -140,25 +142,35 @@ def test_batches_of_steps_differ_and_are_uneven():
         assert (batch["segments"].max(1) > 1).any()
 
 
-SENT = {"gather": {"all-gather"}, "swap": {"all-to-all"}, "swap_ring": {"all-to-all", "collective-permute"}}
+SENT = {
+    "gather": {"all-gather"},
+    "swap": {"all-to-all"},
+    "swap_ring": {"all-to-all", "collective-permute"},
+}
 QUICK = [("ring", "striped"), ("token_ring", "contiguous"), ("swap_ring", "zigzag")]
 EVERY = [*QUICK, *(case for case in itertools.product(MOVES, ORDERS) if case not in QUICK)]
 
 
 @pytest.mark.parametrize(
     ("move", "order"),
-    [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in EVERY],  # 3 CPU s each
+    [
+        pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in EVERY
+    ],  # 3 CPU s each
 )
 def test_a_split_sequence_is_verified_by_any_move_and_order(move, order, verify, tmp_path):
     """Three optimizer steps too, and nothing is sent that the move's table does not declare."""
-    heads = "model.num_kv_heads=4" if move == "swap" else "model.num_kv_heads=2"  # it exchanges whole key heads
+    heads = (
+        "model.num_kv_heads=4" if move == "swap" else "model.num_kv_heads=2"
+    )  # it exchanges whole key heads
     flags = f"model.context={move}", f"model.context_order={order}", heads
     code, said = verify("layouts=[data2.context4]", "dtypes=[float32]", *flags)
     assert code == 0 and "1 of 1 rows hold" in said, said
     (row,) = json.loads((tmp_path / "run" / "layouts.json").read_text())
     kinds = {name.split(" ")[0] for name in row["kinds"]}
     kinds -= {"all-reduce", "reduce-scatter"}  # sums of gradients, here over data too
-    by_places = {"all-gather"} if order == "striped" and move.startswith("swap") else set()  # of no table
+    by_places = (
+        {"all-gather"} if order == "striped" and move.startswith("swap") else set()
+    )  # of no table
     assert kinds == SENT.get(move, {"collective-permute"}) | by_places
 
 
@@ -237,7 +249,12 @@ def test_weights_that_are_gathered_once_are_verified(verify, monkeypatch):
     """Also that a program which gathers in its tasks is one too many for that table."""
     from experiments import _proof
 
-    flags = "layouts=[stage2.fsdp2/breadth_first]", "model.num_layers=4", "data.seq_len=8", "dtypes=[float32]"
+    flags = (
+        "layouts=[stage2.fsdp2/breadth_first]",
+        "model.num_layers=4",
+        "data.seq_len=8",
+        "dtypes=[float32]",
+    )
     code, said = verify(*flags, "gather_chunks=true")
     assert code == 0 and "1 of 1 rows hold" in said, said
     declared = _proof.pipeline_transfers
@@ -279,9 +296,18 @@ def test_a_breach_ends_in_exit_code_1(verify, monkeypatch):
     ("flags", "sentence"),
     [
         (["layouts=[foo8]"], "layout 'foo8' is unknown; legal are sizes such as data2.fsdp4"),
-        (["layouts=[data8/zero9]"], "layout 'data8/zero9' has after the slash what is none of zero3, zero2"),
-        (["layouts=[stage2.data4/zb_v+1f1b]"], "layout 'stage2.data4/zb_v+1f1b' has after the slash what is none of"),
-        (["layouts=[data8]", "gather_chunks=true"], "gather_chunks=true needs stages; name a layout of some, as "),
+        (
+            ["layouts=[data8/zero9]"],
+            "layout 'data8/zero9' has after the slash what is none of zero3, zero2",
+        ),
+        (
+            ["layouts=[stage2.data4/zb_v+1f1b]"],
+            "layout 'stage2.data4/zb_v+1f1b' has after the slash what is none of",
+        ),
+        (
+            ["layouts=[data8]", "gather_chunks=true"],
+            "gather_chunks=true needs stages; name a layout of some, as ",
+        ),
         (
             ["dtypes=[int8]"],
             "dtypes=int8 is not judged; expected any of float32, float64, bfloat16.",
@@ -319,7 +345,11 @@ def test_pairs_are_the_layouts_of_at_most_two_axes():
     assert set(pairs) < set(every)
     assert {"data8 zero3", "fsdp4.tensor2 zero2", "data2.fsdp4.inner2 nested"} <= set(pairs)
     assert "data2.fsdp2.tensor2 zero3" not in pairs
-    assert all(name.split(" ")[0].replace(".inner2", "").count(".") <= 1 for name in pairs if "inner" not in name)
+    assert all(
+        name.split(" ")[0].replace(".inner2", "").count(".") <= 1
+        for name in pairs
+        if "inner" not in name
+    )
 
 
 def test_all_layouts_cover_every_factorisation_and_variant():
@@ -327,7 +357,12 @@ def test_all_layouts_cover_every_factorisation_and_variant():
 
     names = [str(layout) for layout in chosen_layouts(Config(layouts=["all"]), 8)]
     assert len(names) == len(set(names)) and len(names) > 35
-    for name in ("data8 zero3", "fsdp8 zero1", "data2.fsdp2.tensor2 sequence", "data2.fsdp4.inner2 nested"):
+    for name in (
+        "data8 zero3",
+        "fsdp8 zero1",
+        "data2.fsdp2.tensor2 sequence",
+        "data2.fsdp4.inner2 nested",
+    ):
         assert name in names
     piped = [name.split(" ") for name in names if "stage" in name]
     assert len(piped) == 15 and {schedule for *_, schedule in piped} == set(PIPELINES)

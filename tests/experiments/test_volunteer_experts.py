@@ -18,7 +18,11 @@ N, PIXELS, D, G, K = 12, 5, 2, 3, 3
 def drawn(dtype=np.float64):
     params = jax.tree.map(lambda w: np.asarray(w, dtype), volunteers.init(0, PIXELS, D, G))
     rng = np.random.default_rng(1)
-    return params, rng.standard_normal((N, PIXELS)).astype(dtype), rng.integers(0, volunteers.CLASSES, N)
+    return (
+        params,
+        rng.standard_normal((N, PIXELS)).astype(dtype),
+        rng.integers(0, volunteers.CLASSES, N),
+    )
 
 
 def dense_logits(params, x, answers, k):
@@ -39,7 +43,10 @@ def test_a_beam_finds_the_best_of_all_sums():
     expert, weight = jit(functools.partial(volunteers.best_of_grid, k=5))(logits)
     for row, e, w in zip(logits, expert, weight, strict=True):
         sums = np.array(
-            [sum(row[i, g] for i, g in enumerate(place)) for place in itertools.product(range(G), repeat=3)]
+            [
+                sum(row[i, g] for i, g in enumerate(place))
+                for place in itertools.product(range(G), repeat=3)
+            ]
         )
         best = np.argsort(-sums)[:5]
         np.testing.assert_array_equal(e, best)
@@ -68,14 +75,23 @@ def test_training_is_that_of_a_loop_that_keeps_all_old_weights():
     params, x, y = drawn(np.float32)
     failures, most = 0.4, 2
     got = volunteers.train(params, x, y, steps=5, k=K, failures=failures, most=most, seed=3)
-    optimizer, rng, history, now = optax.adam(2e-3), np.random.default_rng(3), [params["experts"]], params
+    optimizer, rng, history, now = (
+        optax.adam(2e-3),
+        np.random.default_rng(3),
+        [params["experts"]],
+        params,
+    )
     state, grad = optimizer.init(params), jit(jax.grad(volunteers.loss), static_argnums=4)
     for _ in range(5):
         rows, delay = rng.integers(0, N, 128), rng.integers(0, most + 1, G**D)
         answers = np.repeat(rng.random((16, G**D)) >= failures, 8, axis=0)
         old = [history[max(0, len(history) - 1 - late)] for late in delay]
         used = {name: jnp.stack([w[name][e] for e, w in enumerate(old)]) for name in history[0]}
-        updates, state = optimizer.update(grad(now | {"experts": used}, x[rows], y[rows], answers, K), state)
+        updates, state = optimizer.update(
+            grad(now | {"experts": used}, x[rows], y[rows], answers, K), state
+        )
         now = optax.apply_updates(now, updates)
         history.append(now["experts"])
-    assert_close(got, now, 1e-5)  # Adam divides gradients by their own size: their rounding is seen again
+    assert_close(
+        got, now, 1e-5
+    )  # Adam divides gradients by their own size: their rounding is seen again

@@ -7,7 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mixtures import CASES, NEAR, B, D, T, by_expert, normal, outcome, params_of, sorted_form, tokens, wanted
+from mixtures import (
+    CASES,
+    NEAR,
+    B,
+    D,
+    T,
+    by_expert,
+    normal,
+    outcome,
+    params_of,
+    sorted_form,
+    tokens,
+    wanted,
+)
 from tolerance import assert_close
 
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, shard, use_mesh
@@ -45,7 +58,11 @@ def outcome_on(mesh, transport, name, skew=0.0):
         *(
             pytest.param(mesh, transport, name, skew, marks=pytest.mark.slow)  # 5 s each
             for mesh in MESHES
-            for transport in (EVEN, Spill(slots=1, min_chunk=2, tolerated=1.0), dataclasses.replace(EVEN, room=0.3))
+            for transport in (
+                EVEN,
+                Spill(slots=1, min_chunk=2, tolerated=1.0),
+                dataclasses.replace(EVEN, room=0.3),
+            )
             for name, skew in ((ALL, 0.0), (ONE, 3.0), ("capacity", 0.0))
             if "capacity" not in name or "context" not in mesh
         ),
@@ -101,9 +118,16 @@ def dealt(expert, slots):
     """What all devices do with their choices, [N, n, k]."""
     shares, num_experts = len(expert), 8
     plans = jax.vmap(lambda e: sort_choices(e, num_experts))(expert)
-    lent = least_loaded(plans.sizes.sum(0), shares, alpha=1.0, min_chunk=1, tolerated=1.0, slots=slots)
+    lent = least_loaded(
+        plans.sizes.sum(0), shares, alpha=1.0, min_chunk=1, tolerated=1.0, slots=slots
+    )
     deal = jax.vmap(where_computed, (0, 0, None, None, 0))
-    return plans.sizes, lent, deal(expert, plans.place, plans.sizes, lent, jnp.arange(shares)), spare_slots(lent, slots)
+    return (
+        plans.sizes,
+        lent,
+        deal(expert, plans.place, plans.sizes, lent, jnp.arange(shares)),
+        spare_slots(lent, slots),
+    )
 
 
 @pytest.mark.parametrize("slots", [1, 3])
@@ -132,7 +156,11 @@ def test_choices_are_dealt_as_a_loop_deals_them(slots):
 
 def test_what_is_lent_comes_from_all_devices_alike():
     """So between any two there need be room for little more than even choices take."""
-    expert = np.where(np.arange(400) % 10 < 9, 0, 1 + np.arange(400) % 7)[None, :, None].repeat(4, 0).astype(np.int32)
+    expert = (
+        np.where(np.arange(400) % 10 < 9, 0, 1 + np.arange(400) % 7)[None, :, None]
+        .repeat(4, 0)
+        .astype(np.int32)
+    )
     _, lent, device, _ = jax.device_get(dealt(expert, 3))
     assert lent.sum(0).max() == 400
     pairs = np.stack([np.bincount(d.ravel(), minlength=4) for d in device])
@@ -147,17 +175,26 @@ def test_bytes_that_are_sent_by_hand():
         rows, counts = 4 * 64 * 8 * 4, 8 + 4 * 2 + 4 * 8
         assert bytes_sent(Spill(), layer, sizes) == 3 * (4 * rows + 4 * counts) * 3 / 4
         *_, lent = list(Spill(room=None).transfers(layer, sizes))
-        assert lent.bytes == 3 * (1 + 2) * 3 * (4 * 2 * 8 * layer.size * 4) and lent.arrays == 3 * 3 * 3 * 4
-        assert len(list(Spill(room=1.0).transfers(layer, sizes))) == 4 + len(list(Gather().transfers(layer, sizes)))
+        assert (
+            lent.bytes == 3 * (1 + 2) * 3 * (4 * 2 * 8 * layer.size * 4)
+            and lent.arrays == 3 * 3 * 3 * 4
+        )
+        assert len(list(Spill(room=1.0).transfers(layer, sizes))) == 4 + len(
+            list(Gather().transfers(layer, sizes))
+        )
     # A device may compute both of a token's choices only where it has a slot.
     assert (
-        room_for(None, CASES["softmax"], 64, 4, 1) == (128, False) and room_for(None, CASES["softmax"], 64, 4)[0] == 64
+        room_for(None, CASES["softmax"], 64, 4, 1) == (128, False)
+        and room_for(None, CASES["softmax"], 64, 4)[0] == 64
     )
     with use_mesh(make_mesh(MESHES["expert4.data2"]), rules_from({"batch": "data"})):
         assert bytes_sent(Spill(), layer, sizes) == bytes_sent(Gather(), layer, sizes)
 
 
 def test_mistakes_are_told():
-    for wrong, message in ((dict(slots=0), "slots=0 must be at least 1"), (dict(alpha=0.5), "alpha=0.5 must be at")):
+    for wrong, message in (
+        (dict(slots=0), "slots=0 must be at least 1"),
+        (dict(alpha=0.5), "alpha=0.5 must be at"),
+    ):
         with pytest.raises(UsageError, match=message):
             Spill(**wrong)

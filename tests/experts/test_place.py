@@ -31,10 +31,15 @@ def fewest(counts, shares):
     """Of all placements of all layers."""
     first = sorted(range(counts.shape[1]), key=lambda e: e % shares)
     legal = sorted({tuple(e % shares for e in order) for order in itertools.permutations(first)})
-    return min(count_crossings(counts, np.array(each)) for each in itertools.product(legal, repeat=len(counts) + 1))
+    return min(
+        count_crossings(counts, np.array(each))
+        for each in itertools.product(legal, repeat=len(counts) + 1)
+    )
 
 
-@pytest.mark.parametrize("layers, num_experts, shares", [(3, 4, 2), (2, 6, 2), (2, 4, 4), (4, 4, 2)])
+@pytest.mark.parametrize(
+    "layers, num_experts, shares", [(3, 4, 2), (2, 6, 2), (2, 4, 4), (4, 4, 2)]
+)
 def test_it_is_the_best_of_all(layers, num_experts, shares, monkeypatch):
     """Both the chain and the search, which larger cases take."""
     for seed in range(5):
@@ -44,14 +49,19 @@ def test_it_is_the_best_of_all(layers, num_experts, shares, monkeypatch):
             monkeypatch.setattr(place, "MOST_PLACEMENTS", most)
             got = place_experts(counts, shares)
             assert count_crossings(counts, got) == want
-            assert all(np.bincount(row, minlength=shares).tolist() == [num_experts // shares] * shares for row in got)
+            assert all(
+                np.bincount(row, minlength=shares).tolist() == [num_experts // shares] * shares
+                for row in got
+            )
 
 
 def test_hidden_groups_are_found():
     """Experts of one group follow each other in every layer, under another number in each."""
     rng, size = np.random.default_rng(0), 32
     groups = np.array([rng.permutation(np.repeat(np.arange(4), size // 4)) for _ in range(6)])
-    counts = 50 * (groups[:-1, :, None] == groups[1:, None, :]) + rng.integers(0, 20, (5, size, size))
+    counts = 50 * (groups[:-1, :, None] == groups[1:, None, :]) + rng.integers(
+        0, 20, (5, size, size)
+    )
     assert count_crossings(counts, place_experts(counts, 4)) <= count_crossings(counts, groups)
 
 
@@ -65,7 +75,9 @@ def test_transitions_are_those_of_a_loop():
     np.testing.assert_array_equal(got, want)
     placement = np.array([[0, 0, 1], [0, 1, 1], [1, 0, 0]])
     by_loop = sum(
-        int(got[pair, e, f]) for pair, e, f in np.ndindex(2, 3, 3) if placement[pair, e] != placement[pair + 1, f]
+        int(got[pair, e, f])
+        for pair, e, f in np.ndindex(2, 3, 3)
+        if placement[pair, e] != placement[pair + 1, f]
     )
     assert count_crossings(got, placement) == by_loop > 0
 
@@ -73,7 +85,9 @@ def test_transitions_are_those_of_a_loop():
 def test_a_placement_changes_nothing(x64):
     """Outputs, losses, and gradients, which come in the order of the experts; choices are told as they lie."""
     rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape), STACK.init(jax.random.key(0)))
+    params = jax.tree.map(
+        lambda x: x + 0.1 * rng.standard_normal(x.shape), STACK.init(jax.random.key(0))
+    )
     x, mix = rng.standard_normal((2, 5, D)), rng.standard_normal((2, 5, D))
     placement = np.array([[1, 0, 1, 0], [0, 1, 1, 0], [0, 0, 1, 1]])
 
@@ -95,7 +109,9 @@ def test_a_placement_changes_nothing(x64):
 
 
 def test_mistakes_are_told():
-    with pytest.raises(UsageError, match="4 experts do not divide over 3 devices; legal are divisors of 4"):
+    with pytest.raises(
+        UsageError, match="4 experts do not divide over 3 devices; legal are divisors of 4"
+    ):
         place_experts(np.zeros((1, 4, 4), int), 3)
     with pytest.raises(UsageError, match=r"a placement \(2, 4\) is not of 3 layers of 4 experts"):
         reorder_experts(STACK, {"layers": {}}, np.zeros((2, 4), int))

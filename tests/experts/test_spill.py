@@ -30,7 +30,11 @@ def slow_plan(counts, shares, alpha, min_chunk, tolerated, slots):
         if over < min_chunk and over < counts[expert]:
             continue
         while over:
-            legal = [d for d in range(shares) if d != home and load[d] < cap and (slots is None or lent[d] < slots)]
+            legal = [
+                d
+                for d in range(shares)
+                if d != home and load[d] < cap and (slots is None or lent[d] < slots)
+            ]
             if not legal:
                 break
             device = min(legal, key=lambda d: load[d])
@@ -57,7 +61,9 @@ def skews(num_experts, number, seed):
 def lent_of(plan):
     """How many experts of others each device has."""
     num_experts, shares = plan.shape
-    return ((plan > 0) & (np.arange(num_experts)[:, None] * shares // num_experts != np.arange(shares))).sum(0)
+    return (
+        (plan > 0) & (np.arange(num_experts)[:, None] * shares // num_experts != np.arange(shares))
+    ).sum(0)
 
 
 CASES = {
@@ -80,13 +86,19 @@ def test_a_plan_is_that_of_a_loop_and_keeps_what_it_says(name):
         np.testing.assert_array_equal(plan.sum(1), counts)
         mean, plain = math.ceil(counts.sum() / shares), counts.reshape(shares, -1).sum(1).max()
         most = plan.sum(0).max()
-        cap, tolerated = (mean * round(1000 * options[key]) // 1000 for key in ("alpha", "tolerated"))
+        cap, tolerated = (
+            mean * round(1000 * options[key]) // 1000 for key in ("alpha", "tolerated")
+        )
         assert plan.min() >= 0
         if options["slots"] is None:  # all that goes over is less than two chunks, or is tolerated
             assert most <= max(cap + 2 * (options["min_chunk"] - 1), tolerated - 1)
         else:
-            assert lent_of(plan).max() <= options["slots"] and most <= max(plain, cap + 2 * (options["min_chunk"] - 1))
-        lent = (np.arange(num_experts)[:, None] * shares // num_experts != np.arange(shares)) & (plan > 0)
+            assert lent_of(plan).max() <= options["slots"] and most <= max(
+                plain, cap + 2 * (options["min_chunk"] - 1)
+            )
+        lent = (np.arange(num_experts)[:, None] * shares // num_experts != np.arange(shares)) & (
+            plan > 0
+        )
         assert (plan >= np.minimum(counts, options["min_chunk"])[:, None])[lent].all()
         moved += lent.any()
     assert moved > 100
@@ -97,7 +109,9 @@ def test_95_of_100_tokens_on_four_experts_of_one_device():
     rest = np.full(124, 40_000)
     counts = np.concatenate([np.full(4, rest.sum() * 19 // 4), rest])
     plain = counts.reshape(8, 16).sum(1)
-    plan = np.asarray(jit(functools.partial(least_loaded, shares=8, min_chunk=1024, slots=2))(jnp.asarray(counts)))
+    plan = np.asarray(
+        jit(functools.partial(least_loaded, shares=8, min_chunk=1024, slots=2))(jnp.asarray(counts))
+    )
     assert 7.6 < plain.max() / plain.mean() < 7.7 and plan.sum(0).max() <= 1.11 * plain.mean()
     assert lent_of(plan).max() <= 2
 

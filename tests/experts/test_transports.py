@@ -11,13 +11,36 @@ import numpy as np
 import pytest
 from compiled import needs_libtpu, on_a_tpu
 from fast import jit
-from mixtures import CASES, NEAR, B, D, E, F, T, by_expert, normal, outcome, params_of, sorted_form, tokens, wanted
+from mixtures import (
+    CASES,
+    NEAR,
+    B,
+    D,
+    E,
+    F,
+    T,
+    by_expert,
+    normal,
+    outcome,
+    params_of,
+    sorted_form,
+    tokens,
+    wanted,
+)
 from tolerance import assert_close
 
 from jaxpar.aot import hlo
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, rules_from, shard, use_mesh
 from jaxpar.nn.experts import Experts
-from jaxpar.nn.experts.sharded import TRANSPORTS, AllToAll, Annotated, Gather, LeastSent, Ragged, bytes_sent
+from jaxpar.nn.experts.sharded import (
+    TRANSPORTS,
+    AllToAll,
+    Annotated,
+    Gather,
+    LeastSent,
+    Ragged,
+    bytes_sent,
+)
 from jaxpar.nn.experts.sharded import all_to_all as exchange
 from jaxpar.nn.experts.sharded import transport_for as named
 from jaxpar.nn.experts.sharded.all_to_all import room_for
@@ -43,7 +66,10 @@ def outcome_on(mesh, transport, name, skew=0.0, dtype="float64", rules=None):
     layer = dataclasses.replace(CASES[name], transport=transport)
     x = tokens(dtype) if skew else normal(B, T, D, dtype=dtype)
     with use_mesh(make_mesh(MESHES[mesh]), rules_from(rules)):
-        params, x = shard(params_of(layer, dtype, skew), axes_of(layer)), shard(x, ("batch", "seq", None))
+        params, x = (
+            shard(params_of(layer, dtype, skew), axes_of(layer)),
+            shard(x, ("batch", "seq", None)),
+        )
         return jax.device_get(outcome(sorted_form, layer, params, x))
 
 
@@ -73,11 +99,16 @@ def test_it_is_the_dense_mixture(transport, mesh, name, x64):
 
 
 def test_it_is_the_dense_mixture_in_float32():
-    assert_dense(outcome_on("expert4.data2", AllToAll(None), "softmax", dtype="float32"), "softmax", dtype="float32")
+    assert_dense(
+        outcome_on("expert4.data2", AllToAll(None), "softmax", dtype="float32"),
+        "softmax",
+        dtype="float32",
+    )
 
 
 @pytest.mark.parametrize(
-    "transport", [AllToAll(1.0), *(pytest.param(t, marks=pytest.mark.slow) for t in map(named, NAMES))]
+    "transport",
+    [AllToAll(1.0), *(pytest.param(t, marks=pytest.mark.slow) for t in map(named, NAMES))],
 )
 def test_all_tokens_on_one_expert(transport, x64):
     """More than there is room for; and who gets nothing has a gradient of exactly 0."""
@@ -97,7 +128,9 @@ def test_where_there_is_room_nothing_is_gathered(x64, monkeypatch):
     logits = normal(B, T, D) @ params_of(CASES["softmax"])["w_router"]
     to = np.argsort(-logits, -1, kind="stable")[..., :2] // (E // 2)
     each = to.reshape(2, B // 2, 2, T // 2, 2)  # rows and columns of each device
-    most = max((each[i, :, j] == device).sum() for i in range(2) for j in range(2) for device in range(2))
+    most = max(
+        (each[i, :, j] == device).sum() for i in range(2) for j in range(2) for device in range(2)
+    )
     assert is_bounded and most <= room
 
     def never(activation, x, *args, **kwargs):
@@ -123,7 +156,9 @@ def plain_ragged(rows, out, starts, sent, written, got, *, axis_name):
     return out
 
 
-@pytest.mark.parametrize("name, skew", [("softmax", SKEW), pytest.param(ALL, 0.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name, skew", [("softmax", SKEW), pytest.param(ALL, 0.0, marks=pytest.mark.slow)]
+)
 def test_ragged_parts_are_sent_where_they_belong(name, skew, x64, monkeypatch):
     """Offsets and sizes, by a plain form of the collective; that of JAX runs on no CPU."""
     monkeypatch.setattr("jaxpar.nn.experts.sharded.ragged.platform", lambda: "tpu")
@@ -154,7 +189,9 @@ def counts_of(layer, mesh, shape, dtype="float32"):
         for fn in (forward, whole):
             text = jit(fn, in_shardings=shardings).lower(*args).compile().as_text()
             kinds = [c.kind for c in hlo.collectives(text, mesh) if any(c.shapes)]
-            out.append({kind: kinds.count(kind) for kind in sorted(set(kinds)) if "all-to-all" in kind})
+            out.append(
+                {kind: kinds.count(kind) for kind in sorted(set(kinds)) if "all-to-all" in kind}
+            )
     return out
 
 
@@ -173,7 +210,8 @@ def for_a_tpu():
     layer = Experts(256, 8, 2, capacity=1.0, transport=Annotated())
     other = {"ragged": dataclasses.replace(layer, capacity=None, transport=Ragged())}
     return {
-        name: counts_of(each, mesh, (8, 128, 256), "bfloat16") for name, each in ({"annotated": layer} | other).items()
+        name: counts_of(each, mesh, (8, 128, 256), "bfloat16")
+        for name, each in ({"annotated": layer} | other).items()
     }
 
 
@@ -204,22 +242,30 @@ def test_bytes_that_are_sent_by_hand():
         assert sent(LeastSent(), many) == sent(Gather(), many) < sent(AllToAll(), many)
         free, row = dataclasses.replace(many, capacity=None), 64 * 4
         assert math.isclose(sent(Ragged(), free), 3 * (4 * 64 * 4 * row + 4 * 8 * 4) * 3 / 4)
-        assert room_for(2.0, free, 64, 4) == (128, False) and room_for(1.0, free, 64, 4) == (64, True)
+        assert room_for(2.0, free, 64, 4) == (128, False) and room_for(1.0, free, 64, 4) == (
+            64,
+            True,
+        )
     with use_mesh(make_mesh(MESHES["expert4.data2"]), rules_from({"batch": "data"})):
         assert sent(Gather(), few) == sent(named("sum"), few) > 0
     assert sent(Gather(), few) == 0
 
 
 def test_mistakes_are_told():
-    with pytest.raises(UsageError, match="transport='fly' is unknown; legal are auto, sum, gather, all_to_all"):
+    with pytest.raises(
+        UsageError, match="transport='fly' is unknown; legal are auto, sum, gather, all_to_all"
+    ):
         named("fly")
     with pytest.raises(UsageError, match="room=0 must be over 0"):
         AllToAll(0)
     with pytest.raises(
-        UsageError, match="ragged is made of jax.lax.ragged_all_to_all, which CPUs do not have; take all"
+        UsageError,
+        match="ragged is made of jax.lax.ragged_all_to_all, which CPUs do not have; take all",
     ):
         outcome_on("expert4.data2", Ragged(), "all")
-    with pytest.raises(UsageError, match=r"dimension 0 \(experts\) of size 4 does not divide over expert=8"):
+    with pytest.raises(
+        UsageError, match=r"dimension 0 \(experts\) of size 4 does not divide over expert=8"
+    ):
         outcome_on("expert8", Gather(), "all")
 
 

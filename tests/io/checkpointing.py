@@ -42,7 +42,9 @@ def make_state(rows=24):
 
     params = {"w": leaf(jnp.bfloat16), "b": [leaf(jnp.float32), leaf(jnp.int32)]}
     optimizer = (Moments({"w": leaf(jnp.float32)}, jnp.int32(3)), Nothing())
-    return State(params, optimizer, jax.device_put(jax.random.split(jax.random.key(1), 24), over(8, "d")))
+    return State(
+        params, optimizer, jax.device_put(jax.random.split(jax.random.key(1), 24), over(8, "d"))
+    )
 
 
 def abstract(state, num_devices=8):
@@ -117,7 +119,10 @@ def flip(path, place, bit=3):
 def three_saved(folder, opened):
     """Saves the steps 1, 2 and 3 with the step as score; returns what was saved."""
     checkpoints = opened(folder, keep=10)
-    states = {step: make_state().replace(key=jax.random.split(jax.random.key(step), 24)) for step in (1, 2, 3)}
+    states = {
+        step: make_state().replace(key=jax.random.split(jax.random.key(step), 24))
+        for step in (1, 2, 3)
+    }
     for step, state in states.items():
         checkpoints.save(step, state, {"validation/loss": step}, {"seed": 3})
     checkpoints.close()

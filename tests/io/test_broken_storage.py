@@ -76,7 +76,9 @@ def test_what_tensorstore_says_is_said_in_our_words(text):
     wrapped.__cause__ = ValueError(text)
     assert [storage_reason(error) for error in (ValueError(text), wrapped)] == [writing] * 2
     assert [unreadable_reason(error) for error in (ValueError(text), wrapped)] == [reading] * 2
-    assert storage_reason(jax.errors.JaxRuntimeError(text)) is None, "of the devices, not of the storage"
+    assert storage_reason(jax.errors.JaxRuntimeError(text)) is None, (
+        "of the devices, not of the storage"
+    )
     assert storage_reason(ValueError("no status in it: " + text)) is None
 
 
@@ -85,22 +87,33 @@ def test_a_state_that_no_device_can_hold_is_told(tmp_path, opened, monkeypatch):
     save_scalar(checkpoints, 1)
 
     def full(*args, **kwargs):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8589934592 bytes.")
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8589934592 bytes."
+        )
 
     monkeypatch.setattr(ocp.StandardCheckpointHandler, "restore", full)
-    with pytest.raises(UsageError, match=r"1 does not fit into the devices' memory; take more devices") as caught:
+    with pytest.raises(
+        UsageError, match=r"1 does not fit into the devices' memory; take more devices"
+    ) as caught:
         checkpoints.restore(1, abstract({"x": jnp.zeros(4)}, 1))
     assert "RESOURCE" not in str(caught.value)
 
 
 def fill_up(folder):
     """Saves 1 and 2 fit, 3 does not; prints what was raised where, then shows that all is well again."""
-    small, large = {"x": jnp.arange(1000.0)}, {"x": jax.random.normal(jax.random.key(0), (1 << 20,))}
+    small, large = (
+        {"x": jnp.arange(1000.0)},
+        {"x": jax.random.normal(jax.random.key(0), (1 << 20,))},
+    )
     checkpoints = Checkpoints(folder, keep=1)
     for step in (1, 2):
         checkpoints.save(step, small, {"validation/loss": step}, {"step": step})
     checkpoints.wait()
-    for meet in (checkpoints.poll, checkpoints.wait, functools.partial(checkpoints.save, 9, small, {}, {})):
+    for meet in (
+        checkpoints.poll,
+        checkpoints.wait,
+        functools.partial(checkpoints.save, 9, small, {}, {}),
+    ):
         with pytest.raises(SaveError) as caught:
             checkpoints.save(3, large, {"validation/loss": 0.0}, {})
             deadline = time.monotonic() + 20

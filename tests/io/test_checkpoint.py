@@ -31,7 +31,10 @@ from jaxpar.types import UsageError
 
 
 def test_state_returns_bit_for_bit_on_another_mesh(tmp_path, opened):
-    state, metadata = make_state(), {"corpus": "a1b2", "versions": {"jax": jax.__version__}, "seed": 3}
+    state, metadata = (
+        make_state(),
+        {"corpus": "a1b2", "versions": {"jax": jax.__version__}, "seed": 3},
+    )
     first = opened(tmp_path / "a" / "b")
     first.save(5, state, {}, metadata)
     first.wait()
@@ -60,7 +63,15 @@ def test_state_may_be_donated_right_after_save(tmp_path, opened):
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_keeps_newest_and_best(tmp_path, opened, mode):
     sign = 1 if mode == "min" else -1
-    losses = [{"loss": 3.0}, {}, {"loss": 1.0}, {"loss": 2.0}, {"loss": -sign * np.inf}, {"loss": np.nan}, {"x": -9.0}]
+    losses = [
+        {"loss": 3.0},
+        {},
+        {"loss": 1.0},
+        {"loss": 2.0},
+        {"loss": -sign * np.inf},
+        {"loss": np.nan},
+        {"x": -9.0},
+    ]
     checkpoints = opened(tmp_path, keep=2, best_mode=mode)
     assert checkpoints.newest() is None and checkpoints.best() is None
     for step, metrics in enumerate(losses):
@@ -104,7 +115,9 @@ def test_one_every_so_often_is_kept_for_good(tmp_path, opened, every, kept):
     for step in range(5):
         save_scalar(checkpoints, step)
     assert checkpoints.steps() == kept
-    again = opened(tmp_path, keep=1, keep_every_s=every, best_metric=None)  # the times are on disk as well
+    again = opened(
+        tmp_path, keep=1, keep_every_s=every, best_metric=None
+    )  # the times are on disk as well
     save_scalar(again, 5)
     assert again.steps() == [step for step in kept if step < 4 or every < 1] + [5]
 
@@ -116,7 +129,10 @@ def test_numpy_has_every_leaf_and_needs_no_sharding(tmp_path, opened):
     want = {
         "key": jax.random.key_data(state.key),
         "optimizer": {"0": {"count": state.optimizer[0].count, "mean": state.optimizer[0].mean}},
-        "params": {"w": state.params["w"], "b": {"0": state.params["b"][0], "1": state.params["b"][1]}},
+        "params": {
+            "w": state.params["w"],
+            "b": {"0": state.params["b"][0], "1": state.params["b"][1]},
+        },
     }
     assert jax.tree.structure(arrays) == jax.tree.structure(want)
     assert all(type(x) is np.ndarray for x in jax.tree.leaves(arrays))
@@ -151,7 +167,9 @@ def test_containers_may_be_of_other_classes(tmp_path, opened):
 
 def test_a_reader_beside_a_run_touches_nothing_and_warns_of_nothing(tmp_path, opened, caplog):
     states = three_saved(tmp_path, opened)
-    half = shutil.copytree(tmp_path / "2", tmp_path / "9.orbax-checkpoint-tmp")  # a save under way in the run
+    half = shutil.copytree(
+        tmp_path / "2", tmp_path / "9.orbax-checkpoint-tmp"
+    )  # a save under way in the run
     before = sorted(path for path in tmp_path.rglob("*"))
     caplog.clear()
     reader = opened(tmp_path, read_only=True)
@@ -162,7 +180,10 @@ def test_a_reader_beside_a_run_touches_nothing_and_warns_of_nothing(tmp_path, op
         reader.save(4, states[3], {}, {})
     reader.close()
     assert half.exists() and sorted(path for path in tmp_path.rglob("*")) == before
-    assert opened(tmp_path / "absent", read_only=True).steps() == [] and not (tmp_path / "absent").exists()
+    assert (
+        opened(tmp_path / "absent", read_only=True).steps() == []
+        and not (tmp_path / "absent").exists()
+    )
 
 
 @pytest.fixture
@@ -185,7 +206,18 @@ def bucket(tmp_path, monkeypatch):
     def local(path):
         return str(path).replace("gs://", "/gs/").replace("/gs/", f"{tmp_path}/", 1)
 
-    for name in ("open", "exists", "isdir", "listdir", "mkdir", "makedirs", "rmtree", "remove", "rename", "stat"):
+    for name in (
+        "open",
+        "exists",
+        "isdir",
+        "listdir",
+        "mkdir",
+        "makedirs",
+        "rmtree",
+        "remove",
+        "rename",
+        "stat",
+    ):
         setattr(Local, name, mapped(name))
     Local.glob = lambda self, path: [
         str(x).replace(f"{tmp_path}/", "gs://", 1) for x in backend.os_backend.glob(local(path))
@@ -198,12 +230,17 @@ def test_a_bucket_is_opened_and_tidied_as_a_folder_is(bucket):
     folder = storage.absolute("gs://bucket/runs/a")
     assert str(folder) == "gs://bucket/runs/a"
     storage.open_folder(folder, False)
-    assert storage.set_unlistable_aside(folder) == [] and not list((bucket / "bucket/runs/a").iterdir())
+    assert storage.set_unlistable_aside(folder) == [] and not list(
+        (bucket / "bucket/runs/a").iterdir()
+    )
     for step, text in ((1, '{"validation/loss": 1.0}'), (2, "{")):
         (folder / str(step) / "metrics").mkdir(parents=True)
         (folder / str(step) / "metrics" / "metrics").write_text(text)
     (sentence,) = storage.set_unlistable_aside(folder)
-    assert "the checkpoint gs://bucket/runs/a/2 is damaged" in sentence and "set aside as 2.refused" in sentence
+    assert (
+        "the checkpoint gs://bucket/runs/a/2 is damaged" in sentence
+        and "set aside as 2.refused" in sentence
+    )
     assert sorted(path.name for path in (bucket / "bucket/runs/a").iterdir()) == ["1", "2.refused"]
 
 
@@ -211,7 +248,8 @@ def test_a_bucket_without_its_package_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     for read_only in (False, True):
         with pytest.raises(
-            UsageError, match=r"the checkpoint folder gs://b/f cannot be \w+ \(.*gcsfs.*choose a folder"
+            UsageError,
+            match=r"the checkpoint folder gs://b/f cannot be \w+ \(.*gcsfs.*choose a folder",
         ):
             Checkpoints("gs://b/f", read_only=read_only)
 
@@ -222,10 +260,14 @@ def test_wrong_use_is_one_sentence(tmp_path, opened):
     checkpoints.save(5, state, {}, {})
     wanted = abstract(state)
     narrow = wanted.replace(params=abstract(make_state(rows=16)).params)
-    with pytest.raises(UsageError, match=r"params/b/0 is float32\[24,4\] there and float32\[16,4\] here"):
+    with pytest.raises(
+        UsageError, match=r"params/b/0 is float32\[24,4\] there and float32\[16,4\] here"
+    ):
         checkpoints.restore(5, narrow)
     recast = wanted.replace(params=wanted.params | {"w": wanted.params["b"][0]})
-    with pytest.raises(UsageError, match=r"params/w is bfloat16\[24,4\] there and float32\[24,4\] here"):
+    with pytest.raises(
+        UsageError, match=r"params/w is bfloat16\[24,4\] there and float32\[24,4\] here"
+    ):
         checkpoints.restore(5, recast)
     with pytest.raises(UsageError, match=r"params/c is absent there and float32\[24,4\] here"):
         checkpoints.restore(5, wanted.replace(params=wanted.params | {"c": wanted.params["b"][0]}))
@@ -253,7 +295,10 @@ def test_a_damaged_newest_is_named_and_set_aside_and_the_one_before_it_used(tmp_
     if how != "empty files":  # Orbax cannot even list that
         with pytest.raises(CorruptCheckpointError) as caught:
             again.restore(3, abstract(states[3]))
-        reasons = "cannot be read: a file of it is missing", "cannot be read: a file of it is not as it was written"
+        reasons = (
+            "cannot be read: a file of it is missing",
+            "cannot be read: a file of it is not as it was written",
+        )
         reasons += (r"is damaged: [\w/]+( and \d+ others)? is not what was saved",)
         said = rf"the checkpoint {tmp_path}/3 ({'|'.join(reasons)}); move that folder away to go on from .*"
         assert re.fullmatch(said, str(caught.value)), caught.value
@@ -280,14 +325,16 @@ def test_if_all_are_damaged_nothing_is_touched_and_nothing_starts_anew(tmp_path,
         damage(tmp_path / str(step), "short data")
     for _ in range(2):
         with pytest.raises(
-            CorruptCheckpointError, match=rf"no checkpoint in {tmp_path} is whole: .*{tmp_path}/3 .*resume=false"
+            CorruptCheckpointError,
+            match=rf"no checkpoint in {tmp_path} is whole: .*{tmp_path}/3 .*resume=false",
         ):
             opened(tmp_path).restore_newest(abstract(states[1]), {"seed": 3})
         assert names(tmp_path) == ["1", "2", "3"]
     for step in (1, 2, 3):
         (tmp_path / str(step)).rename(tmp_path / f"{step}.refused")
     with pytest.raises(
-        CorruptCheckpointError, match="only 1.refused, 2.refused, 3.refused is left of those refused earlier"
+        CorruptCheckpointError,
+        match="only 1.refused, 2.refused, 3.refused is left of those refused earlier",
     ):
         opened(tmp_path).restore_newest(abstract(states[1]), {"seed": 3})
 
@@ -295,21 +342,29 @@ def test_if_all_are_damaged_nothing_is_touched_and_nothing_starts_anew(tmp_path,
 @closed_loop
 def test_a_checkpoint_of_another_run_is_refused_by_what_differs(tmp_path, opened):
     states = three_saved(tmp_path, opened)
-    with pytest.raises(RunMismatchError, match="the checkpoint of step 3 was made with seed=3 and this run has 4"):
+    with pytest.raises(
+        RunMismatchError, match="the checkpoint of step 3 was made with seed=3 and this run has 4"
+    ):
         opened(tmp_path).restore_newest(abstract(states[1]), {"seed": 4})
-    damage(tmp_path / "3", "no layout")  # a whole one of another run is no reason to call all damaged
+    damage(
+        tmp_path / "3", "no layout"
+    )  # a whole one of another run is no reason to call all damaged
     with pytest.raises(RunMismatchError, match="the checkpoint of step 2 was made with seed=3"):
         opened(tmp_path).restore_newest(abstract(states[1]), {"seed": 4})
     narrow = abstract(states[1]).replace(params=abstract(make_state(rows=16)).params)
     with pytest.raises(
-        RunMismatchError, match=r"of step 2 .* does not fit this run: params/b/0 is float32\[24,4\] there"
+        RunMismatchError,
+        match=r"of step 2 .* does not fit this run: params/b/0 is float32\[24,4\] there",
     ):
         opened(tmp_path).restore_newest(narrow, {"seed": 3})
     assert names(tmp_path) == ["1", "2", "3"]
     checkpoints = opened(tmp_path, keep=10)
     checkpoints.save(4, states[1], {}, {"seed": 5})
     step, _ = checkpoints.restore_newest(abstract(states[1]), {"seed": 3})
-    assert step == 2 and [text.rsplit(" ", 1)[1] for text in checkpoints.refused] == ["4.refused", "3.refused"]
+    assert step == 2 and [text.rsplit(" ", 1)[1] for text in checkpoints.refused] == [
+        "4.refused",
+        "3.refused",
+    ]
     assert "seed=5" in checkpoints.refused[0] and checkpoints.steps() == [1, 2]
 
 
@@ -322,7 +377,9 @@ def test_an_empty_folder_has_nothing_to_restore(tmp_path, opened):
 def test_no_flip_of_any_file_goes_unseen(tmp_path, opened):
     """A flip is either harmless, and the state comes back bit for bit, or the checkpoint is refused."""
     states, random, refused = three_saved(tmp_path / "all", opened), np.random.default_rng(0), 0
-    files = sorted(p.relative_to(tmp_path / "all/3") for p in (tmp_path / "all/3").rglob("*") if p.is_file())
+    files = sorted(
+        p.relative_to(tmp_path / "all/3") for p in (tmp_path / "all/3").rglob("*") if p.is_file()
+    )
     for round_ in range(120):
         folder = Path(shutil.copytree(tmp_path / "all", tmp_path / str(round_)))
         path = folder / "3" / files[round_ % len(files)]

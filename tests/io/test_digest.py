@@ -13,7 +13,18 @@ from jaxpar.io import digest
 from jaxpar.io.digest import device_digests, digest_text, numpy_digest
 from jaxpar.types import UsageError
 
-DTYPES = ["bool", "int8", "uint16", "int32", "uint32", "bfloat16", "float16", "float32", "complex64", "float8_e4m3fn"]
+DTYPES = [
+    "bool",
+    "int8",
+    "uint16",
+    "int32",
+    "uint32",
+    "bfloat16",
+    "float16",
+    "float32",
+    "complex64",
+    "float8_e4m3fn",
+]
 WIDE = ["int64", "uint64", "float64", "complex128"]
 
 
@@ -36,7 +47,10 @@ def of(x):
 
 
 def layouts():
-    line, grid = Mesh(np.array(jax.devices()), ("a",)), Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
+    line, grid = (
+        Mesh(np.array(jax.devices()), ("a",)),
+        Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b")),
+    )
     specs = [(line, ("a",)), (grid, ("a", "b")), (grid, (None, "b")), (grid, ())]
     return [NamedSharding(mesh, PartitionSpec(*axes)) for mesh, axes in specs]
 
@@ -44,7 +58,9 @@ def layouts():
 def check_on_all_layouts(dtypes):
     leaves = {dtype: random_bits(dtype, seed=i) for i, dtype in enumerate(dtypes)}
     want = [numpy_digest(leaves[dtype]) for dtype in sorted(dtypes)]
-    assert len(set(want)) == len(dtypes) and all(re.fullmatch("[0-9a-f]{16}", text) for text in want)
+    assert len(set(want)) == len(dtypes) and all(
+        re.fullmatch("[0-9a-f]{16}", text) for text in want
+    )
     for sharding in [None, *layouts()]:
         lanes = program(jax.device_put(leaves, sharding))
         assert [digest_text(row) for row in np.asarray(lanes)] == want, sharding
@@ -74,7 +90,9 @@ def test_a_typed_key_is_its_words():
 def test_several_leaves_come_in_the_order_of_their_paths():
     leaves = {"b/x": jnp.arange(3), "a": jnp.ones((2, 2)), "b": jnp.zeros(1)}
     rows = np.asarray(program(leaves))
-    assert [digest_text(row) for row in rows] == [numpy_digest(np.asarray(leaves[path])) for path in sorted(leaves)]
+    assert [digest_text(row) for row in rows] == [
+        numpy_digest(np.asarray(leaves[path])) for path in sorted(leaves)
+    ]
 
 
 def test_arrays_with_more_elements_than_a_word_counts(monkeypatch):
@@ -108,7 +126,14 @@ def test_every_flip_of_one_bit_shows(dtype):
 
 def test_swaps_shifts_truncation_and_signs_show():
     x = random_bits("float32", (40,))
-    changed = [np.roll(x, 1), x[::-1], -x, np.where(np.arange(40) < 39, x, 0), x[:39], np.append(x, np.float32(0))]
+    changed = [
+        np.roll(x, 1),
+        x[::-1],
+        -x,
+        np.where(np.arange(40) < 39, x, 0),
+        x[:39],
+        np.append(x, np.float32(0)),
+    ]
     for i in range(39):
         changed.append(x.copy())
         changed[-1][[i, i + 1]] = x[[i + 1, i]]
@@ -120,7 +145,9 @@ def test_swaps_shifts_truncation_and_signs_show():
 
 
 def test_lanes_are_spread_evenly_and_independent():
-    lanes = np.array([[int(d[:8], 16), int(d[8:], 16)] for d in (numpy_digest(np.int32(i)) for i in range(2000))])
+    lanes = np.array(
+        [[int(d[:8], 16), int(d[8:], 16)] for d in (numpy_digest(np.int32(i)) for i in range(2000))]
+    )
     bits = (lanes[:, :, None] >> np.arange(32)) & 1
     assert abs(bits.mean(0) - 0.5).max() < 5 * 0.5 / np.sqrt(2000)
     both = (bits[:, 0] ^ bits[:, 1]).mean(0)
@@ -134,7 +161,10 @@ def test_a_sharded_digest_moves_a_few_bytes():
     moved = re.findall(rf"= (.*?) ({names})(?:-start)?\(", text)
     assert moved and {kind for _, kind in moved} == {"all-reduce"}
     for shape, _ in moved:
-        sizes = [np.prod([int(n) for n in found.split(",") if n]) for found in re.findall(r"u32\[([\d,]*)\]", shape)]
+        sizes = [
+            np.prod([int(n) for n in found.split(",") if n])
+            for found in re.findall(r"u32\[([\d,]*)\]", shape)
+        ]
         assert sizes and sum(sizes) <= 4, shape
 
 

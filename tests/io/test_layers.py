@@ -15,7 +15,8 @@ L = 3
 
 def grid(shape, *axes):
     return NamedSharding(
-        Mesh(np.array(jax.devices()[: np.prod(shape)]).reshape(shape), ("a", "b")), PartitionSpec(*axes)
+        Mesh(np.array(jax.devices()[: np.prod(shape)]).reshape(shape), ("a", "b")),
+        PartitionSpec(*axes),
     )
 
 
@@ -25,7 +26,10 @@ def stacked():
 
     def params(dtype):
         draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)  # noqa: E731
-        return {"embedding": draw(8, 4), "layers": {"norm": {"scale": draw(L, 4)}, "wq": draw(L, 4, 8)}}
+        return {
+            "embedding": draw(8, 4),
+            "layers": {"norm": {"scale": draw(L, 4)}, "wq": draw(L, 4, 8)},
+        }
 
     moments = ({"mu": params(jnp.bfloat16), "nu": params(jnp.float32)}, jnp.int32(7))
     return {"params": params(jnp.float32), "opt_state": moments}
@@ -39,7 +43,10 @@ def per_layer(state):
         return {"embedding": params["embedding"], "layers": layers}
 
     moments, count = state["opt_state"]
-    return {"params": cut(state["params"]), "opt_state": ({k: cut(v) for k, v in moments.items()}, count)}
+    return {
+        "params": cut(state["params"]),
+        "opt_state": ({k: cut(v) for k, v in moments.items()}, count),
+    }
 
 
 def abstract(state, shape):
@@ -49,14 +56,18 @@ def abstract(state, shape):
         in_layer = "layers" in jax.tree_util.keystr(path)
         stack = in_layer and any(n == L for n in x.shape[:1])
         axes = ("a", "b") if x.ndim - stack == 2 else (None,) * (x.ndim - stack)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=grid(shape, *([None] * stack), *axes))
+        return jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=grid(shape, *([None] * stack), *axes)
+        )
 
     return jax.tree_util.tree_map_with_path(leaf, state)
 
 
 def assert_same(got, want):
     assert jax.tree.structure(got) == jax.tree.structure(want)
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True
+    ):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
 
@@ -68,7 +79,9 @@ def checkpoints(tmp_path):
     opened.close()
 
 
-@pytest.mark.parametrize("saved_as, wanted_as", [("stacked", "per layer"), ("per layer", "stacked")])
+@pytest.mark.parametrize(
+    "saved_as, wanted_as", [("stacked", "per layer"), ("per layer", "stacked")]
+)
 def test_saved_in_one_form_and_restored_in_the_other(checkpoints, saved_as, wanted_as):
     forms = {"stacked": stacked(), "per layer": per_layer(stacked())}
     wanted = forms[wanted_as]
@@ -110,7 +123,10 @@ def layout(**leaves):
         ({"w": (3, 4)}, {"w/0": (4,), "w/1": (4,)}),  # one would be lost
         ({"w": (3, 4)}, {"w/1": (4,), "w/2": (4,), "w/3": (4,)}),  # counted from one
         ({"w/a": (4,), "w/b": (4,)}, {"w": (2, 4)}),  # no numbers
-        ({"w/0/v": (4,), "w/1/v": (4,), "w/v/0": (4,), "w/v/1": (4,)}, {"w/v": (2, 4)}),  # two readings
+        (
+            {"w/0/v": (4,), "w/1/v": (4,), "w/v/0": (4,), "w/v/1": (4,)},
+            {"w/v": (2, 4)},
+        ),  # two readings
         ({"w": ()}, {"w/0": ()}),
         ({}, {"w": (0, 4)}),
     ],
@@ -132,11 +148,17 @@ def test_a_layer_too_many_is_named(checkpoints):
     checkpoints.save(1, {"w": jnp.ones((3, 4)), "b": jnp.ones(2)}, {}, {})
     leaf = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=grid((1, 1)))
     with pytest.raises(RunMismatchError, match=r"w/0 is absent there and float32\[4\] here"):
-        checkpoints.restore(1, {"w": [leaf] * 2, "b": jax.ShapeDtypeStruct((2,), jnp.float32, sharding=grid((1, 1)))})
+        checkpoints.restore(
+            1,
+            {"w": [leaf] * 2, "b": jax.ShapeDtypeStruct((2,), jnp.float32, sharding=grid((1, 1)))},
+        )
 
 
 def test_older_names_stand_for_whole_parts_of_a_path():
     renamed = {"innovation": "mark", "rates/tau": "rates/target"}
     assert _older_name("genomes/innovation", renamed) == "genomes/mark"
     assert _older_name("innovations/innovation/tau", renamed) == "innovations/mark/tau"
-    assert _older_name("rates/tau", renamed) == "rates/target" and _older_name("rates/taus", renamed) == "rates/taus"
+    assert (
+        _older_name("rates/tau", renamed) == "rates/target"
+        and _older_name("rates/taus", renamed) == "rates/taus"
+    )

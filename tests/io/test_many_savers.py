@@ -51,7 +51,9 @@ def test_two_processes_save_and_resume_and_one_goes_on(tmp_path):
     for result in (first, second):
         assert result["steps"] == [32, 40] and len(result["stalls"]) == 5
         assert result["found"] == 32 and result["right"] and result["after"] == [32, 40]
-    assert len(first["refused"]) == 1 and "40.refused" in first["refused"][0] and not second["refused"]
+    assert (
+        len(first["refused"]) == 1 and "40.refused" in first["refused"][0] and not second["refused"]
+    )
     assert "by another process" in first["other"] and "seed=1 and this run has 2" in second["other"]
 
     checkpoints = Checkpoints(folder)  # one process of other devices goes on where two were

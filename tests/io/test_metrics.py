@@ -17,7 +17,9 @@ VALUES = st.dictionaries(NAMES, st.floats(allow_nan=True, allow_infinity=True))
 
 
 def same(a, b):
-    return a.keys() == b.keys() and all(a[k] == b[k] or (math.isnan(a[k]) and math.isnan(b[k])) for k in a)
+    return a.keys() == b.keys() and all(
+        a[k] == b[k] or (math.isnan(a[k]) and math.isnan(b[k])) for k in a
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -45,7 +47,9 @@ def test_resumed_run_has_every_step_once(values, killed_at, torn):
 
 def test_every_write_is_on_disk_at_once_and_valid_json(tmp_path):
     writer = JsonlWriter(tmp_path / "m.jsonl", None)
-    writer.write(3, {"train/loss": math.nan, "up": math.inf, "down": -math.inf, "x": jax.numpy.float32(0.5)})
+    writer.write(
+        3, {"train/loss": math.nan, "up": math.inf, "down": -math.inf, "x": jax.numpy.float32(0.5)}
+    )
     text = (tmp_path / "m.jsonl").read_text()
     assert text == '{"step": 3, "train/loss": "nan", "up": "inf", "down": "-inf", "x": 0.5}\n'
     writer.close()
@@ -60,7 +64,8 @@ def test_starting_over_drops_the_lines_of_before(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", ["{", "[1]", '{"x": 1}', '{"step": 1.5}', '{"step": 1, "x": "much"}', '{"step": 1, "x": []}']
+    "line",
+    ["{", "[1]", '{"x": 1}', '{"step": 1.5}', '{"step": 1, "x": "much"}', '{"step": 1, "x": []}'],
 )
 def test_foreign_line_is_named(tmp_path, line):
     path = tmp_path / "m.jsonl"
@@ -75,11 +80,15 @@ def test_foreign_line_is_named(tmp_path, line):
 
 
 def test_unknown_and_missing_services_are_one_sentence(tmp_path, monkeypatch):
-    with pytest.raises(UsageError, match="cannot go to 'tensorbord'; choose among tensorboard, wandb$"):
+    with pytest.raises(
+        UsageError, match="cannot go to 'tensorbord'; choose among tensorboard, wandb$"
+    ):
         open_writers(tmp_path, ("tensorbord",))
     for package, extra in (("tensorboardX", "tensorboard"), ("wandb", "wandb")):
         monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
-        with pytest.raises(UsageError, match=rf"need {package}: pip install \"jaxpar\[{extra}\]\"$"):
+        with pytest.raises(
+            UsageError, match=rf"need {package}: pip install \"jaxpar\[{extra}\]\"$"
+        ):
             open_writers(tmp_path, (extra,))
 
 
@@ -115,14 +124,20 @@ def test_wandb_resumes_the_run_of_that_name(tmp_path, monkeypatch):
 
     def init(**options):
         calls.append(options)
-        return SimpleNamespace(log=lambda *a, **k: calls.append((a, k)), finish=lambda: calls.append("finished"))
+        return SimpleNamespace(
+            log=lambda *a, **k: calls.append((a, k)), finish=lambda: calls.append("finished")
+        )
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     writer = WandbWriter("p", "lm/small seed=3", {"lr": 1}, tmp_path)
     writer.write(2, {"x": 1})
     writer.close()
     options, logged, finished = calls
-    assert options["id"] == "lm-small-seed-3" and options["resume"] == "allow" and options["config"] == {"lr": 1}
+    assert (
+        options["id"] == "lm-small-seed-3"
+        and options["resume"] == "allow"
+        and options["config"] == {"lr": 1}
+    )
     assert logged == (({"x": 1.0},), {"step": 2}) and finished == "finished"
 
 
@@ -133,5 +148,7 @@ def test_all_writers_close_when_one_cannot(tmp_path):
         raise RuntimeError("the network is gone")
 
     with pytest.raises(RuntimeError, match="network"):
-        Writers([SimpleNamespace(close=lambda: closed.append(1)), SimpleNamespace(close=fail)]).close()
+        Writers(
+            [SimpleNamespace(close=lambda: closed.append(1)), SimpleNamespace(close=fail)]
+        ).close()
     assert closed == [1]

@@ -49,7 +49,9 @@ def test_a_reader_leaves_a_damaged_newest_as_it_is_and_reads_the_one_before(tmp_
     first, second = reader.refused
     assert re.search(rf"^the checkpoint {tmp_path}/3 .*; step 2 is read instead$", first)
     assert re.search(rf"^the checkpoint {tmp_path}/3 .*; step 1 is read instead$", second)
-    with pytest.raises(CorruptCheckpointError, match=f"no checkpoint in {tmp_path} is whole: .*{tmp_path}/3 "):
+    with pytest.raises(
+        CorruptCheckpointError, match=f"no checkpoint in {tmp_path} is whole: .*{tmp_path}/3 "
+    ):
         reader.restore_first([3], abstract(states[3]))
     reader.close()
     assert content(tmp_path) == before and names(tmp_path) == ["1", "2", "3"]
@@ -80,7 +82,9 @@ def test_a_second_writer_is_one_sentence_and_the_first_loses_nothing(tmp_path, o
     with pytest.raises(UsageError) as caught:
         Checkpoints(tmp_path)
     said = rf"folder={tmp_path}: {tmp_path} is in use by process {os.getpid()} on \S+; "
-    remedy = "expected no other writer: close that Checkpoints, take another folder, or read_only=True."
+    remedy = (
+        "expected no other writer: close that Checkpoints, take another folder, or read_only=True."
+    )
     assert re.fullmatch(said + remedy, str(caught.value))
     reader = Checkpoints(tmp_path, read_only=True)  # which takes no lock
     first.save(2, state, {}, {})

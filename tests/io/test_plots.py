@@ -36,7 +36,11 @@ def drawn(monkeypatch):
 def test_curves_are_the_file_s_numbers(tmp_path, drawn):
     rows = []
     for step in range(1, 101):
-        row = {"train/loss": 5 / step, "train/grad_norm": float(step % 7), "train/learning_rate": 1e-3 * step}
+        row = {
+            "train/loss": 5 / step,
+            "train/grad_norm": float(step % 7),
+            "train/learning_rate": 1e-3 * step,
+        }
         if step % 25 == 0:
             row["validation/loss"] = [np.inf, 3.0, np.nan, 4.0][step // 25 - 1]
         rows.append((step, row))
@@ -52,7 +56,9 @@ def test_curves_are_the_file_s_numbers(tmp_path, drawn):
     assert list(validation.get_xdata()) == [25, 50, 75, 100]
     assert best.get_label() == "best validation: 3 at step 50"
     assert losses.get_ylabel() == "loss (bits)" and norms.get_yscale() == "log"
-    np.testing.assert_array_equal(rates.lines[0].get_ydata(), [row["train/learning_rate"] for _, row in rows])
+    np.testing.assert_array_equal(
+        rates.lines[0].get_ydata(), [row["train/learning_rate"] for _, row in rows]
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,7 +77,11 @@ def test_what_is_absent_is_left_out(tmp_path, drawn, row, num_axes):
 
 
 def test_histograms_count_all_and_bars_of_integers_hold_equally_many(tmp_path, drawn):
-    rows = {"few": np.array([3, 3, 4, 6]), "many": np.arange(500), "one": np.full(7, 0.1) + [0, 0, 0, 0, 0, 0, 1e-9]}
+    rows = {
+        "few": np.array([3, 3, 4, 6]),
+        "many": np.arange(500),
+        "one": np.full(7, 0.1) + [0, 0, 0, 0, 0, 0, 1e-9],
+    }
     rows |= {"any": np.linspace(0, 1, 99), "rare": np.repeat(np.arange(9), [900, *[1] * 8])}
     plots.plot_histograms(rows, tmp_path / "new" / "h.png", title="all")
     panels = dict(zip(rows, drawn[0].axes, strict=True))
@@ -79,7 +89,9 @@ def test_histograms_count_all_and_bars_of_integers_hold_equally_many(tmp_path, d
         assert sum(bar.get_height() for bar in panel.patches) == len(rows[name])
         assert panel.get_xlabel() == name and panel.lines[0].get_xdata()[0] == rows[name].mean()
     assert [bar.get_height() for bar in panels["few"].patches] == [2, 1, 0, 1]
-    assert {bar.get_height() for bar in panels["many"].patches[:-1]} == {13} and len(panels["one"].patches) == 1
+    assert {bar.get_height() for bar in panels["many"].patches[:-1]} == {13} and len(
+        panels["one"].patches
+    ) == 1
     assert [panel.get_yscale() for panel in panels.values()] == ["linear"] * 4 + ["log"]
 
 
@@ -101,17 +113,28 @@ def test_no_losses_and_no_matplotlib_are_one_sentence(tmp_path, monkeypatch):
         plots.plot_loss(path, tmp_path / "loss.png")
 
 
-@pytest.mark.parametrize("keys", [("expert_load", "expert_load_min", "balance_loss"), ("dropped",), ()])
+@pytest.mark.parametrize(
+    "keys", [("expert_load", "expert_load_min", "balance_loss"), ("dropped",), ()]
+)
 def test_experts_are_drawn_with_what_is_there(tmp_path, drawn, keys):
     """A map of the layers, and a panel a kind of number; of E = 4 experts the even load is 1."""
-    rows = [(step, {"train/loss": 1.0, **{f"train/{key}": step / 3 for key in keys}}) for step in range(1, 4)]
+    rows = [
+        (step, {"train/loss": 1.0, **{f"train/{key}": step / 3 for key in keys}})
+        for step in range(1, 4)
+    ]
     loads = np.array([[1.0, 1.0, 1.0, 1.0], [0.0, 4.0, 0.0, 0.0]])
     plots.plot_experts(write(tmp_path / "m.jsonl", rows), loads, tmp_path / "experts.png")
     above, *below = [panel for panel in drawn[0].axes if panel.get_label() != "<colorbar>"]
     np.testing.assert_array_equal(above.images[0].get_array(), loads)
     assert above.images[0].get_clim() == (0, 4)
-    labels = {"expert_load": "load over the mean", "expert_load_min": "load over the mean", "dropped": "dropped"}
-    assert [panel.get_ylabel() for panel in below] == list(dict.fromkeys(labels.get(k, "balance loss") for k in keys))
+    labels = {
+        "expert_load": "load over the mean",
+        "expert_load_min": "load over the mean",
+        "dropped": "dropped",
+    }
+    assert [panel.get_ylabel() for panel in below] == list(
+        dict.fromkeys(labels.get(k, "balance loss") for k in keys)
+    )
     for panel in below:
         np.testing.assert_allclose(panel.lines[0].get_ydata(), [1 / 3, 2 / 3, 1])
 
@@ -130,7 +153,9 @@ def test_edges_keep_clear_of_nodes_and_of_each_other():
 
 def test_curves_of_seeds_say_what_their_band_is(tmp_path, drawn):
     several, one = np.arange(12.0).reshape(4, 3), np.ones((1, 3))
-    graphs.plot_seeds({"a": (np.arange(3), several), "b": (np.arange(3), one)}, tmp_path / "s.png", title="all")
+    graphs.plot_seeds(
+        {"a": (np.arange(3), several), "b": (np.arange(3), one)}, tmp_path / "s.png", title="all"
+    )
     texts = [text.get_text() for text in drawn[0].axes[0].get_legend().get_texts()]
     assert texts == ["a: mean of 4 seeds, band: its 95 % interval over seeds", "b: mean of 1 seed"]
     assert drawn[0].get_suptitle() == "all"

@@ -42,7 +42,9 @@ def run(progress, clock, steps, seconds):
 
 def test_log_gets_first_last_and_every_tenth():
     out, clock = io.StringIO(), Clock()
-    with open_progress(1000, description="lm", tokens_per_step=2000, stream=out, clock=clock) as progress:
+    with open_progress(
+        1000, description="lm", tokens_per_step=2000, stream=out, clock=clock
+    ) as progress:
         clock.now += 300  # compiling
         run(progress, clock, range(1, 1001), 0.002)
     lines = out.getvalue().splitlines()
@@ -88,7 +90,9 @@ def test_other_numbers_are_shown_when_asked_for():
 
 def test_bar_shows_numbers_and_leaves_notes_whole(terminal):
     clock = Clock()
-    with open_progress(50, description="[red]lm", tokens_per_step=10**6, stream=terminal, clock=clock) as progress:
+    with open_progress(
+        50, description="[red]lm", tokens_per_step=10**6, stream=terminal, clock=clock
+    ) as progress:
         run(progress, clock, range(1, 41), 0.5)
         progress.note("saved [bold]step 40 to /a/b")
         run(progress, clock, range(41, 51), 0.5)

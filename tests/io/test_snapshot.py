@@ -106,8 +106,13 @@ def test_an_error_of_the_thread_is_met_once_at_the_next_call(opened, monkeypatch
     save = checkpoint.storage.ocp.CheckpointManager.save
     monkeypatch.setattr(checkpoint.storage.ocp.CheckpointManager, "save", full)
     calls = {"save": lambda: checkpoints.save(3, {"x": jnp.ones(SIZE)}, {}, {})}
-    with pytest.raises(SaveError, match="step 2 could not be written .*: no space left on device .* step 1 and is int"):
-        checkpoints.save(2, {"x": jnp.ones(SIZE)}, {}, {})  # where the snapshot is on the host it is met here
+    with pytest.raises(
+        SaveError,
+        match="step 2 could not be written .*: no space left on device .* step 1 and is int",
+    ):
+        checkpoints.save(
+            2, {"x": jnp.ones(SIZE)}, {}, {}
+        )  # where the snapshot is on the host it is met here
         deadline = time.monotonic() + 20
         while meet == "poll" and time.monotonic() < deadline:
             checkpoints.poll()
@@ -135,7 +140,9 @@ class Device:
 
 
 def leaf(*parts):
-    shards = [SimpleNamespace(device=device, data=SimpleNamespace(nbytes=size)) for device, size in parts]
+    shards = [
+        SimpleNamespace(device=device, data=SimpleNamespace(nbytes=size)) for device, size in parts
+    ]
     return SimpleNamespace(addressable_shards=shards)
 
 
@@ -153,7 +160,9 @@ def test_auto_decides_at_the_first_save_for_good(opened, gate, monkeypatch):
     checkpoints = opened()
     saved = []
     snapshot = checkpoint.snapshot
-    monkeypatch.setattr(checkpoint, "snapshot", lambda leaves, copy: saved.append(copy) or snapshot(leaves, copy))
+    monkeypatch.setattr(
+        checkpoint, "snapshot", lambda leaves, copy: saved.append(copy) or snapshot(leaves, copy)
+    )
     for step in (1, 2):
         checkpoints.save(step, {"x": jnp.ones(SIZE)}, {}, {})
     assert saved == [False, False] and not answers
@@ -171,7 +180,9 @@ def test_double_precision_of_one_thread_is_saved_by_another(opened, mode):
     x = jnp.arange(SIZE) / jnp.float64(3)
     checkpoints.save(1, {"x": x}, {}, {})
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    restored = checkpoints.restore(1, {"x": jax.ShapeDtypeStruct(x.shape, jnp.float64, sharding=sharding)})["x"]
+    restored = checkpoints.restore(
+        1, {"x": jax.ShapeDtypeStruct(x.shape, jnp.float64, sharding=sharding)}
+    )["x"]
     assert restored.dtype == jnp.float64
     np.testing.assert_array_equal(restored, x)
     np.testing.assert_array_equal(checkpoints.numpy(1)["x"], x)

@@ -22,7 +22,11 @@ ROWS = 24
 def at(step):
     """The state after so many steps, on the host."""
     matrix = np.arange(ROWS * 4, dtype=np.float32).reshape(ROWS, 4)
-    return {"m": matrix + step * matrix.sum(), "v": np.arange(6.0, dtype=np.float32) - step, "n": np.int32(step)}
+    return {
+        "m": matrix + step * matrix.sum(),
+        "v": np.arange(6.0, dtype=np.float32) - step,
+        "n": np.int32(step),
+    }
 
 
 def abstract(mesh):
@@ -40,7 +44,9 @@ def main(coordinator, num_processes, process_id, folder, out):
     total = float(at(0)["m"].sum())
     shardings = jax.tree.map(lambda x: x.sharding, abstract(mesh))
 
-    def step(state):  # the sum is an all-reduce over the processes, which must not meet a save's barriers
+    def step(
+        state,
+    ):  # the sum is an all-reduce over the processes, which must not meet a save's barriers
         zero = state["m"].sum() * 0
         return {"m": state["m"] + total + zero, "v": state["v"] - 1 + zero, "n": state["n"] + 1}
 
@@ -51,7 +57,9 @@ def main(coordinator, num_processes, process_id, folder, out):
     for number in range(1, 41):
         state = step(state)
         if number % 8 == 0:
-            stalls.append(checkpoints.save(number, state, {"validation/loss": -number}, {"seed": 1}))
+            stalls.append(
+                checkpoints.save(number, state, {"validation/loss": -number}, {"seed": 1})
+            )
         checkpoints.poll()
     steps = checkpoints.steps()
     checkpoints.close()
@@ -65,16 +73,29 @@ def main(coordinator, num_processes, process_id, folder, out):
     multihost_utils.sync_global_devices("damaged")
     again = Checkpoints(folder, keep=2)
     found, restored = again.restore_newest(abstract(mesh), {"seed": 1})
-    right = all(np.array_equal(multihost_utils.process_allgather(restored[k], tiled=True), at(found)[k]) for k in "mvn")
+    right = all(
+        np.array_equal(multihost_utils.process_allgather(restored[k], tiled=True), at(found)[k])
+        for k in "mvn"
+    )
     again.save(40, step(restored), {}, {"seed": 1})
     after = again.steps()
     try:
-        with_other = again.restore_newest(abstract(mesh), {"seed": 2 if process_id else 1})  # only one is refused
+        with_other = again.restore_newest(
+            abstract(mesh), {"seed": 2 if process_id else 1}
+        )  # only one is refused
         other = str(with_other[0])
     except ValueError as error:
         other = f"{isinstance(error, CorruptCheckpointError)} {error}"
     again.close()
-    result = dict(steps=steps, stalls=stalls, found=found, right=right, refused=again.refused, after=after, other=other)
+    result = dict(
+        steps=steps,
+        stalls=stalls,
+        found=found,
+        right=right,
+        refused=again.refused,
+        after=after,
+        other=other,
+    )
     Path(out).write_text(json.dumps(result))
 
 

@@ -33,7 +33,8 @@ class PlainWorld:
         self.age = [int(x) for x in agents.age]
         self.place = [[int(x) for x in row] for row in (*agents.position, *robots.position)]
         self.kind, self.own, self.spoken, self.heard, self.last = (
-            np.asarray(x).astype(object) for x in (agents.kind, agents.own, agents.spoken, agents.heard, agents.last)
+            np.asarray(x).astype(object)
+            for x in (agents.kind, agents.own, agents.spoken, agents.heard, agents.last)
         )
         self.lineage = [int(x) for x in agents.lineage]
         self.memory = np.asarray(robots.memory).astype(object)
@@ -47,7 +48,10 @@ class PlainWorld:
 
     def way(self, start, end):
         side = self.world.side
-        ways = [(self.place[end][i] - self.place[start][i] + side // 2) % side - side // 2 for i in (0, 1)]
+        ways = [
+            (self.place[end][i] - self.place[start][i] + side // 2) % side - side // 2
+            for i in (0, 1)
+        ]
         return [max(-FAR, min(FAR, x)) for x in ways]
 
     def neighbours(self, body, others, k):
@@ -76,7 +80,11 @@ class PlainWorld:
         for dx in range(-half, half + 1):
             for dy in range(-half, half + 1):
                 x, y = ((c + d) % w.size for c, d in zip(self.cell(i), (dx, dy), strict=True))
-                ground += [self.cells[x, y], *(f >> 10 for f in self.fields[:, x, y]), self.bit[x, y] * ONE]
+                ground += [
+                    self.cells[x, y],
+                    *(f >> 10 for f in self.fields[:, x, y]),
+                    self.bit[x, y] * ONE,
+                ]
         logs = lambda j: [math.log1p(self.energy[j] / ONE), math.log1p(self.age[j])]  # noqa: E731
         signals = lambda j: [x / ONE for x in (*self.last[j], *self.kind[j], *self.own[j])]  # noqa: E731
         agents, robots = np.zeros((w.seen_agents, 40)), np.zeros((w.seen_robots, 36))
@@ -84,7 +92,12 @@ class PlainWorld:
             agents[row] = [1, *logs(j), *(x / (8 * ONE) for x in way), *signals(j)]
         for row, (j, way) in enumerate(self.robots_near[i]):
             inside = [x / ONE for x in (*self.memory[j - n], *self.program[j - n])]
-            robots[row] = [1, math.log1p(self.energy[j] / ONE), *(x / (8 * ONE) for x in way), *inside]
+            robots[row] = [
+                1,
+                math.log1p(self.energy[j] / ONE),
+                *(x / (8 * ONE) for x in way),
+                *inside,
+            ]
         own = [*logs(i), *signals(i), *(x / ONE for x in (*self.heard[i], *self.spoken[i]))]
         return [x / (8 * ONE) for x in ground], agents, robots, own
 
@@ -133,7 +146,9 @@ class PlainWorld:
             abs(act[5]) * p.hit // ONE,
             sum(map(abs, act[39:])) * p.shape // ONE,
         ]
-        return sum(parts) + (p.upkeep + p.aging * self.age[body] if body < self.world.num_agents else 0)
+        return sum(parts) + (
+            p.upkeep + p.aging * self.age[body] if body < self.world.num_agents else 0
+        )
 
     def eat(self, mouths):
         guests = {}
@@ -170,7 +185,9 @@ class PlainWorld:
                 force, longest = toward_zero(act[2] * falloff(way), ONE), max(map(abs, way))
                 for i in (0, 1):
                     along = toward_zero(way[i] * ONE, max(longest, 1))
-                    moved[j][i] += toward_zero(toward_zero(force * along, ONE) * self.price.speed, ONE)
+                    moved[j][i] += toward_zero(
+                        toward_zero(force * along, ONE) * self.price.speed, ONE
+                    )
         self.place = [[x % self.world.side for x in place] for place in moved]
 
     def compute(self, acts):
@@ -180,7 +197,9 @@ class PlainWorld:
         for j, near in enumerate(ears):
             drawn = [(i, max(acts[i, 6], 0)) for i, _ in near if i < n]
             total = max(sum(s for _, s in drawn), ONE)
-            pull = [sum(s * (acts[i, 23 + k] - self.program[j, k]) for i, s in drawn) for k in range(16)]
+            pull = [
+                sum(s * (acts[i, 23 + k] - self.program[j, k]) for i, s in drawn) for k in range(16)
+            ]
             self.program[j] += [toward_zero(x, total) for x in pull]
         for _ in range(self.world.ticks):
             said = np.concatenate((acts[:n, 23:39], self.memory))
@@ -204,7 +223,10 @@ class PlainWorld:
         for i in range(n):
             weights = [(j, max(acts[j, 6], 0)) for j, _ in self.agents_near[i]]
             total = max(sum(s for _, s in weights), 1)
-            self.heard[i] = [toward_zero(sum(s * self.spoken[j, k] for j, s in weights), total) for k in range(16)]
+            self.heard[i] = [
+                toward_zero(sum(s * self.spoken[j, k] for j, s in weights), total)
+                for k in range(16)
+            ]
             eat = max(acts[i, 3], 0)
             self.last[i] = [*acts[i, :3], eat, acts[i, 4], acts[i, 5], *acts[i, 39:]]
 
@@ -213,7 +235,11 @@ class PlainWorld:
         w, p, n = self.world, self.price, self.world.num_agents
         full = sum(self.alive) * p.fee // n
         price = [full * (self.fields[(5, *self.cell(i))] >> 10) // ONE + p.child for i in range(n)]
-        wants = [i for i in range(n) if self.alive[i] and self.last[i, 4] > 0 and self.energy[i] > 2 * price[i]]
+        wants = [
+            i
+            for i in range(n)
+            if self.alive[i] and self.last[i, 4] > 0 and self.energy[i] > 2 * price[i]
+        ]
         parents = sorted(wants, key=lambda i: (-self.energy[i], i))
         free = [i for i in range(n) if not self.alive[i]]
         pairs = list(zip(parents, free, strict=False))[: w.max_births]
@@ -255,7 +281,10 @@ def operate(memory, program, first, second):
     elif choice == 3:
         out = [product(m, a) + b for m, a, b in zip(memory, first, second, strict=True)]
     elif choice == 4:
-        out = [m + product(b, a - 2 * product(m, a)) for m, a, b in zip(memory, first, second, strict=True)]
+        out = [
+            m + product(b, a - 2 * product(m, a))
+            for m, a, b in zip(memory, first, second, strict=True)
+        ]
     elif choice == 5:
         out[15] = ONE - product(first[15], second[15])
     elif choice == 6:

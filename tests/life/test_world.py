@@ -34,7 +34,9 @@ class Linear(Reflex):
 
     def act(self, genomes, carry, sight):
         seen = jnp.concatenate((sight.own, sight.ground, carry), 1)
-        outputs = jnp.clip(genomes["bias"] + jnp.einsum("noi,ni->no", genomes["weight"], seen), -1, 1)
+        outputs = jnp.clip(
+            genomes["bias"] + jnp.einsum("noi,ni->no", genomes["weight"], seen), -1, 1
+        )
         return outputs, outputs
 
 
@@ -116,14 +118,20 @@ def test_a_step_equals_one_inhabitant_after_the_other(seed):
     plain.look()
     for i in np.flatnonzero(plain.alive):
         for name, got, want in zip(sight._fields, sight, plain.sight(i), strict=True):
-            np.testing.assert_allclose(got[i], np.asarray(want, float), rtol=1e-5, atol=1e-6, err_msg=name)
+            np.testing.assert_allclose(
+                got[i], np.asarray(want, float), rtol=1e-5, atol=1e-6, err_msg=name
+            )
     heat = plain.step(np.round(np.asarray(state.agents.genome["bias"]) * ONE).astype(int))
     kind_key = jax.random.split(jax.random.split(key)[1])[0]
-    noise = jax.random.randint(kind_key, (SMALL.max_births, 8), -ONE // 16, ONE // 16 + 1, jnp.int32)
+    noise = jax.random.randint(
+        kind_key, (SMALL.max_births, 8), -ONE // 16, ONE // 16 + 1, jnp.int32
+    )
     pairs, fees = plain.bear(np.asarray(noise).astype(object))
     regrowth, overflow, more = plain.grow(np.asarray(base).astype(object))
     for name, got in flat(after).items():
-        np.testing.assert_array_equal(got, np.asarray(getattr(plain, name)).astype(np.int64), err_msg=name)
+        np.testing.assert_array_equal(
+            got, np.asarray(getattr(plain, name)).astype(np.int64), err_msg=name
+        )
     book = after.ledger
     assert [x.exact() for x in book[:3]] == [regrowth, overflow, heat + fees + more]
     assert info["births"] == len(pairs) and info["imbalance"] == 0
@@ -134,7 +142,10 @@ def test_a_step_equals_one_inhabitant_after_the_other(seed):
 
 
 def test_these_steps_have_all_there_is():
-    after = [programs()[1](jax.random.key(100 + seed), crowd(seed, 2 + seed % 2), prices())[:2] for seed in range(6)]
+    after = [
+        programs()[1](jax.random.key(100 + seed), crowd(seed, 2 + seed % 2), prices())[:2]
+        for seed in range(6)
+    ]
     for name in ("births", "deaths", "eaten", "overflow", "heat"):
         assert sum(float(info[name]) for _, info in after) > 0, name
     assert any((state.agents.heard != 0).any() for state, _ in after)
@@ -180,7 +191,10 @@ def test_negative_actions_give_no_energy():
     negative = acting(state._replace(robots=robots), bias)
     after, info, *_ = step(jax.random.key(0), negative, prices(upkeep=0, aging=0))
     assert info["eaten"] == 0 and info["births"] == 0
-    held = [int(np.sum(np.concatenate((s.agents.energy, s.robots.energy)), dtype=np.int64)) for s in (negative, after)]
+    held = [
+        int(np.sum(np.concatenate((s.agents.energy, s.robots.energy)), dtype=np.int64))
+        for s in (negative, after)
+    ]
     assert held[1] < held[0]  # gifts stay among bodies; all else costs
     assert (np.asarray(after.terrain.fields) >= 0).all()
     # Either sign of moving, pushing and shaping costs the same; but for gain, which the ground itself turns into heat.
@@ -206,7 +220,9 @@ def check_book(states, infos):
     held, _ = book_of(states[0])
     for state, info in zip(states[1:], infos, strict=True):
         before, (held, (regrowth, overflow, heat, total)) = held, book_of(state)
-        assert held - before == regrowth - overflow - heat and total == held and info["imbalance"] == 0
+        assert (
+            held - before == regrowth - overflow - heat and total == held and info["imbalance"] == 0
+        )
         births, deaths = births + info["births"], deaths + info["deaths"]
     assert births > 0 and deaths > 0
 
@@ -219,7 +235,9 @@ def walk(steps, count=0):
         state = init(jax.random.key(0), None)
         states.append(shard(state, SMALL.axes()) if count else state)
         for number in range(steps):
-            state, info, *_ = step(jax.random.fold_in(jax.random.key(1), number), states[-1], prices())
+            state, info, *_ = step(
+                jax.random.fold_in(jax.random.key(1), number), states[-1], prices()
+            )
             states.append(state)
             infos.append(info)
         return jax.device_get((states, infos))
@@ -242,7 +260,9 @@ def test_the_book_of_energy_balances_to_the_unit():
 def test_devices_give_the_same_bits():
     states, _ = walk(12, 8)
     jax.tree.map(np.testing.assert_array_equal, states, short_walk()[0][:13])
-    assert not states[0].agents.genome["bias"].tobytes() == states[-1].agents.genome["bias"].tobytes()
+    assert (
+        not states[0].agents.genome["bias"].tobytes() == states[-1].agents.genome["bias"].tobytes()
+    )
 
 
 def long_run(count, chunks, chunk=100):
@@ -250,7 +270,10 @@ def long_run(count, chunks, chunk=100):
 
     def body(state, step):
         state, info = THINKING.step(jax.random.fold_in(jax.random.key(1), step), state, None)
-        held = wide_sum(jnp.concatenate((state.agents.energy, state.robots.energy))), wide_sum(state.terrain.energy)
+        held = (
+            wide_sum(jnp.concatenate((state.agents.energy, state.robots.energy))),
+            wide_sum(state.terrain.energy),
+        )
         return state, (held, state.ledger, info)
 
     def go_on():
@@ -260,7 +283,9 @@ def long_run(count, chunks, chunk=100):
         for number in range(chunks):
             state, row = program(states[-1], jnp.int32(chunk * number))
             states, rows = [*states, state], [*rows, row]
-        return jax.device_get(states), jax.tree.map(lambda *x: np.concatenate(x), *jax.device_get(rows))
+        return jax.device_get(states), jax.tree.map(
+            lambda *x: np.concatenate(x), *jax.device_get(rows)
+        )
 
     if not count:
         return go_on()
@@ -273,7 +298,9 @@ def test_it_does_for_ten_thousand_steps_of_the_usual_brain(optimised):
     states, (held, book, info) = long_run(0, 100)
     wide = lambda x: np.asarray(x.high, np.int64) * 2**20 + x.low  # noqa: E731
     sums = np.concatenate([[book_of(states[0])[0]], wide(held[0]) + wide(held[1])])
-    np.testing.assert_array_equal(np.diff(sums), wide(book.regrowth) - wide(book.overflow) - wide(book.heat))
+    np.testing.assert_array_equal(
+        np.diff(sums), wide(book.regrowth) - wide(book.overflow) - wide(book.heat)
+    )
     np.testing.assert_array_equal([book_of(state)[0] for state in states[1:]], sums[100::100])
     assert info["births"].sum() > 100 and info["deaths"].sum() > 100 and not info["imbalance"].any()
 
@@ -288,7 +315,9 @@ class Shuffled(World):
     """The original's defect: parents are read from another order than the one that they were chosen in."""
 
     def children(self, key, agents, births, prices):
-        anyone = jax.random.categorical(key, jnp.where(agents.alive, 0.0, -jnp.inf), shape=births.parent.shape)
+        anyone = jax.random.categorical(
+            key, jnp.where(agents.alive, 0.0, -jnp.inf), shape=births.parent.shape
+        )
         return super().children(key, agents, births._replace(parent=anyone), prices)
 
 
@@ -320,7 +349,9 @@ def fixed_worlds(kind, count, steps):
             struck = jax.random.uniform(death_key, (10,)) < 0.05
             agents = state.agents
             alive = agents.alive & ~struck
-            state = state._replace(agents=agents._replace(alive=alive, energy=jnp.where(alive, agents.energy, 0)))
+            state = state._replace(
+                agents=agents._replace(alive=alive, energy=jnp.where(alive, agents.energy, 0))
+            )
             eats = agents.genome[:, 3] > 0
             left = jnp.stack((jnp.any(alive & eats), jnp.any(alive & ~eats)))
             now = jnp.where(left[0] == left[1], -1, jnp.where(left[0], 0, 1))
@@ -352,7 +383,9 @@ def test_the_table_of_distances_may_come_in_parts(monkeypatch):
     places = jnp.asarray(rng.integers(0, 8 * ONE, (10, 2)), jnp.int32)
     there = jnp.asarray(rng.random(10) < 0.8)
     whole = nearest(places, jnp.arange(10), places, there, 3, 8 * ONE, 3 * ONE)
-    in_parts = jax.make_jaxpr(lambda x: nearest(x, jnp.arange(10), x, there, 3, 8 * ONE, 3 * ONE, 4))(places)
+    in_parts = jax.make_jaxpr(
+        lambda x: nearest(x, jnp.arange(10), x, there, 3, 8 * ONE, 3 * ONE, 4)
+    )(places)
     assert any(eqn.primitive.name == "scan" for eqn in in_parts.eqns)
     for where in ("cpu", "gpu"):  # by sorting, and by looking
         monkeypatch.setattr(bodies, "platform", lambda where=where: where)
@@ -362,7 +395,11 @@ def test_the_table_of_distances_may_come_in_parts(monkeypatch):
 
 @pytest.mark.parametrize("k", [1, 3, 8])
 def test_the_nearest_are_found_by_looking_as_by_sorting(k, monkeypatch):
-    far = jnp.asarray(np.random.default_rng(k).integers(0, 9, 30), jnp.int32).at[4:7].set(bodies._NOBODY)
+    far = (
+        jnp.asarray(np.random.default_rng(k).integers(0, 9, 30), jnp.int32)
+        .at[4:7]
+        .set(bodies._NOBODY)
+    )
     order = np.argsort(np.asarray(far), kind="stable")[:k]
     for where in ("cpu", "gpu"):
         monkeypatch.setattr(bodies, "platform", lambda where=where: where)

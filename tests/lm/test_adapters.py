@@ -39,7 +39,9 @@ PACKED = BATCH | {
 
 def noisy(tree, seed=1, std=0.3):
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda x: x + jnp.asarray(std * rng.standard_normal(x.shape), x.dtype), tree)
+    return jax.tree.map(
+        lambda x: x + jnp.asarray(std * rng.standard_normal(x.shape), x.dtype), tree
+    )
 
 
 def adapters_of(model=MODEL, adapter=LORA):
@@ -55,12 +57,18 @@ def logits(params):
 def test_a_change_of_rank_0_or_of_zeros_is_none_to_the_bit(rank):
     adapter, params = dataclasses.replace(LORA, rank=rank), tiny.params_of(MODEL)
     adapters = begin_adapters(jax.random.key(0), params, MODEL, adapter)
-    np.testing.assert_array_equal(logits(with_adapters(params, adapters, adapter.scale)), logits(params))
+    np.testing.assert_array_equal(
+        logits(with_adapters(params, adapters, adapter.scale)), logits(params)
+    )
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"dora": True, "base": "int8"}, {"rslora": True}, pytest.param({"base": "nf4"}, marks=pytest.mark.slow)],  # 2 s
+    [
+        {"dora": True, "base": "int8"},
+        {"rslora": True},
+        pytest.param({"base": "nf4"}, marks=pytest.mark.slow),
+    ],  # 2 s
 )
 def test_merged_is_kept(changes):
     adapter = dataclasses.replace(LORA, **changes)
@@ -129,7 +137,9 @@ def test_only_adapters_are_trained_and_have_moments(plain):
     began = PLAIN.begin(jax.random.key(1), tiny.params_of(MODEL))
     jax.tree.map(np.testing.assert_array_equal, state.base, jax.device_get(began.base))
     moved = jax.tree.map(
-        lambda new, old: np.abs(new - old).min() > 0, state.adapters, jax.device_get(noisy(began.adapters))
+        lambda new, old: np.abs(new - old).min() > 0,
+        state.adapters,
+        jax.device_get(noisy(began.adapters)),
     )
     assert all(jax.tree.leaves(moved)) and info["skipped"] == 0 and state.step == 2
     count = sum(leaf.size for leaf in jax.tree.leaves(state.adapters))
@@ -145,8 +155,14 @@ def test_only_adapters_are_trained_and_have_moments(plain):
                                   pytest.param("nf4", marks=pytest.mark.slow)])  # fmt: skip
 def test_a_mesh_trains_the_same(base, plain):
     # Of nf4 the mesh splits whole blocks, of 64 numbers.
-    model = dataclasses.replace(MODEL, embed_dim=128, mlp_dim=128, head_dim=4) if base == "nf4" else MODEL
-    trainer = dataclasses.replace(PLAIN, model=model, adapter=dataclasses.replace(LORA, base=base, dora=base == "int8"))
+    model = (
+        dataclasses.replace(MODEL, embed_dim=128, mlp_dim=128, head_dim=4)
+        if base == "nf4"
+        else MODEL
+    )
+    trainer = dataclasses.replace(
+        PLAIN, model=model, adapter=dataclasses.replace(LORA, base=base, dora=base == "int8")
+    )
     want = plain if base == "full" else trained(trainer)
     got = trained(trainer, spec=MeshSpec(data=2, fsdp=2, tensor=2))
     assert_close((got[0].adapters, got[1]), (want[0].adapters, want[1]), LAYOUT["float32"])
@@ -154,7 +170,8 @@ def test_a_mesh_trains_the_same(base, plain):
 
 @pytest.mark.slow  # 6 s each
 @pytest.mark.parametrize(
-    "changes", [{"remat": "full"}, {"scan_layers": False}, {"remat": "blockwise"}, {"remat": "dots"}]
+    "changes",
+    [{"remat": "full"}, {"scan_layers": False}, {"remat": "blockwise"}, {"remat": "dots"}],
 )
 def test_what_is_recomputed_changes_nothing(changes, plain):
     got = trained(dataclasses.replace(PLAIN, model=dataclasses.replace(MODEL, **changes)))
@@ -185,7 +202,9 @@ def test_dropout_follows_the_key_and_what_is_recomputed():
         return float(jit(one)(jax.random.key(key)))
 
     first = value(MODEL, 0)
-    assert value(dataclasses.replace(MODEL, remat="full", scan_layers=False), 0) == pytest.approx(first, rel=1e-6)
+    assert value(dataclasses.replace(MODEL, remat="full", scan_layers=False), 0) == pytest.approx(
+        first, rel=1e-6
+    )
     assert value(MODEL, 1) != first
     kept = with_adapters(base, adapters, adapter.scale, 0.5)
     assert float(tiny.loss_of(kept, BATCH, MODEL)) != first
@@ -222,7 +241,9 @@ def test_several_adapters_are_fused_as_a_classifier_of_sentences_says():
     every = [noisy(begin_adapters(jax.random.key(n), params, MODEL, LORA), n) for n in range(3)]
     rng = np.random.default_rng(0)
     kinds = np.repeat(np.arange(3), 40)
-    sentences = 5 * kinds[:, None] + rng.integers(0, 7, (120, 8))  # symbols overlap between neighbours
+    sentences = 5 * kinds[:, None] + rng.integers(
+        0, 7, (120, 8)
+    )  # symbols overlap between neighbours
     features = np.asarray(params["embedding"])[sentences % 16].mean(1)
     features = np.concatenate([features, np.ones((120, 1))], 1)
     even, odd = slice(0, None, 2), slice(1, None, 2)
@@ -230,11 +251,21 @@ def test_several_adapters_are_fused_as_a_classifier_of_sentences_says():
     assert ((features[odd] @ weights).argmax(1) == kinds[odd]).mean() >= 0.9
 
     shares = np.array([0.2, 0.5, 0.3])
-    for top_p, want in ((1.0, shares), (0.75, np.array([0, 0.625, 0.375])), (0.5, np.array([0, 1.0, 0]))):
-        got = merge_adapters(fuse_adapters(params, every, LORA.scale, jnp.asarray(shares, jnp.float32), top_p))
+    for top_p, want in (
+        (1.0, shares),
+        (0.75, np.array([0, 0.625, 0.375])),
+        (0.5, np.array([0, 1.0, 0])),
+    ):
+        got = merge_adapters(
+            fuse_adapters(params, every, LORA.scale, jnp.asarray(shares, jnp.float32), top_p)
+        )
         merged = [merge_adapters(with_adapters(params, one, LORA.scale)) for one in every]
-        mean = jax.tree.map(lambda *w, p=want: sum(p * x for p, x in zip(p, w, strict=True)), *merged)
+        mean = jax.tree.map(
+            lambda *w, p=want: sum(p * x for p, x in zip(p, w, strict=True)), *merged
+        )
         assert_close(got, mean, 1e-5)
-    fused = fuse_adapters(params, every, LORA.scale, jax.nn.softmax(jnp.asarray(features[60] @ weights)), 0.9)
+    fused = fuse_adapters(
+        params, every, LORA.scale, jax.nn.softmax(jnp.asarray(features[60] @ weights)), 0.9
+    )
     assert fused["layers"]["wq"].down.shape[-1] == 9
     assert_close(logits(fused), logits(merge_adapters(fused)), 1e-5)

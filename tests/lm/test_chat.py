@@ -33,7 +33,9 @@ def test_a_template_is_found_and_rendered(where, tmp_path):
     said = "<s><user><b>'hi'</s>\n<assistant>ho</s>\n"
     assert chat.render(TALK, asks=False) == said
     assert chat.render(TALK) == said + "<assistant>"
-    with pytest.raises(UsageError, match="the chat template cannot take these messages: 'no role system'"):
+    with pytest.raises(
+        UsageError, match="the chat template cannot take these messages: 'no role system'"
+    ):
         chat.render([{"role": "system", "content": ""}])
 
 
@@ -46,7 +48,11 @@ def test_a_folder_may_have_none_and_what_is_none_is_refused(tmp_path):
 
 
 def test_a_template_changes_and_reaches_nothing(tmp_path):
-    for bad in ("{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}{{ ''.__class__.mro() }}", "{% if %}"):
+    for bad in (
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}{{ ''.__class__.mro() }}",
+        "{% if %}",
+    ):
         (tmp_path / "chat_template.jinja").write_text(bad)
         chat = load_chat(tmp_path)
         assert chat is not None

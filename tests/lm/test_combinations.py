@@ -28,7 +28,12 @@ COMBINATIONS = {
     "data, optimizer sharding": (dict(data=2, fsdp=2), "zero1", "", "none"),
     "data, tensor, pipeline": (dict(stage=2, data=2, tensor=2), "zero3", "1f1b", "none"),
     "tensor and sequence, pipeline": (dict(stage=2, data=2, tensor=2), "sequence", "zb_v", "none"),
-    "context, tensor, pipeline": (dict(stage=2, context=2, tensor=2), "zero3", "interleaved", "names"),
+    "context, tensor, pipeline": (
+        dict(stage=2, context=2, tensor=2),
+        "zero3",
+        "interleaved",
+        "names",
+    ),
     "optimizer sharding, pipeline": (dict(stage=2, data=2, fsdp=2), "zero1", "zb_v", "none"),
     "2-D tensor, pipeline": (dict(stage=2, fsdp=2, inner=2, tensor=2), "2d", "zb_h1", "none"),
     "2-D tensor, data, remat": (dict(data=2, fsdp=2, inner=2, tensor=2), "2d", "", "full"),
@@ -59,7 +64,8 @@ def alone(remat):
 @pytest.mark.parametrize(
     "name",
     [
-        name if i < 2 else pytest.param(name, marks=pytest.mark.slow) for i, name in enumerate(COMBINATIONS)
+        name if i < 2 else pytest.param(name, marks=pytest.mark.slow)
+        for i, name in enumerate(COMBINATIONS)
     ],  # 110 s on two busy cores, together
 )
 def test_ten_steps_are_those_of_one_device(name, x64):
@@ -68,14 +74,19 @@ def test_ten_steps_are_those_of_one_device(name, x64):
     want = trained(trainer)
     if schedule:
         layout = f"{layout}+stages"
-        trainer = dataclasses.replace(trainer, schedule=Pipelined(named_schedule(schedule, sizes["stage"], PARTS)))
+        trainer = dataclasses.replace(
+            trainer, schedule=Pipelined(named_schedule(schedule, sizes["stage"], PARTS))
+        )
     count = math.prod(size for axis, size in sizes.items() if axis != "inner")  # a part of fsdp
     with use_mesh(make_mesh(MeshSpec(**sizes), jax.devices()[:count]), rules_from(layout=layout)):
         got = trained(trainer)
         run = jit(lambda params, batch: loss(params, batch, SMALL))
         evaluated = run(shard(got, axes(SMALL)), batch_of(99)) if name == EVALUATED else None
     start = jax.device_get(trainer.init(jax.random.key(0)).params)
-    moved = sum(float(np.abs(a - b).sum()) for a, b in zip(*map(jax.tree.leaves, (want, start)), strict=True))
+    moved = sum(
+        float(np.abs(a - b).sum())
+        for a, b in zip(*map(jax.tree.leaves, (want, start)), strict=True)
+    )
     assert moved > 1
     assert_close(got, want, 1e-10)
     if evaluated is not None:

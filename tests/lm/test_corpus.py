@@ -22,7 +22,9 @@ WORDS = "alpha beta gamma delta naïve 日本 epsilon zeta".split()
 
 def text_of(seed, words):
     rng = np.random.default_rng(seed)
-    return "".join(str(rng.choice(WORDS)) + (" " if rng.random() < 0.9 else "\n") for _ in range(words))
+    return "".join(
+        str(rng.choice(WORDS)) + (" " if rng.random() < 0.9 else "\n") for _ in range(words)
+    )
 
 
 @pytest.fixture
@@ -71,7 +73,9 @@ def test_folder_equals_a_slow_reading(folder, tmp_path):
         assert tokens.begins.tolist() == np.cumsum([0, *map(len, blobs)])[:-1].tolist()
     digests = sorted(hashlib.sha256(blob).digest() for blob in train + held)
     assert corpus.hash == hashlib.sha256(b"".join(digests)).hexdigest()
-    assert corpus.describe().startswith(f"corpus {corpus.hash[:12]}: {len(corpus.train):,} training and ")
+    assert corpus.describe().startswith(
+        f"corpus {corpus.hash[:12]}: {len(corpus.train):,} training and "
+    )
 
 
 @pytest.mark.parametrize("split", ["hash:0.2", "tail:0.2"])
@@ -82,7 +86,9 @@ def test_names_and_order_of_files_do_not_matter_but_content_does(folder, tmp_pat
         path.rename(folder / f"{uuid.UUID(int=i * 7919 % 61)}.other")
     after = open_corpus(config_of(folder, split=split), tmp_path / "cache")
     assert after.hash == before.hash
-    assert (everything(after.train) == streams[0]).all() and (everything(after.validation) == streams[1]).all()
+    assert (everything(after.train) == streams[0]).all() and (
+        everything(after.validation) == streams[1]
+    ).all()
     victim = next(folder.glob("*.other"))
     victim.write_bytes(victim.read_bytes().replace(b"a", b"o"))
     assert open_corpus(config_of(folder, split=split), tmp_path / "cache").hash != before.hash
@@ -110,7 +116,9 @@ def test_tail_of_one_file_is_nanogpts_split(ascii_file, tmp_path):
     corpus = open_corpus(config_of(ascii_file, split="tail:0.1"), tmp_path / "cache")
     raw = np.frombuffer(ascii_file.read_bytes(), np.uint8)
     cut = int(0.9 * len(raw))
-    assert (everything(corpus.train) == raw[:cut]).all() and (everything(corpus.validation) == raw[cut:]).all()
+    assert (everything(corpus.train) == raw[:cut]).all() and (
+        everything(corpus.validation) == raw[cut:]
+    ).all()
     assert len(corpus.train.starts) == len(corpus.validation.starts) == 1
 
 
@@ -146,7 +154,9 @@ def test_moving_a_block_keeps_its_split(tmp_path):
     for name, order in (("a", lines), ("b", lines[::-1])):
         (tmp_path / name).write_text("".join(order))
         corpus = open_corpus(config_of(tmp_path / name, split="hash:0.4"), tmp_path / "cache")
-        held[name] = set(bytes(everything(corpus.validation).astype(np.uint8)).decode().splitlines())
+        held[name] = set(
+            bytes(everything(corpus.validation).astype(np.uint8)).decode().splitlines()
+        )
     assert held["a"] == held["b"] and 5 < len(held["a"]) < 30
 
 
@@ -156,7 +166,14 @@ def test_default_corpus_is_the_standard_library_without_tests(tmp_path):
     assert library / "os.py" in files and library / "json" / "decoder.py" in files
     assert {path.suffix for path in files} == {".py"}
     parts = {part for path in files for part in path.relative_to(library).parts[:-1]}
-    assert not parts & {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    assert not parts & {
+        "test",
+        "tests",
+        "idle_test",
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+    }
     corpus = open_corpus(DataConfig(), tmp_path)
     assert len(corpus.train) > 10 * len(corpus.validation) / 3 > 10**6
 
@@ -184,7 +201,10 @@ def test_blocks_never_cut_a_character(tmp_path):
         config = config_of(path, tokenizer="bpe:260", split="tail:0.37")
         corpus = open_corpus(config, tmp_path / "cache")
         decode = corpus.tokenizer.decode
-        assert decode(everything(corpus.train)) + decode(everything(corpus.validation)) == "x" * pad + text
+        assert (
+            decode(everything(corpus.train)) + decode(everything(corpus.validation))
+            == "x" * pad + text
+        )
 
 
 def test_a_given_tokenizer_replaces_the_configured_one(folder, tmp_path):
@@ -202,7 +222,9 @@ def test_documents_without_tokens_are_left_out(folder, tmp_path):
             return Bytes().encode(text if len(text) % 3 else "")
 
     corpus = open_corpus(config_of(folder, split="hash:0.3"), tmp_path / "cache", Picky())
-    for tokens, blobs in zip((corpus.train, corpus.validation), slow_folder(folder, 0.3), strict=True):
+    for tokens, blobs in zip(
+        (corpus.train, corpus.validation), slow_folder(folder, 0.3), strict=True
+    ):
         kept = [blob for blob in blobs if len(blob.decode()) % 3]
         assert len(kept) < len(blobs) and tokens.lengths.tolist() == [len(blob) for blob in kept]
         assert bytes(everything(tokens).astype(np.uint8)) == b"".join(kept)
@@ -227,7 +249,10 @@ def test_cache_is_reused_until_the_source_changes(folder, tmp_path, monkeypatch)
     assert again.tokenizer.identity == first.tokenizer.identity
     assert (everything(again.train) == everything(first.train)).all()
     record = json.loads(next(cache.rglob("corpus.json")).read_text())
-    assert record["tokens"] == len(first.train) + len(first.validation) and record["hash"] == first.hash
+    assert (
+        record["tokens"] == len(first.train) + len(first.validation)
+        and record["hash"] == first.hash
+    )
 
     os.utime(next(folder.rglob("*.txt")), ns=(1, 1))
     assert open_corpus(config, cache).hash == first.hash and len(snapshot(cache)) == 6
@@ -275,7 +300,11 @@ def test_two_processes_may_build_the_same_cache(folder, tmp_path, monkeypatch):
 
 
 def test_no_file_stays_open(folder, tmp_path):
-    here = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else pytest.skip("needs /proc")
+    here = (
+        len(os.listdir("/proc/self/fd"))
+        if os.path.isdir("/proc/self/fd")
+        else pytest.skip("needs /proc")
+    )
     for tokenizer in ("bytes", "bpe:300"):
         open_corpus(config_of(folder, tokenizer=tokenizer), tmp_path / "cache")
     assert len(os.listdir("/proc/self/fd")) == here
@@ -296,7 +325,9 @@ assert len(corpus.train) + len(corpus.validation) == 3 * 2**30
 print(peak() - before)  # before drawing, which maps shared pages of the file that the kernel may drop
 assert not Windows(corpus.train, 1024, 512, 0)(2**40)["tokens"].any()
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 300 * 1024
 
@@ -307,7 +338,10 @@ assert not Windows(corpus.train, 1024, 512, 0)(2**40)["tokens"].any()
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"tokenizer": "words"}, "tokenizer must be 'bytes' or 'bpe:N' with N in 257..200000, not 'words'"),
+        (
+            {"tokenizer": "words"},
+            "tokenizer must be 'bytes' or 'bpe:N' with N in 257..200000, not 'words'",
+        ),
         ({"split": "hash"}, "split must be 'hash:f' or 'tail:f' with 0 < f < 1, not 'hash'"),
         ({"split": "tail:0.0"}, "split must be"),
         ({"split": "tail:1.0"}, "split must be"),
@@ -333,7 +367,10 @@ def refusal(config, cache):
 def test_missing_and_empty_sources(tmp_path):
     cache, empty = tmp_path / "cache", tmp_path / "empty"
     assert refusal(config_of(tmp_path / "no"), cache).endswith("no' is neither a file nor a folder")
-    assert refusal(config_of("/dev/null"), cache) == "data path '/dev/null' is neither a file nor a folder"
+    assert (
+        refusal(config_of("/dev/null"), cache)
+        == "data path '/dev/null' is neither a file nor a folder"
+    )
     empty.mkdir()
     (empty / ".hidden").write_text("text")
     (empty / "blank").write_text("")
@@ -346,7 +383,9 @@ def test_text_that_is_not_utf8(folder, tmp_path):
     bad = folder / "bad.txt"
     bad.write_bytes(b"good\n" * 8000 + b"\xff\n")
     sentence = refusal(config_of(folder, tokenizer="bpe:300"), tmp_path / "cache")
-    assert sentence.startswith(f"{bad} is not UTF-8 at byte 40000, ") and "tokenizer=bytes" in sentence
+    assert (
+        sentence.startswith(f"{bad} is not UTF-8 at byte 40000, ") and "tokenizer=bytes" in sentence
+    )
     assert not list((tmp_path / "cache").iterdir())
     open_corpus(config_of(folder), tmp_path / "cache")
 
@@ -368,7 +407,10 @@ def test_too_little_text(tmp_path):
 def test_cache_that_cannot_be_written(folder, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     cache = tmp_path / "file" / "cache"
-    assert refusal(config_of(folder), cache) == f"the cache folder {cache} cannot be written: Not a directory"
+    assert (
+        refusal(config_of(folder), cache)
+        == f"the cache folder {cache} cannot be written: Not a directory"
+    )
 
     def refuse(self, *_, **__):
         raise OSError(30, "Read-only file system", str(self))

@@ -13,7 +13,9 @@ def stream(seed=0, size=1000, num_documents=50):
     """Tokens over documents cut at random, and the same thing as one flat array."""
     rng = np.random.default_rng(seed)
     data = rng.integers(0, 256, 3 * size, dtype=np.uint8)
-    lengths = np.diff(np.r_[0, np.sort(rng.choice(np.arange(1, size), num_documents - 1, replace=False)), size])
+    lengths = np.diff(
+        np.r_[0, np.sort(rng.choice(np.arange(1, size), num_documents - 1, replace=False)), size]
+    )
     gaps = rng.integers(0, size // num_documents, num_documents)
     starts = np.cumsum(lengths + gaps) - lengths
     flat = np.concatenate([data[a : a + n] for a, n in zip(starts, lengths, strict=True)])
@@ -62,7 +64,12 @@ def test_permuted_of_huge_sizes_stays_inside_without_overflow():
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 99), num_documents=st.integers(1, 40), length=st.integers(0, 200), data=st.data())
+@given(
+    seed=st.integers(0, 99),
+    num_documents=st.integers(1, 40),
+    length=st.integers(0, 200),
+    data=st.data(),
+)
 def test_read_and_document_index_equal_the_flat_stream(seed, num_documents, length, data):
     tokens, flat = stream(seed, num_documents=num_documents)
     offsets = np.array(data.draw(st.lists(st.integers(0, 1000 - length), max_size=5)), np.int64)
@@ -101,7 +108,10 @@ def test_an_epoch_has_every_window_once_and_borders_move(size):
 
 def test_batches_are_pure_and_the_same_for_any_hosts():
     tokens, _ = stream()
-    windows, again = Windows(tokens, 16, 24, seed=1, pack=True), Windows(tokens, 16, 24, seed=1, pack=True)
+    windows, again = (
+        Windows(tokens, 16, 24, seed=1, pack=True),
+        Windows(tokens, 16, 24, seed=1, pack=True),
+    )
     batches = {step: windows(step) for step in (5, 0, 2**40, 3)}
     for step, whole in batches.items():
         for num_hosts in (1, 2, 3, 8, 24):
@@ -137,7 +147,10 @@ def test_packed_batches_equal_a_slow_walk():
     begins = set(np.cumsum([0, *tokens.lengths])[:-1].tolist())
     windows = Windows(tokens, 32, 50, seed=4, pack=True)
     batch = windows(2)
-    assert batch["weights"].dtype == np.float32 and batch["segments"].dtype == batch["positions"].dtype == np.int32
+    assert (
+        batch["weights"].dtype == np.float32
+        and batch["segments"].dtype == batch["positions"].dtype == np.int32
+    )
     assert batch["segments"].max() > 2 and batch["weights"].min() == 0
     for row, start in enumerate(windows.starts(2).tolist()):
         segment, position = 1, 0
@@ -157,11 +170,17 @@ def test_sweep_has_every_target_once_in_order(size, seq_len, batch_size):
     flat = rng.integers(0, 256, size, dtype=np.uint8)
     tokens = Tokens(flat, np.array([0]), np.array([size]))
     batches = list(sweep(tokens, seq_len, batch_size))
-    joined = {name: np.concatenate([batch[name].ravel() for batch in batches]) for name in batches[0]}
-    assert all(value.shape == (batch_size, seq_len) for batch in batches for value in batch.values())
+    joined = {
+        name: np.concatenate([batch[name].ravel() for batch in batches]) for name in batches[0]
+    }
+    assert all(
+        value.shape == (batch_size, seq_len) for batch in batches for value in batch.values()
+    )
     assert batches[0]["weights"].dtype == np.float32 and batches[0]["tokens"].dtype == np.int32
     assert (joined["weights"] == (np.arange(len(joined["weights"])) < size - 1)).all()
-    assert (joined["tokens"][: size - 1] == flat[:-1]).all() and (joined["targets"][: size - 1] == flat[1:]).all()
+    assert (joined["tokens"][: size - 1] == flat[:-1]).all() and (
+        joined["targets"][: size - 1] == flat[1:]
+    ).all()
     assert not joined["tokens"][size - 1 :].any() and not joined["targets"][size - 1 :].any()
     assert len(batches) == -(-(size - 1) // (seq_len * batch_size))
 

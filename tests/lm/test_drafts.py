@@ -24,7 +24,11 @@ SMALL = dict(vocab_size=VOCAB, num_layers=2, embed_dim=8, mlp_dim=8, num_heads=2
 ROPE = LMConfig(**SMALL, dtype="float64")
 LEARNED = LMConfig(**SMALL, dtype="float64", positions="learned", max_seq_len=24)
 BUSHY = Tree((-1, 0, 0, 0, 1, 1, 2))
-DRAFTS = {"prompts": PromptTokens(2, BUSHY), "hidden": HiddenTransfer(1, 2, BUSHY), "heads": Heads(2, BUSHY)}
+DRAFTS = {
+    "prompts": PromptTokens(2, BUSHY),
+    "hidden": HiddenTransfer(1, 2, BUSHY),
+    "heads": Heads(2, BUSHY),
+}
 CONFIGS = {"prompts": LEARNED, "hidden": ROPE, "heads": ROPE}
 KEY = jax.random.key(5)
 
@@ -82,14 +86,18 @@ def test_laws_and_gradient_of_training_are_those_of_a_plain_loop(name, x64):
         return total, laws
 
     def plain(own):
-        totals, laws = jax.lax.map(lambda row: plain_row(own, row), tokens)  # one row after the other, compiled once
+        totals, laws = jax.lax.map(
+            lambda row: plain_row(own, row), tokens
+        )  # one row after the other, compiled once
         return totals.sum(), laws
 
     (value, laws), gradient = jit(jax.value_and_grad(trained, has_aux=True))(own)
     (want, plain_laws), plain_gradient = jit(jax.value_and_grad(plain, has_aux=True))(own)
     for which in range(2):
         want_laws = jnp.stack([pair[which] for pair in plain_laws], 1).reshape(laws[which].shape)
-        np.testing.assert_allclose(laws[which], want_laws, rtol=1e-6, atol=1e-6)  # float32 at the head's end
+        np.testing.assert_allclose(
+            laws[which], want_laws, rtol=1e-6, atol=1e-6
+        )  # float32 at the head's end
     assert abs(value - want) < 1e-7 * abs(want)
     assert_close(gradient, plain_gradient, EXACT_MATHS["float64"])
     assert all(np.abs(leaf).max() > 1e-4 for leaf in jax.tree.leaves(gradient))
@@ -104,7 +112,9 @@ def deciding(laws, places, sampling):
     scores = process(laws, sampling)
     if not sampling.temperature:
         return scores
-    return scores + jax.vmap(lambda place: gumbel(KEY, jnp.int32(0), place, jnp.int32(0), VOCAB))(places)
+    return scores + jax.vmap(lambda place: gumbel(KEY, jnp.int32(0), place, jnp.int32(0), VOCAB))(
+        places
+    )
 
 
 def plain_passes(text, start, laws, sampling):
@@ -117,7 +127,11 @@ def plain_passes(text, start, laws, sampling):
         passes, reached = passes + 1, [0]
         for node, parent in enumerate(BUSHY.parents[1:], 1) if guessed else ():
             depth, rank = int(BUSHY.depth[node]), BUSHY.parents[:node].count(parent)
-            if parent in reached and end + depth <= len(text) and guessed[depth - 1][rank] == text[end + depth - 1]:
+            if (
+                parent in reached
+                and end + depth <= len(text)
+                and guessed[depth - 1][rank] == text[end + depth - 1]
+            ):
                 reached.append(node)
         kept = end + max(int(BUSHY.depth[node]) for node in reached)
         scores = deciding(laws[kept - 1], np.arange(kept + 1, kept + 3, dtype=np.int32), sampling)
@@ -126,20 +140,36 @@ def plain_passes(text, start, laws, sampling):
     return passes
 
 
-@pytest.mark.parametrize(("name", "temperature"), [("prompts", 0.8), ("hidden", 0.0), ("heads", 0.8)])
+@pytest.mark.parametrize(
+    ("name", "temperature"), [("prompts", 0.8), ("hidden", 0.0), ("heads", 0.8)]
+)
 def test_a_window_guesses_what_training_saw(name, temperature, x64):
     draft, config, sampling = DRAFTS[name], CONFIGS[name], Sampling(NEW, temperature)
     params = noisy_params(config, np.float64)
-    own, prompt, lengths = draft_params(draft, config), np.array([[1, 2, 3], [4, 5, 0]]), np.array([3, 2])
+    own, prompt, lengths = (
+        draft_params(draft, config),
+        np.array([[1, 2, 3], [4, 5, 0]]),
+        np.array([3, 2]),
+    )
     drawn = jit(generate, static_argnums=(3, 4), static_argnames=("draft", "block"))
     out = drawn(
-        KEY, params, prompt, Decoder(config), sampling, prompt_lengths=lengths, block=4, draft=draft, draft_params=own
+        KEY,
+        params,
+        prompt,
+        Decoder(config),
+        sampling,
+        prompt_lengths=lengths,
+        block=4,
+        draft=draft,
+        draft_params=own,
     )
     texts = np.pad(out.tokens, ((0, 0), (0, 3)))  # room for what is guessed behind the last token
     known, laws = jax.device_get(laws_of(params, own, texts, jnp.arange(3 + NEW), config, draft))
     for row in range(2):
         text = np.asarray(out.tokens)[row, : int(out.lengths[row])].tolist()
-        scores = deciding(known[row, :, 0], np.arange(2, 2 + len(known[row]), dtype=np.int32), sampling)
+        scores = deciding(
+            known[row, :, 0], np.arange(2, 2 + len(known[row]), dtype=np.int32), sampling
+        )
         for place in range(lengths[row], len(text)):
             assert text[place] == np.asarray(scores)[place - 2].argmax()
         assert out.passes[row] == plain_passes(text, lengths[row], laws[row], sampling)
@@ -162,11 +192,17 @@ def test_what_is_learned():
     for draft in (HiddenTransfer(0, 2), Heads(2)):
         x = jnp.ones((1, 3, 8))
         made = draft.states(DraftTrainer(config, draft).init(KEY).params, x)
-        assert (made == x[:, :, None]).all() and made.shape == (1, 3, 2, 8), "it does not start as the identity"
+        assert (made == x[:, :, None]).all() and made.shape == (1, 3, 2, 8), (
+            "it does not start as the identity"
+        )
     learned = DraftTrainer(config, PromptTokens(64)).init(KEY).params["prompts"]
     assert 0.8 < learned.std() / config.init_std < 1.2
-    assert (PromptTokens(2, BUSHY).init(None, jnp.zeros((2, 3), jnp.int32), jnp.array([3, 2]), 4) == -1).all()
-    assert PromptTokens(2).tree == Tree((-1, 0, 1, 0, 3, 1, 5, 2, 7)) and PromptTokens(2) == PromptTokens(2, None)
+    assert (
+        PromptTokens(2, BUSHY).init(None, jnp.zeros((2, 3), jnp.int32), jnp.array([3, 2]), 4) == -1
+    ).all()
+    assert PromptTokens(2).tree == Tree((-1, 0, 1, 0, 3, 1, 5, 2, 7)) and PromptTokens(
+        2
+    ) == PromptTokens(2, None)
     assert Heads(2, chain(1)).tree == Tree((-1, 0, 0, 2, 1, 4))
 
 
@@ -174,7 +210,9 @@ def test_rates_are_counted_place_by_place(x64):
     draft, params = DRAFTS["hidden"], noisy_params(ROPE, np.float64)
     own, tokens = draft_params(draft, ROPE), np.random.default_rng(2).integers(0, VOCAB, (3, 9))
     hits, reached = np.zeros((2, 3)), np.zeros(2)
-    laws = np.asarray(laws_of(params, own, np.pad(tokens, ((0, 0), (0, 3))), jnp.arange(9), ROPE, draft)[1])
+    laws = np.asarray(
+        laws_of(params, own, np.pad(tokens, ((0, 0), (0, 3))), jnp.arange(9), ROPE, draft)[1]
+    )
     for row, law in zip(tokens, laws, strict=True):
         for anchor in range(2, 6):
             guessed = np.argsort(-law[anchor])[:, :3].tolist()
@@ -194,7 +232,9 @@ def test_a_place_that_no_text_reached_has_no_rate(x64):
     for place in range(2, 9):  # whatever was likeliest, the text says otherwise
         laws = laws_of(params, own, np.pad(tokens, ((0, 0), (0, 3))), jnp.arange(9), ROPE, draft)[1]
         tokens[:, place] = np.asarray(laws)[:, place - 2, 0].argmin(-1)
-    rates = accept_rates(params, own, jnp.asarray(tokens), ROPE, draft, 3)  # from the first place on
+    rates = accept_rates(
+        params, own, jnp.asarray(tokens), ROPE, draft, 3
+    )  # from the first place on
     assert (rates == 0).all()
 
 
@@ -202,7 +242,10 @@ def test_a_place_that_no_text_reached_has_no_rate(x64):
 
 
 def test_a_step_weighs_its_places_and_draws_anchors_by_its_key(x64):
-    draft, config = DRAFTS["heads"], OptimizerConfig(learning_rate=1e-2, warmup_steps=0, schedule="linear")
+    draft, config = (
+        DRAFTS["heads"],
+        OptimizerConfig(learning_rate=1e-2, warmup_steps=0, schedule="linear"),
+    )
     trainer = DraftTrainer(ROPE, draft, config, num_steps=2, num_anchors=3, decay=0.5)
     params, own = noisy_params(ROPE, np.float64), draft_params(draft, ROPE)
     tokens = np.random.default_rng(4).integers(0, VOCAB, (2, 6))
@@ -215,7 +258,11 @@ def test_a_step_weighs_its_places_and_draws_anchors_by_its_key(x64):
     for number in range(5):
         state, info = one(jax.random.key(number), start, inputs)
         found = np.array([info["kl_1"], info["kl_2"]])
-        fits = [out for out in range(4) if np.allclose(np.delete(apart, out, 0).mean(0), found, rtol=1e-5)]
+        fits = [
+            out
+            for out in range(4)
+            if np.allclose(np.delete(apart, out, 0).mean(0), found, rtol=1e-5)
+        ]
         assert len(fits) == 1, "not three of the four anchors, each once"
         left_out |= set(fits)
         np.testing.assert_allclose(info["loss"], (found[0] + 0.5 * found[1]) / 2, rtol=1e-6)
@@ -269,7 +316,13 @@ def test_a_trained_draft_guesses_a_text_that_follows_a_rule(draft, most):
 
     def passes(params):
         out = drawn(
-            KEY, walker(), walks(1)[0, :, :5], Decoder(MODEL), Sampling(NEW, 0.0), draft=draft, draft_params=params
+            KEY,
+            walker(),
+            walks(1)[0, :, :5],
+            Decoder(MODEL),
+            Sampling(NEW, 0.0),
+            draft=draft,
+            draft_params=params,
         )
         assert (out.tokens[:, 1:] == WALK[(np.argsort(WALK)[out.tokens[:, :-1]] + 1) % 6]).all()
         return out.passes
@@ -284,13 +337,22 @@ def test_a_trained_draft_guesses_a_text_that_follows_a_rule(draft, most):
     [
         (lambda: PromptTokens(0), "length=0"),
         (lambda: HiddenTransfer(-1), "layer=-1"),
-        (lambda: Heads(1, chain(2)), "candidates 2 deep; legal are up to length=1, the places guessed"),
+        (
+            lambda: Heads(1, chain(2)),
+            "candidates 2 deep; legal are up to length=1, the places guessed",
+        ),
         (
             lambda: step(DraftTrainer(MODEL, Heads(2), num_anchors=5)),
             "num_anchors=5 of rows of 6 tokens; legal are 1 to 4",
         ),
-        (lambda: step(DraftTrainer(MODEL, Heads(2), num_anchors=4), segments=0), "rows of one document each"),
-        (lambda: step(DraftTrainer(MODEL, HiddenTransfer(2), num_anchors=2)), "enter at layer 2; legal are 0 to 1"),
+        (
+            lambda: step(DraftTrainer(MODEL, Heads(2), num_anchors=4), segments=0),
+            "rows of one document each",
+        ),
+        (
+            lambda: step(DraftTrainer(MODEL, HiddenTransfer(2), num_anchors=2)),
+            "enter at layer 2; legal are 0 to 1",
+        ),
     ],
 )
 def test_what_cannot_be_drafted_is_refused(make, sentence):
@@ -313,7 +375,9 @@ def test_a_step_that_is_not_finite_changes_nothing():
     one = jit(trainer.step)
     for number in range(2):
         assert not trainer.done(state)
-        state, info = one(jax.random.key(number), state, {"tokens": jnp.zeros((2, 6), jnp.int32), "model": broken})
+        state, info = one(
+            jax.random.key(number), state, {"tokens": jnp.zeros((2, 6), jnp.int32), "model": broken}
+        )
         assert info["skipped"] == 1
     assert trainer.done(state) and (state.params["prompts"] == first.params["prompts"]).all()
 
@@ -321,7 +385,10 @@ def test_a_step_that_is_not_finite_changes_nothing():
 def test_an_infinite_loss_of_finite_gradient_changes_nothing(monkeypatch):
     monkeypatch.setattr(distil, "distillation", lambda *laws: distillation(*laws) + jnp.inf)
     trainer = DraftTrainer(MODEL, PromptTokens(1), FAST, num_anchors=2)
-    first, inputs = trainer.init(KEY), {"tokens": jnp.zeros((2, 6), jnp.int32), "model": noisy_params(MODEL)}
+    first, inputs = (
+        trainer.init(KEY),
+        {"tokens": jnp.zeros((2, 6), jnp.int32), "model": noisy_params(MODEL)},
+    )
     state, info = jit(trainer.step)(KEY, first, inputs)
     assert info["skipped"] == 1 and jnp.isfinite(info["grad_norm"]) and state.skipped_in_a_row == 1
     assert (state.params["prompts"] == first.params["prompts"]).all()

@@ -24,7 +24,15 @@ from jaxpar.lm.sample import generate
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, rules_from, use_mesh
 from jaxpar.types import UsageError
 
-SIZES = dict(vocab_size=16, max_seq_len=32, num_layers=2, embed_dim=8, num_heads=4, mlp_dim=12, dtype="float32")
+SIZES = dict(
+    vocab_size=16,
+    max_seq_len=32,
+    num_layers=2,
+    embed_dim=8,
+    num_heads=4,
+    mlp_dim=12,
+    dtype="float32",
+)
 CONFIGS = {
     "llama": LMConfig(**SIZES, num_kv_heads=2, rope_theta=100.0, norm_eps=1e-3),
     "llama3": LMConfig(
@@ -54,7 +62,9 @@ logits = jax.jit(apply, static_argnums=2)
 def random_params(config):
     """Every leaf random, so that no norm or bias can hide behind ones and zeros."""
     rng = np.random.default_rng(1)
-    return jax.tree.map(lambda x: jnp.asarray(0.5 * rng.standard_normal(x.shape, np.float32)), abstract(config))
+    return jax.tree.map(
+        lambda x: jnp.asarray(0.5 * rng.standard_normal(x.shape, np.float32)), abstract(config)
+    )
 
 
 def assert_same(a, b):
@@ -103,16 +113,22 @@ def test_read_tensors_compute_the_same_logits_as_numpy(config, folder):
     # Other values than to_hf wrote, so that two equal mistakes cannot cancel.
     rng = np.random.default_rng(2)
     path = folder / "model.safetensors"
-    other = {name: 0.5 * rng.standard_normal(x.shape, np.float32) for name, x in load_file(path).items()}
+    other = {
+        name: 0.5 * rng.standard_normal(x.shape, np.float32) for name, x in load_file(path).items()
+    }
     save_file(other, path)
     read, params = from_hf(folder, dtype="float32")
-    np.testing.assert_allclose(logits(params, TOKENS, read), twin_logits(folder, TOKENS), rtol=1e-4, atol=2e-5)
+    np.testing.assert_allclose(
+        logits(params, TOKENS, read), twin_logits(folder, TOKENS), rtol=1e-4, atol=2e-5
+    )
 
 
 # Where each document of a row begins: the last of row 0 and the first of row 1 stand for padding on either side.
 DOCUMENTS = ((0, 5, 6, 13), (0, 9, 16))
 SEGMENTS = np.stack([np.searchsorted(starts, np.arange(20), "right") - 1 for starts in DOCUMENTS])
-POSITIONS = np.stack([np.arange(20) - np.array(starts)[row] for starts, row in zip(DOCUMENTS, SEGMENTS, strict=True)])
+POSITIONS = np.stack(
+    [np.arange(20) - np.array(starts)[row] for starts, row in zip(DOCUMENTS, SEGMENTS, strict=True)]
+)
 
 
 def test_packed_and_padded_rows_equal_the_twin_in_float64(config, folder):
@@ -132,7 +148,9 @@ def test_packed_and_padded_rows_equal_the_twin_in_float64(config, folder):
 @pytest.mark.parametrize("limit", [None, 1500])
 def test_round_trip_is_exact(config, tmp_path, limit):
     params = random_params(config)
-    to_hf(params, config, tmp_path / "model", **({} if limit is None else {"max_shard_bytes": limit}))
+    to_hf(
+        params, config, tmp_path / "model", **({} if limit is None else {"max_shard_bytes": limit})
+    )
     read, back = from_hf(tmp_path / "model", dtype="float32")
     assert read == config
     assert_same(back, params)
@@ -155,7 +173,9 @@ def check_files(folder, index, limit):
 
 
 @pytest.mark.parametrize("changes", [{}, {"embed": "none", "head_dim": "fsdp", "layers": "data"}])
-def test_on_a_mesh_each_device_reads_its_slices_only(config, folder, mesh, changes, tmp_path, monkeypatch):
+def test_on_a_mesh_each_device_reads_its_slices_only(
+    config, folder, mesh, changes, tmp_path, monkeypatch
+):
     cut, read_shapes = exchange._cut, {}
 
     def record(tensor, row, *place):
@@ -190,7 +210,8 @@ def test_large_leaves_are_stacked_on_their_devices(name, under_way, tmp_path, mo
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     if name == "llama":
         with use_mesh(
-            make_mesh(MeshSpec(fsdp=2), jax.devices()[:2]), rules_from({"embed": "none", "head_dim": "fsdp"})
+            make_mesh(MeshSpec(fsdp=2), jax.devices()[:2]),
+            rules_from({"embed": "none", "head_dim": "fsdp"}),
         ):
             wide = from_hf(tmp_path / "half")[1]
             assert "fsdp" in str(wide["layers"]["wq"].sharding.spec)
@@ -221,7 +242,9 @@ def test_half_precision_files(dtype, tmp_path):
     config, params = CONFIGS["llama"], random_params(CONFIGS["llama"])
     to_hf(params, config, tmp_path / "half", dtype=dtype)
     rounded = jax.tree.map(lambda x: x.astype(dtype), params)
-    assert all(str(x.dtype) == dtype for x in load_file(tmp_path / "half" / "model.safetensors").values())
+    assert all(
+        str(x.dtype) == dtype for x in load_file(tmp_path / "half" / "model.safetensors").values()
+    )
     read, wide = from_hf(tmp_path / "half")
     assert read.dtype == "bfloat16"
     assert_same(wide, jax.tree.map(lambda x: x.astype(jnp.float32), rounded))
@@ -234,22 +257,39 @@ def test_older_and_bare_spellings_are_read(tmp_path):
         to_hf(tree, CONFIGS[name], tmp_path / name)
     path = tmp_path / "gpt2" / "model.safetensors"
     bare = {name.removeprefix("transformer."): x for name, x in load_file(path).items()}
-    buffers = {"h.0.attn.bias": np.ones((1, 1, 4, 4), bool), "h.1.attn.masked_bias": np.zeros((), np.float32)}
+    buffers = {
+        "h.0.attn.bias": np.ones((1, 1, 4, 4), bool),
+        "h.1.attn.masked_bias": np.zeros((), np.float32),
+    }
     save_file(bare | buffers | {"lm_head.weight": bare["wte.weight"]}, path)
     path = tmp_path / "llama3" / "model.safetensors"
     buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(2, np.float32)}
-    save_file(load_file(path) | buffers | {"lm_head.weight": load_file(path)["model.embed_tokens.weight"]}, path)
+    save_file(
+        load_file(path)
+        | buffers
+        | {"lm_head.weight": load_file(path)["model.embed_tokens.weight"]},
+        path,
+    )
     cfg = tmp_path / "llama3" / "config.json"
     values = json.loads(cfg.read_text())
     nested = {**values["rope_scaling"], "rope_theta": values["rope_theta"]}
-    typed = {"type" if key == "rope_type" else key: value for key, value in values["rope_scaling"].items()}
-    for change in ({}, {"rope_scaling": typed}, dict(rope_theta=DROP, rope_scaling=DROP, rope_parameters=nested)):
+    typed = {
+        "type" if key == "rope_type" else key: value
+        for key, value in values["rope_scaling"].items()
+    }
+    for change in (
+        {},
+        {"rope_scaling": typed},
+        dict(rope_theta=DROP, rope_scaling=DROP, rope_parameters=nested),
+    ):
         edit_json(cfg, **change)
         read, back = from_hf(tmp_path / "llama3", dtype="float32")
         assert read == CONFIGS["llama3"]
         assert_same(back, params["llama3"])
     edit_json(tmp_path / "gpt2" / "config.json", n_inner=None, architectures=DROP)
-    with pytest.raises(UsageError, match=r"c_fc.bias .* has shape \(12,\), but its config.json means \(32,\)"):
+    with pytest.raises(
+        UsageError, match=r"c_fc.bias .* has shape \(12,\), but its config.json means \(32,\)"
+    ):
         from_hf(tmp_path / "gpt2")
     edit_json(tmp_path / "gpt2" / "config.json", n_inner=12)
     read, back = from_hf(tmp_path / "gpt2", dtype="float32")
@@ -320,17 +360,30 @@ def test_bad_files_are_refused(folders, tmp_path):
         assert "model.safetensors is not a whole safetensors file: " in sentence_of(from_hf, folder)
     norm, sizes = "model.norm.weight", "of shape (8,)"
     for bad, sentence in (
-        ({norm: tensors[norm][:4]}, f"tensor {norm} in {folder} has shape (4,), but its config.json means (8,)"),
-        ({norm: tensors[norm].astype(np.int8)}, f"tensor {norm} in {folder} is I8; legal are BF16, F16, F32, F64"),
-        ({"model.extra.weight": tensors[norm]}, f"tensor model.extra.weight {sizes}, which its config.json has no"),
+        (
+            {norm: tensors[norm][:4]},
+            f"tensor {norm} in {folder} has shape (4,), but its config.json means (8,)",
+        ),
+        (
+            {norm: tensors[norm].astype(np.int8)},
+            f"tensor {norm} in {folder} is I8; legal are BF16, F16, F32, F64",
+        ),
+        (
+            {"model.extra.weight": tensors[norm]},
+            f"tensor model.extra.weight {sizes}, which its config.json has no",
+        ),
     ):
         save_file(tensors | bad, weights)
         assert sentence in sentence_of(from_hf, folder)
     save_file({name: x for name, x in tensors.items() if name != norm}, weights)
     assert f"lacks tensor {norm} {sizes}" in sentence_of(from_hf, folder)
     weights.unlink()
-    assert "neither model.safetensors nor model.safetensors.index.json" in sentence_of(from_hf, folder)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {norm: "gone.safetensors"}}))
+    assert "neither model.safetensors nor model.safetensors.index.json" in sentence_of(
+        from_hf, folder
+    )
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {norm: "gone.safetensors"}})
+    )
     assert "gone.safetensors is not a whole safetensors file" in sentence_of(from_hf, folder)
     (folder / "model.safetensors.index.json").write_text("{")
     assert "index.json is not a JSON file" in sentence_of(from_hf, folder)
@@ -349,7 +402,12 @@ INEXPRESSIBLE = [
     ),
     (CONFIGS["gpt2"], dict(norm="rms"), "norm=rms", "GPT2LMHeadModel needs model.norm=layer."),
     (CONFIGS["gpt2"], dict(tied=False), "tied=False", "GPT2LMHeadModel needs model.tied=True."),
-    (CONFIGS["gpt2"], dict(num_kv_heads=2), "num_kv_heads=2", "GPT2LMHeadModel needs model.num_kv_heads=4."),
+    (
+        CONFIGS["gpt2"],
+        dict(num_kv_heads=2),
+        "num_kv_heads=2",
+        "GPT2LMHeadModel needs model.num_kv_heads=4.",
+    ),
     (CONFIGS["gpt2"], dict(head_dim=4), "embed_dim=8", "GPT2LMHeadModel needs model.embed_dim=16."),
     (
         CONFIGS["gpt2"],
@@ -357,18 +415,50 @@ INEXPRESSIBLE = [
         "activation=swiglu",
         "GPT2LMHeadModel needs model.activation=gelu or gelu_exact.",
     ),
-    (CONFIGS["llama3"], dict(embed_dim=10), "embed_dim=10", "LlamaForCausalLM needs model.embed_dim=8;"),
+    (
+        CONFIGS["llama3"],
+        dict(embed_dim=10),
+        "embed_dim=10",
+        "LlamaForCausalLM needs model.embed_dim=8;",
+    ),
     (CONFIGS["llama"], dict(mlp_dim=0), "mlp_dim=0", "LlamaForCausalLM needs model.mlp_dim=1;"),
-    (CONFIGS["llama"], dict(positions="none"), "positions=none", "LlamaForCausalLM needs model.positions=rope;"),
+    (
+        CONFIGS["llama"],
+        dict(positions="none"),
+        "positions=none",
+        "LlamaForCausalLM needs model.positions=rope;",
+    ),
     (CONFIGS["mamba2"], dict(mlp_dim=4), "mlp_dim=4", "Mamba2ForCausalLM needs model.mlp_dim=0."),
-    (CONFIGS["mamba2"], dict(norm="layer"), "norm=layer", "Mamba2ForCausalLM needs model.norm=rms."),
-    (CONFIGS["mamba2"], dict(residual="ladder"), "residual=ladder", "needs model.residual=standard."),
-    (CONFIGS["mamba2"], dict(mixer_dim=32, embed_dim=12), "mixer_dim=32", "needs model.mixer_dim=24."),
-    (CONFIGS["mamba2"], dict(positions="learned"), "positions=learned", "needs model.positions=none or rope."),
+    (
+        CONFIGS["mamba2"],
+        dict(norm="layer"),
+        "norm=layer",
+        "Mamba2ForCausalLM needs model.norm=rms.",
+    ),
+    (
+        CONFIGS["mamba2"],
+        dict(residual="ladder"),
+        "residual=ladder",
+        "needs model.residual=standard.",
+    ),
+    (
+        CONFIGS["mamba2"],
+        dict(mixer_dim=32, embed_dim=12),
+        "mixer_dim=32",
+        "needs model.mixer_dim=24.",
+    ),
+    (
+        CONFIGS["mamba2"],
+        dict(positions="learned"),
+        "positions=learned",
+        "needs model.positions=none or rope.",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("base", "changes", "culprit", "sentence"), INEXPRESSIBLE, ids=lambda x: str(x)[:40])
+@pytest.mark.parametrize(
+    ("base", "changes", "culprit", "sentence"), INEXPRESSIBLE, ids=lambda x: str(x)[:40]
+)
 def test_models_that_no_folder_can_hold_are_refused(base, changes, culprit, sentence, tmp_path):
     config = dataclasses.replace(base, **changes)
     text = sentence_of(to_hf, abstract(config), config, tmp_path / "out")
@@ -382,7 +472,9 @@ def test_to_hf_refuses_before_it_writes(tmp_path):
     assert "dtype='int8' is unknown; legal are bfloat16" in sentence_of(
         to_hf, params, config, tmp_path / "a", dtype="int8"
     )
-    assert "no tokenizer file" in sentence_of(to_hf, params, config, tmp_path / "a", tokenizer=tmp_path / "t.json")
+    assert "no tokenizer file" in sentence_of(
+        to_hf, params, config, tmp_path / "a", tokenizer=tmp_path / "t.json"
+    )
     text = sentence_of(to_hf, params, dataclasses.replace(config, mlp_dim=16), tmp_path / "a")
     assert "parameter layers.w_down has shape (2, 12, 8), but the config means (2, 16, 8)" in text
     text = sentence_of(to_hf, params, dataclasses.replace(config, tied=True), tmp_path / "a")
@@ -393,7 +485,9 @@ def test_to_hf_refuses_before_it_writes(tmp_path):
         assert "already holds something; give a folder that is absent or empty" in sentence_of(
             to_hf, params, config, place
         )
-    assert "could not be written" in sentence_of(to_hf, params, config, tmp_path / "full" / "notes.txt" / "a")
+    assert "could not be written" in sentence_of(
+        to_hf, params, config, tmp_path / "full" / "notes.txt" / "a"
+    )
     assert [path.name for path in tmp_path.rglob("*")] == ["full", "notes.txt"]
 
 
@@ -421,7 +515,9 @@ def test_an_empty_folder_is_filled_and_the_tokenizer_copied(tmp_path):
     assert len({path.stat().st_mode for path in (tmp_path / "model").iterdir()}) == 1
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")  # not ours
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)  # not ours
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_transformers_agrees_in_both_directions(name, tmp_path):
@@ -430,17 +526,27 @@ def test_transformers_agrees_in_both_directions(name, tmp_path):
 
     params = random_params(config := CONFIGS[name])
     to_hf(params, config, tmp_path / "ours", max_shard_bytes=1500)
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", output_loading_info=True
+    )
     assert model.dtype == torch.float32 and not any(report.values())
     np.testing.assert_allclose(logits(params, TOKENS, config), scores(model, TOKENS), atol=1e-4)
-    how = dict(experts_implementation="eager") if config.num_experts else {}  # grouped products have no float64
-    wide = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float64, **how)
+    how = (
+        dict(experts_implementation="eager") if config.num_experts else {}
+    )  # grouped products have no float64
+    wide = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", dtype=torch.float64, **how
+    )
     with jax.enable_x64(True):
         read, exact = from_hf(tmp_path / "ours", dtype="float64", param_dtype=jnp.float64)
-        np.testing.assert_allclose(logits(exact, TOKENS, read), scores(wide, TOKENS), atol=1e-6, rtol=1e-5)
+        np.testing.assert_allclose(
+            logits(exact, TOKENS, read), scores(wide, TOKENS), atol=1e-6, rtol=1e-5
+        )
     run = jax.jit(generate, static_argnums=(3, 4))
     drawn = run(jax.random.key(0), params, TOKENS[:, :5], config, Sampling(8, temperature=0.0))
-    options = dict(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=True)
+    options = dict(
+        max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=True
+    )
     prompt = torch.from_numpy(TOKENS[:, :5])  # with a mask, or 0 in it would be taken for padding
     best = model.eval().generate(prompt, attention_mask=torch.ones_like(prompt), **options)
     np.testing.assert_array_equal(drawn.tokens, best.numpy())

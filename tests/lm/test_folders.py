@@ -21,7 +21,15 @@ from jaxpar.lm.tokenizer import load_tokenizer
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.types import UsageError
 
-SIZES = dict(vocab_size=16, max_seq_len=32, num_layers=2, embed_dim=8, num_heads=4, mlp_dim=12, dtype="float32")
+SIZES = dict(
+    vocab_size=16,
+    max_seq_len=32,
+    num_layers=2,
+    embed_dim=8,
+    num_heads=4,
+    mlp_dim=12,
+    dtype="float32",
+)
 CONFIGS = {
     "llama": LMConfig(
         **SIZES, num_kv_heads=2, tied=True, rope_theta=100.0, rope_factor=8.0, rope_low_freq_factor=1.0,
@@ -108,10 +116,16 @@ def test_any_key_of_any_type_is_taken_or_refused_in_a_sentence(folders, tmp_path
         place[key] = kept
     sizes = {
         "vocab_size",
-        *(("n_embd", "n_layer", "n_inner") if name == "gpt2" else ("hidden_size", "num_hidden_layers")),
+        *(
+            ("n_embd", "n_layer", "n_inner")
+            if name == "gpt2"
+            else ("hidden_size", "num_hidden_layers")
+        ),
     }
     for key in sizes | {"initializer_range"}:
-        assert {str(x) for x in (True, -1, math.nan, 1e400, "x")} <= set(map(str, refused[key])), key
+        assert {str(x) for x in (True, -1, math.nan, 1e400, "x")} <= set(map(str, refused[key])), (
+            key
+        )
     assert {key for key in values if key not in refused} <= {
         "torch_dtype", "pretraining_tp", "attention_dropout", "_name_or_path", "transformers_version", "use_cache",
         "is_llama_config", "n_ctx", "summary_type", "summary_proj_to_labels", "task_specific_params", "id2label",
@@ -187,7 +201,9 @@ HARMFUL = [
 
 
 @pytest.mark.parametrize(("name", "changes", "sentence"), HARMFUL, ids=lambda x: str(x)[:60])
-def test_what_would_change_the_function_is_refused_by_name(folders, tmp_path, name, changes, sentence):
+def test_what_would_change_the_function_is_refused_by_name(
+    folders, tmp_path, name, changes, sentence
+):
     values = json.loads((folders / name / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | changes))
     assert re.search(sentence, sentence_of(config_from_hf, tmp_path))
@@ -216,34 +232,62 @@ def test_the_published_mamba2_has_its_size(tmp_path):
         num_hidden_layers=24, state_size=128, n_groups=1, tie_word_embeddings=True, **MORE["mamba2"],
     )  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(published))
-    assert num_params(config_from_hf(tmp_path)) == 128_989_632  # as many as transformers' own module has
+    assert (
+        num_params(config_from_hf(tmp_path)) == 128_989_632
+    )  # as many as transformers' own module has
 
 
 def test_mamba2_is_read_as_transformers_reads_it(folders, tmp_path):
     values = json.loads((folders / "mamba2" / "config.json").read_text())
-    newer = dict(time_step_limit=[0.0, {"__float__": "Infinity"}], time_step_rank="auto", rms_norm=None, n_groups=None)
+    newer = dict(
+        time_step_limit=[0.0, {"__float__": "Infinity"}],
+        time_step_rank="auto",
+        rms_norm=None,
+        n_groups=None,
+    )
     newer |= dict(
-        layer_types=["linear_attention"] * 2, state_size=None, initializer_range=None, num_heads=8, head_dim=2
+        layer_types=["linear_attention"] * 2,
+        state_size=None,
+        initializer_range=None,
+        num_heads=8,
+        head_dim=2,
     )
     (tmp_path / "config.json").write_text(json.dumps(values | newer))
-    want = dict(num_heads=8, num_kv_heads=8, head_dim=1, mixer_groups=8, mixer_key_dim=128, init_std=0.1)
+    want = dict(
+        num_heads=8, num_kv_heads=8, head_dim=1, mixer_groups=8, mixer_key_dim=128, init_std=0.1
+    )
     with pytest.raises(UsageError, match="mixer_dim=16 is no multiple of 4 heads, 32"):
         config_from_hf(tmp_path, dtype="float32")
     (tmp_path / "config.json").write_text(json.dumps(values | newer | dict(head_dim=4, expand=4)))
     read = config_from_hf(tmp_path, dtype="float32")
     assert read == dataclasses.replace(CONFIGS["mamba2"], **want, max_seq_len=1024, mixer_dim=32)
-    (tmp_path / "config.json").write_text(json.dumps(values | dict(hidden_size=12, head_dim=12, expand=4)))
+    (tmp_path / "config.json").write_text(
+        json.dumps(values | dict(hidden_size=12, head_dim=12, expand=4))
+    )
     uneven = config_from_hf(tmp_path)
-    assert (uneven.embed_dim, uneven.mixer_dim, uneven.stack().mixer.layer.value_dim) == (12, 48, 12)
-    (tmp_path / "config.json").write_text(json.dumps(values | dict(hidden_size=10, head_dim=20, expand=8)))
-    assert config_from_hf(tmp_path).head_dim == 20  # 4 heads do not divide the width, which means nothing here
+    assert (uneven.embed_dim, uneven.mixer_dim, uneven.stack().mixer.layer.value_dim) == (
+        12,
+        48,
+        12,
+    )
+    (tmp_path / "config.json").write_text(
+        json.dumps(values | dict(hidden_size=10, head_dim=20, expand=8))
+    )
+    assert (
+        config_from_hf(tmp_path).head_dim == 20
+    )  # 4 heads do not divide the width, which means nothing here
 
 
 @pytest.mark.parametrize("name", ["a\nb", "\ud800", "x" * 5000, ""])
 def test_a_name_cannot_break_the_sentence(folders, tmp_path, name):
     values = json.loads((folders / "llama" / "config.json").read_text())
     rope = values["rope_scaling"] | {name: 1}
-    for changes in ({name: 1}, {"model_type": name}, {"architectures": [name]}, {"rope_scaling": rope}):
+    for changes in (
+        {name: 1},
+        {"model_type": name},
+        {"architectures": [name]},
+        {"rope_scaling": rope},
+    ):
         (tmp_path / "config.json").write_text(json.dumps(values | changes))
         said = sentence_of(config_from_hf, tmp_path).replace(str(tmp_path), "")
         assert len(said.encode()) < 400
@@ -306,7 +350,11 @@ def test_weights_that_the_asked_dtype_cannot_hold_are_refused(folder):
 def test_a_tied_head_is_the_embedding_or_refused(folder, on_mesh):
     path = folder / "model.safetensors"
     tensors = load_file(path)
-    (name,) = [name for name in tensors if name.endswith(("embed_tokens.weight", "wte.weight", "embeddings.weight"))]
+    (name,) = [
+        name
+        for name in tensors
+        if name.endswith(("embed_tokens.weight", "wte.weight", "embeddings.weight"))
+    ]
     spec = MeshSpec(data=2, fsdp=2, tensor=2) if on_mesh else MeshSpec(data=8)
     with use_mesh(make_mesh(spec)):
         save_file(tensors | {"lm_head.weight": tensors[name]}, path)
@@ -324,7 +372,9 @@ def test_a_tied_head_is_the_embedding_or_refused(folder, on_mesh):
 def test_another_number_of_experts_is_told(folder, num):
     key = "num_local_experts" if folder_kind(folder) == "mixtral" else "num_experts"
     change(folder / "config.json", {key: num})
-    assert f"{folder} has 2 experts a layer, but its config.json has {key}={num}." == sentence_of(from_hf, folder)
+    assert f"{folder} has 2 experts a layer, but its config.json has {key}={num}." == sentence_of(
+        from_hf, folder
+    )
 
 
 def folder_kind(folder):
@@ -354,7 +404,12 @@ def spell(folder, template="<s> $A"):
         ("<s> $A </s>", {"generation_config": dict(eos_token_id=15)}, (14,), (15,)),
         ("<s> $A", {"tokenizer_config": dict(add_bos_token=False)}, (), (2, 3)),
         (None, {"tokenizer_config": dict(bos_token="<s>", eos_token="</s>")}, (), (2, 3)),
-        (None, {"tokenizer_config": dict(add_bos_token=True, bos_token={"content": "<s>"})}, (14,), (2, 3)),
+        (
+            None,
+            {"tokenizer_config": dict(add_bos_token=True, bos_token={"content": "<s>"})},
+            (14,),
+            (2, 3),
+        ),
         (None, {"tokenizer_config": dict(add_bos_token=True)}, (1,), (2, 3)),
         (
             None,
@@ -381,13 +436,19 @@ def test_bos_and_eos_are_those_of_the_folder(folder, template, files, bos_ids, e
 
 
 @pytest.mark.parametrize("name", ["generation_config", "config", "tokenizer_config"])
-@pytest.mark.parametrize("key", ["eos_token_id", "bos_token_id", "bos_token", "eos_token", "add_bos_token"])
+@pytest.mark.parametrize(
+    "key", ["eos_token_id", "bos_token_id", "bos_token", "eos_token", "add_bos_token"]
+)
 def test_any_special_token_is_taken_or_refused_in_a_sentence(folder, name, key):
     spell(folder, None)
     change(folder / "config.json", dict(eos_token_id=None, bos_token_id=None))
     change(folder / "tokenizer_config.json", dict(add_bos_token=True, bos_token="<s>"))
     refused = 0
-    kept = json.loads((folder / f"{name}.json").read_text()) if (folder / f"{name}.json").exists() else {}
+    kept = (
+        json.loads((folder / f"{name}.json").read_text())
+        if (folder / f"{name}.json").exists()
+        else {}
+    )
     for wrong in WRONG:
         (folder / f"{name}.json").write_text(json.dumps(kept | {key: wrong}))
         try:
@@ -406,7 +467,9 @@ def test_rows_end_at_any_of_the_stop_tokens():
     free, *_ = run(jax.random.key(0), params, prompt, config, Sampling(12))
     stops = {int(free[0, 5]), int(free[1, 7])}
     first = [next(t for t in range(3, 15) if int(row[t]) in stops) for row in free]
-    tokens, lengths, *_ = run(jax.random.key(0), params, prompt, config, Sampling(12), stop_tokens=tuple(stops))
+    tokens, lengths, *_ = run(
+        jax.random.key(0), params, prompt, config, Sampling(12), stop_tokens=tuple(stops)
+    )
     assert lengths.tolist() == [t + 1 for t in first]
     for row, end in enumerate(lengths):
         np.testing.assert_array_equal(tokens[row, :end], free[row, :end])
@@ -425,7 +488,9 @@ def test_the_command_begins_and_ends_as_the_folder_says(folder, monkeypatch, cap
 
     monkeypatch.setattr(lm, "draw", record)
     for prompt in ("w5 w6", "<s> w5 w6", ""):
-        config = lm.compose("mode=sample", f"run={folder}", *([f"prompt='{prompt}'"] if prompt else []))
+        config = lm.compose(
+            "mode=sample", f"run={folder}", *([f"prompt='{prompt}'"] if prompt else [])
+        )
         with use_mesh(make_mesh(MeshSpec(data=8))):
             lm.sample(config, folder)
     out = capsys.readouterr().out.splitlines()

@@ -15,7 +15,15 @@ from jaxpar.nn.attention import attention
 
 pytestmark = pytest.mark.gpu
 
-SMALL = LMConfig(vocab_size=512, max_seq_len=128, num_layers=2, embed_dim=128, num_heads=2, num_kv_heads=1, mlp_dim=256)
+SMALL = LMConfig(
+    vocab_size=512,
+    max_seq_len=128,
+    num_layers=2,
+    embed_dim=128,
+    num_heads=2,
+    num_kv_heads=1,
+    mlp_dim=256,
+)
 
 
 def relative(a, b):
@@ -43,15 +51,24 @@ def test_cudnn_equals_dense_in_value_and_gradient(kv_heads):
 def test_auto_takes_cudnn_in_the_compiled_step():
     with use_mesh(make_mesh(MeshSpec(data=1), jax.devices()[:1])):
         tokens = jnp.zeros((2, 128), jnp.int32)
-        text = jax.jit(apply, static_argnums=2).lower(init(jax.random.key(0), SMALL), tokens, SMALL).compile().as_text()
+        text = (
+            jax.jit(apply, static_argnums=2)
+            .lower(init(jax.random.key(0), SMALL), tokens, SMALL)
+            .compile()
+            .as_text()
+        )
     assert "fmha" in text.lower() or "sdpa" in text.lower()
 
 
-@pytest.mark.parametrize("changes", [{}, {"remat": "offload"}, {"remat": "full"}, {"scan_layers": False}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"remat": "offload"}, {"remat": "full"}, {"scan_layers": False}]
+)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_steps_lower_the_loss_and_donate_the_state(changes, optimizer):
     model = dataclasses.replace(SMALL, **changes)
-    trainer = Trainer(model, OptimizerConfig(optimizer, learning_rate=1e-2, warmup_steps=0), num_steps=100)
+    trainer = Trainer(
+        model, OptimizerConfig(optimizer, learning_rate=1e-2, warmup_steps=0), num_steps=100
+    )
     tokens = jax.random.randint(jax.random.key(1), (8, 129), 0, 512)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     with use_mesh(make_mesh(MeshSpec(data=1), jax.devices()[:1])):
@@ -73,7 +90,9 @@ def test_generate_equals_teacher_forcing():
     params = init(jax.random.key(0), model)
     prompt = jax.random.randint(jax.random.key(1), (2, 7), 0, 512)
     with jax.default_matmul_precision("highest"):
-        tokens, *_ = generate(jax.random.key(2), params, prompt, model, Sampling(8, temperature=0.0))
+        tokens, *_ = generate(
+            jax.random.key(2), params, prompt, model, Sampling(8, temperature=0.0)
+        )
         logits = apply(params, tokens, model)
     np.testing.assert_array_equal(tokens[:, 7:], logits[:, 6:-1].argmax(-1))
 

@@ -63,9 +63,15 @@ def test_runs_without_it_are_called_as_they_were():
 @pytest.mark.parametrize(
     "fields, sentence",
     [
-        (dict(mixers=("min_gru", "rnn")), "'rnn'.* has an entry that is unknown; legal are attention, para_gru"),
+        (
+            dict(mixers=("min_gru", "rnn")),
+            "'rnn'.* has an entry that is unknown; legal are attention, para_gru",
+        ),
         (dict(num_layers=5), "num_layers=5 is not a multiple of the 2 mixers in turn"),
-        (dict(mixer="hgrn"), "model.mixer=hgrn is one for all layers; take model.mixers or it, not both"),
+        (
+            dict(mixer="hgrn"),
+            "model.mixer=hgrn is one for all layers; take model.mixers or it, not both",
+        ),
         (dict(mixers=("attention",), mixer_dim=8), "model.mixer_dim=8 is of recurrent mixers"),
     ],
 )

@@ -20,7 +20,11 @@ from jaxpar.lm.shards import tokenise
 from jaxpar.lm.tokenizer import Bytes
 from jaxpar.types import UsageError
 
-CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}, {"role": "user", "content": "?"}]
+CHAT = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "yo"},
+    {"role": "user", "content": "?"},
+]
 
 
 def write(path, lines):
@@ -30,7 +34,10 @@ def write(path, lines):
 
 def lines(count, size=20):
     rng = np.random.default_rng(0)
-    return [{"prompt": f"{i}?" * int(rng.integers(1, size)), "completion": f"ä{i}"} for i in range(count)]
+    return [
+        {"prompt": f"{i}?" * int(rng.integers(1, size)), "completion": f"ä{i}"}
+        for i in range(count)
+    ]
 
 
 def config_of(path, **changes):
@@ -62,19 +69,28 @@ def test_beginnings_do_not_count_and_ends_do():
 def test_a_folders_template(tmp_path):
     text = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     text += "{% if add_generation_prompt %}[assistant]{% endif %}"
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "chat_template": text}))
-    assert flags({"messages": CHAT}, open_template(tmp_path)) == ("<s>[user]hi[assistant]yo[user]?", "yo")
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "chat_template": text})
+    )
+    assert flags({"messages": CHAT}, open_template(tmp_path)) == (
+        "<s>[user]hi[assistant]yo[user]?",
+        "yo",
+    )
     bad = tmp_path / "bad.jinja"
     bad.write_text("{{ messages | length }}")
     with pytest.raises(UsageError, match="line 4: the chat template writes early turns"):
         pieces_of(json.dumps({"messages": CHAT}).encode(), "line 4", open_template(bad))
     bad.write_text("{{ ''.__class__.__mro__ }}")
-    with pytest.raises(UsageError, match="line 5: the chat template cannot take these messages: .*unsafe"):
+    with pytest.raises(
+        UsageError, match="line 5: the chat template cannot take these messages: .*unsafe"
+    ):
         pieces_of(json.dumps({"messages": CHAT}).encode(), "line 5", open_template(bad))
     bad.write_text("{% if %}")
     with pytest.raises(UsageError, match="line 6: the chat template is no Jinja"):
         pieces_of(json.dumps({"messages": CHAT}).encode(), "line 6", open_template(bad))
-    with pytest.raises(UsageError, match="has no chat template; legal are a file of Jinja text and a folder"):
+    with pytest.raises(
+        UsageError, match="has no chat template; legal are a file of Jinja text and a folder"
+    ):
         open_template(tmp_path / "none")
 
 
@@ -88,7 +104,9 @@ def test_special_tokens_of_a_template_are_part_of_what_is_kept(tmp_path):
         text = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
         settings = {"bos_token": token, "chat_template": text}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-        corpus = open_corpus(config_of(path, template=str(folder), split="tail:0.5"), tmp_path / "cache")
+        corpus = open_corpus(
+            config_of(path, template=str(folder), split="tail:0.5"), tmp_path / "cache"
+        )
         read.append(bytes(corpus.train.read(0, len(token)).astype(np.uint8)).decode())
     assert read == ["<s>", "<begin>"]
 
@@ -103,7 +121,10 @@ def test_special_tokens_of_a_template_are_part_of_what_is_kept(tmp_path):
         ('{"text": 3}', "has text=3; legal is a string"),
         ('{"messages": []}', "legal is a list of at least one"),
         ('{"messages": [{"role": "user"}]}', "legal are role and content"),
-        ('{"messages": [{"role": "Assistant", "content": "a"}]}', "has the role 'Assistant'; legal are system, dev"),
+        (
+            '{"messages": [{"role": "Assistant", "content": "a"}]}',
+            "has the role 'Assistant'; legal are system, dev",
+        ),
     ],
 )
 def test_a_broken_line_is_named_by_file_and_number(tmp_path, monkeypatch, line, says):
@@ -118,10 +139,14 @@ def test_a_broken_line_is_named_by_file_and_number(tmp_path, monkeypatch, line, 
 def test_a_file_of_which_nothing_counts_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "PART", 300)
     path = write(tmp_path / "a.jsonl", [{"messages": CHAT[:1]}] * 40)
-    with pytest.raises(UsageError, match=r"nothing in .*a\.jsonl counts in the loss; legal are texts, completions"):
+    with pytest.raises(
+        UsageError, match=r"nothing in .*a\.jsonl counts in the loss; legal are texts, completions"
+    ):
         open_corpus(config_of(path), tmp_path / "cache")
     write(path, [{"messages": CHAT[:1]}] * 39 + [{"messages": CHAT}])
-    assert open_corpus(config_of(path, split="tail:0.5"), tmp_path / "cache").validation.counts.any()
+    assert open_corpus(
+        config_of(path, split="tail:0.5"), tmp_path / "cache"
+    ).validation.counts.any()
 
 
 def plain(path, fraction=0.1):
@@ -141,7 +166,11 @@ def test_each_line_is_in_one_part(tmp_path):
     path.write_bytes(b"ab\n\n  \nc\n" + b"defgh" * 4 + b"\n\ni")
     size = path.stat().st_size
     for part in range(1, size + 1):
-        found = [line for start in range(0, size, part) for line in shards.lines_of(path, start, start + part)]
+        found = [
+            line
+            for start in range(0, size, part)
+            for line in shards.lines_of(path, start, start + part)
+        ]
         assert found == [(0, b"ab\n"), (7, b"c\n"), (9, b"defgh" * 4 + b"\n"), (31, b"i")]
 
 
@@ -151,15 +180,23 @@ def test_parts_join_to_one_reading(tmp_path, monkeypatch, part):
     path = write(tmp_path / "a.jsonl", lines(100))
     corpus = open_corpus(config_of(path), tmp_path / "cache")
     ids, counts, held_ids, held_counts = plain(path)
-    for stream, want, weights in ((corpus.train, ids, counts), (corpus.validation, held_ids, held_counts)):
-        assert (stream.read(0, len(stream)) == want).all() and (stream.read_counts(0, len(stream)) == weights).all()
+    for stream, want, weights in (
+        (corpus.train, ids, counts),
+        (corpus.validation, held_ids, held_counts),
+    ):
+        assert (stream.read(0, len(stream)) == want).all() and (
+            stream.read_counts(0, len(stream)) == weights
+        ).all()
     (batch,) = list(sweep(corpus.validation, len(held_ids), 1))
     assert batch["weights"].sum() == held_counts[1:].sum()
 
 
 def test_windows_weigh_targets(tmp_path):
     corpus = open_corpus(config_of(write(tmp_path / "a.jsonl", lines(100))), tmp_path / "cache")
-    flat, counts = (corpus.train.read(0, len(corpus.train)), corpus.train.read_counts(0, len(corpus.train)))
+    flat, counts = (
+        corpus.train.read(0, len(corpus.train)),
+        corpus.train.read_counts(0, len(corpus.train)),
+    )
     for pack in (False, True):
         windows = Windows(corpus.train, 16, 8, 0, pack)
         batch, starts = windows(3), windows.starts(3)
@@ -191,7 +228,9 @@ def test_a_kill_keeps_the_parts_and_changes_nothing(tmp_path, monkeypatch):
     path = write(tmp_path / "a.jsonl", lines(60))
     (tmp_path / "cut").mkdir()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # JAX warns of forks; the child does not use it, and a new process takes 6 s
+        warnings.simplefilter(
+            "ignore"
+        )  # JAX warns of forks; the child does not use it, and a new process takes 6 s
         child = os.fork()
     if not child:
         try:

@@ -49,14 +49,18 @@ TOKENS = RNG.integers(0, 16, (2, 11))
 STARTS = np.zeros(TOKENS.shape, bool)
 STARTS[0, 4] = STARTS[0, 9] = STARTS[1, 7] = True
 SEGMENTS = STARTS.cumsum(1)
-POSITIONS = np.stack([[t - max([0, *np.flatnonzero(row[: t + 1])]) for t in range(len(row))] for row in STARTS])
+POSITIONS = np.stack(
+    [[t - max([0, *np.flatnonzero(row[: t + 1])]) for t in range(len(row))] for row in STARTS]
+)
 logits = jax.jit(apply, static_argnums=2)
 
 
 def random_params(config):
     """Every leaf random, so that no norm or bias can hide behind ones and zeros."""
     rng = np.random.default_rng(1)
-    return jax.tree.map(lambda x: jnp.asarray(0.5 * rng.standard_normal(x.shape, np.float32)), abstract(config))
+    return jax.tree.map(
+        lambda x: jnp.asarray(0.5 * rng.standard_normal(x.shape, np.float32)), abstract(config)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +73,9 @@ def folders(tmp_path_factory):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_round_trip_is_exact_and_of_its_architecture(name, folders):
-    assert json.loads((folders / name / "config.json").read_text())["architectures"] == [ARCHITECTURES[name]]
+    assert json.loads((folders / name / "config.json").read_text())["architectures"] == [
+        ARCHITECTURES[name]
+    ]
     read, back = from_hf(folders / name, dtype="float32")
     assert read == CONFIGS[name]
     jax.tree.map(np.testing.assert_array_equal, back, random_params(CONFIGS[name]))
@@ -81,7 +87,9 @@ def test_logits_of_packed_rows_equal_the_twin_in_float64(name, folders):
         config, params = from_hf(folders / name, dtype="float64", param_dtype=jnp.float64)
         ours = np.asarray(logits(params, TOKENS, config, positions=POSITIONS, segments=SEGMENTS))
     assert ours.dtype == np.float64 and np.abs(ours).max() > 0.5
-    np.testing.assert_allclose(ours, kin_logits(folders / name, TOKENS, STARTS), atol=1e-9, rtol=1e-9)
+    np.testing.assert_allclose(
+        ours, kin_logits(folders / name, TOKENS, STARTS), atol=1e-9, rtol=1e-9
+    )
 
 
 def greedy(folder, prompt, count):
@@ -92,7 +100,11 @@ def greedy(folder, prompt, count):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("gemma3", "gemma2") else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
+    "name",
+    [
+        name if name in ("gemma3", "gemma2") else pytest.param(name, marks=pytest.mark.slow)
+        for name in CONFIGS
+    ],
 )
 def test_greedy_tokens_of_padded_prompts_are_the_twins(name, folders):
     # 1 s each. Prompts of two lengths in one batch, past the window.
@@ -101,7 +113,14 @@ def test_greedy_tokens_of_padded_prompts_are_the_twins(name, folders):
     config, params = from_hf(folders / name, dtype="float32")
     lengths = np.array([4, 6])
     run = jax.jit(generate, static_argnums=(3, 4))
-    drawn = run(jax.random.key(0), params, TOKENS[:, :6], config, Sampling(6, temperature=0.0), prompt_lengths=lengths)
+    drawn = run(
+        jax.random.key(0),
+        params,
+        TOKENS[:, :6],
+        config,
+        Sampling(6, temperature=0.0),
+        prompt_lengths=lengths,
+    )
     for row, tokens, length in zip(np.asarray(drawn.tokens), TOKENS, lengths, strict=True):
         np.testing.assert_array_equal(row[: length + 6], greedy(folders / name, tokens[:length], 6))
 
@@ -140,7 +159,9 @@ def test_layers_of_windows_are_read_by_each_device_for_itself(folders):
     mesh = make_mesh(MeshSpec(data=2, fsdp=2, tensor=2))
     with use_mesh(mesh):
         config, params = from_hf(folders / "gemma3", dtype="float32")
-        assert jax.tree.map(lambda x: x.sharding, params) == named_shardings(abstract(config), axes(config))
+        assert jax.tree.map(lambda x: x.sharding, params) == named_shardings(
+            abstract(config), axes(config)
+        )
         split = np.asarray(logits(params, np.tile(TOKENS, (2, 1)), config))[:2]
     jax.tree.map(np.testing.assert_array_equal, params, random_params(config))
     np.testing.assert_allclose(split, logits(random_params(config), TOKENS, config), atol=2e-5)
@@ -199,7 +220,9 @@ def test_null_is_no_window_and_no_cap(folders, tmp_path):
     ):
         (tmp_path / "config.json").write_text(json.dumps(values | {key: None}))
         assert getattr(config_from_hf(tmp_path), field) == 0
-        (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in values.items() if k != key}))
+        (tmp_path / "config.json").write_text(
+            json.dumps({k: v for k, v in values.items() if k != key})
+        )
         assert getattr(config_from_hf(tmp_path), field) == given
 
 
@@ -207,7 +230,11 @@ def test_null_is_no_window_and_no_cap(folders, tmp_path):
     ("name", "changes", "sentence"),
     [
         ("gemma2", dict(windows=(3, 4)), "Gemma2ForCausalLM needs model.windows=()"),
-        ("gemma3", dict(rope_theta_local=0.0), "Gemma3ForCausalLM needs model.rope_theta_local=100.0"),
+        (
+            "gemma3",
+            dict(rope_theta_local=0.0),
+            "Gemma3ForCausalLM needs model.rope_theta_local=100.0",
+        ),
         ("mistral", dict(windows=(3, 0)), "MistralForCausalLM needs model.windows=()"),
         ("llama", dict(logit_cap=1.0), "LlamaForCausalLM needs model.logit_cap=0.0"),
         ("phi3", dict(embed_scale=True), "Phi3ForCausalLM needs model.embed_scale=False"),
@@ -216,14 +243,17 @@ def test_null_is_no_window_and_no_cap(folders, tmp_path):
 def test_what_no_folder_can_say_is_refused(name, changes, sentence, tmp_path):
     config = dataclasses.replace(CONFIGS[name], **changes)
     with pytest.raises(
-        UsageError, match=re.escape(sentence) if "()" in sentence and "\\" not in sentence else sentence
+        UsageError,
+        match=re.escape(sentence) if "()" in sentence and "\\" not in sentence else sentence,
     ):
         to_hf(abstract(config), config, tmp_path / "out")
 
 
 # transformers itself, of the extra `peers`: a skip in the slow suite would hide a wrong folder, so its absence fails.
 @pytest.mark.slow  # 20 s in all
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_transformers_agrees_both_ways(name, folders, tmp_path):
     import torch
@@ -234,17 +264,29 @@ def test_transformers_agrees_both_ways(name, folders, tmp_path):
     load = transformers.AutoModelForCausalLM.from_pretrained
     model, report = load(folders / name, output_loading_info=True, attn_implementation="eager")
     assert type(model).__name__ == ARCHITECTURES[name] and not any(report.values()), report
-    np.testing.assert_allclose(logits(random_params(config), TOKENS, config), scores(model, TOKENS), atol=1e-4)
+    np.testing.assert_allclose(
+        logits(random_params(config), TOKENS, config), scores(model, TOKENS), atol=1e-4
+    )
     wide = load(folders / name, dtype=torch.float64, attn_implementation="eager")
     with jax.enable_x64(True):
         read, params = from_hf(folders / name, dtype="float64", param_dtype=jnp.float64)
-        np.testing.assert_allclose(logits(params, TOKENS, read), scores(wide, TOKENS), atol=1e-6, rtol=1e-5)
+        np.testing.assert_allclose(
+            logits(params, TOKENS, read), scores(wide, TOKENS), atol=1e-6, rtol=1e-5
+        )
     # token by token
     from jaxpar.decode import Sampling
 
     run = jax.jit(generate, static_argnums=(3, 4))
-    drawn = run(jax.random.key(0), random_params(config), TOKENS[:, :5], config, Sampling(8, temperature=0.0))
-    options = dict(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=True)
+    drawn = run(
+        jax.random.key(0),
+        random_params(config),
+        TOKENS[:, :5],
+        config,
+        Sampling(8, temperature=0.0),
+    )
+    options = dict(
+        max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=True
+    )
     best = model.generate(torch.from_numpy(TOKENS[:, :5]), **options)
     np.testing.assert_array_equal(drawn.tokens, best.numpy())
     # What transformers writes, of other values.

@@ -7,7 +7,15 @@ import numpy as np
 
 from jaxpar.lm import LMConfig, from_hf, init, stored, to_hf
 
-MODEL = LMConfig(vocab_size=512, num_layers=8, embed_dim=64, num_heads=4, num_kv_heads=2, mlp_dim=256, dtype="float32")
+MODEL = LMConfig(
+    vocab_size=512,
+    num_layers=8,
+    embed_dim=64,
+    num_heads=4,
+    num_kv_heads=2,
+    mlp_dim=256,
+    dtype="float32",
+)
 BOUND = 2**18
 """Bytes; the largest tensor has half of them, all of them have sixteen times as many."""
 

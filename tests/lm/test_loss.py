@@ -48,7 +48,9 @@ def test_equals_naive_for_any_chunk(chunk):
     args = case()
     got = gradient(*args, chunk)
     assert_close(got, naive(*args), EXACT_MATHS["float32"])
-    np.testing.assert_allclose(cross_entropy(*args, chunk), got[0], rtol=1e-6)  # without gradients: another loop
+    np.testing.assert_allclose(
+        cross_entropy(*args, chunk), got[0], rtol=1e-6
+    )  # without gradients: another loop
 
 
 @settings(max_examples=12, deadline=None)
@@ -60,8 +62,10 @@ def test_equals_naive_for_any_shape(rows, length, vocab, chunk, seed, scale):
     args = case(seed, (rows, length), vocab, scale)
     with jax.enable_x64(True):
         args = tuple(np.asarray(a, np.float64) if a.dtype == np.float32 else a for a in args)
-        beside_one = lambda tree: jax.tree.map(lambda x: x + 1, tree)  # noqa: E731 (a loss of 1e-13 is a rounding)
-        assert_close(beside_one(gradient(*args, chunk)), beside_one(naive(*args)), 1e-12)  # logits of hundreds cancel
+        beside_one = lambda tree: jax.tree.map(lambda x: x + 1, tree)  # noqa: E731
+        assert_close(
+            beside_one(gradient(*args, chunk)), beside_one(naive(*args)), 1e-12
+        )  # logits of hundreds cancel
 
 
 def test_outer_factors_pass_through():
@@ -81,7 +85,9 @@ def test_extreme_logits_stay_finite(size):
     np.testing.assert_allclose(value, want, rtol=1e-6)
     assert want == (0.0 if size > 0 else pytest.approx(B * T * (1e4 + math.log(V - 1))))
     assert_close(grads, want_grads, EXACT_MATHS["float32"])
-    shifted = gradient(x, head + np.eye(1, D, dtype=np.float32) * 100, targets, weights, 8)  # + 1e4 for every symbol
+    shifted = gradient(
+        x, head + np.eye(1, D, dtype=np.float32) * 100, targets, weights, 8
+    )  # + 1e4 for every symbol
     np.testing.assert_allclose(shifted[0], want, rtol=1e-6)
 
 
@@ -102,7 +108,11 @@ def test_bfloat16_features(low_logits):
 @pytest.mark.parametrize("sizes", [(1, 1, 8), (2, 2, 2), (4, 1, 2), (1, 4, 2)], ids=str)
 def test_split_vocabulary_equals_naive_float64(x64, sizes):
     x, head, targets, weights = case()
-    args = (*(np.asarray(a, np.float64) for a in (x, head)), targets, np.asarray(weights, np.float64))
+    args = (
+        *(np.asarray(a, np.float64) for a in (x, head)),
+        targets,
+        np.asarray(weights, np.float64),
+    )
     with use_mesh(make_mesh(MeshSpec(*sizes), jax.devices())):
         got = gradient(*args, 5)
         value = jit(cross_entropy, static_argnums=4)(*args, 5)
@@ -117,36 +127,56 @@ def avals(jaxpr):
     """Every abstract value of a jaxpr and of all jaxprs inside it."""
     for eqn in jaxpr.eqns:
         yield from (v.aval for v in (*eqn.invars, *eqn.outvars))
-        for value in jax.tree.leaves(eqn.params, is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")):
+        for value in jax.tree.leaves(
+            eqn.params, is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")
+        ):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 yield from avals(inner)
 
 
 def largest_with_vocab(jaxpr):
-    sizes = [math.prod(a.shape) for a in avals(jaxpr) if V in getattr(a, "shape", ()) and D not in a.shape]
+    sizes = [
+        math.prod(a.shape)
+        for a in avals(jaxpr)
+        if V in getattr(a, "shape", ()) and D not in a.shape
+    ]
     return max(sizes, default=0)
 
 
 def test_logits_of_a_chunk_only():
     args, chunk = case(), 6
     assert B * T * V > 2 * chunk * V
-    program = jax.make_jaxpr(jax.value_and_grad(functools.partial(cross_entropy, chunk=chunk), argnums=(0, 1)))
+    program = jax.make_jaxpr(
+        jax.value_and_grad(functools.partial(cross_entropy, chunk=chunk), argnums=(0, 1))
+    )
     assert largest_with_vocab(program(*args).jaxpr) == chunk * V
     # The walk sees through scans and custom gradients: one chunk of everything is found.
-    whole = jax.make_jaxpr(jax.value_and_grad(functools.partial(cross_entropy, chunk=B * T), argnums=(0, 1)))
+    whole = jax.make_jaxpr(
+        jax.value_and_grad(functools.partial(cross_entropy, chunk=B * T), argnums=(0, 1))
+    )
     assert largest_with_vocab(whole(*args).jaxpr) == B * T * V
 
 
 def test_logits_of_a_chunk_only_in_the_model():
     config = LMConfig(
-        vocab_size=V, num_layers=1, embed_dim=D, num_heads=2, mlp_dim=10, dtype="float32", loss_chunk=6, tied=True
+        vocab_size=V,
+        num_layers=1,
+        embed_dim=D,
+        num_heads=2,
+        mlp_dim=10,
+        dtype="float32",
+        loss_chunk=6,
+        tied=True,
     )
     params, tokens = noisy_params(config), np.zeros((B, T), int)
     batch = {"tokens": tokens, "targets": tokens}
     program = jax.make_jaxpr(jax.value_and_grad(lambda p: loss(p, batch, config)))(params)
     assert largest_with_vocab(program.jaxpr) == 6 * V
-    assert largest_with_vocab(jax.make_jaxpr(lambda p: apply(p, tokens, config))(params).jaxpr) == B * T * V
+    assert (
+        largest_with_vocab(jax.make_jaxpr(lambda p: apply(p, tokens, config))(params).jaxpr)
+        == B * T * V
+    )
 
 
 # ---------------------------------------------------------------- the loss of a batch

@@ -72,7 +72,8 @@ def test_it_is_as_large_as_attention_would_be():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "flags", ["mixer=hgrn", "mixer=hgrn weights=ternary", "num_kv_heads=2 weights=ternary remat=full"]
+    "flags",
+    ["mixer=hgrn", "mixer=hgrn weights=ternary", "num_kv_heads=2 weights=ternary remat=full"],
 )
 def test_on_a_mesh_it_is_what_it_is_on_one_device(flags):
     """Loss, gradients and steps in double precision, and no collective that is not declared (15 s each)."""
@@ -89,7 +90,9 @@ def test_what_cannot_be_is_refused(tmp_path):
     full = dataclasses.replace(SMALL, mixer="attention", mixer_dim=0)
     with pytest.raises(UsageError, match="no folder can hold a model with weights=ternary"):
         to_hf(None, full, tmp_path / "out")
-    with pytest.raises(UsageError, match="model.weights='binary' is unknown; legal are full, ternary"):
+    with pytest.raises(
+        UsageError, match="model.weights='binary' is unknown; legal are full, ternary"
+    ):
         dataclasses.replace(SMALL, weights="binary")
     with pytest.raises(UsageError, match="experts have no ternary weights; take weights=full"):
         dataclasses.replace(SMALL, num_experts=4)

@@ -21,7 +21,9 @@ from jaxpar.optim import muon_dimensions
 from jaxpar.types import UsageError
 
 T, V, PROMPT, NEW = 7, 16, 4, 3
-SMALL = LMConfig(vocab_size=V, num_layers=2, embed_dim=16, num_heads=4, mlp_dim=24, init_std=0.3, dtype="float32")
+SMALL = LMConfig(
+    vocab_size=V, num_layers=2, embed_dim=16, num_heads=4, mlp_dim=24, init_std=0.3, dtype="float32"
+)
 MODELS = {name: dataclasses.replace(SMALL, mixer=name) for name in CELLS}
 each_mixer = pytest.mark.parametrize("name", CELLS)
 
@@ -29,7 +31,8 @@ each_mixer = pytest.mark.parametrize("name", CELLS)
 def some(*names):
     """These mixers in CI, the others in the long run: compiling a solver takes seconds."""
     return pytest.mark.parametrize(
-        "name", [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in CELLS]
+        "name",
+        [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in CELLS],
     )
 
 
@@ -47,7 +50,10 @@ def logits_of(name):
 
 @some("min_gru", "aaren")
 def test_a_place_sees_its_past_and_nothing_else(name):
-    params, mix = noisy_params(MODELS[name]), np.random.default_rng(0).standard_normal(V).astype(np.float32)
+    params, mix = (
+        noisy_params(MODELS[name]),
+        np.random.default_rng(0).standard_normal(V).astype(np.float32),
+    )
     segments = np.array([[0, 0, 0, 1, 1, 2, 2]])
 
     @jit
@@ -60,7 +66,9 @@ def test_a_place_sees_its_past_and_nothing_else(name):
 
     want = np.tril(segments[0][:, None] == segments[0][None, :])
     np.testing.assert_array_equal(influence(params, segments) != 0, want)
-    np.testing.assert_array_equal(influence(params, 0 * segments) != 0, np.tril(np.ones((T, T), bool)))
+    np.testing.assert_array_equal(
+        influence(params, 0 * segments) != 0, np.tril(np.ones((T, T), bool))
+    )
 
 
 @some("para_gru", "lstm")
@@ -73,7 +81,9 @@ def test_streaming_equals_the_whole_sequence(name):
         parts.append(logits)
         start += size
     assert_close(np.concatenate(parts, 1), logits_of(name)(params, tokens()), ROUNDING)
-    assert sum(leaf.size for leaf in jax.tree.leaves(cache.layers)) <= 2 * 2 * 3 * 64, "it grows with the past"
+    assert sum(leaf.size for leaf in jax.tree.leaves(cache.layers)) <= 2 * 2 * 3 * 64, (
+        "it grows with the past"
+    )
 
 
 @some("min_lstm", "aaren")
@@ -82,7 +92,14 @@ def test_generation_equals_asking_the_whole_model(name):
     config, params, lengths = MODELS[name], noisy_params(MODELS[name]), np.array([4, 1, 3])
     draw = jit(generate, static_argnums=(3, 4))
     prompt = tokens(3, PROMPT)
-    out, *_ = draw(jax.random.key(0), params, prompt, config, Sampling(NEW, temperature=0), prompt_lengths=lengths)
+    out, *_ = draw(
+        jax.random.key(0),
+        params,
+        prompt,
+        config,
+        Sampling(NEW, temperature=0),
+        prompt_lengths=lengths,
+    )
     want = np.zeros((3, PROMPT + NEW), int)
     for row, length in enumerate(lengths):
         line = list(prompt[row, :length])
@@ -97,12 +114,18 @@ def test_generation_equals_asking_the_whole_model(name):
 def test_on_a_mesh_it_is_what_it_is_on_one_device(name):
     """Loss, gradients and steps in double precision, and no collective between devices that is not declared."""
     flags = (
-        "model.num_layers=1 model.embed_dim=32 model.mlp_dim=32 model.vocab_size=64 data.seq_len=8 data.batch_size=8"
+        "model.num_layers=1 model.embed_dim=32 model.mlp_dim=32 "
+        "model.vocab_size=64 data.seq_len=8 data.batch_size=8"
     )
     solver = "model.solver=newton" if name == "para_gru" else "model.solver=auto"
     optimizer = "optimizer.name=muon" if name == "lstm" else "optimizer.name=adamw"
     config = verify.compose(
-        *flags.split(), f"model.mixer={name}", solver, optimizer, "dtypes=[float64]", "topology=none"
+        *flags.split(),
+        f"model.mixer={name}",
+        solver,
+        optimizer,
+        "dtypes=[float64]",
+        "topology=none",
     )
     rows = verify.verify_lm(config, [verify.parse_layout("data2.fsdp2.tensor2")])
     for row in rows:
@@ -113,10 +136,16 @@ def test_on_a_mesh_it_is_what_it_is_on_one_device(name):
 def test_remat_and_unrolled_layers_change_no_number(remat, scan_layers):
     def gradient(config):
         batch = {"tokens": tokens()[:, :-1], "targets": tokens()[:, 1:]}
-        return jit(jax.value_and_grad(lambda params: loss(params, batch, config)))(noisy_params(config))
+        return jit(jax.value_and_grad(lambda params: loss(params, batch, config)))(
+            noisy_params(config)
+        )
 
     config = MODELS["para_gru"]
-    assert_close(gradient(dataclasses.replace(config, remat=remat, scan_layers=scan_layers)), gradient(config), 1e-5)
+    assert_close(
+        gradient(dataclasses.replace(config, remat=remat, scan_layers=scan_layers)),
+        gradient(config),
+        1e-5,
+    )
 
 
 @each_mixer
@@ -126,21 +155,36 @@ def test_it_is_as_large_as_attention_would_be(name):
     assert abs(ratio - 1) < 0.02, ratio
     given = dataclasses.replace(big, mixer=name, mixer_dim=64)
     assert given.stack().mixer.cell.size == 64 and num_params(given) < num_params(big)
-    assert flops_per_token(given, 4096) == flops_per_token(given, 16), "a recurrence costs no token more for its past"
+    assert flops_per_token(given, 4096) == flops_per_token(given, 16), (
+        "a recurrence costs no token more for its past"
+    )
 
 
-WITHOUT_CELLS = ("lmu", "spiking_lmu", "windowed", "block_recurrent", "block_recurrent_lstm", "tcnca")
+WITHOUT_CELLS = (
+    "lmu",
+    "spiking_lmu",
+    "windowed",
+    "block_recurrent",
+    "block_recurrent_lstm",
+    "tcnca",
+)
 
 
 @pytest.mark.parametrize(
     "name",
-    [name if name == "block_recurrent" else pytest.param(name, marks=pytest.mark.slow) for name in WITHOUT_CELLS],
+    [
+        name if name == "block_recurrent" else pytest.param(name, marks=pytest.mark.slow)
+        for name in WITHOUT_CELLS
+    ],
 )  # 5 s each
 def test_mixers_without_cells_mix_in_a_language_model(name):
     """Prompts of two lengths and what follows them, across windows, against the whole; its cache does not grow."""
     config = dataclasses.replace(SMALL, mixer=name, mixer_window=3)
     params, cache = noisy_params(config), empty_cache(config, 2, T)
-    whole, run = jit(functools.partial(apply, config=config)), jit(functools.partial(extend, config=config))
+    whole, run = (
+        jit(functools.partial(apply, config=config)),
+        jit(functools.partial(extend, config=config)),
+    )
     _, cache = run(params, tokens()[:, :4], cache, valid=np.array([4, 2]))
     then, cache = run(params, tokens()[:, 4:6], cache)
     lines = np.stack([tokens()[0], np.concatenate([np.delete(tokens()[1], [2, 3]), [0, 0]])])
@@ -163,7 +207,11 @@ def test_a_mixer_beside_attention_has_its_size(name, heads):
     config = with_mixer(big, name)
     away = num_params(config) - num_params(big)
     step = 2 * heads * 64 * 16 * big.num_layers  # two more a head, in 16 products at most
-    assert abs(away) <= step / 2 and config.mixer == name and (config.head_dim == big.head_dim) == (name == "windowed")
+    assert (
+        abs(away) <= step / 2
+        and config.mixer == name
+        and (config.head_dim == big.head_dim) == (name == "windowed")
+    )
 
 
 @pytest.mark.slow  # 40 s each
@@ -182,19 +230,29 @@ def test_mixers_without_cells_are_what_they_are_on_one_device(name, optimizer):
 def test_bfloat16_keeps_a_wide_state():
     config = dataclasses.replace(MODELS["min_gru"], dtype="bfloat16")
     params = noisy_params(config)
-    logits, state = jit(functools.partial(extend, config=config))(params, tokens(), empty_cache(config, 2, T))
+    logits, state = jit(functools.partial(extend, config=config))(
+        params, tokens(), empty_cache(config, 2, T)
+    )
     assert {leaf.dtype for leaf in jax.tree.leaves(state.layers)} == {jnp.dtype("float32")}
     assert_close(logits, logits_of("min_gru")(params, tokens()), 0.1)
 
 
 def test_muon_takes_the_products_and_leaves_the_recurrence():
     sides = muon_dimensions(axes(MODELS["gru"]), decay_mask(MODELS["gru"]))["layers"]["mixer"]
-    assert {name for name, numbers in sides.items() if numbers is not None} == {"wr", "wz", "wn", "w_out"}
+    assert {name for name, numbers in sides.items() if numbers is not None} == {
+        "wr",
+        "wz",
+        "wn",
+        "w_out",
+    }
     assert leaves(MODELS["gru"])["layers"]["mixer"]["u"].shape == (2, 4, 4, 3, 4)
 
 
 def test_a_split_sequence_is_refused():
-    with use_mesh(make_mesh(MeshSpec(context=2, data=4))), pytest.raises(UsageError, match="give mesh.context=1"):
+    with (
+        use_mesh(make_mesh(MeshSpec(context=2, data=4))),
+        pytest.raises(UsageError, match="give mesh.context=1"),
+    ):
         logits_of("para_gru")(noisy_params(MODELS["para_gru"]), tokens(4, 8))
 
 
@@ -226,7 +284,10 @@ def test_a_hugging_face_folder_is_refused(tmp_path):
         ),
         (dict(mixer="gru", mixer_dim=10), "heads=4 of cell gru do not divide size=10"),
         (dict(mixer="para_gru", mixer_dim=-1), "model.mixer_dim=-1 must be at least 0"),
-        (dict(mixer="para_gru", solver="newt"), "model.solver='newt' is unknown; legal are auto, newton"),
+        (
+            dict(mixer="para_gru", solver="newt"),
+            "model.solver='newt' is unknown; legal are auto, newton",
+        ),
     ],
 )
 def test_what_no_mixer_can_be_is_refused(fields, sentence):

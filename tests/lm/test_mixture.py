@@ -12,7 +12,13 @@ import pytest
 
 from jaxpar.lm.corpus import DataConfig, Tokens
 from jaxpar.lm.data import Windows
-from jaxpar.lm.mixture import Mixture, counts_of_round, open_corpora, parse_mixture, training_batches
+from jaxpar.lm.mixture import (
+    Mixture,
+    counts_of_round,
+    open_corpora,
+    parse_mixture,
+    training_batches,
+)
 from jaxpar.types import UsageError
 
 
@@ -62,7 +68,11 @@ def test_an_epoch_of_the_mixture_is_its_epochs_of_each_source():
         for k, source in enumerate(sources):
             mine = drawn[drawn[:, 0] // 1000 == k]
             epochs = range((k + 1) * step, (k + 1) * (step + 1))
-            alone = [source(source.num_windows * e + i)["tokens"][0] for e in epochs for i in range(source.num_windows)]
+            alone = [
+                source(source.num_windows * e + i)["tokens"][0]
+                for e in epochs
+                for i in range(source.num_windows)
+            ]
             assert sorted(map(tuple, mine)) == sorted(map(tuple, alone))
 
 
@@ -79,9 +89,13 @@ def test_rows_are_those_of_the_whole_batch_and_weights_are_filled_up():
 def test_a_run_opens_a_mixture_by_one_flag(tmp_path):
     for name in "ab":
         (tmp_path / name).write_text(f"{name}\n" * 3000)
-    config = DataConfig(f"mix:3*{tmp_path}/a+1*{tmp_path}/b", seq_len=8, batch_size=8, split="tail:0.2")
+    config = DataConfig(
+        f"mix:3*{tmp_path}/a+1*{tmp_path}/b", seq_len=8, batch_size=8, split="tail:0.2"
+    )
     corpora = open_corpora(config, tmp_path / "cache")
-    alone = open_corpora(DataConfig(f"{tmp_path}/a", seq_len=8, split="tail:0.2"), tmp_path / "cache")
+    alone = open_corpora(
+        DataConfig(f"{tmp_path}/a", seq_len=8, split="tail:0.2"), tmp_path / "cache"
+    )
     assert corpora.hash != alone.hash == corpora.first.hash
     for step in range(3):
         drawn = training_batches(corpora, config, 0)(step)["tokens"]

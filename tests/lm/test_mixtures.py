@@ -12,7 +12,16 @@ from tolerance import EXACT_MATHS, assert_close
 from experiments import verify
 from experiments._experts import expert_loads
 from jaxpar.io import Checkpoints
-from jaxpar.lm import LMConfig, Sampling, Trainer, apply, flops_per_token, generate, num_params, to_hf
+from jaxpar.lm import (
+    LMConfig,
+    Sampling,
+    Trainer,
+    apply,
+    flops_per_token,
+    generate,
+    num_params,
+    to_hf,
+)
 from jaxpar.lm.loss import losses
 from jaxpar.lm.params import abstract, axes, decay_mask
 from jaxpar.lm.sample import empty_cache, extend
@@ -26,7 +35,14 @@ from jaxpar.types import UsageError
 
 T, V = 6, 16
 SMALL = LMConfig(
-    vocab_size=V, num_layers=2, embed_dim=16, num_heads=2, mlp_dim=8, num_experts=4, init_std=0.3, dtype="float32"
+    vocab_size=V,
+    num_layers=2,
+    embed_dim=16,
+    num_heads=2,
+    mlp_dim=8,
+    num_experts=4,
+    init_std=0.3,
+    dtype="float32",
 )
 
 
@@ -53,32 +69,54 @@ def test_streaming_and_drawing_equal_the_whole_sequence():
 @pytest.mark.parametrize(
     "layout, flags",
     [
-        ("data2.context2.tensor2", "model.router_scores=sigmoid model.shared_experts=2 model.qk_norm=true"),
+        (
+            "data2.context2.tensor2",
+            "model.router_scores=sigmoid model.shared_experts=2 model.qk_norm=true",
+        ),
         (
             "fsdp2.tensor2.expert2",
             "model.capacity=1.0 model.transport=all_to_all model.router_bias=1e-3 model.router_z_loss=1e-3",
         ),
-        pytest.param("data2.fsdp2.tensor2", "model.router_bias=1e-3 model.router_z_loss=1e-3", marks=pytest.mark.slow),
+        pytest.param(
+            "data2.fsdp2.tensor2",
+            "model.router_bias=1e-3 model.router_z_loss=1e-3",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("data2.expert4", "model.transport=all_to_all", marks=pytest.mark.slow),
-        pytest.param("data2.expert4", "model.transport=gather optimizer.name=muon", marks=pytest.mark.slow),
+        pytest.param(
+            "data2.expert4", "model.transport=gather optimizer.name=muon", marks=pytest.mark.slow
+        ),
         pytest.param("fsdp2.tensor2.expert2", "model.transport=sum", marks=pytest.mark.slow),
-        pytest.param("context2.expert4", "model.transport=all_to_all model.remat=full", marks=pytest.mark.slow),
+        pytest.param(
+            "context2.expert4",
+            "model.transport=all_to_all model.remat=full",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("context2.expert4", "model.transport=annotated", marks=pytest.mark.slow),
         pytest.param("fsdp2.tensor2.expert2", "model.transport=spill", marks=pytest.mark.slow),
-        pytest.param("context2.expert4", "model.transport=spill model.remat=full", marks=pytest.mark.slow),
-        pytest.param("fsdp8", "model.capacity=1.0 optimizer.name=muon", marks=pytest.mark.slow),
-        pytest.param("data2.fsdp2.tensor2", "model.capacity=1.0 model.remat=full", marks=pytest.mark.slow),
         pytest.param(
-            "data2.fsdp2.tensor2", "model.scan_layers=false model.remat=names", marks=pytest.mark.slow
+            "context2.expert4", "model.transport=spill model.remat=full", marks=pytest.mark.slow
+        ),
+        pytest.param("fsdp8", "model.capacity=1.0 optimizer.name=muon", marks=pytest.mark.slow),
+        pytest.param(
+            "data2.fsdp2.tensor2", "model.capacity=1.0 model.remat=full", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "data2.fsdp2.tensor2",
+            "model.scan_layers=false model.remat=names",
+            marks=pytest.mark.slow,
         ),  # 20 s
     ],
 )
 def test_on_a_mesh_it_is_what_it_is_on_one_device(layout, flags):
     """Loss, gradients and steps in double precision, and no collective between devices that is not declared; 10 s."""
     small = (
-        "model.num_layers=1 model.embed_dim=32 model.mlp_dim=32 model.vocab_size=64 data.seq_len=8 data.batch_size=8"
+        "model.num_layers=1 model.embed_dim=32 model.mlp_dim=32 "
+        "model.vocab_size=64 data.seq_len=8 data.batch_size=8"
     )
-    config = verify.compose(*small.split(), "model.num_experts=4", *flags.split(), "dtypes=[float64]", "topology=none")
+    config = verify.compose(
+        *small.split(), "model.num_experts=4", *flags.split(), "dtypes=[float64]", "topology=none"
+    )
     for row in verify.verify_lm(config, [verify.parse_layout(layout)]):
         assert not row.refused and not row.breaches, row
 
@@ -91,25 +129,43 @@ def test_experts_fail_in_training_alone():
     for config in (SMALL, dataclasses.replace(SMALL, expert_failures=0.5), worst):
         run = jit(lambda key, config=config: InTurn()(stages(config), params, data, key, 2)[0][0])
         found[config.expert_failures] = float(run(jax.random.key(0)))
-        assert (found[config.expert_failures] == float(run(jax.random.key(1)))) == (config.expert_failures != 0.5)
-    silent = {**params, "layers": {**params["layers"], "w_down": jnp.zeros_like(params["layers"]["w_down"])}}
+        assert (found[config.expert_failures] == float(run(jax.random.key(1)))) == (
+            config.expert_failures != 0.5
+        )
+    silent = {
+        **params,
+        "layers": {**params["layers"], "w_down": jnp.zeros_like(params["layers"]["w_down"])},
+    }
     left = float(jit(lambda: InTurn()(stages(SMALL), silent, data, None, 2)[0][0])())
     assert len(set(found.values())) == 3
     np.testing.assert_allclose(found[1.0], left, rtol=1e-5)
-    np.testing.assert_array_equal(apply(params, data["tokens"], worst), apply(params, data["tokens"], SMALL))
+    np.testing.assert_array_equal(
+        apply(params, data["tokens"], worst), apply(params, data["tokens"], SMALL)
+    )
 
 
 def test_router_losses_are_of_a_microbatch_and_averaged_over_them(x64):
     """Loads times mean scores are no sum over tokens: of the whole batch at once they are something else."""
     config = dataclasses.replace(SMALL, dtype="float64", balance_loss=0.5, router_z_loss=0.1)
-    params, data = noisy_params(config, np.float64), {"tokens": tokens(4)[:, :-1], "targets": tokens(4)[:, 1:]}
+    params, data = (
+        noisy_params(config, np.float64),
+        {"tokens": tokens(4)[:, :-1], "targets": tokens(4)[:, 1:]},
+    )
 
     def plain(params):
-        values = [losses(params, {name: x[part::2] for name, x in data.items()}, config) for part in range(2)]
-        told = {name: (values[0][1].losses[name] + values[1][1].losses[name]) / 2 for name in values[0][1].losses}
+        values = [
+            losses(params, {name: x[part::2] for name, x in data.items()}, config)
+            for part in range(2)
+        ]
+        told = {
+            name: (values[0][1].losses[name] + values[1][1].losses[name]) / 2
+            for name in values[0][1].losses
+        }
         return (values[0][0] + values[1][0]) / 2, told
 
-    (value, aux), grads = jit(InTurn(), static_argnums=(0, 4))(stages(config), params, data, None, 2)
+    (value, aux), grads = jit(InTurn(), static_argnums=(0, 4))(
+        stages(config), params, data, None, 2
+    )
     (want, told), right = jit(jax.value_and_grad(plain, has_aux=True))(params)
     assert_close((value, aux.losses, grads), (want, told, right), EXACT_MATHS["float64"])
     whole = jit(losses, static_argnums=2)(params, data, config)[1].losses["balance_loss"]
@@ -117,19 +173,27 @@ def test_router_losses_are_of_a_microbatch_and_averaged_over_them(x64):
 
 
 def test_a_step_tells_loads_and_drops_and_moves_the_bias():
-    trainer = Trainer(dataclasses.replace(SMALL, capacity=0.5, router_bias=1e-3), num_steps=10, accumulate=2)
+    trainer = Trainer(
+        dataclasses.replace(SMALL, capacity=0.5, router_bias=1e-3), num_steps=10, accumulate=2
+    )
     state = jit(trainer.init)(jax.random.key(0))
-    new, info = jit(trainer.step)(jax.random.key(1), state, {"tokens": tokens(4)[:, :-1], "targets": tokens(4)[:, 1:]})
+    new, info = jit(trainer.step)(
+        jax.random.key(1), state, {"tokens": tokens(4)[:, :-1], "targets": tokens(4)[:, 1:]}
+    )
     assert 0 <= info["expert_load_min"] < 1 < info["expert_load"] <= 4
     assert 0 < info["dropped"] < 1 and info["bias_loss"] == 0
     assert np.isfinite(info["loss"]) and np.any(new.params["layers"]["b_router"] != 0)
 
 
-@pytest.mark.parametrize("mesh", [MeshSpec(data=8), MeshSpec(context=2, tensor=2, expert=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [MeshSpec(data=8), MeshSpec(context=2, tensor=2, expert=2)], ids=str
+)
 def test_loads_for_the_picture_are_those_of_a_loop(mesh):
     params, batch = noisy_params(SMALL), {"tokens": tokens(8, 8)}
     want = np.zeros((2, 4))
-    chosen_by = jit(lambda params: chosen_experts(SMALL.stack(), params, params["embedding"][batch["tokens"]]))
+    chosen_by = jit(
+        lambda params: chosen_experts(SMALL.stack(), params, params["embedding"][batch["tokens"]])
+    )
     for layer, chosen in enumerate(np.asarray(chosen_by(params))):
         for expert in chosen.reshape(-1):
             want[layer, expert] += 4 / chosen.size
@@ -137,20 +201,30 @@ def test_loads_for_the_picture_are_those_of_a_loop(mesh):
     with use_mesh(make_mesh(mesh)):
         order = SMALL.order(8)
         rows = in_order(batch, order, mesh.context)
-        placed = shard({name: np.asarray(x) for name, x in rows.items()}, dict.fromkeys(rows, ("batch", "seq_layer")))
-        np.testing.assert_allclose(expert_loads(SMALL, shard(params, axes(SMALL)), placed), want, atol=1e-6)
+        placed = shard(
+            {name: np.asarray(x) for name, x in rows.items()},
+            dict.fromkeys(rows, ("batch", "seq_layer")),
+        )
+        np.testing.assert_allclose(
+            expert_loads(SMALL, shard(params, axes(SMALL)), placed), want, atol=1e-6
+        )
 
 
 def test_a_checkpoint_of_another_number_of_experts_is_told(tmp_path):
     def state(num, make):
-        shapes = jax.eval_shape(Trainer(dataclasses.replace(SMALL, num_experts=num)).init, jax.random.key(0))
+        shapes = jax.eval_shape(
+            Trainer(dataclasses.replace(SMALL, num_experts=num)).init, jax.random.key(0)
+        )
         return jax.tree.map(make, shapes)
 
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, state(4, lambda x: jnp.zeros(x.shape, x.dtype)), {}, {})
     on = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     other = state(8, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on))
-    with pytest.raises(UsageError, match=r"layers/w_\w+ is float32\[2,4,.* there and float32\[2,8,.* here; start anew"):
+    with pytest.raises(
+        UsageError,
+        match=r"layers/w_\w+ is float32\[2,4,.* there and float32\[2,8,.* here; start anew",
+    ):
         checkpoints.restore(1, other)
     checkpoints.close()
 
@@ -172,15 +246,33 @@ def test_muon_takes_each_expert_for_a_matrix():
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        (dict(num_experts=0, transport="gather"), "model.transport=gather is of experts; give model.num_experts too"),
-        (dict(transport="fly"), "model.transport='fly' is unknown; legal are auto, sum, gather, all_to_all"),
-        (dict(num_experts=0, shared_experts=1), "model.shared_experts=1 is of experts; give model.num_experts too"),
-        (dict(mixer="gru", qk_norm=True, num_experts=0), "model.qk_norm=true is of attention, not of model.mixer=gru"),
-        (dict(num_experts=0, capacity=1.0), "model.capacity=1.0 is of experts; give model.num_experts too"),
+        (
+            dict(num_experts=0, transport="gather"),
+            "model.transport=gather is of experts; give model.num_experts too",
+        ),
+        (
+            dict(transport="fly"),
+            "model.transport='fly' is unknown; legal are auto, sum, gather, all_to_all",
+        ),
+        (
+            dict(num_experts=0, shared_experts=1),
+            "model.shared_experts=1 is of experts; give model.num_experts too",
+        ),
+        (
+            dict(mixer="gru", qk_norm=True, num_experts=0),
+            "model.qk_norm=true is of attention, not of model.mixer=gru",
+        ),
+        (
+            dict(num_experts=0, capacity=1.0),
+            "model.capacity=1.0 is of experts; give model.num_experts too",
+        ),
         (dict(experts_per_token=5), "experts_per_token=5 is over num_experts=4"),
         (dict(capacity=0.0), "model.capacity=0.0 must be over 0"),
         (dict(balance_loss=float("nan")), "model.balance_loss=nan must be a finite number"),
-        (dict(router_scores="tanh"), "model.router_scores='tanh' is unknown; legal are softmax, sigmoid"),
+        (
+            dict(router_scores="tanh"),
+            "model.router_scores='tanh' is unknown; legal are softmax, sigmoid",
+        ),
         (dict(bias=True), "experts have neither model.bias=true nor model.remat=blockwise"),
         (dict(remat="blockwise"), "experts have neither"),
     ],

@@ -87,14 +87,21 @@ def value_and_gradient(name, remat, scan_layers):
 
 @pytest.mark.parametrize(
     ("remat", "scan_layers"),
-    [(remat, True) for remat in ("dots", "names", "full", "offload")] + [(remat, False) for remat in ("none", "names")],
+    [(remat, True) for remat in ("dots", "names", "full", "offload")]
+    + [(remat, False) for remat in ("none", "names")],
 )
 def test_remat_and_unrolling_change_nothing(remat, scan_layers):
-    assert_close(value_and_gradient("llama", remat, scan_layers), value_and_gradient("llama", "none", True), FUSION)
+    assert_close(
+        value_and_gradient("llama", remat, scan_layers),
+        value_and_gradient("llama", "none", True),
+        FUSION,
+    )
 
 
 def test_unrolling_changes_nothing_with_biases():
-    assert_close(value_and_gradient("gpt2", "full", False), value_and_gradient("gpt2", "none", True), FUSION)
+    assert_close(
+        value_and_gradient("gpt2", "full", False), value_and_gradient("gpt2", "none", True), FUSION
+    )
 
 
 def dots(jaxpr):
@@ -102,7 +109,9 @@ def dots(jaxpr):
     count = 0
     for eqn in jaxpr.eqns:
         count += eqn.primitive.name == "dot_general"
-        for value in jax.tree.leaves(eqn.params, is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")):
+        for value in jax.tree.leaves(
+            eqn.params, is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")
+        ):
             inner = getattr(value, "jaxpr", value)
             count += dots(inner) if hasattr(inner, "eqns") else 0
     return count
@@ -120,7 +129,9 @@ def test_remat_recomputes_what_it_says():
     none, names, full = count("none"), count("names"), count("full")
     assert count("dots") in (none, none + 1, none + 2)
     assert none <= names < full
-    assert full - none >= 7  # q, k, v, scores, mixing, gate, up; the last product of each branch is not needed
+    assert (
+        full - none >= 7
+    )  # q, k, v, scores, mixing, gate, up; the last product of each branch is not needed
 
 
 # ---------------------------------------------------------------- dropout

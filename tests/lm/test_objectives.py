@@ -32,7 +32,14 @@ from jaxpar.pipeline.accumulation import InTurn, layer_by_layer
 from jaxpar.types import UsageError
 
 MODEL = LMConfig(
-    vocab_size=16, num_layers=1, embed_dim=8, num_heads=2, mlp_dim=8, dtype="float64", init_std=0.5, loss_chunk=10
+    vocab_size=16,
+    num_layers=1,
+    embed_dim=8,
+    num_heads=2,
+    mlp_dim=8,
+    dtype="float64",
+    init_std=0.5,
+    loss_chunk=10,
 )
 TEACHER = dataclasses.replace(MODEL, embed_dim=4, logit_cap=3.0)
 NARROW = dataclasses.replace(MODEL, dtype="float32")
@@ -47,7 +54,11 @@ def batch_of(seed=0, prefix=""):
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, 16, (B, T + 1), dtype=np.int32)
     weights = (rng.random((B, T)) < 0.6).astype(np.float32)
-    return {f"{prefix}tokens": tokens[:, :-1], f"{prefix}targets": tokens[:, 1:], f"{prefix}weights": weights}
+    return {
+        f"{prefix}tokens": tokens[:, :-1],
+        f"{prefix}targets": tokens[:, 1:],
+        f"{prefix}weights": weights,
+    }
 
 
 def softmax(z):
@@ -79,7 +90,10 @@ def test_smoothed_targets_are_numpys(z_loss, cap):
     targets, weights = rng.integers(0, 16, (2, 5)), rng.random((2, 5))
     with jax.enable_x64(True):
         got = jax.value_and_grad(
-            lambda x, head: cross_entropy_and_z(x, head, targets, weights, 3, False, z_loss, cap, s)[0], (0, 1)
+            lambda x, head: cross_entropy_and_z(
+                x, head, targets, weights, 3, False, z_loss, cap, s
+            )[0],
+            (0, 1),
         )(jnp.asarray(x), jnp.asarray(head))
     u = x @ head.T
     z = cap * np.tanh(u / cap) if cap else u
@@ -105,7 +119,9 @@ def test_distillation_is_numpys(parts):
         law = (1 - s) * np.eye(16)[batch["targets"]] + s / 16
         p, q = softmax(z_teacher / temperature), softmax(z / temperature)
         apart = (w * (p * (np.log(p) - np.log(q))).sum(-1)).sum()
-        value = (1 - share) * -(w * (law * np.log(softmax(z))).sum(-1)).sum() + share * temperature**2 * apart
+        value = (1 - share) * -(
+            w * (law * np.log(softmax(z))).sum(-1)
+        ).sum() + share * temperature**2 * apart
         d = w[..., None] * ((1 - share) * (softmax(z) - law) + share * temperature * (q - p))
         equal((got[0], got[2]), (value, back(d)))
         if parts == 1:
@@ -127,11 +143,15 @@ def test_preferences_are_numpys(parts):
         got = gradient(ObjectiveConfig("dpo", beta=beta), params, batch, parts, reference=reference)
         gained, backs = [], []
         for prefix in ("", "rejected_"):
-            tokens, targets, w = (batch[f"{prefix}{name}"] for name in ("tokens", "targets", "weights"))
+            tokens, targets, w = (
+                batch[f"{prefix}{name}"] for name in ("tokens", "targets", "weights")
+            )
             z, back = logits_and_back(params, tokens)
             z_reference = np.asarray(apply(reference, jnp.asarray(tokens), MODEL))
             hit = np.eye(16)[targets]
-            own, other = ((w * (hit * np.log(softmax(x))).sum(-1)).sum(-1) for x in (z, z_reference))
+            own, other = (
+                (w * (hit * np.log(softmax(x))).sum(-1)).sum(-1) for x in (z, z_reference)
+            )
             gained.append(own - other)
             backs.append((back, w[..., None] * (hit - softmax(z))))
         margin = beta * (gained[0] - gained[1])
@@ -139,7 +159,9 @@ def test_preferences_are_numpys(parts):
         pull = -beta / (1 + np.exp(margin)) / B  # by the gain of what was chosen
         (chosen, d_chosen), (rejected, d_rejected) = backs
         want = jax.tree.map(
-            jnp.add, chosen(pull[:, None, None] * d_chosen), rejected(-pull[:, None, None] * d_rejected)
+            jnp.add,
+            chosen(pull[:, None, None] * d_chosen),
+            rejected(-pull[:, None, None] * d_rejected),
         )
         equal((got[0], got[2]), (value, want))
         if parts == 1:
@@ -178,7 +200,11 @@ def test_a_run_of_preferences_keeps_its_start_and_begins_at_log_two():
     after, told = stepped(trainer, state, [pairs_of()] * 10)
     assert told["loss"] < 0.6 and told["preference_accuracy"] == 1
     assert "embedding" not in after.reference
-    jax.tree.map(np.testing.assert_array_equal, after.reference, {k: v for k, v in first.items() if k != "embedding"})
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        after.reference,
+        {k: v for k, v in first.items() if k != "embedding"},
+    )
 
     def loss_of(params, reference):
         return preference_loss(params, reference, pairs_of(), NARROW, 0.1)[0]
@@ -188,32 +214,49 @@ def test_a_run_of_preferences_keeps_its_start_and_begins_at_log_two():
 
 
 def test_the_reference_of_adapters_is_their_base():
-    trainer = AdapterTrainer(NARROW, AdapterConfig("lora", rank=2), FAST, 10, objective=ObjectiveConfig("dpo"))
+    trainer = AdapterTrainer(
+        NARROW, AdapterConfig("lora", rank=2), FAST, 10, objective=ObjectiveConfig("dpo")
+    )
     state = trainer.init(jax.random.key(0))
     after, told = stepped(trainer, state, [pairs_of()] * 3)
-    value = jax.jit(lambda state: preference_loss(state.params, state.base, pairs_of(), NARROW, 0.1)[0])(after)
+    value = jax.jit(
+        lambda state: preference_loss(state.params, state.base, pairs_of(), NARROW, 0.1)[0]
+    )(after)
     np.testing.assert_allclose(stepped(trainer, after, [pairs_of()])[1]["loss"], value, rtol=1e-5)
     assert told["loss"] < math.log(2)
 
 
 def test_adapters_learn_a_teachers_laws():
     objective = ObjectiveConfig(distil=0.4, temperature=2.0)
-    trainer = AdapterTrainer(NARROW, AdapterConfig("lora", rank=2), FAST, 10, objective=objective, teacher=NARROW)
+    trainer = AdapterTrainer(
+        NARROW, AdapterConfig("lora", rank=2), FAST, 10, objective=objective, teacher=NARROW
+    )
     state, teacher = trainer.init(jax.random.key(0)), drawn(1, NARROW)
     told = stepped(trainer, state, [batch_of() | {"teacher": teacher}])[1]
     plain = objective_stages(NARROW, objective, teacher=(NARROW, teacher))
-    (value, aux), _ = jax.jit(lambda params: InTurn()(plain, params, batch_of(), None, 1))(state.params)
+    (value, aux), _ = jax.jit(lambda params: InTurn()(plain, params, batch_of(), None, 1))(
+        state.params
+    )
     apart = aux.metrics["teacher_kl"].value
     assert apart > 0
     np.testing.assert_allclose((told["loss"], told["teacher_kl"]), (value, apart), rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["dpo", pytest.param("teacher", marks=pytest.mark.slow)])  # 5 s each
+@pytest.mark.parametrize(
+    "kind", ["dpo", pytest.param("teacher", marks=pytest.mark.slow)]
+)  # 5 s each
 def test_eight_devices_make_the_same_steps(kind):
-    trainer = Trainer(NARROW, FAST, 10, objective=ObjectiveConfig("dpo" if kind == "dpo" else "tokens", distil=0.4))
+    trainer = Trainer(
+        NARROW,
+        FAST,
+        10,
+        objective=ObjectiveConfig("dpo" if kind == "dpo" else "tokens", distil=0.4),
+    )
     batch = pairs_of() if kind == "dpo" else batch_of() | {"teacher": drawn(1, NARROW)}
     if kind == "teacher":
-        trainer = dataclasses.replace(trainer, teacher=NARROW, objective=ObjectiveConfig(label_smoothing=0.2))
+        trainer = dataclasses.replace(
+            trainer, teacher=NARROW, objective=ObjectiveConfig(label_smoothing=0.2)
+        )
     want, told = stepped(trainer, trainer.init(jax.random.key(0)), [batch] * 2)
     with use_mesh(make_mesh(MeshSpec(data=2, fsdp=2, tensor=2))):
         places = named_shardings(jax.eval_shape(trainer.init, jax.random.key(0)), trainer.axes())
@@ -226,16 +269,26 @@ def test_eight_devices_make_the_same_steps(kind):
 
 
 def test_what_does_not_go_together_is_refused():
-    with pytest.raises(UsageError, match="objective.label_smoothing=0.1 is of objective.kind=tokens"):
+    with pytest.raises(
+        UsageError, match="objective.label_smoothing=0.1 is of objective.kind=tokens"
+    ):
         ObjectiveConfig("dpo", label_smoothing=0.1)
     with pytest.raises(UsageError, match="objective.kind='kto' is unknown; legal are tokens, dpo"):
         ObjectiveConfig("kto")
     with pytest.raises(UsageError, match="the teacher has 32 symbols, and the model 16"):
         Trainer(MODEL, teacher=dataclasses.replace(MODEL, vocab_size=32))
     with pytest.raises(UsageError, match="objective.kind=dpo has no teacher"):
-        AdapterTrainer(MODEL, AdapterConfig("lora"), objective=ObjectiveConfig("dpo"), teacher=MODEL)
-    for kind, teacher, second in (("dpo", None, "objective.kind=dpo"), ("tokens", MODEL, "a teacher")):
+        AdapterTrainer(
+            MODEL, AdapterConfig("lora"), objective=ObjectiveConfig("dpo"), teacher=MODEL
+        )
+    for kind, teacher, second in (
+        ("dpo", None, "objective.kind=dpo"),
+        ("tokens", MODEL, "a teacher"),
+    ):
         with pytest.raises(
-            UsageError, match=f"{second} runs a second model, whose layers no stage of a pipeline holds"
+            UsageError,
+            match=f"{second} runs a second model, whose layers no stage of a pipeline holds",
         ):
-            Trainer(MODEL, schedule=layer_by_layer, objective=ObjectiveConfig(kind), teacher=teacher)
+            Trainer(
+                MODEL, schedule=layer_by_layer, objective=ObjectiveConfig(kind), teacher=teacher
+            )

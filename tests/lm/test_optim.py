@@ -33,7 +33,9 @@ def optimizer_of(config, num_steps):
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_adamw_equals_a_twin_in_double_precision(name, x64):
     """Clipping, moments, their corrections, schedule and decay; with Muon, of what it leaves to Adam (Nesterov's)."""
-    config = OptimizerConfig(name, learning_rate=0.01, warmup_steps=3, weight_decay=0.3, clip_norm=2.0)
+    config = OptimizerConfig(
+        name, learning_rate=0.01, warmup_steps=3, weight_decay=0.3, clip_norm=2.0
+    )
     params = noisy_params(MODEL, np.float64)
     optimizer, rate = optimizer_of(config, 12), learning_rate(config, 12)
     state, update, b1, b2 = optimizer.init(params), jit(optimizer.update), config.b1, config.b2
@@ -56,7 +58,9 @@ def test_adamw_equals_a_twin_in_double_precision(name, x64):
             squares[i] = b2 * squares[i] + (1 - b2) * g**2
             mean = means[i] / (1 - b1 ** (step + 1))
             if name == "muon":
-                mean = b1 * means[i] / (1 - b1 ** (step + 2)) + (1 - b1) * g / (1 - b1 ** (step + 1))
+                mean = b1 * means[i] / (1 - b1 ** (step + 2)) + (1 - b1) * g / (
+                    1 - b1 ** (step + 1)
+                )
             moved = mean / (np.sqrt(squares[i] / (1 - b2 ** (step + 1))) + config.eps)
             weights[i] -= float(rate(step)) * (moved + config.weight_decay * decays[i] * weights[i])
             assert_close(at(params, path), weights[i], 1e-13)
@@ -79,7 +83,12 @@ def test_decay_touches_matrices_only(name):
 
 def test_weights_are_the_matrices():
     mask = decay_mask(MODEL)
-    assert mask["embedding"] and mask["head"] and not mask["final_norm"]["scale"] and not mask["final_norm"]["bias"]
+    assert (
+        mask["embedding"]
+        and mask["head"]
+        and not mask["final_norm"]["scale"]
+        and not mask["final_norm"]["bias"]
+    )
     assert {name for name, weight in mask["layers"].items() if weight is True} == set(MATRICES)
 
 
@@ -99,10 +108,14 @@ def test_clipping():
     params = noisy_params(MODEL)
     grads = noise_like(params, 1)
     for norm, clip in ((0.5, 0.5), (0.0, 0.0)):
-        optimizer = optimizer_of(OptimizerConfig(warmup_steps=0, clip_norm=clip), 10).transformation()
+        optimizer = optimizer_of(
+            OptimizerConfig(warmup_steps=0, clip_norm=clip), 10
+        ).transformation()
         _, state = jit(optimizer.update)(grads, optimizer.init(params), params)
         want = norm or float(optax.tree.norm(grads))
-        np.testing.assert_allclose(optax.tree.norm(optax.tree.get(state, "mu")), (1 - config.b1) * want, rtol=1e-5)
+        np.testing.assert_allclose(
+            optax.tree.norm(optax.tree.get(state, "mu")), (1 - config.b1) * want, rtol=1e-5
+        )
 
 
 # ---------------------------------------------------------------- Muon
@@ -127,7 +140,13 @@ def as_matrix(name, weight):
 def test_muon_equals_one_matrix_at_a_time(x64):
     rate, beta, decay = 0.01, 0.9, 0.1
     config = OptimizerConfig(
-        "muon", learning_rate=rate, schedule="constant", warmup_steps=0, b1=beta, weight_decay=decay, clip_norm=0.0
+        "muon",
+        learning_rate=rate,
+        schedule="constant",
+        warmup_steps=0,
+        b1=beta,
+        weight_decay=decay,
+        clip_norm=0.0,
     )
     params = noisy_params(MODEL, np.float64, std=1.0)
     optimizer = optimizer_of(config, 10).transformation()
@@ -139,23 +158,36 @@ def test_muon_equals_one_matrix_at_a_time(x64):
         for name in MATRICES:
             gradient, weight = grads["layers"][name], params["layers"][name]
             momentum[name] = beta * momentum[name] + (1 - beta) * gradient
-            ahead = beta * momentum[name] / (1 - beta ** (step + 1)) + (1 - beta) * gradient / (1 - beta**step)
+            ahead = beta * momentum[name] / (1 - beta ** (step + 1)) + (1 - beta) * gradient / (
+                1 - beta**step
+            )
             for layer in range(MODEL.num_layers):
                 matrix = as_matrix(name, ahead[layer])
                 turned = slow_orthogonal(matrix) * 0.2 * math.sqrt(max(matrix.shape))
                 want = -rate * (turned + decay * as_matrix(name, weight[layer]))
-                assert_close(as_matrix(name, np.asarray(updates["layers"][name][layer])), want, 1e-12)
+                assert_close(
+                    as_matrix(name, np.asarray(updates["layers"][name][layer])), want, 1e-12
+                )
                 if name != "wk":  # square enough to be full of rank
-                    values = np.linalg.svd(turned / (0.2 * math.sqrt(max(matrix.shape))), compute_uv=False)
+                    values = np.linalg.svd(
+                        turned / (0.2 * math.sqrt(max(matrix.shape))), compute_uv=False
+                    )
                     assert 0.3 < values.min() and values.max() < 1.3
 
 
 def test_muon_holds_momentum_of_every_matrix_and_nothing_else():
     state = jax.eval_shape(optimizer_of(OptimizerConfig("muon"), 10).init, noisy_params(MODEL))
-    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(state)]
+    paths = [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, _ in jax.tree.leaves_with_path(state)
+    ]
 
     def held_by(part):
-        return {path.split("layers/")[1] for path in paths if f"inner_states/{part}/" in path and "layers/" in path}
+        return {
+            path.split("layers/")[1]
+            for path in paths
+            if f"inner_states/{part}/" in path and "layers/" in path
+        }
 
     assert held_by("muon") == set(MATRICES)
     assert not held_by("adam") & set(MATRICES) and "bq" in held_by("adam")

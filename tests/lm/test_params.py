@@ -12,8 +12,18 @@ from fast import jit
 from jaxpar.lm import LMConfig, apply, axes, flops_per_token, gpt2, init, llama, num_params
 from jaxpar.lm.params import abstract, decay_mask, leaves
 
-SMALL = LMConfig(vocab_size=64, num_layers=3, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, init_std=0.05)
-EVERYTHING = dataclasses.replace(SMALL, norm="layer", bias=True, positions="learned", max_seq_len=16)
+SMALL = LMConfig(
+    vocab_size=64,
+    num_layers=3,
+    embed_dim=32,
+    num_heads=4,
+    num_kv_heads=2,
+    mlp_dim=48,
+    init_std=0.05,
+)
+EVERYTHING = dataclasses.replace(
+    SMALL, norm="layer", bias=True, positions="learned", max_seq_len=16
+)
 
 
 def test_published_sizes():
@@ -21,15 +31,17 @@ def test_published_sizes():
     assert num_params(llama()) == 1_235_814_400
 
 
-@pytest.mark.parametrize("config", [SMALL, EVERYTHING, gpt2(), llama()], ids=["small", "everything", "gpt2", "llama"])
+@pytest.mark.parametrize(
+    "config", [SMALL, EVERYTHING, gpt2(), llama()], ids=["small", "everything", "gpt2", "llama"]
+)
 def test_declaration_is_consistent(config):
     flat = jax.tree.leaves(leaves(config), is_leaf=lambda leaf: hasattr(leaf, "axes"))
     assert all(len(leaf.shape) == len(leaf.axes) for leaf in flat)
     assert [x.shape for x in jax.tree.leaves(abstract(config))] == [leaf.shape for leaf in flat]
     assert sum(math.prod(leaf.shape) for leaf in flat) == num_params(config)
-    assert jax.tree.structure(axes(config), is_leaf=lambda a: isinstance(a, tuple)) == jax.tree.structure(
-        abstract(config)
-    )
+    assert jax.tree.structure(
+        axes(config), is_leaf=lambda a: isinstance(a, tuple)
+    ) == jax.tree.structure(abstract(config))
 
 
 def test_initial_values():
@@ -50,21 +62,32 @@ def test_initial_values():
 
 def test_every_matrix_is_drawn_by_a_key_of_its_own():
     params = init(jax.random.key(0), SMALL)
-    matrices = [x for x, weight in zip(*map(jax.tree.leaves, (params, decay_mask(SMALL))), strict=True) if weight]
+    matrices = [
+        x
+        for x, weight in zip(*map(jax.tree.leaves, (params, decay_mask(SMALL))), strict=True)
+        if weight
+    ]
     starts = np.array([np.asarray(x).reshape(-1)[:8] / float(x.std()) for x in matrices])
     assert np.abs(starts[:, None] - starts[None])[np.triu_indices(len(starts), 1)].min(-1).max() > 0
     assert len({round(float(row[0]), 4) for row in starts}) == len(starts)
 
 
 def test_a_new_parameter_changes_no_other():
-    one, more = init(jax.random.key(0), SMALL), init(jax.random.key(0), dataclasses.replace(SMALL, bias=True))
+    one, more = (
+        init(jax.random.key(0), SMALL),
+        init(jax.random.key(0), dataclasses.replace(SMALL, bias=True)),
+    )
     for name, leaf in one["layers"].items():
         jax.tree.map(np.testing.assert_array_equal, leaf, more["layers"][name])
 
 
 def test_hold_lowers_the_layers_matrices_only():
     params = EVERYTHING.stack().hold(init(jax.random.key(0), EVERYTHING))
-    lowered = {path[-1].key for path, x in jax.tree_util.tree_leaves_with_path(params) if x.dtype == jnp.bfloat16}
+    lowered = {
+        path[-1].key
+        for path, x in jax.tree_util.tree_leaves_with_path(params)
+        if x.dtype == jnp.bfloat16
+    }
     assert lowered == {"wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"}
 
 
@@ -78,9 +101,13 @@ def dot_operations(jaxpr):
         if eqn.primitive.name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
             total += (
-                2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
+                2
+                * math.prod(eqn.outvars[0].aval.shape)
+                * math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
             )
-        for value in jax.tree.leaves(eqn.params, is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")):
+        for value in jax.tree.leaves(
+            eqn.params, is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")
+        ):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 total += dot_operations(inner) * eqn.params.get("length", 1)
@@ -89,7 +116,11 @@ def dot_operations(jaxpr):
 
 @pytest.mark.parametrize(
     "config",
-    [SMALL, EVERYTHING, dataclasses.replace(SMALL, tied=True, activation="gelu", head_dim=6, scan_layers=False)],
+    [
+        SMALL,
+        EVERYTHING,
+        dataclasses.replace(SMALL, tied=True, activation="gelu", head_dim=6, scan_layers=False),
+    ],
     ids=["llama", "everything", "unrolled"],
 )
 def test_flops_equal_the_dot_products_of_the_program(config):
@@ -104,7 +135,9 @@ def test_flops_equal_the_dot_products_of_the_program(config):
 def test_flops_equal_nanogpts_formula(length):
     """6 N + 12 L H Q T, with N all parameters but the positions."""
     config = gpt2()
-    vectors = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract(config)) if _is_vector(x, config))
+    vectors = sum(
+        math.prod(x.shape) for x in jax.tree.leaves(abstract(config)) if _is_vector(x, config)
+    )
     counted = num_params(config) - config.max_seq_len * config.embed_dim
     scores = 12 * 12 * 12 * 64 * length
     # nanoGPT's N has the norms and biases in it, which multiply no matrix: 0.1 % of N.

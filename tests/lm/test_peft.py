@@ -41,10 +41,15 @@ TOKENS = np.random.default_rng(0).integers(0, 32, (2, 9))
 
 def made(name, kind, folder):
     """Parameters, adapters and their configuration, written to `folder`/base and `folder`/adapter."""
-    model, adapter = MODELS[name], AdapterConfig("lora", rank=3, alpha=5.0, dropout=0.05, **KINDS[kind])
+    model, adapter = (
+        MODELS[name],
+        AdapterConfig("lora", rank=3, alpha=5.0, dropout=0.05, **KINDS[kind]),
+    )
     params, rng = noisy_params(model), np.random.default_rng(1)
     adapters = begin_adapters(jax.random.key(0), params, model, adapter)
-    adapters = jax.tree.map(lambda x: x + jnp.asarray(0.2 * rng.standard_normal(x.shape), x.dtype), adapters)
+    adapters = jax.tree.map(
+        lambda x: x + jnp.asarray(0.2 * rng.standard_normal(x.shape), x.dtype), adapters
+    )
     kept = with_adapters(params, adapters, adapter.scale)
     to_hf(params, model, folder / "base")
     to_peft(kept, model, folder / "adapter", adapter, base="some/model")
@@ -73,7 +78,9 @@ def merged_files(folder, out):
         if told["use_dora"]:
             m = tensors[name.replace("lora_A.weight", "lora_magnitude_vector")]
             total *= (m / np.linalg.norm(total, axis=1))[:, None]
-        base[module + ".weight"] = np.ascontiguousarray(total.T if told["fan_in_fan_out"] else total, np.float32)
+        base[module + ".weight"] = np.ascontiguousarray(
+            total.T if told["fan_in_fan_out"] else total, np.float32
+        )
     out.mkdir()
     save_file(base, out / "model.safetensors")
     (out / "config.json").write_text((folder / "base" / "config.json").read_text())
@@ -84,16 +91,24 @@ def merged_files(folder, out):
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_hold_the_adapters_and_give_them_back(name, kind, tmp_path):
     model, adapter, params, kept = made(name, kind, tmp_path)
-    assert_close(from_hf(merged_files(tmp_path, tmp_path / "merged"), dtype="float32")[1], merge_adapters(kept), 1e-6)
+    assert_close(
+        from_hf(merged_files(tmp_path, tmp_path / "merged"), dtype="float32")[1],
+        merge_adapters(kept),
+        1e-6,
+    )
     found, adapters = from_peft(tmp_path / "adapter", model)
     assert found == dataclasses.replace(adapter, target=("*",))
-    assert_close(merge_adapters(with_adapters(params, adapters, found.scale)), merge_adapters(kept), 1e-6)
+    assert_close(
+        merge_adapters(with_adapters(params, adapters, found.scale)), merge_adapters(kept), 1e-6
+    )
 
 
 def test_patterns_set_a_weight_apart(tmp_path):
     model, adapter, params, kept = made("llama", "lora", tmp_path)
     config = tmp_path / "adapter" / "adapter_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"alpha_pattern": {"self_attn.q_proj": 10.0}}))
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"alpha_pattern": {"self_attn.q_proj": 10.0}})
+    )
     found, adapters = from_peft(tmp_path / "adapter", model)
     got = merge_adapters(with_adapters(params, adapters, found.scale))["layers"]
     layers = dict(kept["layers"])
@@ -110,7 +125,10 @@ def test_what_is_not_honoured_is_refused(tmp_path):
         to_peft(kept, model, folder, adapter)
     with pytest.raises(UsageError, match="no adapter among the parameters"):
         to_peft(params, model, tmp_path / "none", adapter)
-    with pytest.raises(UsageError, match=r"none/adapter_config.json; give a folder with .* adapter_model.safetensors"):
+    with pytest.raises(
+        UsageError,
+        match=r"none/adapter_config.json; give a folder with .* adapter_model.safetensors",
+    ):
         from_peft(tmp_path / "none", model)
     told, arrays = json.loads(config.read_text()), load_file(tensors)
     for change, sentence in (
@@ -126,7 +144,10 @@ def test_what_is_not_honoured_is_refused(tmp_path):
             from_peft(folder, model)
     config.write_text(json.dumps(told))
     for change, sentence in (
-        ({"base_model.model.lm_head.lora_A.weight": np.ones((3, 16))}, "lm_head.lora_A.weight, of no product"),
+        (
+            {"base_model.model.lm_head.lora_A.weight": np.ones((3, 16))},
+            "lm_head.lora_A.weight, of no product",
+        ),
         ({min(arrays): np.full_like(arrays[min(arrays)], np.nan)}, "holds NaN"),
     ):
         save_file(arrays | change, tensors)
@@ -134,7 +155,9 @@ def test_what_is_not_honoured_is_refused(tmp_path):
             from_peft(folder, model)
     save_file({name: x for name, x in arrays.items() if ".layers.1." not in name}, tensors)
     _, adapters = from_peft(folder, model)  # of layer 0 alone: the others are the base's own
-    assert all(not np.asarray(x[1]).any() and np.asarray(x[0]).any() for x in jax.tree.leaves(adapters))
+    assert all(
+        not np.asarray(x[1]).any() and np.asarray(x[0]).any() for x in jax.tree.leaves(adapters)
+    )
     save_file({name: x for name, x in arrays.items() if name != min(arrays)}, tensors)
     with pytest.raises(UsageError, match="is of shape absent"):
         from_peft(folder, model)
@@ -142,7 +165,9 @@ def test_what_is_not_honoured_is_refused(tmp_path):
 
 # PEFT itself, of the extra `peers`: a skip in the slow suite would hide wrong files, so its absence fails.
 @pytest.mark.slow  # 15 s in all
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_peft_agrees_both_ways(name, kind, tmp_path):
@@ -151,7 +176,9 @@ def test_peft_agrees_both_ways(name, kind, tmp_path):
     import transformers
 
     model, _, params, kept = made(name, kind, tmp_path)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", attn_implementation="eager"
+    )
     theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
     with torch.no_grad():
         want = theirs(torch.from_numpy(TOKENS)).logits.numpy()

@@ -27,8 +27,13 @@ def batch_of(microbatches):
     """Rows of several documents, of which not every token counts."""
     rng, shape = np.random.default_rng(0), (4 * microbatches, 6)
     batch = {name: rng.integers(0, 16, shape) for name in ("tokens", "targets")}
-    batch |= {"segments": np.tile([0, 0, 1, 1, 1, 2], (len(batch["tokens"]), 1)), "weights": rng.uniform(size=shape)}
-    return jax.tree.map(jnp.asarray, batch | {"positions": np.tile([0, 1, 0, 1, 2, 0], (shape[0], 1))})
+    batch |= {
+        "segments": np.tile([0, 0, 1, 1, 1, 2], (len(batch["tokens"]), 1)),
+        "weights": rng.uniform(size=shape),
+    }
+    return jax.tree.map(
+        jnp.asarray, batch | {"positions": np.tile([0, 1, 0, 1, 2, 0], (shape[0], 1))}
+    )
 
 
 def mesh_of(sizes):
@@ -79,7 +84,8 @@ MODELS = {
 # 6 s each: a head over all stages has, below, the same losses and draws on a shorter schedule; gathers have the hybrid.
 SLOW = {"a head over all stages", "experts that are gathered", "blocks that are gathered"}
 each_model = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in MODELS]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in MODELS],
 )
 
 
@@ -108,21 +114,31 @@ def test_rows_of_the_vocabulary_lie_on_all_stages(latency, x64):
     schedule = with_vocabulary(one_f_one_b(2, m))
     with use_mesh(mesh_of(dict(stage=2, tensor=2)), AT_REST | {"vocab": ("stage", "tensor")}):
         params = shard(params, axes(config))
-        assert {x.data.shape[0] for x in params["head"].addressable_shards} == {4}  # 16 rows on 4 devices
-        assert {x.data.shape[0] for x in params["layers"]["wq"].addressable_shards} == {1}  # of 2 layers
+        assert {x.data.shape[0] for x in params["head"].addressable_shards} == {
+            4
+        }  # 16 rows on 4 devices
+        assert {x.data.shape[0] for x in params["layers"]["wq"].addressable_shards} == {
+            1
+        }  # of 2 layers
         assert {x.data.shape[0] for x in params["embedding"].addressable_shards} == {4}
-        got = jit(lambda *args: Pipelined(schedule, latency)(stages(config), *args, m))(params, batch, key)
+        got = jit(lambda *args: Pipelined(schedule, latency)(stages(config), *args, m))(
+            params, batch, key
+        )
     assert_close(jax.device_get(got), jax.device_get(want), TOLERANCE)
 
 
-@pytest.mark.parametrize("split_head", [True, pytest.param(False, marks=pytest.mark.slow)])  # 10 s each
+@pytest.mark.parametrize(
+    "split_head", [True, pytest.param(False, marks=pytest.mark.slow)]
+)  # 10 s each
 def test_objectives_and_tuning_are_those_of_one_device(split_head, x64):
     """Moments are of the gradients; 18 symbols leave two rows of the head empty where four devices share it."""
     config = dataclasses.replace(TWO_LAYERS, vocab_size=18, tied=True, z_loss=0.1)
     schedule = with_vocabulary(one_f_one_b(2, 2)) if split_head else zb_h1(2, 2)
     tuning = TuningConfig(freeze=("wq", "w_up"), layer_decay=0.7, ema=0.6)
     objective = ObjectiveConfig(label_smoothing=0.2)
-    one = Trainer(config, OptimizerConfig(warmup_steps=1), 5, accumulate=2, tuning=tuning, objective=objective)
+    one = Trainer(
+        config, OptimizerConfig(warmup_steps=1), 5, accumulate=2, tuning=tuning, objective=objective
+    )
     first, batch = one.init(jax.random.key(0)), batch_of(2)
 
     def stepped(trainer, state):
@@ -133,10 +149,14 @@ def test_objectives_and_tuning_are_those_of_one_device(split_head, x64):
 
     want = stepped(one, first)
     with use_mesh(mesh_of(dict(stage=2, tensor=2)), AT_REST):
-        got = stepped(dataclasses.replace(one, schedule=Pipelined(schedule)), shard(first, one.axes()))
+        got = stepped(
+            dataclasses.replace(one, schedule=Pipelined(schedule)), shard(first, one.axes())
+        )
     assert_close(got[0], want[0], TOLERANCE)
     assert_close(got[1], want[1], 1e-6)  # float32
-    kept, moved = (got[0].params["layers"][name] - first.params["layers"][name] for name in ("wq", "wk"))
+    kept, moved = (
+        got[0].params["layers"][name] - first.params["layers"][name] for name in ("wq", "wk")
+    )
     assert not kept.any() and moved.any()
 
 
@@ -173,13 +193,23 @@ def test_a_ring_within_a_stage_is_refused():
     config = dataclasses.replace(tiny.LLAMA, context="ring")
     params = tiny.params_of(config)
     batch = {name: x for name, x in batch_of(2).items() if name in ("tokens", "targets")}
-    with use_mesh(mesh_of(dict(stage=2, context=2))), pytest.raises(UsageError, match="take context=gather"):
-        jax.eval_shape(lambda *args: Pipelined(zb_h1(2, 2))(stages(config), *args, None, 2), params, batch)
+    with (
+        use_mesh(mesh_of(dict(stage=2, context=2))),
+        pytest.raises(UsageError, match="take context=gather"),
+    ):
+        jax.eval_shape(
+            lambda *args: Pipelined(zb_h1(2, 2))(stages(config), *args, None, 2), params, batch
+        )
 
 
 def test_a_recurrence_over_a_split_sequence_is_refused():
     config = dataclasses.replace(tiny.LLAMA, mixer="gla")
     params = tiny.params_of(config)
     batch = {name: x for name, x in batch_of(2).items() if name in ("tokens", "targets")}
-    with use_mesh(mesh_of(dict(stage=2, context=2))), pytest.raises(UsageError, match=r"take mesh\.context=1"):
-        jax.eval_shape(lambda *args: Pipelined(zb_h1(2, 2))(stages(config), *args, None, 2), params, batch)
+    with (
+        use_mesh(mesh_of(dict(stage=2, context=2))),
+        pytest.raises(UsageError, match=r"take mesh\.context=1"),
+    ):
+        jax.eval_shape(
+            lambda *args: Pipelined(zb_h1(2, 2))(stages(config), *args, None, 2), params, batch
+        )

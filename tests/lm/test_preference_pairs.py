@@ -10,7 +10,10 @@ from jaxpar.lm.data import Pairs, sweep_pairs
 from jaxpar.nn.attention.context import padded
 from jaxpar.types import UsageError
 
-LINES = [{"prompt": f"{i}?", "chosen": "yes" + "!" * (i % 3), "rejected": "no" * (1 + i % 2)} for i in range(30)]
+LINES = [
+    {"prompt": f"{i}?", "chosen": "yes" + "!" * (i % 3), "rejected": "no" * (1 + i % 2)}
+    for i in range(30)
+]
 
 
 def opened(tmp_path, lines=LINES, **changes):
@@ -22,7 +25,9 @@ def opened(tmp_path, lines=LINES, **changes):
 
 def texts(batch, row, prefix):
     """The prompt and the completion of a row."""
-    tokens, targets, weights = (batch[f"{prefix}{name}"][row] for name in ("tokens", "targets", "weights"))
+    tokens, targets, weights = (
+        batch[f"{prefix}{name}"][row] for name in ("tokens", "targets", "weights")
+    )
     whole = bytes([tokens[0], *targets[: int(np.flatnonzero(weights)[-1]) + 1]]).decode()
     counted = bytes(targets[weights == 1].tolist()).decode()
     assert whole.endswith(counted) and not tokens[len(whole) - 1 + 1 :].any()
@@ -40,7 +45,12 @@ def test_each_pair_comes_once_an_epoch_and_lies_on_one_side(tmp_path, split):
     corpus, sides = opened(tmp_path, split=split), []
     for tokens in (corpus.train, corpus.validation):
         pairs = Pairs(tokens, 8, 4, 0)
-        swept = [pair(batch, row) for batch in sweep_pairs(pairs) for row in range(4) if batch["weights"][row].any()]
+        swept = [
+            pair(batch, row)
+            for batch in sweep_pairs(pairs)
+            for row in range(4)
+            if batch["weights"][row].any()
+        ]
         drawn = [pair(pairs(step), row) for step in range(pairs.num_windows) for row in range(4)]
         sides.append(swept)
         for epoch in range(4):
@@ -71,7 +81,10 @@ GOOD = {"prompt": "a", "chosen": "b", "rejected": "c"}
         (GOOD | {"rejected": 3}, "has rejected=3"),
         ({"prompt": "a", "completion": "b"}, "has chosen=None"),
         (GOOD | {"rejected": "b"}, "rejects what it chooses, 'b'"),
-        ({"prompt": "", "chosen": "b", "rejected": "cc"}, "has a completion without a token behind another"),
+        (
+            {"prompt": "", "chosen": "b", "rejected": "cc"},
+            "has a completion without a token behind another",
+        ),
     ],
 )
 def test_a_broken_line_is_named(tmp_path, line, sentence):
@@ -81,5 +94,7 @@ def test_a_broken_line_is_named(tmp_path, line, sentence):
 
 def test_a_pair_that_is_too_long_is_named(tmp_path):
     lines = [*LINES[:19], GOOD | {"chosen": "b" * 20}, *LINES[19:]]
-    with pytest.raises(UsageError, match="pair 20 of its split has 21 tokens .* data.seq_len=8; give at least 20"):
+    with pytest.raises(
+        UsageError, match="pair 20 of its split has 21 tokens .* data.seq_len=8; give at least 20"
+    ):
         Pairs(opened(tmp_path, lines, split="tail:0.3").train, 8, 4, 0)(0)

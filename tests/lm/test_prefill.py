@@ -46,15 +46,20 @@ def test_prompts_equal_one_token_after_the_other(name, queries, monkeypatch):
     monkeypatch.setattr(kernels, "QUERIES", queries)
     config = MODELS[name]
     params = tiny.params_of(config)
-    logits, cache = jit(prefill, static_argnums=(3, 4))(params, TOKENS[:, :T], LENGTHS, config, SLOTS)
+    logits, cache = jit(prefill, static_argnums=(3, 4))(
+        params, TOKENS[:, :T], LENGTHS, config, SLOTS
+    )
     assert logits.shape == (4, tiny.VOCAB)
     assert {x.shape[0] for x in jax.tree.leaves(cache)} == {4}
     for row, (want, state) in enumerate(by_tokens(config, params)):
         assert_close(logits[row], want, EXACT_MATHS["float32"])
         got = jax.tree.map(lambda x, row=row: x[row], cache)
-        if config.mixer == "attention":  # what lies beyond the prompt is overwritten before it is seen
+        if (
+            config.mixer == "attention"
+        ):  # what lies beyond the prompt is overwritten before it is seen
             got, state = (
-                jax.tree.map(lambda x, n=LENGTHS[row]: x[:, :n] if x.ndim == 3 else x, tree) for tree in (got, state)
+                jax.tree.map(lambda x, n=LENGTHS[row]: x[:, :n] if x.ndim == 3 else x, tree)
+                for tree in (got, state)
             )
         assert_close(got, state, EXACT_MATHS["float32"])
 
@@ -65,23 +70,33 @@ def test_a_prompt_longer_than_a_block_goes_on_as_the_whole_model_would():
     prompt = np.random.default_rng(1).integers(0, 512, (2, length))
     sampling = Sampling(new, temperature=0.0)
     tokens, *_ = jit(generate, static_argnums=(3, 4))(
-        jax.random.key(0), params, prompt, config, sampling, prompt_lengths=np.array([length, length - 30])
+        jax.random.key(0),
+        params,
+        prompt,
+        config,
+        sampling,
+        prompt_lengths=np.array([length, length - 30]),
     )
     want = np.asarray(tiny.logits(params, tokens, config)).argmax(-1)
     for row, first in enumerate((length, length - 30)):
-        np.testing.assert_array_equal(tokens[row, first : first + new], want[row, first - 1 : first + new - 1])
+        np.testing.assert_array_equal(
+            tokens[row, first : first + new], want[row, first - 1 : first + new - 1]
+        )
 
 
 @pytest.mark.parametrize(("name", "slots"), [("llama", 12), ("gpt2", 20)])
 def test_prompts_that_have_no_room_are_refused(name, slots):
     tokens = np.zeros((1, 13), np.int32)
     with pytest.raises(
-        UsageError, match="prompts of 13 tokens are over the 12 that the cache and learned positions have"
+        UsageError,
+        match="prompts of 13 tokens are over the 12 that the cache and learned positions have",
     ):
         prefill(tiny.params_of(MODELS[name]), tokens, np.array([13]), MODELS[name], slots)
 
 
-@pytest.mark.parametrize("spec", [MeshSpec(data=2, context=2, tensor=2), MeshSpec(data=2, fsdp=2, tensor=2)])
+@pytest.mark.parametrize(
+    "spec", [MeshSpec(data=2, context=2, tensor=2), MeshSpec(data=2, fsdp=2, tensor=2)]
+)
 def test_prompts_of_any_length_on_a_mesh(spec, monkeypatch):
     monkeypatch.setattr(kernels, "QUERIES", 3)
     config = dataclasses.replace(MODELS["llama"], num_kv_heads=4)
@@ -98,14 +113,20 @@ def test_prompts_of_any_length_on_a_mesh(spec, monkeypatch):
 
 def traced(config, length, rows=1, **kinds):
     """The jaxpr of a prefill, and its arguments."""
-    args = abstract(config, config.dtype), jax.ShapeDtypeStruct((rows, length), np.int32), jnp.full((rows,), length)
+    args = (
+        abstract(config, config.dtype),
+        jax.ShapeDtypeStruct((rows, length), np.int32),
+        jnp.full((rows,), length),
+    )
     return jax.make_jaxpr(lambda *args: prefill(*args, config, length + 8))(*args).jaxpr, args
 
 
 def equations(jaxpr):
     for eqn in jaxpr.eqns:
         yield eqn
-        for part in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: isinstance(x, core.Jaxpr)):
+        for part in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda x: isinstance(x, core.Jaxpr)
+        ):
             inner = getattr(part, "jaxpr", part)
             if isinstance(inner, core.Jaxpr):
                 yield from equations(inner)
@@ -114,13 +135,25 @@ def equations(jaxpr):
 def test_nothing_is_as_large_as_scores_of_all_pairs_or_logits_of_all_places():
     length = 4096
     jaxpr, args = traced(LONG, length)
-    sizes = [var.aval.size for eqn in equations(jaxpr) for var in eqn.outvars if hasattr(var.aval, "size")]
+    sizes = [
+        var.aval.size
+        for eqn in equations(jaxpr)
+        for var in eqn.outvars
+        if hasattr(var.aval, "size")
+    ]
     assert max(sizes) == LONG.num_heads * kernels.QUERIES * length  # the scores of a block
     assert jaxpr.outvars[0].aval.shape == (1, LONG.vocab_size)
-    shapes = {var.aval.shape for eqn in equations(jaxpr) for var in eqn.outvars if hasattr(var.aval, "shape")}
+    shapes = {
+        var.aval.shape
+        for eqn in equations(jaxpr)
+        for var in eqn.outvars
+        if hasattr(var.aval, "shape")
+    }
     assert not [shape for shape in shapes if length in shape and LONG.vocab_size in shape]
     program = jit(lambda *args: prefill(*args, LONG, length + 8)).lower(*args).compile()
-    assert program.memory_analysis().temp_size_in_bytes < LONG.num_heads * length**2 * 4 / 5  # a few blocks
+    assert (
+        program.memory_analysis().temp_size_in_bytes < LONG.num_heads * length**2 * 4 / 5
+    )  # a few blocks
 
 
 # ---------------------------------------------------------------- kernels

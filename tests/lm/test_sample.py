@@ -72,7 +72,9 @@ def slow_generate(key, name, prompt, lengths, sampling):
                 tokens.append(int(np.argmax(logits)))
             else:
                 allowed = slow_filter(logits, sampling)
-                logits = np.where(np.isin(np.arange(VOCAB), list(allowed)), logits / sampling.temperature, -np.inf)
+                logits = np.where(
+                    np.isin(np.arange(VOCAB), list(allowed)), logits / sampling.temperature, -np.inf
+                )
                 tokens.append(int(draw(key, jnp.int32(len(tokens)), np.float32(logits))))
             if tokens[-1] == sampling.stop_token:
                 break
@@ -100,7 +102,9 @@ def prompts(rows=4):
 )
 def test_generate_equals_teacher_forcing(name, sampling):
     key, prompt, lengths = jax.random.key(7), prompts(), np.array([PROMPT, 1, 3, 4])
-    tokens, ends, *_ = sampled(key, params_of(name), prompt, MODELS[name], sampling, prompt_lengths=lengths)
+    tokens, ends, *_ = sampled(
+        key, params_of(name), prompt, MODELS[name], sampling, prompt_lengths=lengths
+    )
     want, want_ends = slow_generate(key, name, prompt, lengths, sampling)
     np.testing.assert_array_equal(tokens, want)
     np.testing.assert_array_equal(ends, want_ends)
@@ -127,11 +131,15 @@ def test_stop_token_ends_a_row_and_no_other(name):
     free, _ = slow_generate(key, name, prompt, lengths, Sampling(NEW))
     stop = int(free[0, PROMPT + 2])  # row 0 draws it at its third step at the latest
     sampling = Sampling(NEW, stop_token=stop)
-    tokens, ends, *_ = sampled(key, params_of(name), prompt, MODELS[name], sampling, prompt_lengths=lengths)
+    tokens, ends, *_ = sampled(
+        key, params_of(name), prompt, MODELS[name], sampling, prompt_lengths=lengths
+    )
     want, want_ends = slow_generate(key, name, prompt, lengths, sampling)
     np.testing.assert_array_equal(tokens, want)
     np.testing.assert_array_equal(ends, want_ends)
-    assert ends[0] <= PROMPT + 3 and max(ends - lengths) > ends[0] - lengths[0], "rows should end at different steps"
+    assert ends[0] <= PROMPT + 3 and max(ends - lengths) > ends[0] - lengths[0], (
+        "rows should end at different steps"
+    )
     assert (np.asarray(tokens)[np.arange(PROMPT + NEW) >= np.asarray(ends)[:, None]] == 0).all()
 
 
@@ -162,7 +170,9 @@ def test_cache_rows_may_stand_at_different_places():
     config, params = MODELS["llama"], params_of("llama")
     tokens = np.random.default_rng(4).integers(0, VOCAB, (2, 12))
     _, cache = tiny.extended(params, tokens[:, :6], empty_cache(config, 2, 12), config)
-    rest = np.stack([tokens[0, 6:9], tokens[1, 3:6][::-1]])  # row 1 goes back to place 3 and on with other tokens
+    rest = np.stack(
+        [tokens[0, 6:9], tokens[1, 3:6][::-1]]
+    )  # row 1 goes back to place 3 and on with other tokens
     cache = cache.replace(seen=jnp.array([6, 3], jnp.int32))
     logits, _ = tiny.extended(params, rest, cache, config)
     went = np.stack([tokens[0, :9], np.r_[tokens[1, :3], rest[1], 0, 0, 0]])
@@ -173,41 +183,65 @@ def test_cache_rows_may_stand_at_different_places():
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(1), pytest.param(Sampling(1, top_k=4), marks=pytest.mark.slow), Sampling(1, 2.0, 8, 0.8)],
+    [
+        Sampling(1),
+        pytest.param(Sampling(1, top_k=4), marks=pytest.mark.slow),
+        Sampling(1, 2.0, 8, 0.8),
+    ],
     ids=["all", "top-k", "together"],
 )
 def test_frequencies_are_the_probabilities(sampling):
     rows = 5000
     prompt = np.broadcast_to(prompts(1), (rows, PROMPT))
     tokens, *_ = sampled(
-        jax.random.key(11), params_of("llama"), prompt, MODELS["llama"], sampling, seeds=np.arange(rows)
+        jax.random.key(11),
+        params_of("llama"),
+        prompt,
+        MODELS["llama"],
+        sampling,
+        seeds=np.arange(rows),
     )
     counts = np.bincount(np.asarray(tokens)[:, PROMPT], minlength=VOCAB)
     allowed = slow_filter(whole_forward("llama", prompt[:1])[0, -1], sampling)
     probabilities = np.array([allowed.get(v, 0.0) for v in range(VOCAB)])
     assert (counts[probabilities == 0] == 0).all()
     drawn = probabilities > 0
-    deviation = (counts - rows * probabilities)[drawn] / np.sqrt(rows * probabilities * (1 - probabilities))[drawn]
+    deviation = (counts - rows * probabilities)[drawn] / np.sqrt(
+        rows * probabilities * (1 - probabilities)
+    )[drawn]
     assert np.abs(deviation).max() < 5.5
-    square = (deviation**2 * (1 - probabilities[drawn])).sum()  # chi-squared with this many degrees of freedom:
+    square = (
+        deviation**2 * (1 - probabilities[drawn])
+    ).sum()  # chi-squared with this many degrees of freedom:
     freedom = drawn.sum() - 1
     assert square < freedom + 5 * np.sqrt(2 * freedom) + 10
     assert freedom >= 3
 
 
-@pytest.mark.parametrize(("sizes", "num_samples"), [((2, 2, 2), 1), ((2, 1, 4), 2)], ids=["weights split", "samples"])
+@pytest.mark.parametrize(
+    ("sizes", "num_samples"), [((2, 2, 2), 1), ((2, 1, 4), 2)], ids=["weights split", "samples"]
+)
 def test_sharded_generate_equals_one_device(sizes, num_samples):
     config, params, prompt = MODELS["llama"], params_of("llama"), prompts()
-    static, lengths = (config, Sampling(NEW, temperature=1.5, top_k=3)), {"prompt_lengths": np.array([5, 1, 3, 4])}
+    static, lengths = (
+        (config, Sampling(NEW, temperature=1.5, top_k=3)),
+        {"prompt_lengths": np.array([5, 1, 3, 4])},
+    )
     samples = {"num_samples": num_samples} if num_samples > 1 else {}
     want = sampled(jax.random.key(7), params, prompt, *static, **lengths, **samples)
     with use_mesh(make_mesh(MeshSpec(*sizes), jax.devices())):
-        args = jax.random.key(7), shard(params, axes(config)), place_rows(lambda rows: prompt[rows], len(prompt))
+        args = (
+            jax.random.key(7),
+            shard(params, axes(config)),
+            place_rows(lambda rows: prompt[rows], len(prompt)),
+        )
         program = sampled.lower(*args, *static, **lengths, **samples).compile()
         got = program(*args, **lengths)
     jax.tree.map(np.testing.assert_array_equal, got[:2], want[:2])
     assert_close(got.log_probs, want.log_probs, EXACT_MATHS["float32"])
-    if sizes[1] == 1:  # no weight is split; keys and values, new ones and the cache's, have four axes and more
+    if (
+        sizes[1] == 1
+    ):  # no weight is split; keys and values, new ones and the cache's, have four axes and more
         gathered = re.findall(r"= f32\[([\d,]*)\][^=]* all-gather", program.as_text())
         assert gathered and not [shape for shape in gathered if shape.count(",") > 2], gathered
 
@@ -222,12 +256,16 @@ def test_sharded_cache_equals_one_device_float64(x64):
 
     want = jit(run)(params, tokens)
     with use_mesh(make_mesh(MeshSpec(2, 2, 2), jax.devices())):
-        logits, cache = jit(run)(shard(params, axes(config)), place_rows(lambda rows: tokens[rows], 4))
+        logits, cache = jit(run)(
+            shard(params, axes(config)), place_rows(lambda rows: tokens[rows], 4)
+        )
         keys = cache.layers[0].keys
         assert keys.sharding.shard_shape(keys.shape) == (1, 2, 8, 4)
     assert_close((logits, cache), want, EXACT_MATHS["float64"])
 
 
 def test_mistakes_are_told():
-    with pytest.raises(UsageError, match="5 prompt and 8 new tokens are over the model's 12 positions"):
+    with pytest.raises(
+        UsageError, match="5 prompt and 8 new tokens are over the model's 12 positions"
+    ):
         generate(jax.random.key(0), params_of("gpt2"), prompts(), MODELS["gpt2"], Sampling(8))

@@ -14,7 +14,16 @@ from fast import jit, noisy_params
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, apply, axes, loss
 from jaxpar.lm.transfers import context_bytes, declared_transfers
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, shard, use_mesh
-from jaxpar.nn.attention.context import MOVES, ORDERS, Order, Sizes, choose_move, in_order, move_for, padded
+from jaxpar.nn.attention.context import (
+    MOVES,
+    ORDERS,
+    Order,
+    Sizes,
+    choose_move,
+    in_order,
+    move_for,
+    padded,
+)
 from jaxpar.transfers import SMALL, sum_by_axis
 from jaxpar.types import UsageError
 from jaxpar.verify import found_transfers
@@ -24,7 +33,14 @@ MODEL = LMConfig(
     vocab_size=VOCAB, num_layers=2, embed_dim=16, num_heads=8, num_kv_heads=4, head_dim=2, mlp_dim=16, dtype="float32",
     loss_chunk=12, init_std=0.2,
 )  # fmt: skip
-FACTORS = [(1, 8, 1), (2, 4, 1), (1, 4, 2), (2, 2, 2), (4, 2, 1), (1, 2, 4)]  # (data, context, tensor)
+FACTORS = [
+    (1, 8, 1),
+    (2, 4, 1),
+    (1, 4, 2),
+    (2, 2, 2),
+    (4, 2, 1),
+    (1, 2, 4),
+]  # (data, context, tensor)
 KINDS = ["rows", "packed", "restarting"]
 # Every move, and the orders, factorisations and kinds of rows that a model has, once at least. Attention itself is
 # covered by moves, orders and factorisations in tests/context/test_context.py.
@@ -37,13 +53,18 @@ PAIRS = [
     ("swap", "contiguous", (1, 8, 1), "restarting"),
     ("swap_ring", "zigzag", (2, 4, 1), "rows"),
 ]
-FULL = [(*case, KINDS[(n + n // 6) % 3]) for n, case in enumerate(itertools.product(MOVES, ORDERS, FACTORS))]
+FULL = [
+    (*case, KINDS[(n + n // 6) % 3])
+    for n, case in enumerate(itertools.product(MOVES, ORDERS, FACTORS))
+]
 LONG = 208  # a size that nothing else has: one of four devices holds 52 tokens
 
 
 def model_of(move, order="auto", dtype="float32", **changes):
     heads = {"num_kv_heads": 8} if move == "swap" else {}  # which exchanges whole key heads
-    return dataclasses.replace(MODEL, context=move, context_order=order, dtype=dtype, **heads | changes)
+    return dataclasses.replace(
+        MODEL, context=move, context_order=order, dtype=dtype, **heads | changes
+    )
 
 
 def batch_of(kind="rows", length=LENGTH):
@@ -73,7 +94,9 @@ def params_of(heads, dtype):
 
 def split(batch, model):
     """The batch as its devices hold it."""
-    batch = in_order(batch, model.order(batch["tokens"].shape[1]), jax.sharding.get_mesh().shape["context"])
+    batch = in_order(
+        batch, model.order(batch["tokens"].shape[1]), jax.sharding.get_mesh().shape["context"]
+    )
     return shard(batch, {name: ("batch", "seq_layer") for name in batch})
 
 
@@ -90,15 +113,23 @@ def program_alone(heads, dtype):
 def alone(heads, kind, dtype, length=LENGTH):
     """By one program of rows of every kind, in which each is one document if nothing else is said."""
     shape = ROWS, length
-    whole = {"segments": np.zeros(shape, np.int32), "positions": np.tile(np.arange(length, dtype=np.int32), (ROWS, 1))}
-    return jax.device_get(program_alone(heads, dtype)(params_of(heads, dtype), whole | batch_of(kind, length)))
+    whole = {
+        "segments": np.zeros(shape, np.int32),
+        "positions": np.tile(np.arange(length, dtype=np.int32), (ROWS, 1)),
+    }
+    return jax.device_get(
+        program_alone(heads, dtype)(params_of(heads, dtype), whole | batch_of(kind, length))
+    )
 
 
 def assert_equals_one_device(move, order, sizes, kind, dtype, tolerance, length=LENGTH):
     """Returns the compiled program, and its parameters as they lie on the devices."""
     model, (data, context, tensor) = model_of(move, order, dtype), sizes
     with use_mesh(make_mesh(MeshSpec(data=data, context=context, tensor=tensor))):
-        args = shard(params_of(model.num_kv_heads, dtype), axes(model)), split(batch_of(kind, length), model)
+        args = (
+            shard(params_of(model.num_kv_heads, dtype), axes(model)),
+            split(batch_of(kind, length), model),
+        )
         program = jit(gradients(model)).lower(*args).compile()
         got = jax.device_get(program(*args))
     assert_alike(got, alone(model.num_kv_heads, kind, dtype, length), tolerance)
@@ -107,7 +138,11 @@ def assert_equals_one_device(move, order, sizes, kind, dtype, tolerance, length=
 
 def assert_alike(got, want, tolerance):
     """The largest error of each leaf relative to its largest entry: only the order of sums differs."""
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * np.abs(y).max()), got, want)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * np.abs(y).max()),
+        got,
+        want,
+    )
 
 
 def name_of(value):
@@ -119,7 +154,9 @@ def test_loss_and_gradients_equal_one_device(move, order, sizes, kind, x64):
     assert_equals_one_device(move, order, sizes, kind, "float64", 1e-10)
 
 
-@pytest.mark.parametrize("kind", ["packed", pytest.param("rows", marks=pytest.mark.slow)])  # 4 s each
+@pytest.mark.parametrize(
+    "kind", ["packed", pytest.param("rows", marks=pytest.mark.slow)]
+)  # 4 s each
 def test_an_odd_length_is_padded_and_equals_one_device_without(kind, x64):
     model, length = model_of("ring", "zigzag", "float64"), LENGTH - 3
     batch = batch_of(kind, length)
@@ -129,7 +166,9 @@ def test_an_odd_length_is_padded_and_equals_one_device_without(kind, x64):
     assert_alike(got, alone(4, kind, "float64", length), 1e-10)
     del batch["weights"]
     assert padded(batch, LENGTH)["weights"].sum() == ROWS * length
-    with pytest.raises(UsageError, match="rows of 29 tokens cannot be padded to 28; the smallest length is 29"):
+    with pytest.raises(
+        UsageError, match="rows of 29 tokens cannot be padded to 28; the smallest length is 29"
+    ):
         padded(batch, length - 1)
 
 
@@ -145,21 +184,32 @@ def assert_no_whole_sequence(text):
 def whole_shapes(text):
     """What has all tokens of a row or of several, or four devices' pieces of 52."""
     of_all = {LONG, 2 * LONG, 4 * LONG}
-    return {shape for shape in shapes_of(text) if of_all & set(shape) or (shape[0], *shape[2:3]) == (4, 52)}
+    return {
+        shape
+        for shape in shapes_of(text)
+        if of_all & set(shape) or (shape[0], *shape[2:3]) == (4, 52)
+    }
 
 
 # As packed rows, whose training steps are compiled below, and as attention alone.
-BY_TABLE = ["ring", *(pytest.param(move, marks=pytest.mark.slow) for move in ("two_way", "token_ring"))]  # 2 s each
+BY_TABLE = [
+    "ring",
+    *(pytest.param(move, marks=pytest.mark.slow) for move in ("two_way", "token_ring")),
+]  # 2 s each
 
 
 @pytest.mark.parametrize("move", BY_TABLE)
 def test_float32_equals_one_device_and_no_buffer_has_a_whole_sequence(move):
-    program, params = assert_equals_one_device(move, "zigzag", (2, 4, 1), "rows", "float32", 1e-5, LONG)
+    program, params = assert_equals_one_device(
+        move, "zigzag", (2, 4, 1), "rows", "float32", 1e-5, LONG
+    )
     assert_no_whole_sequence(program.as_text())
     # Tokens in another order than is promised by giving their places make a loss that no trainer takes.
     with use_mesh(make_mesh(MeshSpec(data=2, context=4))):
         value, grads = program(params, split(batch_of("rows", LONG), model_of(move, "striped")))
-    assert np.isnan(value) and all(np.isnan(x).any() for x in jax.tree.leaves(jax.device_get(grads["layers"])))
+    assert np.isnan(value) and all(
+        np.isnan(x).any() for x in jax.tree.leaves(jax.device_get(grads["layers"]))
+    )
 
 
 @pytest.mark.slow  # 4 minutes
@@ -175,10 +225,18 @@ def test_every_combination_equals_one_device(move, order, sizes, kind, dtype, to
     [
         {"remat": "full", "context": "two_way"},
         # Evaluation drops nothing.
-        {"remat": "names", "positions": "learned", "dropout": 0.3, "context": "ring", "context_order": "striped"},
+        {
+            "remat": "names",
+            "positions": "learned",
+            "dropout": 0.3,
+            "context": "ring",
+            "context_order": "striped",
+        },
         {"dropout": 0.3},  # which gathers the sequence
         # 5 s each. Blockwise layers over a split sequence are in tests/nn/test_blockwise.py, too.
-        pytest.param({"remat": "full", "scan_layers": False, "context": "two_way"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"remat": "full", "scan_layers": False, "context": "two_way"}, marks=pytest.mark.slow
+        ),
         pytest.param({"remat": "blockwise", "context": "token_ring"}, marks=pytest.mark.slow),
     ],
     ids=lambda changes: "-".join(map(str, changes.values())),
@@ -196,7 +254,9 @@ def test_whatever_else_a_model_is_it_equals_one_device(changes, x64):
 
 
 def trained_model(move, remat):
-    return model_of(move, "zigzag", remat=remat, **({"num_kv_heads": 2} if move == "swap_ring" else {}))
+    return model_of(
+        move, "zigzag", remat=remat, **({"num_kv_heads": 2} if move == "swap_ring" else {})
+    )
 
 
 def declared_of(move, remat):
@@ -226,12 +286,19 @@ def assert_declared(found, declared, move, remat):
 def training_step(move, remat):
     """A compiled step of training, its mesh, what is declared for it, and what its attention sends by direction."""
     model = trained_model(move, remat)
-    trainer, mesh = Trainer(model, OptimizerConfig(warmup_steps=1), 10), make_mesh(MeshSpec(data=2, context=4))
+    trainer, mesh = (
+        Trainer(model, OptimizerConfig(warmup_steps=1), 10),
+        make_mesh(MeshSpec(data=2, context=4)),
+    )
     with use_mesh(mesh):
         state = jax.eval_shape(trainer.init, jax.random.key(0))
         batch = jax.eval_shape(lambda: in_order(batch_of("packed", LONG), model.order(LONG), 4))
-        shardings = named_shardings((state, batch), (trainer.axes(), {name: ("batch", "seq_layer") for name in batch}))
-        step = jit(trainer.step, in_shardings=(None, *shardings), out_shardings=(shardings[0], None))
+        shardings = named_shardings(
+            (state, batch), (trainer.axes(), {name: ("batch", "seq_layer") for name in batch})
+        )
+        step = jit(
+            trainer.step, in_shardings=(None, *shardings), out_shardings=(shardings[0], None)
+        )
         text = step.lower(jax.random.key(0), state, batch).compile().as_text()
         return text, mesh, declared_transfers(model, ROWS, LONG), context_bytes(model, ROWS, LONG)
 
@@ -244,7 +311,10 @@ def test_no_buffer_of_a_training_step_on_packed_rows_has_a_whole_sequence(move):
 def test_a_training_step_by_gather_has_keys_alone_of_a_whole_sequence():
     """Keys, values and the sums of their gradients, a piece a device, and numbers of documents."""
     shapes = whole_shapes(training_step("gather", "full")[0])
-    assert move_for("gather", 4).holds == ("keys", "sums") and shapes == {(4, 2, 52, 4, 2), (4, 2, 52)}
+    assert move_for("gather", 4).holds == ("keys", "sums") and shapes == {
+        (4, 2, 52, 4, 2),
+        (4, 2, 52),
+    }
 
 
 def test_a_training_step_by_swap_has_a_share_of_the_heads_of_a_whole_sequence():
@@ -271,12 +341,16 @@ def test_a_training_step_sends_what_its_table_says(move, remat):
     shares, again, layers = 4, 2 if remat == "full" else 1, MODEL.num_layers
     table = move_for(move, shares, 2 if move == "swap_ring" else 1)
     groups = 2 if move == "swap_ring" else model_of(move).num_kv_heads
-    sizes = Sizes(ROWS // 2, LONG // shares, 8, groups, 2, 4, places=1)  # of a promised order documents alone
+    sizes = Sizes(
+        ROWS // 2, LONG // shares, 8, groups, 2, 4, places=1
+    )  # of a promised order documents alone
     forward, backward = (table.bytes(sizes, is_back) for is_back in (False, True))
     assert by_link == {link: layers * (again * forward[link] + backward[link]) for link in forward}
     # The table leaves out of a collective of all what a device has already; a program's arrays are whole.
     whole = {"up": 1, "down": 1, "all": table.members / (table.members - 1)}
-    sent = sum(layers * (again * forward[link] + backward[link]) * times for link, times in whole.items())
+    sent = sum(
+        layers * (again * forward[link] + backward[link]) * times for link, times in whole.items()
+    )
     assert sum(t.bytes for t in declared if "of attention" in t.why) == pytest.approx(sent)
 
 
@@ -286,7 +360,9 @@ def test_the_move_that_loads_a_link_least_is_taken():
 
     assert taken(32, 8, 4) == "swap"  # (N-1)/N as much as all it exchanges
     assert taken(32, 8, 16) == "swap_ring"  # too few key heads to exchange with all
-    assert taken(5, 5, 4) == "token_ring"  # as many keys as queries: these and their results go different ways
+    assert (
+        taken(5, 5, 4) == "token_ring"
+    )  # as many keys as queries: these and their results go different ways
     assert taken(32, 1, 2) == "two_way"
 
 
@@ -331,7 +407,9 @@ def masked(model):
     tokens = batch_of()["tokens"]
     with use_mesh(make_mesh(MeshSpec(data=2, context=4))):
         seen = np.ones((ROWS, LENGTH, LENGTH), bool)
-        jax.eval_shape(lambda params: apply(params, tokens, model, visible=seen), noisy_params(model))
+        jax.eval_shape(
+            lambda params: apply(params, tokens, model, visible=seen), noisy_params(model)
+        )
 
 
 @pytest.mark.parametrize(
@@ -341,16 +419,32 @@ def masked(model):
             lambda: dataclasses.replace(MODEL, context="tree"),
             "legal are auto, gather, ring, two_way, token_ring, swap, swap_ring",
         ),
-        (lambda: dataclasses.replace(MODEL, context_order="spiral"), "legal are auto, contiguous, zigzag, striped"),
-        (lambda: dataclasses.replace(MODEL, mixer="gru", context_order="zigzag"), "take .*context_order=contiguous"),
-        (lambda: dataclasses.replace(MODEL, mixer="gru", context="ring"), "mixer=gru reads tokens in turn"),
-        (lambda: apply_to(batch_of(), dataclasses.replace(MODEL, context="swap", num_kv_heads=2)), "2 key heads"),
+        (
+            lambda: dataclasses.replace(MODEL, context_order="spiral"),
+            "legal are auto, contiguous, zigzag, striped",
+        ),
+        (
+            lambda: dataclasses.replace(MODEL, mixer="gru", context_order="zigzag"),
+            "take .*context_order=contiguous",
+        ),
+        (
+            lambda: dataclasses.replace(MODEL, mixer="gru", context="ring"),
+            "mixer=gru reads tokens in turn",
+        ),
+        (
+            lambda: apply_to(
+                batch_of(), dataclasses.replace(MODEL, context="swap", num_kv_heads=2)
+            ),
+            "2 key heads",
+        ),
         (
             lambda: apply_to(batch_of(length=36), model_of("ring", "zigzag")),
             "zigzag order of 36 tokens over context=4 needs a multiple of 8; the nearest are 32 and",
         ),
         (
-            lambda: apply_to(batch_of(), model_of("ring", dropout=0.1), dropout_key=jax.random.key(0)),
+            lambda: apply_to(
+                batch_of(), model_of("ring", dropout=0.1), dropout_key=jax.random.key(0)
+            ),
             "attention with dropout=0.1 on its weights needs whole rows, .* context=ring in a contiguous order",
         ),
         (

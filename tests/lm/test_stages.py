@@ -34,7 +34,10 @@ def batch(packed=False):
     rng = np.random.default_rng(0)
     out = {"tokens": rng.integers(0, 16, (4, 6)), "targets": rng.integers(0, 16, (4, 6))}
     if packed:
-        out |= {"segments": np.array([[0, 0, 1, 1, 1, 2]] * 4), "positions": np.array([[0, 1, 0, 1, 2, 0]] * 4)}
+        out |= {
+            "segments": np.array([[0, 0, 1, 1, 1, 2]] * 4),
+            "positions": np.array([[0, 1, 0, 1, 2, 0]] * 4),
+        }
         out |= {"weights": rng.uniform(size=(4, 6))}
     return jax.tree.map(jnp.asarray, out)
 
@@ -45,14 +48,20 @@ def batch(packed=False):
         ("llama", True),
         ("gpt2", False),
         ("aaren", True),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("llama", False), ("gpt2", True), ("aaren", False))),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("llama", False), ("gpt2", True), ("aaren", False))
+        ),
     ],
 )
 def test_stages_one_after_the_other_are_the_model(name, packed, x64):
     config, data = MODELS[name], batch(packed)
     params, model = tiny.params_of(config), stages(config)
     args = params, data, jax.random.key(3), model.total(data), 1.0
-    got, want = (jit(jax.value_and_grad(f, has_aux=True))(*args) for f in (layer_by_layer(model), model.whole))
+    got, want = (
+        jit(jax.value_and_grad(f, has_aux=True))(*args)
+        for f in (layer_by_layer(model), model.whole)
+    )
     assert_close(got, want, TOLERANCE)
     if not config.dropout:
         assert_close(want[0][0], tiny.loss_of(params, data, config), TOLERANCE)
@@ -69,14 +78,19 @@ def test_in_turn_equals_the_whole_batch(count, packed, x64):
 
 
 def test_parts_that_do_not_divide_are_refused():
-    with pytest.raises(UsageError, match="train.accumulate=3 does not divide the batch of 4 rows; nearest is 2"):
+    with pytest.raises(
+        UsageError, match="train.accumulate=3 does not divide the batch of 4 rows; nearest is 2"
+    ):
         parts_of(batch(), 3)
 
 
 def test_parts_draw_apart_and_a_single_part_as_the_batch():
     key = jax.random.key(5)
     assert key_of_part(None, 1, 3) is None
-    data = [jax.random.key_data(key_of_part(key, index, count)) for index, count in ((0, 1), (0, 3), (1, 3), (2, 3))]
+    data = [
+        jax.random.key_data(key_of_part(key, index, count))
+        for index, count in ((0, 1), (0, 3), (1, 3), (2, 3))
+    ]
     np.testing.assert_array_equal(data[0], jax.random.key_data(key))
     assert len({tuple(each.tolist()) for each in data}) == 4
     np.testing.assert_array_equal(data[2], jax.random.key_data(jax.random.fold_in(key, 1)))
@@ -114,7 +128,11 @@ def test_a_layers_loss_is_added_once_however_the_batch_is_cut(monkeypatch, x64):
     (parts, told), sums = run(stages(config), params, data, None, 4)
     assert_close((parts, sums, scalars(told)), (whole, grads, scalars(aux)), TOLERANCE)
     balance = 2 * float(jnp.square(params["embedding"][data["tokens"]]).mean())
-    assert_close((whole, aux.losses["balance"]), (plain(params, data, config)[0] + balance, balance), TOLERANCE)
+    assert_close(
+        (whole, aux.losses["balance"]),
+        (plain(params, data, config)[0] + balance, balance),
+        TOLERANCE,
+    )
 
 
 def _with_balance(plain, params, data, config, *, share, **options):
@@ -132,11 +150,15 @@ def test_z_loss_is_the_mean_square_of_the_log_normaliser(x64):
         logits = apply(params, data["tokens"], config)
         log_norm = jax.nn.logsumexp(logits, -1)
         chosen = jnp.take_along_axis(logits, data["targets"][..., None], -1)[..., 0]
-        return (log_norm - chosen).mean() + 0.1 * jnp.square(log_norm).mean(), 0.1 * jnp.square(log_norm).mean()
+        return (log_norm - chosen).mean() + 0.1 * jnp.square(log_norm).mean(), 0.1 * jnp.square(
+            log_norm
+        ).mean()
 
     for chunk in (8192, 7):
         chunked = dataclasses.replace(config, loss_chunk=chunk)
-        (value, aux), grads = jit(jax.value_and_grad(lambda p, c=chunked: losses(p, data, c), has_aux=True))(params)
+        (value, aux), grads = jit(
+            jax.value_and_grad(lambda p, c=chunked: losses(p, data, c), has_aux=True)
+        )(params)
         (want, z), want_grads = jit(jax.value_and_grad(plain, has_aux=True))(params)
         assert_close((value, grads, aux.metrics["z_loss"].value), (want, want_grads, z), TOLERANCE)
 
@@ -159,7 +181,13 @@ def test_metrics_are_merged_by_their_own_rules():
         want = {"a": total, "mean": 0.5, "sum": 8, "max": 4, "min": 1}
         assert {name: float(x) for name, x in got.items()} == pytest.approx(want)
     two = scalars(both(told[0], told[1]))
-    assert {name: float(x) for name, x in two.items()} == {"a": 5, "mean": 0.5, "sum": 5, "max": 4, "min": 1}
+    assert {name: float(x) for name, x in two.items()} == {
+        "a": 5,
+        "mean": 0.5,
+        "sum": 5,
+        "max": 4,
+        "min": 1,
+    }
     bad = Aux({}, {"max": Max(jnp.array([1.0, np.nan])), "min": Min(jnp.array([np.nan, 1.0]))})
     assert scalars(over_layers(bad)) == {"max": np.inf, "min": -np.inf}
     many = np.ones((100, 64), np.float32)  # along this axis XLA for CPUs leaves NaN out

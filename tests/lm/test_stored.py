@@ -21,15 +21,25 @@ def test_a_part_is_what_was_saved(kind, values, tmp_path):
     found = stored.stored(path)
     assert set(found) == {"before", "x", "after"} and found["x"].shape == saved.shape
     whole = slice(0, 7), slice(0, 4)
-    for index in [(slice(0, 150), *whole), (slice(3, 40), *whole), (slice(3, 40), slice(2, 5), slice(1, 4))]:
-        np.testing.assert_array_equal(found["x"].read(index).astype(np.float64), saved[index].astype(np.float64))
+    for index in [
+        (slice(0, 150), *whole),
+        (slice(3, 40), *whole),
+        (slice(3, 40), slice(2, 5), slice(1, 4)),
+    ]:
+        np.testing.assert_array_equal(
+            found["x"].read(index).astype(np.float64), saved[index].astype(np.float64)
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_no_number_is_told_by_its_bits(kind, bad, values):
     block = values.astype(kind)
-    assert stored.is_finite(block) and stored.is_finite(block.transpose(2, 0, 1)) and stored.is_finite(-block)
+    assert (
+        stored.is_finite(block)
+        and stored.is_finite(block.transpose(2, 0, 1))
+        and stored.is_finite(-block)
+    )
     for place in (0, 149):
         spoiled = block.copy()
         spoiled[place, 3, 2] = bad

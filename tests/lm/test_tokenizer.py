@@ -11,7 +11,11 @@ from tokenizers import decoders, models, processors
 from jaxpar.lm.tokenizer import Bpe, Bytes, load_tokenizer, train_bpe, vocab_size_of
 from jaxpar.types import UsageError
 
-TEXTS = ["the cat sat on the mat\n" * 20, "a naïve façade, 日本語 and 🙂\n" * 5, "def f(x):\n    return x + 1\n" * 9]
+TEXTS = [
+    "the cat sat on the mat\n" * 20,
+    "a naïve façade, 日本語 and 🙂\n" * 5,
+    "def f(x):\n    return x + 1\n" * 9,
+]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +58,12 @@ def test_bytes_of_tokens_are_those_of_the_text(bpe, text):
 def test_bytes_of_tokens_of_sentencepiece_and_of_special_ones():
     pieces = {"<0xE6>": 0, "\u2581a": 1, "b": 2, "<unk>": 3}
     made = tokenizers.Tokenizer(models.BPE(pieces, [], unk_token="<unk>", byte_fallback=True))
-    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    parts = [
+        decoders.Replace("\u2581", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     made.decoder = decoders.Sequence(parts)
     made.add_special_tokens(["<s>"])
     made.add_tokens(["END"])
@@ -80,18 +89,24 @@ def test_save_and_load_keep_identity_whatever_the_formatting(bpe, tmp_path):
     compact = json.dumps(json.loads((tmp_path / "tokenizer.json").read_text()))
     (tmp_path / "tokenizer.json").write_text(compact)
     assert load_tokenizer(tmp_path).identity == bpe.identity
-    assert bpe.identity.startswith("bpe:") and len(bpe.identity) == 4 + len(hashlib.sha256().hexdigest())
+    assert bpe.identity.startswith("bpe:") and len(bpe.identity) == 4 + len(
+        hashlib.sha256().hexdigest()
+    )
 
 
 def test_special_tokens_are_not_added_and_gaps_in_ids_count():
     library = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 7, "<s>": 9}, unk_token="a"))
-    library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 9)])
+    library.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 9)]
+    )
     assert library.encode("b").ids == [9, 7]
     assert Bpe(library).encode("b").tolist() == [7] and Bpe(library).vocab_size == 10
 
 
 def test_load_refuses_what_is_not_a_tokenizer(tmp_path):
-    with pytest.raises(UsageError, match="there is no tokenizer file .*give a tokenizer.json or a folder"):
+    with pytest.raises(
+        UsageError, match="there is no tokenizer file .*give a tokenizer.json or a folder"
+    ):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UsageError, match="is not a tokenizer of the tokenizers library"):
@@ -99,7 +114,22 @@ def test_load_refuses_what_is_not_a_tokenizer(tmp_path):
 
 
 def test_specifications():
-    assert [vocab_size_of(spec) for spec in ("bytes", "bpe:257", "bpe:200000")] == [256, 257, 200_000]
-    for spec in ("", "byte", "bpe", "bpe:", "bpe:256", "bpe:200001", "bpe:1e3", "bpe:-300", "bpe:0300", "bytes:1"):
+    assert [vocab_size_of(spec) for spec in ("bytes", "bpe:257", "bpe:200000")] == [
+        256,
+        257,
+        200_000,
+    ]
+    for spec in (
+        "",
+        "byte",
+        "bpe",
+        "bpe:",
+        "bpe:256",
+        "bpe:200001",
+        "bpe:1e3",
+        "bpe:-300",
+        "bpe:0300",
+        "bytes:1",
+    ):
         with pytest.raises(UsageError, match="'bytes' or 'bpe:N' with N in 257..200000"):
             vocab_size_of(spec)

@@ -20,7 +20,14 @@ from jaxpar.types import UsageError
 ROWS, T, V = 8, 6, 16
 TRAINER = Trainer(
     LMConfig(
-        vocab_size=V, num_layers=2, embed_dim=16, num_heads=2, mlp_dim=24, dtype="float32", init_std=0.2, loss_chunk=16
+        vocab_size=V,
+        num_layers=2,
+        embed_dim=16,
+        num_heads=2,
+        mlp_dim=24,
+        dtype="float32",
+        init_std=0.2,
+        loss_chunk=16,
     ),
     OptimizerConfig(warmup_steps=2, learning_rate=1e-2, eps=1e-6),  # see test_layouts on eps
     num_steps=50,
@@ -30,7 +37,9 @@ TRAINER = Trainer(
 
 def batch_of(seed=0, weights=None):
     tokens = np.random.default_rng(seed).integers(0, V, (ROWS, T + 1), dtype=np.int32)
-    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]} | ({} if weights is None else {"weights": weights})
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]} | (
+        {} if weights is None else {"weights": weights}
+    )
 
 
 @functools.cache
@@ -55,8 +64,12 @@ def test_accumulation_equals_the_whole_batch(start):
 
 def test_accumulation_equals_the_whole_batch_with_unequal_weights(x64, start):
     """Parts that weigh more count more, one that weighs nothing counts nothing."""
-    trainer = dataclasses.replace(TRAINER, model=dataclasses.replace(TRAINER.model, dtype="float64"))
-    state = jax.tree.map(lambda x: np.asarray(x, np.float64 if x.dtype == np.float32 else x.dtype), start)
+    trainer = dataclasses.replace(
+        TRAINER, model=dataclasses.replace(TRAINER.model, dtype="float64")
+    )
+    state = jax.tree.map(
+        lambda x: np.asarray(x, np.float64 if x.dtype == np.float32 else x.dtype), start
+    )
     weights = np.random.default_rng(1).uniform(0, 2, (ROWS, T)) * (np.arange(ROWS) % 4 > 0)[:, None]
     want, _ = step_of(trainer)(jax.random.key(1), state, batch_of(weights=weights))
     for parts in (4, 8):
@@ -74,7 +87,9 @@ def test_each_part_has_a_dropout_key_of_its_own(start, monkeypatch, parts):
     from jaxpar.nn.auxiliary import NOTHING
 
     def drawn(params, batch, model, *, normaliser, share, dropout_key, smoothing):
-        return jax.random.uniform(dropout_key) * batch["weights"].max() + 0 * params["embedding"].sum(), NOTHING
+        return jax.random.uniform(dropout_key) * batch["weights"].max() + 0 * params[
+            "embedding"
+        ].sum(), NOTHING
 
     monkeypatch.setattr(stages, "losses", drawn)
     model = dataclasses.replace(TRAINER.model, dropout=0.1)
@@ -90,7 +105,9 @@ def test_each_part_has_a_dropout_key_of_its_own(start, monkeypatch, parts):
 
 
 def test_parts_that_do_not_divide_are_refused(start):
-    with pytest.raises(UsageError, match="train.accumulate=3 does not divide the batch of 8 rows; nearest is 2"):
+    with pytest.raises(
+        UsageError, match="train.accumulate=3 does not divide the batch of 8 rows; nearest is 2"
+    ):
         dataclasses.replace(TRAINER, accumulate=3).step(jax.random.key(0), start, batch_of())
 
 
@@ -108,15 +125,24 @@ def test_a_bad_step_changes_nothing_and_is_counted(start, value):
     step, good = step_of(TRAINER), batch_of(weights=np.ones((ROWS, T), np.float32))
     state, _ = step(jax.random.key(1), start, good)
     bad, info = step(jax.random.key(2), state, bad_batch(value))
-    jax.tree.map(np.testing.assert_array_equal, (bad.params, bad.opt_state), (state.params, state.opt_state))
+    jax.tree.map(
+        np.testing.assert_array_equal, (bad.params, bad.opt_state), (state.params, state.opt_state)
+    )
     assert not np.isfinite(info["loss"]) and info["skipped"] == info["skipped_in_a_row"] == 1
     assert bad.step == 2 and bad.health.loss_mean == state.health.loss_mean
     after, info = step(jax.random.key(3), bad, good)
     assert info["skipped"] == 1 and info["skipped_in_a_row"] == 0 and np.isfinite(info["loss"])
     # The good step is the one that would have come without the bad one: same schedule, same moments.
     straight, _ = step(jax.random.key(3), state, good)
-    jax.tree.map(np.testing.assert_array_equal, (after.params, after.opt_state), (straight.params, straight.opt_state))
-    assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (after.params, bad.params)), strict=True))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        (after.params, after.opt_state),
+        (straight.params, straight.opt_state),
+    )
+    assert any(
+        (a != b).any()
+        for a, b in zip(*map(jax.tree.leaves, (after.params, bad.params)), strict=True)
+    )
 
 
 def test_a_bad_gradient_of_a_good_loss_is_skipped(start, monkeypatch):
@@ -126,10 +152,14 @@ def test_a_bad_gradient_of_a_good_loss_is_skipped(start, monkeypatch):
 
     def bad(params, *args, **options):
         value, aux = plain(params, *args, **options)
-        return value + jnp.sqrt(0.0 * params["embedding"][0, 0]), aux  # sqrt(x - x) is 0 with gradient nan
+        return value + jnp.sqrt(
+            0.0 * params["embedding"][0, 0]
+        ), aux  # sqrt(x - x) is 0 with gradient nan
 
     monkeypatch.setattr(stages, "losses", bad)
-    state, info = jit(dataclasses.replace(TRAINER, num_steps=51).step)(jax.random.key(1), start, batch_of())
+    state, info = jit(dataclasses.replace(TRAINER, num_steps=51).step)(
+        jax.random.key(1), start, batch_of()
+    )
     assert np.isfinite(info["loss"]) and not np.isfinite(info["grad_norm"]) and info["skipped"] == 1
     jax.tree.map(np.testing.assert_array_equal, state.params, start.params)
 
@@ -141,9 +171,19 @@ def test_an_update_that_is_not_finite_is_not_taken(start):
     state = begun = start.replace(opt_state=optax.tree.set(start.opt_state, mu=large))
     for count in (1, 2, 3):
         assert not TRAINER.done(state)
-        state, info = step_of(TRAINER)(jax.random.key(count), state, batch_of(weights=np.ones((ROWS, T), np.float32)))
-        assert np.isfinite(info["loss"]) and np.isfinite(info["grad_norm"]) and info["skipped"] == count
-    jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt_state), (begun.params, begun.opt_state))
+        state, info = step_of(TRAINER)(
+            jax.random.key(count), state, batch_of(weights=np.ones((ROWS, T), np.float32))
+        )
+        assert (
+            np.isfinite(info["loss"])
+            and np.isfinite(info["grad_norm"])
+            and info["skipped"] == count
+        )
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        (state.params, state.opt_state),
+        (begun.params, begun.opt_state),
+    )
     assert TRAINER.done(state) and state.health.loss_mean == begun.health.loss_mean
 
 
@@ -202,7 +242,11 @@ def test_an_injected_spike_is_found_where_it_is(noise, place):
 @pytest.mark.parametrize("scatter", [0.0, 0.02])
 def test_a_spike_after_any_long_descent_is_found(scatter, place):
     time = np.arange(400)
-    falls = 10 - 7 * np.minimum(time / 100, 1), 2 + 9 / np.sqrt(1 + time), 3 + 7 * np.exp(-time / 20)
+    falls = (
+        10 - 7 * np.minimum(time / 100, 1),
+        2 + 9 / np.sqrt(1 + time),
+        3 + 7 * np.exp(-time / 20),
+    )
     for seed, losses in enumerate(falls):
         losses = losses * (1 + scatter * np.random.default_rng(seed).standard_normal(400))
         assert not np.asarray(spikes_of(losses.astype(np.float32))[1]).any()
@@ -227,7 +271,10 @@ def test_a_bad_loss_is_no_spike_and_does_not_touch_the_mean():
 
 def test_the_step_reports_a_spike(start):
     settled = dataclasses.replace(
-        start, health=dataclasses.replace(start.health, loss_mean=jnp.float32(1.0), loss_variance=jnp.float32(1e-4))
+        start,
+        health=dataclasses.replace(
+            start.health, loss_mean=jnp.float32(1.0), loss_variance=jnp.float32(1e-4)
+        ),
     )
     state, info = step_of(TRAINER)(jax.random.key(0), settled, batch_of())
     assert info["spike"] == 1 and info["spikes"] == 1 and state.health.spikes == 1
@@ -243,7 +290,9 @@ def test_training_learns_a_batch_by_heart(start):
         losses.append(float(info["loss"]))
         rates.append(float(info["learning_rate"]))
     assert losses[-1] < 0.5 * losses[0] and state.step == 40
-    np.testing.assert_allclose(rates, jax.vmap(learning_rate(TRAINER.optimizer, 50))(np.arange(40)), rtol=1e-6)
+    np.testing.assert_allclose(
+        rates, jax.vmap(learning_rate(TRAINER.optimizer, 50))(np.arange(40)), rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -256,10 +305,16 @@ def test_axes_of_the_state_follow_the_parameters(name):
 
     def by_path(tree):
         paths = jax.tree.leaves_with_path(tree, is_leaf=is_axes)
-        return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in paths}
+        return {
+            jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in paths
+        }
 
     state, axes = by_path(jax.eval_shape(trainer.init, jax.random.key(0))), by_path(trainer.axes())
-    declared = {path.removeprefix("params/"): names for path, names in axes.items() if path.startswith("params/")}
+    declared = {
+        path.removeprefix("params/"): names
+        for path, names in axes.items()
+        if path.startswith("params/")
+    }
     assert declared["layers/wq"] == ("layers", "embed", "heads", "head_dim")
     moments = [path for path in axes if any(part in path for part in ("/mu/", "/nu/", "/mean/"))]
     assert len(moments) >= len(declared)

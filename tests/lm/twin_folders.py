@@ -62,7 +62,9 @@ def experts_twin(cfg, w, at, x):
         router, each, names = "mlp", "mlp.experts", ("gate_proj", "up_proj", "down_proj")
         num, is_share = cfg["num_experts"], cfg["norm_topk_prob"]
     experts = [[w[f"{at}{each}.{e}.{name}.weight"] for name in names] for e in range(num)]
-    return mixture(x, x @ w[f"{at}{router}.gate.weight"].T, cfg["num_experts_per_tok"], is_share, experts)
+    return mixture(
+        x, x @ w[f"{at}{router}.gate.weight"].T, cfg["num_experts_per_tok"], is_share, experts
+    )
 
 
 def llama_twin(cfg, w, tokens):
@@ -82,16 +84,27 @@ def llama_twin(cfg, w, tokens):
         k = np.split(linear(h, at + "self_attn.k_proj"), groups, axis=1)
         v = np.split(linear(h, at + "self_attn.v_proj"), groups, axis=1)
         if at + "self_attn.q_norm.weight" in w:
-            q, k = ([rms(x, f"{at}self_attn.{n}_norm.weight") for x in parts] for n, parts in (("q", q), ("k", k)))
-        q, k = ([rotate(part, cfg["rope_theta"], cfg["rope_scaling"]) for part in parts] for parts in (q, k))
-        mixed = [causal_attention(q[n], k[n * groups // heads], v[n * groups // heads]) for n in range(heads)]
+            q, k = (
+                [rms(x, f"{at}self_attn.{n}_norm.weight") for x in parts]
+                for n, parts in (("q", q), ("k", k))
+            )
+        q, k = (
+            [rotate(part, cfg["rope_theta"], cfg["rope_scaling"]) for part in parts]
+            for parts in (q, k)
+        )
+        mixed = [
+            causal_attention(q[n], k[n * groups // heads], v[n * groups // heads])
+            for n in range(heads)
+        ]
         x = x + linear(np.concatenate(mixed, axis=1), at + "self_attn.o_proj")
         h = rms(x, at + "post_attention_layernorm.weight")
         if cfg["model_type"] != "llama":
             x = x + experts_twin(cfg, w, at, h)
             continue
         gate = linear(h, at + "mlp.gate_proj")
-        x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, at + "mlp.up_proj"), at + "mlp.down_proj")
+        x = x + linear(
+            gate / (1 + np.exp(-gate)) * linear(h, at + "mlp.up_proj"), at + "mlp.down_proj"
+        )
     head = "model.embed_tokens.weight" if cfg["tie_word_embeddings"] else "lm_head.weight"
     return rms(x, "model.norm.weight") @ w[head].T
 
@@ -127,11 +140,17 @@ def silu(x):
 
 def state_space(cfg, w, at, x):
     """One token, one head after the other, with a state [N, V] each."""
-    heads, size, states, groups = (cfg[key] for key in ("num_heads", "head_dim", "state_size", "n_groups"))
+    heads, size, states, groups = (
+        cfg[key] for key in ("num_heads", "head_dim", "state_size", "n_groups")
+    )
     width, taps = heads * size, w[at + "conv1d.weight"].shape[-1]
-    z, line, dt = np.split(x @ w[at + "in_proj.weight"].T, [width, 2 * (width + groups * states)], axis=1)
+    z, line, dt = np.split(
+        x @ w[at + "in_proj.weight"].T, [width, 2 * (width + groups * states)], axis=1
+    )
     inside = np.concatenate([np.zeros((taps - 1, line.shape[1])), line])
-    convolved = [(inside[t : t + taps].T * w[at + "conv1d.weight"][:, 0]).sum(-1) for t in range(len(x))]
+    convolved = [
+        (inside[t : t + taps].T * w[at + "conv1d.weight"][:, 0]).sum(-1) for t in range(len(x))
+    ]
     line = silu(np.stack(convolved) + w[at + "conv1d.bias"])
     out, matrices = np.zeros((len(x), width)), np.zeros((heads, states, size))
     for t in range(len(x)):
@@ -140,7 +159,9 @@ def state_space(cfg, w, at, x):
             group, mine = h * groups // heads, slice(h * size, (h + 1) * size)
             k, q = (row[group * states : (group + 1) * states] for row in (keys, queries))
             step = np.log1p(np.exp(dt[t, h] + w[at + "dt_bias"][h]))
-            matrices[h] = np.exp(-np.exp(w[at + "A_log"][h]) * step) * matrices[h] + step * np.outer(k, values[mine])
+            matrices[h] = np.exp(-np.exp(w[at + "A_log"][h]) * step) * matrices[
+                h
+            ] + step * np.outer(k, values[mine])
             out[t, mine] = q @ matrices[h] + w[at + "D"][h] * values[mine]
     out = (out * silu(z)).reshape(len(x), groups, -1)
     out = out / np.sqrt((out**2).mean(-1, keepdims=True) + cfg["layer_norm_epsilon"])

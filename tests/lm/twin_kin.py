@@ -17,7 +17,10 @@ def turned(x, place, theta, width, factor=1.0):
     for i in range(half):
         angle = place * theta ** (-2 * i / width) / factor
         a, b = x[i], x[i + half]
-        out[i], out[i + half] = a * math.cos(angle) - b * math.sin(angle), b * math.cos(angle) + a * math.sin(angle)
+        out[i], out[i + half] = (
+            a * math.cos(angle) - b * math.sin(angle),
+            b * math.cos(angle) + a * math.sin(angle),
+        )
     return out
 
 
@@ -50,7 +53,9 @@ def kin_logits(folder, tokens, starts=None):
     for path in folder.glob("*.safetensors"):
         w |= {name: x.astype(np.float64) for name, x in load_file(path).items()}
     starts = np.zeros(tokens.shape, bool) if starts is None else starts
-    return np.stack([one_row(cfg, w, row, begin) for row, begin in zip(tokens, starts, strict=True)])
+    return np.stack(
+        [one_row(cfg, w, row, begin) for row, begin in zip(tokens, starts, strict=True)]
+    )
 
 
 def one_row(cfg, w, tokens, starts):
@@ -95,7 +100,10 @@ def one_row(cfg, w, tokens, starts):
             for t in range(len(tokens)):
                 query = turned(q[t, n], t - firsts[t], theta, part, factor)
                 seen = [s for s in range(firsts[t], t + 1) if not window or t - s < window]
-                scores = cap(np.array([query @ turn[s] for s in seen]) / root, cfg.get("attn_logit_softcapping"))
+                scores = cap(
+                    np.array([query @ turn[s] for s in seen]) / root,
+                    cfg.get("attn_logit_softcapping"),
+                )
                 weights = np.exp(scores - scores.max())
                 mixed[t, n] = (weights / weights.sum()) @ v[seen, g]
         out = linear(mixed.reshape(len(tokens), -1), at + "self_attn.o_proj")

@@ -41,7 +41,9 @@ class Walk:
 
     def step(self, key, state, inputs):
         noise = jax.random.uniform(key, (SIZE,))
-        position = 1 - jnp.abs(state.position) + on_grid(noise) + (0.0 if inputs is None else inputs)
+        position = (
+            1 - jnp.abs(state.position) + on_grid(noise) + (0.0 if inputs is None else inputs)
+        )
         info = {"loss": jnp.mean(position**2), "draw": noise[0]}
         return State(position, state.count + 1, jax.random.fold_in(state.memory, 1)), info
 

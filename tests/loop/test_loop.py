@@ -77,7 +77,10 @@ def test_cutting_a_run_changes_no_bit_of_value_or_gradient(cuts):
         function = jax.value_and_grad(functools.partial(whole_run, cuts), has_aux=True)
         return jax.jit(function)(first().position, (2 * jnp.arange(SIZE) - 7) / 8)
 
-    ((_, got), got_gradient), ((_, want), want_gradient) = value_and_gradient(cuts), value_and_gradient((12,))
+    ((_, got), got_gradient), ((_, want), want_gradient) = (
+        value_and_gradient(cuts),
+        value_and_gradient((12,)),
+    )
     assert_same_bits(got, want)
     assert_same_bits(got_gradient, want_gradient)
     assert np.abs(want_gradient).min() > 0
@@ -106,9 +109,13 @@ def test_run_until_stops_at_done_or_at_the_bound(patience, steps):
 
 
 def test_run_until_under_vmap_is_each_one_alone():
-    starts = jax.vmap(lambda key: WALK.init(key))(jax.random.split(KEY, 4)).replace(count=jnp.array([0, 3, 5, -9]))
+    starts = jax.vmap(lambda key: WALK.init(key))(jax.random.split(KEY, 4)).replace(
+        count=jnp.array([0, 3, 5, -9])
+    )
     keys = jax.random.split(jax.random.key(1), 4)
-    states, made = jax.jit(jax.vmap(lambda key, state: run_until(WALK, key, state, None, 8)))(keys, starts)
+    states, made = jax.jit(jax.vmap(lambda key, state: run_until(WALK, key, state, None, 8)))(
+        keys, starts
+    )
     np.testing.assert_array_equal(made, [5, 2, 0, 8])
     for i in range(4):
         alone, _ = run_until(WALK, keys[i], jax.tree.map(lambda x, i=i: x[i], starts), None, 8)
@@ -124,14 +131,22 @@ def test_fit_in_any_chunks_is_run_bit_for_bit(chunk):
     assert_same_bits(result.state, state)
     assert (result.step, result.interrupted) == (11, False) and result.compile_s > 0
     for name in ("loss", "draw"):
-        assert writer.column(f"train/{name}") == {i + 1: float(x) for i, x in enumerate(infos[name])}
+        assert writer.column(f"train/{name}") == {
+            i + 1: float(x) for i, x in enumerate(infos[name])
+        }
     assert result.metrics["train/loss"] == float(infos["loss"][-1])
 
 
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_metrics_are_fetched_while_the_next_program_runs(sent, chunk):
     checked, writer = [], Recorder(sent)
-    fit(WALK, KEY, batch, Fit(7, chunk), Hooks(writer=writer, check=lambda step, values: checked.append(step)))
+    fit(
+        WALK,
+        KEY,
+        batch,
+        Fit(7, chunk),
+        Hooks(writer=writer, check=lambda step, values: checked.append(step)),
+    )
     ends, want = [*range(chunk, 7, chunk), 7], []
     for before, now in zip([0, *ends], ends, strict=False):
         want += [now] + [f"write {step}" for step in range(max(before - chunk, 0) + 1, before + 1)]
@@ -166,7 +181,9 @@ def test_evaluations_and_saves_come_on_their_steps(tmp_path, opened, plan, evals
         return {"validation/loss": 1.0 / seen[-1]}
 
     writer, checkpoints = Recorder(), opened(tmp_path)
-    result = fit(WALK, KEY, batch, plan, Hooks(checkpoints=checkpoints, writer=writer, evaluate=evaluate))
+    result = fit(
+        WALK, KEY, batch, plan, Hooks(checkpoints=checkpoints, writer=writer, evaluate=evaluate)
+    )
     assert seen == evals and checkpoints.steps() == saves
     assert writer.column("validation/loss") == {step: 1.0 / step for step in evals}
     assert [step for step, _ in writer.rows] == sorted(step for step, _ in writer.rows)
@@ -196,7 +213,10 @@ def test_a_run_cut_within_a_chunk_evaluates_and_saves_on_its_own_steps(tmp_path,
 def test_an_old_evaluation_never_ranks_a_later_checkpoint(tmp_path, opened):
     checkpoints = opened(tmp_path, keep=1)
     losses = {4: 1.0, 8: 5.0, 12: 6.0}
-    hooks = Hooks(checkpoints=checkpoints, evaluate=lambda state: {"validation/loss": losses[int(state.count)]})
+    hooks = Hooks(
+        checkpoints=checkpoints,
+        evaluate=lambda state: {"validation/loss": losses[int(state.count)]},
+    )
     fit(WALK, KEY, batch, Fit(12, eval_every=4, save_every=2), hooks)
     assert checkpoints.best() == 4 and checkpoints.steps() == [4, 12]
 
@@ -206,7 +226,9 @@ def test_a_crashed_run_resumes_with_the_same_bits(tmp_path, opened, chunk):
     plan, writers = Fit(17, chunk, save_every=3), [Recorder() for _ in range(3)]
     for writer, last in zip(writers, (8, 14, 99), strict=True):
         hooks = Hooks(checkpoints=opened(tmp_path), writer=writer)
-        hooks.check = lambda step, values, last=last: 1 // (last - step)  # divides by zero at the last step
+        hooks.check = lambda step, values, last=last: (
+            1 // (last - step)
+        )  # divides by zero at the last step
         with pytest.raises(ZeroDivisionError) if last < 99 else contextlib.nullcontext():
             result = fit(WALK, KEY, batch, plan, hooks)
         hooks.checkpoints.wait()
@@ -221,7 +243,9 @@ def test_a_crashed_run_resumes_with_the_same_bits(tmp_path, opened, chunk):
 
 def test_a_finished_run_is_extended_with_the_same_bits(tmp_path, opened):
     fit(WALK, KEY, batch, Fit(7), Hooks(checkpoints=opened(tmp_path)))
-    hooks = Hooks(checkpoints=opened(tmp_path), evaluate=lambda state: {"count": float(state.count)})
+    hooks = Hooks(
+        checkpoints=opened(tmp_path), evaluate=lambda state: {"count": float(state.count)}
+    )
 
     def no_batch(step):
         raise AssertionError
@@ -240,15 +264,33 @@ def test_another_runs_checkpoint_is_refused_by_the_field(tmp_path, opened):
     before = content(tmp_path)
     for wanted, field in (({"seed": 2}, "seed=1 .* 2;"), ({"corpus": "b2"}, "corpus='a1' .* 'b2'")):
         with pytest.raises(UsageError, match=f"of step 4 was made with {field}"):
-            fit(WALK, KEY, batch, Fit(6), Hooks(checkpoints=opened(tmp_path), metadata=saved | wanted))
+            fit(
+                WALK,
+                KEY,
+                batch,
+                Fit(6),
+                Hooks(checkpoints=opened(tmp_path), metadata=saved | wanted),
+            )
     with pytest.raises(UsageError, match="fresh=None"):
-        fit(WALK, KEY, batch, Fit(6), Hooks(checkpoints=opened(tmp_path), metadata=saved | {"fresh": 1}))
+        fit(
+            WALK,
+            KEY,
+            batch,
+            Fit(6),
+            Hooks(checkpoints=opened(tmp_path), metadata=saved | {"fresh": 1}),
+        )
     assert content(tmp_path) == before
-    assert fit(WALK, KEY, batch, Fit(6), Hooks(checkpoints=opened(tmp_path), metadata=saved)).step == 6
+    assert (
+        fit(WALK, KEY, batch, Fit(6), Hooks(checkpoints=opened(tmp_path), metadata=saved)).step == 6
+    )
 
 
 def content(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != LOCK}
+    return {
+        path: path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != LOCK
+    }
 
 
 def spoil(folder):
@@ -261,7 +303,9 @@ def spoil(folder):
 # Orbax closes its event loop under the other leaves' reads when one of them fails.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("noted", [False, True])
-def test_a_damaged_newest_is_told_and_the_run_goes_on_from_the_one_before(tmp_path, opened, capsys, noted):
+def test_a_damaged_newest_is_told_and_the_run_goes_on_from_the_one_before(
+    tmp_path, opened, capsys, noted
+):
     fit(WALK, KEY, batch, Fit(9, save_every=3), Hooks(checkpoints=opened(tmp_path)))
     spoil(tmp_path / "9")
     writer, notes = Recorder(), []
@@ -273,7 +317,10 @@ def test_a_damaged_newest_is_told_and_the_run_goes_on_from_the_one_before(tmp_pa
     assert min(writer.column("train/loss")) == 7
     said = capsys.readouterr().out.splitlines()
     (sentence,) = notes if noted else said
-    assert f"the checkpoint {tmp_path}/9 cannot be read" in sentence and "it was set aside as 9.refused" in sentence
+    assert (
+        f"the checkpoint {tmp_path}/9 cannot be read" in sentence
+        and "it was set aside as 9.refused" in sentence
+    )
     assert hooks.checkpoints.steps() == [3, 6, 9, 12] and (tmp_path / "9.refused").is_dir()
 
 
@@ -302,7 +349,9 @@ def test_resume_tells_the_step_before_the_run_starts(tmp_path, opened):
 
 def test_the_stall_of_each_save_is_written_and_not_shown(tmp_path, opened):
     shown, writer = [], Recorder()
-    progress = types.SimpleNamespace(note=shown.append, update=lambda step, values: shown.append(sorted(values)))
+    progress = types.SimpleNamespace(
+        note=shown.append, update=lambda step, values: shown.append(sorted(values))
+    )
     hooks = Hooks(checkpoints=opened(tmp_path), writer=writer, progress=progress)
     result = fit(WALK, KEY, batch, Fit(7, save_every=3), hooks)
     stalls = writer.column("speed/save_stall_s")

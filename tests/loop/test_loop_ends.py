@@ -51,7 +51,12 @@ def test_an_interrupted_run_saves_and_resumes(tmp_path, opened, number, place, l
 
 @pytest.mark.usefixtures("handlers")
 def test_a_signal_in_the_last_step_is_told_as_well():
-    result = fit(WALK, KEY, lambda step: step == 4 and os.kill(os.getpid(), signal.SIGINT) or batch(step), Fit(5))
+    result = fit(
+        WALK,
+        KEY,
+        lambda step: step == 4 and os.kill(os.getpid(), signal.SIGINT) or batch(step),
+        Fit(5),
+    )
     assert (result.step, result.interrupted) == (5, signal.SIGINT)
 
 
@@ -91,7 +96,13 @@ def test_a_second_ctrl_c_ends_at_once_but_a_second_sigterm_does_not(tmp_path, op
 
     checkpoints = opened(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        fit(WALK, KEY, functools.partial(draw, signal.SIGINT), Fit(20, save_every=2), Hooks(checkpoints=checkpoints))
+        fit(
+            WALK,
+            KEY,
+            functools.partial(draw, signal.SIGINT),
+            Fit(20, save_every=2),
+            Hooks(checkpoints=checkpoints),
+        )
     assert checkpoints.steps() == [2, 4]
     assert fit(WALK, KEY, functools.partial(draw, signal.SIGTERM), Fit(20)).step == 5
 
@@ -128,7 +139,9 @@ def test_many_processes_agree_within_the_bound(monkeypatch):
     """Whatever the chunk: each process asks at the same steps, at most `AGREE_EVERY` and a chunk apart."""
     asked = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(multihost_utils, "process_allgather", lambda x: asked.append(step) or [x, other])
+    monkeypatch.setattr(
+        multihost_utils, "process_allgather", lambda x: asked.append(step) or [x, other]
+    )
     other = 0
     for chunk in (1, 3, 4, 7, 10, 25):
         asked.clear()
@@ -173,7 +186,9 @@ class FullDisk:
 def test_a_failed_save_ends_the_run(meet, last):
     writer = Recorder()
     with pytest.raises(SaveError, match="no space left"):
-        fit(WALK, KEY, batch, Fit(6, save_every=3), Hooks(checkpoints=FullDisk(meet), writer=writer))
+        fit(
+            WALK, KEY, batch, Fit(6, save_every=3), Hooks(checkpoints=FullDisk(meet), writer=writer)
+        )
     assert max(writer.column("train/loss")) == last
 
 
@@ -182,8 +197,14 @@ def test_a_failed_save_ends_the_run(meet, last):
     [
         (dict(num_steps=0), "num_steps=0 must be at least 1"),
         (dict(num_steps=5, chunk=0), "chunk=0 must be at least 1"),
-        (dict(num_steps=5, chunk=2, eval_every=3), "eval_every=3 must be 0 or a multiple of chunk=2"),
-        (dict(num_steps=5, chunk=2, save_every=1), "save_every=1 must be 0 or a multiple of chunk=2"),
+        (
+            dict(num_steps=5, chunk=2, eval_every=3),
+            "eval_every=3 must be 0 or a multiple of chunk=2",
+        ),
+        (
+            dict(num_steps=5, chunk=2, save_every=1),
+            "save_every=1 must be 0 or a multiple of chunk=2",
+        ),
         (dict(num_steps=5, save_every=-1), "save_every=-1 must be at least 0"),
         (dict(num_steps=5, profile="2"), "profile='2' is not first:last"),
         (dict(num_steps=5, profile="3:3"), "profile='3:3' is not first:last"),
@@ -197,7 +218,9 @@ def test_counts_that_do_not_fit_are_refused(counts, sentence):
 
 def test_programs_are_compiled_once_a_length_and_reported_once(monkeypatch):
     lengths, reported, compile_ = [], [], loop.compile_step
-    monkeypatch.setattr(loop, "compile_step", lambda *a, **k: lengths.append(k["length"]) or compile_(*a, **k))
+    monkeypatch.setattr(
+        loop, "compile_step", lambda *a, **k: lengths.append(k["length"]) or compile_(*a, **k)
+    )
     fit(WALK, KEY, batch, Fit(11, 3), Hooks(report=reported.append))
     assert lengths == [3, 2]
     assert len(reported) == 1 and isinstance(reported[0], jax.stages.Compiled)
@@ -214,7 +237,9 @@ def test_the_state_is_donated_and_the_batch_is_not(length):
     assert_same_bits(new, whole(length)[0])
 
 
-@pytest.mark.parametrize("given", ["nothing", "anywhere", "on another device", "laid out otherwise"])
+@pytest.mark.parametrize(
+    "given", ["nothing", "anywhere", "on another device", "laid out otherwise"]
+)
 def test_fit_lays_the_state_out_and_keeps_it_there(tmp_path, opened, given):
     layouts, axes = [], State(("embed",), (), ())
     evaluate = lambda state: layouts.append(state.position.sharding.spec) or {}  # noqa: E731
@@ -244,7 +269,9 @@ def test_fit_lays_the_state_out_and_keeps_it_there(tmp_path, opened, given):
         (1, "2:4", 6, []),
     ],
 )
-def test_profile_covers_its_steps(monkeypatch, sent, tmp_path, opened, chunk, profile, resume_at, want):
+def test_profile_covers_its_steps(
+    monkeypatch, sent, tmp_path, opened, chunk, profile, resume_at, want
+):
     log = []
     monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: log.append(("start", sent[-1])))
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: log.append(("stop", sent[-1])))

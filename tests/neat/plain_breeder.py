@@ -95,7 +95,9 @@ def apart(mode, rates, one, two):
     size = 1 if larger < rates.small else larger
     weights = sum(abs(one[m].weight - two[m].weight) for m in matching) / max(len(matching), 1)
     excess_rate = rates.disjoint if mode == "fast" else rates.excess
-    return (excess_rate * len(excess) + rates.disjoint * disjoint) / size + rates.difference * weights
+    return (
+        excess_rate * len(excess) + rates.disjoint * disjoint
+    ) / size + rates.difference * weights
 
 
 def circle(genes):
@@ -119,16 +121,27 @@ def cross(dice, mode, rates, first, second):
         if other is None:
             child[mark] = gene._replace(enabled=gene.enabled or not dice.happens(rates.disable))
             continue
-        weight = (gene.weight + other.weight) / 2 if average else gene.weight if dice.happens(0.5) else other.weight
+        weight = (
+            (gene.weight + other.weight) / 2
+            if average
+            else gene.weight
+            if dice.happens(0.5)
+            else other.weight
+        )
         child[mark] = gene._replace(
-            weight=weight, enabled=(gene.enabled and other.enabled) or not dice.happens(rates.disable)
+            weight=weight,
+            enabled=(gene.enabled and other.enabled) or not dice.happens(rates.disable),
         )
     if mode == "fast" or first.fitness != second.fitness:
         return child
     mixed = {m: gene for m, gene in child.items() if m in second.genes or dice.happens(0.5)}
     edges = {(gene.source, gene.target) for gene in mixed.values()}
     for mark, gene in second.genes.items():
-        if mark not in first.genes and dice.happens(0.5) and (gene.source, gene.target) not in edges:
+        if (
+            mark not in first.genes
+            and dice.happens(0.5)
+            and (gene.source, gene.target) not in edges
+        ):
             mixed[mark] = gene
     return child if circle(mixed) else mixed
 
@@ -154,7 +167,10 @@ def mutate(dice, rates, genes):
         return {mark: gene for mark, gene in genes.items() if mark != gone}
     if not dice.happens(rates.weights):
         return genes
-    return {m: gene._replace(weight=None) if dice.happens(rates.weight_replace) else gene for m, gene in genes.items()}
+    return {
+        m: gene._replace(weight=None) if dice.happens(rates.weight_replace) else gene
+        for m, gene in genes.items()
+    }
 
 
 @dataclasses.dataclass
@@ -216,17 +232,23 @@ class Breeder:
         """Children of each slot, by explicit sharing: every fitness is divided by the size of its species."""
         lowest = min(0.0, *(m.fitness for species in self.living() for m in species.members))
         shared = [
-            0.0 if s is None else shares[s.number] * sum((m.fitness - lowest) / len(s.members) for m in s.members)
+            0.0
+            if s is None
+            else shares[s.number] * sum((m.fitness - lowest) / len(s.members) for m in s.members)
             for s in self.slots
         ]
         if not any(shared):
             shared = [0.0 if s is None else shares[s.number] for s in self.slots]
-        running = [round(self.population * sum(shared[: k + 1]) / sum(shared)) for k in range(len(shared))]
+        running = [
+            round(self.population * sum(shared[: k + 1]) / sum(shared)) for k in range(len(shared))
+        ]
         return [until - before for before, until in zip([0, *running], running, strict=False)]
 
     def child(self, dice, species, place):
         """The child of this place among those of its species: genes by mark."""
-        by_fitness = sorted(species.members, key=lambda m: -m.fitness)  # stable: of equals the first
+        by_fitness = sorted(
+            species.members, key=lambda m: -m.fitness
+        )  # stable: of equals the first
         if place == 0 and len(species.members) > self.rates.champion:
             return by_fitness[0].genes
         pool = by_fitness[: math.floor(self.rates.survival * len(by_fitness)) + 1]
@@ -253,7 +275,9 @@ class Breeder:
             far = {n: apart(self.mode, self.rates, child, centre) for n, centre in centres.items()}
             near = {n for n, d in far.items() if d < self.rates.threshold}
             if self.mode == "fast" and near & old:
-                near = {min(centres, key=lambda n: far[n] if n in old else math.inf)}  # of equals the first slot's
+                near = {
+                    min(centres, key=lambda n: far[n] if n in old else math.inf)
+                }  # of equals the first slot's
             if not near:
                 centres[number] = child
                 near, number = {number}, number + 1

@@ -63,19 +63,26 @@ def random_genomes(rng, config, count, hidden=None, conns=None):
         ]
         live = np.concatenate([np.arange(ends), slots]).astype(int)
         g["node_on"][p, live] = True
-        g["node_id"][p, live] = np.concatenate([np.arange(ends), ends + rng.permutation(200)[: len(slots)]])
+        g["node_id"][p, live] = np.concatenate(
+            [np.arange(ends), ends + rng.permutation(200)[: len(slots)]]
+        )
         g["bias"][p, live], g["response"][p, live] = rng.normal(size=(2, len(live)))
         g["time_constant"][p, live] = rng.uniform(0.1, 2, len(live))
         g["activation"][p, live] = rng.integers(0, len(config.activations), len(live))
         g["aggregation"][p, live] = rng.integers(0, len(config.aggregations), len(live))
         order = {
-            slot: place for place, slot in enumerate([*range(inputs), *rng.permutation(slots), *range(inputs, ends)])
+            slot: place
+            for place, slot in enumerate(
+                [*range(inputs), *rng.permutation(slots), *range(inputs, ends)]
+            )
         }
         pairs = [(s, t) for s in live for t in live if t >= inputs]
         if config.kind == "feedforward":
             pairs = [(s, t) for s, t in pairs if order[s] < order[t] and not inputs <= s < ends]
         most = min(len(pairs), config.max_conns)
-        chosen = rng.permutation(len(pairs))[: rng.integers(0, most + 1) if conns is None else min(conns, most)]
+        chosen = rng.permutation(len(pairs))[
+            : rng.integers(0, most + 1) if conns is None else min(conns, most)
+        ]
         rows = rng.permutation(config.max_conns)[: len(chosen)]
         for row, at in zip(rows, chosen, strict=True):
             g["source"][p, row], g["target"][p, row] = pairs[at]
@@ -121,7 +128,10 @@ class Network:
             before = self.values | inputs
             after = {n: self.node(n, before) for n in self.into}
             if config.kind == "ctrnn":
-                rate = {n: -math.expm1(-config.time_step / float(self.one.time_constant[n])) for n in self.into}
+                rate = {
+                    n: -math.expm1(-config.time_step / float(self.one.time_constant[n]))
+                    for n in self.into
+                }
                 after = {n: before[n] + rate[n] * (after[n] - before[n]) for n in self.into}
             self.values = before | after
         return [self.values[n] for n in range(config.num_inputs, config.num_io)]
@@ -143,7 +153,9 @@ def distance(config, rates, one, two):
     most = max(len(a), len(b))
     divisor = 1 if most < rates.small else max(most, 1)
     unlike = rates.excess * len(excess) + rates.disjoint * (len(apart) - len(excess))
-    return unlike / divisor + rates.difference * sum(abs(a[m] - b[m]) for m in common) / max(len(common), 1)
+    return unlike / divisor + rates.difference * sum(abs(a[m] - b[m]) for m in common) / max(
+        len(common), 1
+    )
 
 
 def speciate(config, rates, genomes, centres):
@@ -153,7 +165,11 @@ def speciate(config, rates, genomes, centres):
     found = []
     for p in range(len(genomes.on)):
         one = genomes.rows(p)
-        near = {n: d for n, c in known.items() if (d := distance(config, rates, one, c)) < rates.threshold}
+        near = {
+            n: d
+            for n, c in known.items()
+            if (d := distance(config, rates, one, c)) < rates.threshold
+        }
         if config.mode == "fast" and set(near) & old:
             near = {n: d for n, d in near.items() if n in old}
             chosen = min(near, key=lambda n: near[n])

@@ -15,7 +15,11 @@ class Point:
     children: list[Any] = dataclasses.field(default_factory=list)
 
     def leaves(self):
-        return [w for child in self.children for w in child.leaves()] if self.children else [self.weight]
+        return (
+            [w for child in self.children for w in child.leaves()]
+            if self.children
+            else [self.weight]
+        )
 
     def variance(self):
         if not self.children:
@@ -32,10 +36,18 @@ def division(tree, cppn, a, b, outgoing):
     while queue:
         p = queue.popleft()
         half = p.width / 2
-        p.children = [Point(p.x + i * half, p.y + j * half, half, p.level + 1) for i in (-1, 1) for j in (-1, 1)]
+        p.children = [
+            Point(p.x + i * half, p.y + j * half, half, p.level + 1)
+            for i in (-1, 1)
+            for j in (-1, 1)
+        ]
         for child in p.children:
-            child.weight = cppn(a, b, child.x, child.y) if outgoing else cppn(child.x, child.y, a, b)
-        if p.level < tree.initial_depth or (p.level < tree.max_depth and p.variance() > tree.division):
+            child.weight = (
+                cppn(a, b, child.x, child.y) if outgoing else cppn(child.x, child.y, a, b)
+            )
+        if p.level < tree.initial_depth or (
+            p.level < tree.max_depth and p.variance() > tree.division
+        ):
             queue.extend(p.children)
     return root
 
@@ -79,7 +91,11 @@ def discover(tree, cppn):
         hidden |= unexplored
     for place in tree.outputs:
         connections |= of(place, False)
-    kept = hidden & walked(connections, tree.inputs) & walked({(t, s) for s, t in connections}, tree.outputs)
+    kept = (
+        hidden
+        & walked(connections, tree.inputs)
+        & walked({(t, s) for s, t in connections}, tree.outputs)
+    )
     ends = set(tree.inputs) | kept | set(tree.outputs)
     return {(s, t): w for (s, t), w in connections.items() if s in ends and t in ends}, kept
 

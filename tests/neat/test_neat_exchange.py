@@ -18,14 +18,34 @@ from neat.ctrnn import CTRNNNodeEval
 from neat.export import export_network_json
 from plain_neat import ACTIVATIONS, AGGREGATIONS, Network, random_genomes
 
-from jaxpar.neat import NeatConfig, apply, draw_network, express, expressions, from_json, init_carry, to_dot, to_json
+from jaxpar.neat import (
+    NeatConfig,
+    apply,
+    draw_network,
+    express,
+    expressions,
+    from_json,
+    init_carry,
+    to_dot,
+    to_json,
+)
 from jaxpar.types import UsageError
 
-NAMES = tuple(sorted(set(ACTIVATIONS) - {"steep_sigmoid", "exp", "inv", "log", "cube", "square", "selu"}))
+NAMES = tuple(
+    sorted(set(ACTIVATIONS) - {"steep_sigmoid", "exp", "inv", "log", "cube", "square", "selu"})
+)
 
 
 def config_of(kind="feedforward"):
-    return NeatConfig(3, 2, max_nodes=10, max_conns=20, kind=kind, activations=NAMES, aggregations=tuple(AGGREGATIONS))
+    return NeatConfig(
+        3,
+        2,
+        max_nodes=10,
+        max_conns=20,
+        kind=kind,
+        activations=NAMES,
+        aggregations=tuple(AGGREGATIONS),
+    )
 
 
 def calls(config, genomes, xs):
@@ -51,7 +71,9 @@ def test_there_and_back(kind):
     want = calls(config, genomes, xs)
     for number in range(4):
         read, one = from_json(to_json(config, genomes, number), max_nodes=12)
-        np.testing.assert_allclose(calls(read, one, xs)[:, 0], want[:, number], rtol=2e-5, atol=2e-6)
+        np.testing.assert_allclose(
+            calls(read, one, xs)[:, 0], want[:, number], rtol=2e-5, atol=2e-6
+        )
 
 
 def their_nodes(document):
@@ -111,10 +133,17 @@ def test_neat_pythons_continuous_networks_give_the_same_outputs():
     for number in range(6):
         document = json.loads(to_json(config, genomes, number))
         keys = document["topology"]["input_keys"], document["topology"]["output_keys"]
-        tau = {node["id"]: node["time_constant"] for node in document["nodes"] if node["type"] != "input"}
+        tau = {
+            node["id"]: node["time_constant"]
+            for node in document["nodes"]
+            if node["type"] != "input"
+        }
         euler = {key: 0.2 / -math.expm1(-0.2 / value) for key, value in tau.items()}
         files, stepped = (
-            neat.ctrnn.CTRNN(*keys, {k: CTRNNNodeEval(times[k], *rest) for k, rest in their_nodes(document).items()})
+            neat.ctrnn.CTRNN(
+                *keys,
+                {k: CTRNNNodeEval(times[k], *rest) for k, rest in their_nodes(document).items()},
+            )
             for times in (tau, euler)
         )
         got = []
@@ -130,11 +159,15 @@ def test_neat_pythons_continuous_networks_give_the_same_outputs():
         np.testing.assert_allclose(calls(read, one, xs)[:, 0], got, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("kind, form", [("feedforward", "matrix"), ("feedforward", "edges"), ("ctrnn", "edges")])
+@pytest.mark.parametrize(
+    "kind, form", [("feedforward", "matrix"), ("feedforward", "edges"), ("ctrnn", "edges")]
+)
 def test_files_are_read_in_double_precision(kind, form, x64):
     config = NeatConfig(3, 2, max_nodes=8, max_conns=14, kind=kind, activations=("tanh", "lelu"),
                         aggregations=("sum", "mean", "max"))  # fmt: skip
-    document = json.loads(to_json(config, random_genomes(np.random.default_rng(1), config, 1, hidden=3, conns=12)))
+    document = json.loads(
+        to_json(config, random_genomes(np.random.default_rng(1), config, 1, hidden=3, conns=12))
+    )
     document["connections"][0]["weight"], document["nodes"][0]["bias"] = 1 / 3, 1e-40
     read, one = from_json(json.dumps(document))
     assert one.weight[0, 0] == 1 / 3 and one.bias[0, 3] == 1e-40
@@ -170,7 +203,9 @@ def test_activations_of_ones_own_are_computed_and_known_by_their_functions(monke
     first, second = (("leaky", leaky(0.001)),), [["leaky", leaky(0.5)]]
     found = []
     for slope, own in ((0.001, first), (0.5, [tuple(pair) for pair in second]), (0.001, first)):
-        config = NeatConfig(3, 2, max_nodes=10, max_conns=20, activations=names, own_activations=own)
+        config = NeatConfig(
+            3, 2, max_nodes=10, max_conns=20, activations=names, own_activations=own
+        )
         if genomes is None:
             genomes = random_genomes(np.random.default_rng(0), config, 6)
         monkeypatch.setitem(ACTIVATIONS, "leaky", lambda z, slope=slope: z if z > 0 else slope * z)
@@ -185,17 +220,29 @@ def test_activations_of_ones_own_are_computed_and_known_by_their_functions(monke
 
 def test_files_name_activations_of_ones_own():
     own = (("leaky", leaky(0.001)), ("wave", jnp.sin))
-    config = NeatConfig(3, 2, max_nodes=10, max_conns=20, activations=("leaky", "tanh"), own_activations=own)
+    config = NeatConfig(
+        3, 2, max_nodes=10, max_conns=20, activations=("leaky", "tanh"), own_activations=own
+    )
     genomes = random_genomes(np.random.default_rng(0), config, 2)
     text = to_json(config, genomes, 1)
-    functions = [node["activation"] for node in json.loads(text)["nodes"] if node["type"] != "input"]
-    assert {"name": "leaky", "custom": True} in functions and {"name": "tanh", "custom": False} in functions
+    functions = [
+        node["activation"] for node in json.loads(text)["nodes"] if node["type"] != "input"
+    ]
+    assert {"name": "leaky", "custom": True} in functions and {
+        "name": "tanh",
+        "custom": False,
+    } in functions
     xs = np.random.default_rng(1).normal(size=(2, 3)).astype(np.float32)
     read, one = from_json(text, own_activations=list(own))
     assert set(read.activations) == {"leaky", "tanh"} and "leaky(" in str(expressions(read, one))
-    np.testing.assert_allclose(calls(read, one, xs)[:, 0], calls(config, genomes, xs)[:, 1], rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(
+        calls(read, one, xs)[:, 0], calls(config, genomes, xs)[:, 1], rtol=2e-5, atol=2e-6
+    )
     for given in ((), own[1:]):
-        with pytest.raises(UsageError, match="activation 'leaky' is unknown; legal are .*, and what own_activations="):
+        with pytest.raises(
+            UsageError,
+            match="activation 'leaky' is unknown; legal are .*, and what own_activations=",
+        ):
             from_json(text, own_activations=given)
 
 
@@ -208,7 +255,10 @@ def test_files_name_activations_of_ones_own():
     ((("a", lambda: 0),), "takes no array of float32 numbers"), ((("a", lambda z: z > 0),), "a number from each"),
 ])  # fmt: skip
 def test_what_is_no_activation_is_refused(own, words):
-    for refuses in (lambda: NeatConfig(3, 1, own_activations=own), lambda: from_json("{}", own_activations=own)):
+    for refuses in (
+        lambda: NeatConfig(3, 1, own_activations=own),
+        lambda: from_json("{}", own_activations=own),
+    ):
         with pytest.raises(UsageError, match=words) as raised:
             refuses()
         assert str(raised.value).endswith(".") and "\n" not in str(raised.value)
@@ -231,7 +281,9 @@ def test_malformed_documents_are_refused(text, words):
 
 def test_wrong_networks_are_refused():
     config = config_of()
-    document = json.loads(to_json(config, random_genomes(np.random.default_rng(0), config, 1, conns=10)))
+    document = json.loads(
+        to_json(config, random_genomes(np.random.default_rng(0), config, 1, conns=10))
+    )
     wrong = document | {"connections": document["connections"] + document["connections"][:1]}
     with pytest.raises(UsageError, match="edge twice"):
         from_json(json.dumps(wrong))
@@ -244,7 +296,9 @@ def test_wrong_networks_are_refused():
 
 
 def test_formulas_compute_the_outputs():
-    config = NeatConfig(2, 2, max_nodes=8, max_conns=14, activations=("tanh", "sigmoid"), evolved=("bias",))
+    config = NeatConfig(
+        2, 2, max_nodes=8, max_conns=14, activations=("tanh", "sigmoid"), evolved=("bias",)
+    )
     genomes = random_genomes(np.random.default_rng(4), config, 10)
     x = np.float32([0.3, -0.8])
     want = calls(config, genomes, x[None])[0]

@@ -13,10 +13,19 @@ from plain_neat import Network, random_genomes
 from envs.classic.double_pole import SCALES, DoublePole, Motion, generalisation_starts
 from jaxpar.loop import run_until
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-from jaxpar.neat import Episodes, GeneralizationInputs, GeneralizationTest, Neat, NeatConfig, Table, express, xor
+from jaxpar.neat import (
+    Episodes,
+    GeneralizationInputs,
+    GeneralizationTest,
+    Neat,
+    NeatConfig,
+    Table,
+    express,
+    xor,
+)
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "envs" / "classic"))
-from twin_double_pole import DoublePoleTwin  # noqa: E402
+from twin_double_pole import DoublePoleTwin
 
 COUNT = 6
 SEARCHED, JUDGED = DoublePole(velocities=False, damping=True), DoublePole(velocities=False)
@@ -24,7 +33,11 @@ SEARCHED, JUDGED = DoublePole(velocities=False, damping=True), DoublePole(veloci
 
 def balanced(config, one, start, most, damping):
     """Steps that one network balances from a motion, at most so many, and Gruau's fitness; in float64."""
-    network, twin, motion = Network(config, one), DoublePoleTwin(False, False, damping, most), np.asarray(start, float)
+    network, twin, motion = (
+        Network(config, one),
+        DoublePoleTwin(False, False, damping, most),
+        np.asarray(start, float),
+    )
     total = steps = 0
     while True:
         out = network([*(motion[::2] / np.asarray(SCALES)[::2]), 1.0])
@@ -48,9 +61,15 @@ def test_fitness_and_exam_are_a_loops():
     passed = sum(steps >= short for steps in lasted)
     assert 0 < passed < len(starts)
     search = Episodes(SEARCHED, np.inf, max_steps=40)
-    for most, needed, solves in ((long, passed, True), (long, passed + 1, False), (long + 1, 1, False)):
+    for most, needed, solves in (
+        (long, passed, True),
+        (long, passed + 1, False),
+        (long + 1, 1, False),
+    ):
         problem = GeneralizationTest(search, JUDGED, most, short, needed)
-        score = jit(lambda key, p=problem: p(key, express(config, genomes), trials))(jax.random.key(0))
+        score = jit(lambda key, p=problem: p(key, express(config, genomes), trials))(
+            jax.random.key(0)
+        )
         np.testing.assert_allclose(score.fitness, want, rtol=1e-3)
         assert score.solved.tolist() == [solves and p == best for p in range(COUNT)]
 
@@ -58,7 +77,9 @@ def test_fitness_and_exam_are_a_loops():
 @pytest.mark.slow
 def test_the_best_of_all_devices_is_examined():
     config = NeatConfig(4, 1, population=8, max_nodes=6, max_conns=8, kind="recurrent", widths=(6,))
-    neat = Neat(config, GeneralizationTest(Episodes(SEARCHED, np.inf, max_steps=30), JUDGED, 5, 1, 1))
+    neat = Neat(
+        config, GeneralizationTest(Episodes(SEARCHED, np.inf, max_steps=30), JUDGED, 5, 1, 1)
+    )
     levels = Motion(*(jnp.zeros(2) for _ in range(6)))
     trials = GeneralizationInputs(SEARCHED.default_params, JUDGED.default_params, levels)
 
@@ -84,7 +105,9 @@ def solved_runs(neat, inputs, seeds, generations):
 
 
 def xor_runs(seeds, generations):
-    config = NeatConfig(3, 1, 150, max_nodes=20, max_conns=40, max_species=40, mode="canonical", widths=(20,))
+    config = NeatConfig(
+        3, 1, 150, max_nodes=20, max_conns=40, max_species=40, mode="canonical", widths=(20,)
+    )
     return solved_runs(Neat(config, Table()), xor(), seeds, generations)
 
 
@@ -102,7 +125,9 @@ def test_nearly_every_run_solves_exclusive_or():
     conns = (champion.on & champion.enabled)[solved].sum() / solved.sum()
     print(f"{state.solved.sum()} of 100; {counts.mean():.0f} evaluations, standard deviation {counts.std():.0f}, "
           f"at most {counts.max()}; {hidden.mean():.2f} hidden nodes, {conns:.2f} connections")  # fmt: skip
-    assert solved.sum() >= 95 and hidden.min() >= 1  # 298 of 300 were seen to: fewer than 95 once in 7,000 runs
+    assert (
+        solved.sum() >= 95 and hidden.min() >= 1
+    )  # 298 of 300 were seen to: fewer than 95 once in 7,000 runs
     assert counts.mean() < 4755 + 3 * counts.std() / 10 + 3 * 255  # both have standard errors
 
 
@@ -111,8 +136,8 @@ def test_the_double_pole_is_balanced():
     env = DoublePole()
     config = NeatConfig(7, 1, 150, max_nodes=16, max_conns=40, mode="canonical", widths=(16,))
     neat = Neat(config, Episodes(env, 100_000.0, max_steps=100_000))
-    state = jax.jit(lambda key: run_until(neat, key, neat.init(key, None), env.default_params, 100)[0])(
-        jax.random.key(0)
-    )
+    state = jax.jit(
+        lambda key: run_until(neat, key, neat.init(key, None), env.default_params, 100)[0]
+    )(jax.random.key(0))
     print(f"{state.solved_after} evaluations")
     assert state.solved and state.best == 100_000

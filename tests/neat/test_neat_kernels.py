@@ -42,14 +42,19 @@ def game_of(name, kind, nodes=14, episodes=2, max_steps=30):
     config = NeatConfig(*io_sizes(env, params, True), 6, nodes, 3 * nodes, 4, "fast", kind=kind)
     genomes = random_genomes(np.random.default_rng(8), config, config.population)
     networks = expressed(config, genomes)
-    return _Player(jax.random.key(3), networks, env, params, None, episodes, max_steps, True, (0.0, 1.0))
+    return _Player(
+        jax.random.key(3), networks, env, params, None, episodes, max_steps, True, (0.0, 1.0)
+    )
 
 
 @pytest.mark.parametrize("name, kind", [("CartPole-v1", "feedforward"), ("DoublePole", "recurrent"),
                                         ("Pendulum-v1", "feedforward")])  # fmt: skip
 def test_a_kernel_plays_what_slots_play(name, kind):
     game = game_of(name, kind)
-    whole, slots = jax.jit(game.by_kernel(interpret=True))(), jax.jit(lambda: game.play_in_slots(12, False))()
+    whole, slots = (
+        jax.jit(game.by_kernel(interpret=True))(),
+        jax.jit(lambda: game.play_in_slots(12, False))(),
+    )
     np.testing.assert_array_equal(whole.lengths, slots.lengths)
     # Rounding of other sums of weights, which a swing-up carries on: float32, 30 steps.
     np.testing.assert_allclose(whole.returns, slots.returns, rtol=1e-5, atol=1e-4)
@@ -61,7 +66,17 @@ def test_a_kernel_plays_what_slots_play(name, kind):
     (14, "matrix", ("sigmoid",)), (30, "edges", ("tanh", "gauss", "relu")), (18, "matrix", ("identity", "sin"))
 ])  # fmt: skip
 def test_networks_settle_to_what_sweeps_give(nodes, form, activations):
-    config = NeatConfig(3, 2, 8, nodes, 3 * nodes, 4, "fast", activations=activations, output_activation=activations[0])
+    config = NeatConfig(
+        3,
+        2,
+        8,
+        nodes,
+        3 * nodes,
+        4,
+        "fast",
+        activations=activations,
+        output_activation=activations[0],
+    )
     genomes = random_genomes(np.random.default_rng(5), config, 8)
     networks = expressed(config, genomes, form=form)
     x = jax.random.normal(jax.random.key(1), (8, 3, 3))
@@ -92,9 +107,13 @@ def test_a_function_of_arrays_is_one_of_numbers():
     plain, scalar = jit(f), jit(scalarize(f, jnp.zeros(3), jnp.int32(0)))
     for x in ([0.5, 3.0, -2.0], [1.0, 1.0, 0.0]):
         for n in (1, 5):
-            expected = np.concatenate([np.ravel(leaf) for leaf in plain(np.float32(x), np.int32(n))])
+            expected = np.concatenate(
+                [np.ravel(leaf) for leaf in plain(np.float32(x), np.int32(n))]
+            )
             found = scalar(*map(np.float32, x), np.int32(n))
-            np.testing.assert_allclose(np.array([float(number) for number in found]), expected, rtol=1e-6)
+            np.testing.assert_allclose(
+                np.array([float(number) for number in found]), expected, rtol=1e-6
+            )
 
 
 def test_only_what_counts_is_looked_at():
@@ -132,31 +151,43 @@ def test_the_ways_of_a_gpu_give_the_same(monkeypatch):
 
     plain = jax.jit(lambda genomes: ways(genomes))(genomes)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    jax.tree.map(np.testing.assert_array_equal, jax.jit(lambda genomes: ways(genomes))(genomes), plain)
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.jit(lambda genomes: ways(genomes))(genomes), plain
+    )
     assert 0 < plain[3].sum() < 40
 
 
 def for_cuda(f, *args):
     """What `f` is lowered to for a CUDA GPU, here."""
     card = AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="cuda")
-    mesh = jax.sharding.use_abstract_mesh(AbstractMesh((1,) * len(AXES), AXES, abstract_device=card))
-    with mesh if jax.__version_info__ >= (0, 11) else contextlib.nullcontext():  # 0.11 asks what card it is
+    mesh = jax.sharding.use_abstract_mesh(
+        AbstractMesh((1,) * len(AXES), AXES, abstract_device=card)
+    )
+    with (
+        mesh if jax.__version_info__ >= (0, 11) else contextlib.nullcontext()
+    ):  # 0.11 asks what card it is
         return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
 SLOPE = jnp.float32(0.001)
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")  # by jax 0.11
+@pytest.mark.filterwarnings(
+    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+)  # by jax 0.11
 @pytest.mark.parametrize("function, plain, inlines", [
     (lambda z: jnp.where(z > 0, z, 0.001 * z), lambda z: z if z > 0 else 0.001 * z, True),
     (jax.nn.silu, lambda z: z / (1 + math.exp(-z)), True),
     (jax.lax.erf, math.erf, False),  # what Triton may lack
     (lambda z: jnp.where(z > 0, z, SLOPE * z), lambda z: z if z > 0 else 0.001 * z, False),  # no kernel takes the array
 ])  # fmt: skip
-def test_activations_of_ones_own_are_inlined_or_left_to_sweeps(monkeypatch, function, plain, inlines):
+def test_activations_of_ones_own_are_inlined_or_left_to_sweeps(
+    monkeypatch, function, plain, inlines
+):
     own = (("mine", function),)
-    config = NeatConfig(3, 2, 4, 10, 20, 4, "fast", activations=("tanh", "mine"), own_activations=own)
+    config = NeatConfig(
+        3, 2, 4, 10, 20, 4, "fast", activations=("tanh", "mine"), own_activations=own
+    )
     networks = expressed(config, random_genomes(np.random.default_rng(5), config, 4))
     x = jax.random.normal(jax.random.key(1), (4, 2, 3))
     calls = lambda networks, x: apply(networks, (), x)[0]  # noqa: E731
@@ -169,7 +200,9 @@ def test_activations_of_ones_own_are_inlined_or_left_to_sweeps(monkeypatch, func
     assert use_kernels(networks) == inlines == ("xla.gpu.triton" in for_cuda(calls, networks, x))
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")  # by jax 0.11
+@pytest.mark.filterwarnings(
+    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+)  # by jax 0.11
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_generation_lowers_for_cuda(monkeypatch, batched):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

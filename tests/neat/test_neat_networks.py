@@ -12,7 +12,15 @@ from neat.activations import ActivationFunctionSet
 from neat.aggregations import AggregationFunctionSet
 from plain_neat import ACTIVATIONS, AGGREGATIONS, Network, random_genomes
 
-from jaxpar.neat import NeatConfig, apply, check_genomes, express, functions, init_carry, with_networks
+from jaxpar.neat import (
+    NeatConfig,
+    apply,
+    check_genomes,
+    express,
+    functions,
+    init_carry,
+    with_networks,
+)
 from jaxpar.neat.graph import sweeps
 from jaxpar.neat.network import form_of
 from jaxpar.types import UsageError
@@ -23,7 +31,9 @@ SMOOTH = ("tanh", "sigmoid", "gauss", "clamped", "hat", "abs")
 def assert_near(got, want):
     """1e-6, relative where numbers are large."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    assert np.all(np.abs(got - want) <= 1e-6 * np.maximum(1, np.abs(want)) * 4), np.abs(got - want).max()
+    assert np.all(np.abs(got - want) <= 1e-6 * np.maximum(1, np.abs(want)) * 4), np.abs(
+        got - want
+    ).max()
 
 
 def outputs(config, genomes, x, **how):
@@ -61,7 +71,14 @@ def expected(config, genomes, x):
 )
 def test_every_form_equals_the_interpreter(kind, aggregations, form):
     config = NeatConfig(
-        3, 2, max_nodes=12, max_conns=30, kind=kind, activations=SMOOTH, aggregations=aggregations, sub_steps=2
+        3,
+        2,
+        max_nodes=12,
+        max_conns=30,
+        kind=kind,
+        activations=SMOOTH,
+        aggregations=aggregations,
+        sub_steps=2,
     )
     rng = np.random.default_rng(0)
     genomes = random_genomes(rng, config, 40)
@@ -108,19 +125,30 @@ THEIRS = ActivationFunctionSet().functions | {"steep_sigmoid": ACTIVATIONS["stee
 def activated():
     """Arguments, and what each activation makes of them, by one program."""
     z = np.float32([-70, -13, -3.5, -1, -0.3, 0, 0.2, 0.9, 3.3, 12.5, 66])
-    return z, jax.device_get(jit(lambda z: {name: f(z) for name, f in functions.ACTIVATIONS.items()})(z))
+    return z, jax.device_get(
+        jit(lambda z: {name: f(z) for name, f in functions.ACTIVATIONS.items()})(z)
+    )
 
 
 @functools.cache
 def aggregated():
     """Terms, a mask, and what each aggregation makes of them where it is the second of two, by one program."""
     rng = np.random.default_rng(0)
-    terms, mask = rng.normal(size=(40, 7)).astype(np.float32), rng.random((40, 7)) < np.linspace(0, 1, 40)[:, None]
-    names = {name: ("sum", name) if name != "sum" else ("sum",) for name in AggregationFunctionSet().functions}
+    terms, mask = (
+        rng.normal(size=(40, 7)).astype(np.float32),
+        rng.random((40, 7)) < np.linspace(0, 1, 40)[:, None],
+    )
+    names = {
+        name: ("sum", name) if name != "sum" else ("sum",)
+        for name in AggregationFunctionSet().functions
+    }
 
     def program(terms, mask):
         choice = {name: jnp.full(40, len(pair) - 1) for name, pair in names.items()}
-        return {name: functions.aggregate(pair, choice[name], terms, mask) for name, pair in names.items()}
+        return {
+            name: functions.aggregate(pair, choice[name], terms, mask)
+            for name, pair in names.items()
+        }
 
     return terms, mask, jax.device_get(jit(program)(terms, mask))
 
@@ -143,14 +171,18 @@ def test_aggregations_are_neat_pythons(name):
 
 def test_names_are_all_there():
     assert set(functions.ACTIVATIONS) == set(ACTIVATIONS) == set(THEIRS)
-    assert set(functions.AGGREGATIONS) == set(AGGREGATIONS) == set(AggregationFunctionSet().functions)
+    assert (
+        set(functions.AGGREGATIONS) == set(AGGREGATIONS) == set(AggregationFunctionSet().functions)
+    )
 
 
 def test_padding_changes_nothing():
     small = NeatConfig(2, 1, max_nodes=7, max_conns=12)
     large = dataclasses.replace(small, max_nodes=19, max_conns=40, widths=())
     genomes = random_genomes(np.random.default_rng(3), small, 20)
-    padded = jax.tree.map(lambda x: np.pad(x, ((0, 0), (0, (19 if x.shape[1] == 7 else 40) - x.shape[1]))), genomes)
+    padded = jax.tree.map(
+        lambda x: np.pad(x, ((0, 0), (0, (19 if x.shape[1] == 7 else 40) - x.shape[1]))), genomes
+    )
     x = np.random.default_rng(4).normal(size=(1, 20, 2, 2)).astype(np.float32)
     np.testing.assert_array_equal(outputs(small, genomes, x), outputs(large, padded, x))
 
@@ -167,8 +199,12 @@ def test_the_smallest_width_is_chosen():
     chosen_for = jit(lambda g, x: with_networks(config, g, lambda networks: use(networks, x)))
     for last, width in ((3, 4), (4, 4), (5, 8), (8, 8), (9, 30)):
         cut = genomes.node_on & (np.arange(30) < last)
-        live = np.take_along_axis(cut, genomes.source, 1) & np.take_along_axis(cut, genomes.target, 1)
-        fits = dataclasses.replace(genomes, node_on=cut, on=genomes.on & live, enabled=genomes.enabled & live)
+        live = np.take_along_axis(cut, genomes.source, 1) & np.take_along_axis(
+            cut, genomes.target, 1
+        )
+        fits = dataclasses.replace(
+            genomes, node_on=cut, on=genomes.on & live, enabled=genomes.enabled & live
+        )
         fits = dataclasses.replace(fits, node_on=fits.node_on | (np.arange(30) == last - 1))
         y, chosen = chosen_for(fits, x)
         assert chosen == width
@@ -190,7 +226,9 @@ def test_deep_networks_are_computed_to_the_end():
         bias=np.zeros((1, 40), np.float32),
         response=np.ones((1, 40), np.float32),
     )
-    assert jit(sweeps, static_argnums=(3, 4))(genomes.source, genomes.target, genomes.on, 40, 1) == 39
+    assert (
+        jit(sweeps, static_argnums=(3, 4))(genomes.source, genomes.target, genomes.on, 40, 1) == 39
+    )
     for form in ("matrix", "edges"):
         y = np.asarray(outputs(config, genomes, np.ones((1, 1, 1, 1), np.float32), form=form))
         np.testing.assert_allclose(y[0, 0, 0, 0], 1.1**39, rtol=1e-5)
@@ -223,7 +261,9 @@ def test_mistakes_are_told(change, words):
 
 def test_wrong_inputs_are_refused():
     config = NeatConfig(3, 1, max_nodes=6, max_conns=6)
-    networks = jit(lambda genomes: express(config, genomes))(random_genomes(np.random.default_rng(0), config, 2))
+    networks = jit(lambda genomes: express(config, genomes))(
+        random_genomes(np.random.default_rng(0), config, 2)
+    )
     with pytest.raises(UsageError, match="legal are"):
         apply(networks, (), jnp.zeros((2, 4)))
     with pytest.raises(UsageError, match="matrix"):

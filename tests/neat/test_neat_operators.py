@@ -52,7 +52,9 @@ def compiled_crossover(kind, mode="fast"):
 
     def cross(seed, rates, one, two, alone=False, equal=False):
         uniforms = Uniforms(jax.random.key(seed), config, jnp.arange(24))
-        return crossover(config, rates, uniforms, one, two, *(jnp.broadcast_to(x, 24) for x in (alone, equal)))
+        return crossover(
+            config, rates, uniforms, one, two, *(jnp.broadcast_to(x, 24) for x in (alone, equal))
+        )
 
     return jit(cross)
 
@@ -85,7 +87,9 @@ def test_no_genome_is_ever_wrong(kind, seed, rates, mates, mode):
         if mates:
             one, two = rng.integers(0, 24, (2, 24))
             pairs = (jax.tree.map(lambda x, i=i: np.asarray(x)[i], genomes) for i in (one, two))
-            genomes = compiled_crossover(kind, mode)(seed + step, rates, *pairs, one == two, rng.random(24) < 0.5)
+            genomes = compiled_crossover(kind, mode)(
+                seed + step, rates, *pairs, one == two, rng.random(24) < 0.5
+            )
             check_genomes(config, genomes)
         before = counters
         genomes, counters, _ = compiled(kind)(seed + step, genomes, counters, rates)
@@ -100,7 +104,9 @@ def test_no_genome_is_ever_wrong(kind, seed, rates, mates, mode):
 @given(seed=st.integers(0, 10**6), mode=st.sampled_from(["fast", "canonical"]))
 def test_a_genome_with_itself_is_itself(kind, seed, mode):
     genomes, _ = begin(kind, seed)
-    child = compiled_crossover(kind, mode)(seed, FAST.replace(average=0.5), genomes, genomes, True, True)
+    child = compiled_crossover(kind, mode)(
+        seed, FAST.replace(average=0.5), genomes, genomes, True, True
+    )
     jax.tree.map(np.testing.assert_array_equal, child, genomes)
 
 
@@ -109,7 +115,9 @@ def edges(genomes, p):
     ids, rows = np.asarray(genomes.node_id)[p], np.flatnonzero(np.asarray(genomes.on)[p])
     ends = [np.asarray(getattr(genomes, name))[p] for name in ("source", "target")]
     marks, weights = np.asarray(genomes.innovation)[p], np.asarray(genomes.weight)[p]
-    return {int(marks[c]): (int(ids[ends[0][c]]), int(ids[ends[1][c]]), float(weights[c])) for c in rows}
+    return {
+        int(marks[c]): (int(ids[ends[0][c]]), int(ids[ends[1][c]]), float(weights[c])) for c in rows
+    }
 
 
 def relatives(seed):
@@ -134,7 +142,9 @@ def test_children_of_equals_have_genes_of_both(seed):
         assert set(first) & set(second) <= set(third) <= set(first) | set(second)
         for mark, (source, target, weight) in third.items():
             homes = [parent[mark] for parent in (first, second) if mark in parent]
-            assert all(home[:2] == (source, target) for home in homes) and weight in [home[2] for home in homes]
+            assert all(home[:2] == (source, target) for home in homes) and weight in [
+                home[2] for home in homes
+            ]
         alive = set(np.asarray(child.node_id)[p][np.asarray(child.node_on)[p]].tolist())
         assert alive == set(range(4)) | {end for edge in third.values() for end in edge[:2]}
 
@@ -170,9 +180,13 @@ def test_children_have_the_fitter_parents_structure(seed):
         theirs = {int(two.innovation[p, c]): c for c in np.flatnonzero(two.on[p])}
         for c in np.flatnonzero(one.on[p]):
             other = theirs.get(int(one.innovation[p, c]))
-            legal = [one.weight[p, c]] if other is None else [one.weight[p, c], two.weight[p, other]]
+            legal = (
+                [one.weight[p, c]] if other is None else [one.weight[p, c], two.weight[p, other]]
+            )
             assert child.weight[p, c] in legal
-            assert child.enabled[p, c] == (one.enabled[p, c] and (other is None or two.enabled[p, other]))
+            assert child.enabled[p, c] == (
+                one.enabled[p, c] and (other is None or two.enabled[p, other])
+            )
 
 
 def test_three_quarters_of_the_disabled_stay_disabled():
@@ -190,7 +204,10 @@ def test_three_quarters_of_the_disabled_stay_disabled():
 @pytest.mark.parametrize("size", [10, 60, 300])
 def test_matches_are_a_dictionarys(size):
     rng = np.random.default_rng(size)
-    keys, others = (np.stack([rng.permutation(2 * size)[:size] for _ in range(6)]).astype(np.int32) for _ in range(2))
+    keys, others = (
+        np.stack([rng.permutation(2 * size)[:size] for _ in range(6)]).astype(np.int32)
+        for _ in range(2)
+    )
     on, others_on = rng.random((2, 6, size)) < 0.6
     place, found = jit(match)(keys, on, others, others_on)
     for p in range(6):
@@ -205,8 +222,16 @@ def test_equal_requests_get_equal_numbers():
     requests = Requests(*map(np.int32, zip(*rows, strict=True)))
     node, mark, counters = jax.device_get(assigned(requests, Counters(np.int32(10), np.int32(100))))
     assert node[0] == node[3] != node[4] and mark[0] == mark[3] and mark[1] == mark[5] != mark[6]
-    assert (int(counters.node), int(counters.innovation)) == (12, 106)  # two splits of two marks each, two connections
-    taken = [{int(mark[0]), int(mark[0]) + 1}, {int(mark[4]), int(mark[4]) + 1}, {int(mark[1])}, {int(mark[6])}]
+    assert (int(counters.node), int(counters.innovation)) == (
+        12,
+        106,
+    )  # two splits of two marks each, two connections
+    taken = [
+        {int(mark[0]), int(mark[0]) + 1},
+        {int(mark[4]), int(mark[4]) + 1},
+        {int(mark[1])},
+        {int(mark[6])},
+    ]
     assert set.union(*taken) == set(range(100, 106)) and {int(node[0]), int(node[4])} == {10, 11}
 
 
@@ -214,14 +239,19 @@ def test_equal_requests_get_equal_numbers():
 @given(seed=st.integers(0, 10**6))
 def test_numbers_do_not_depend_on_the_order_of_children(seed):
     rng = np.random.default_rng(seed)
-    first, second = rng.integers(-2, 4, 24).astype(np.int32), rng.integers(0, 3, 24).astype(np.int32)
+    first, second = (
+        rng.integers(-2, 4, 24).astype(np.int32),
+        rng.integers(0, 3, 24).astype(np.int32),
+    )
     second = np.where(first == NOTHING, 0, second)
     shuffle = rng.permutation(24)
     start = Counters(np.int32(0), np.int32(0))
     requests = Requests(first, second), Requests(first[shuffle], second[shuffle])
     one, two = (assigned(each, start) for each in requests)
     asks = first != NOTHING
-    np.testing.assert_array_equal(np.where(asks, one[1], 0)[shuffle], np.where(asks[shuffle], two[1], 0))
+    np.testing.assert_array_equal(
+        np.where(asks, one[1], 0)[shuffle], np.where(asks[shuffle], two[1], 0)
+    )
     assert [int(x) for x in one[2]] == [int(x) for x in two[2]]
 
 
@@ -243,10 +273,16 @@ def test_a_split_keeps_the_weight_and_disables_the_old():
     for p in np.flatnonzero(done):
         old, one, two, slot = (int(x[p]) for x in (edit.old, edit.row, edit.row2, edit.slot))
         assert before.enabled[p, old] and not after.enabled[p, old] and after.on[p, old]
-        assert (after.source[p, one], after.target[p, one], after.weight[p, one]) == (before.source[p, old], slot, 1)
+        assert (after.source[p, one], after.target[p, one], after.weight[p, one]) == (
+            before.source[p, old],
+            slot,
+            1,
+        )
         assert (after.source[p, two], after.target[p, two]) == (slot, before.target[p, old])
         assert after.weight[p, two] == before.weight[p, old] and after.enabled[p, [one, two]].all()
-        assert not before.node_on[p, slot] and after.node_on[p, slot] and after.response[p, slot] == 1
+        assert (
+            not before.node_on[p, slot] and after.node_on[p, slot] and after.response[p, slot] == 1
+        )
     for p in np.flatnonzero(~done):
         full = before.on[p].sum() > 18 or before.node_on[p].all() or not before.enabled[p].any()
         assert full and (edit.refused[p] or not before.enabled[p].any())
@@ -261,8 +297,14 @@ def test_a_connection_is_added_wherever_one_is_legal(kind):
     for p in np.flatnonzero(~np.asarray(edit.adds_conn)):
         target = int(edit.target[p])
         if target < 2:  # no node lacks an edge
-            sources = [n for n in np.flatnonzero(before.node_on[p]) if kind == "recurrent" or not 2 <= n < 4]
-            edges = set(zip(before.source[p][before.on[p]], before.target[p][before.on[p]], strict=True))
+            sources = [
+                n
+                for n in np.flatnonzero(before.node_on[p])
+                if kind == "recurrent" or not 2 <= n < 4
+            ]
+            edges = set(
+                zip(before.source[p][before.on[p]], before.target[p][before.on[p]], strict=True)
+            )
             for t in np.flatnonzero(before.node_on[p])[2:]:
                 assert all((n, t) in edges or (n == t and kind == "feedforward") for n in sources)
             continue
@@ -278,7 +320,9 @@ def test_a_connection_is_added_wherever_one_is_legal(kind):
 def test_deletions_take_what_hangs_on_them():
     before, after, _, edit = only("feedforward", del_node=1.0)
     hidden = before.node_on[:, 4:].sum(1)
-    np.testing.assert_array_equal(np.asarray(after.node_on).sum(1), before.node_on.sum(1) - (hidden > 0))
+    np.testing.assert_array_equal(
+        np.asarray(after.node_on).sum(1), before.node_on.sum(1) - (hidden > 0)
+    )
     for p in np.flatnonzero(edit.del_node):
         slot = int(edit.slot[p])
         gone = before.on[p] & ((before.source[p] == slot) | (before.target[p] == slot))
@@ -291,11 +335,16 @@ def test_the_paper_splits_no_connection_of_the_constant_input():
     config = dataclasses.replace(CONFIGS["feedforward"], mode="canonical")
     genomes, _ = begin("feedforward", 3)
     uniforms = Uniforms(jax.random.key(0), config, jnp.arange(24))
-    edit = jit(lambda g: choose_edit(config, NEVER.replace(add_node=1.0), uniforms, g, jnp.ones(24, bool)))(genomes)
+    edit = jit(
+        lambda g: choose_edit(config, NEVER.replace(add_node=1.0), uniforms, g, jnp.ones(24, bool))
+    )(genomes)
     legal = genomes.on & genomes.enabled & (genomes.source != 1)
     room = (genomes.on.sum(1) <= 18) & ~genomes.node_on.all(1)
     assert not np.any(np.asarray(edit.adds_node) & ~(legal.any(1) & room))
-    assert all(legal[p, edit.old[p]] for p in np.flatnonzero(edit.adds_node)) and edit.adds_node.sum() > 5
+    assert (
+        all(legal[p, edit.old[p]] for p in np.flatnonzero(edit.adds_node))
+        and edit.adds_node.sum() > 5
+    )
 
 
 def test_the_paper_splits_the_oldest_of_few_connections():
@@ -304,7 +353,9 @@ def test_the_paper_splits_the_oldest_of_few_connections():
     few = dataclasses.replace(config, num_inputs=3, num_outputs=1, max_nodes=30, initial="full")
     count = 4000
     uniforms = Uniforms(jax.random.key(1), few, jnp.arange(count))
-    splits = jit(lambda g: choose_edit(few, NEVER.replace(add_node=1.0), uniforms, g, jnp.ones(count, bool)))
+    splits = jit(
+        lambda g: choose_edit(few, NEVER.replace(add_node=1.0), uniforms, g, jnp.ones(count, bool))
+    )
     for extra, shares in ((0, (0.7, 0.21)), (20, None)):
         weights, biases = np.ones((count, 40), np.float32), np.zeros((count, 30), np.float32)
         one = jax.device_get(jit(initial, static_argnums=0)(few, weights, biases))
@@ -324,7 +375,9 @@ def test_toggle_and_reenable():
     np.testing.assert_array_equal(flipped, before.on.any(1))
     before, after, _, _ = only("feedforward", reenable=1.0)
     off = before.on & ~before.enabled
-    np.testing.assert_array_equal(np.asarray(after.enabled).sum(1), before.enabled.sum(1) + off.any(1))
+    np.testing.assert_array_equal(
+        np.asarray(after.enabled).sum(1), before.enabled.sum(1) + off.any(1)
+    )
 
 
 def test_identities_stay_unique_for_long():
@@ -338,7 +391,9 @@ def test_identities_stay_unique_for_100_000_generations():
 
 def one_meaning(genomes):
     """Whether a mark joins the same two nodes in every genome that has it."""
-    ends = [jnp.take_along_axis(genomes.node_id, place, 1) for place in (genomes.source, genomes.target)]
+    ends = [
+        jnp.take_along_axis(genomes.node_id, place, 1) for place in (genomes.source, genomes.target)
+    ]
     mark, source, target, on = (x.reshape(-1) for x in (genomes.innovation, *ends, genomes.on))
     same = on[:, None] & on[None] & (mark[:, None] == mark[None])
     return ~jnp.any(same & ((source[:, None] != source[None]) | (target[:, None] != target[None])))
@@ -356,11 +411,16 @@ def fuzz(kind, generations):
             uniforms = Uniforms(jax.random.key(seed), config, jnp.arange(24))
             mates = jax.random.permutation(jax.random.key(seed + 10**6), 24)
             others = jax.tree.map(lambda x: x[mates], genomes)
-            genomes = crossover(config, rates, uniforms, genomes, others, mates == jnp.arange(24), mates < 12)
+            genomes = crossover(
+                config, rates, uniforms, genomes, others, mates == jnp.arange(24), mates < 12
+            )
             edit = choose_edit(config, rates, uniforms, genomes, jnp.ones(24, bool))
             node, mark, new = assign_innovations(edit.requests(genomes), counters)
             genomes = apply_edit(genomes, edit, node, mark)
-            for values, on in ((genomes.node_id, genomes.node_on), (genomes.innovation, genomes.on)):
+            for values, on in (
+                (genomes.node_id, genomes.node_on),
+                (genomes.innovation, genomes.on),
+            ):
                 twice = (values[:, :, None] == values[:, None]) & on[:, :, None] & on[:, None]
                 fine &= jnp.sum(twice) == jnp.sum(on)
                 fine &= jnp.max(jnp.where(on, values, 0)) < 2**31 - 1
@@ -373,7 +433,9 @@ def fuzz(kind, generations):
 
     genomes, counters = begin(kind, 0)
     # Random genomes share no history: all begin as the first.
-    genomes, counters, fine = long(jax.tree.map(lambda x: jnp.repeat(x[:1], 24, 0), genomes), counters)
+    genomes, counters, fine = long(
+        jax.tree.map(lambda x: jnp.repeat(x[:1], 24, 0), genomes), counters
+    )
     assert fine and counters.innovation > generations
     check_genomes(config, genomes)
 

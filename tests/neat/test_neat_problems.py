@@ -94,7 +94,10 @@ def test_slots_play_what_a_loop_plays(name, kind, num_envs):
                 obs, state, total = made.obs, made.state, total + float(made.reward)
                 if made.terminated or made.truncated:
                     break
-            assert (played.lengths[p, e], played.returns[p, e]) == (t, pytest.approx(total, rel=1e-5))
+            assert (played.lengths[p, e], played.returns[p, e]) == (
+                t,
+                pytest.approx(total, rel=1e-5),
+            )
     assert played.lengths.sum() <= played.env_steps < 2 * played.lengths.sum()
 
 
@@ -107,7 +110,9 @@ def test_an_unfit_action_space_is_refused():
 @pytest.mark.slow
 def test_cart_pole_is_solved():
     env, params = envs.make("CartPole-v1")
-    config = NeatConfig(*io_sizes(env, params, True), population=32, max_nodes=10, max_conns=16, widths=(10,))
+    config = NeatConfig(
+        *io_sizes(env, params, True), population=32, max_nodes=10, max_conns=16, widths=(10,)
+    )
     neat = Neat(config, Episodes(env, goal=150.0, max_steps=150))
     state = jit(neat.init)(jax.random.key(0), None)
     state, _ = jit(lambda s: run_until(neat, jax.random.key(1), s, params, 15))(state)
@@ -116,7 +121,9 @@ def test_cart_pole_is_solved():
 
 def test_painted_weights_are_the_painters_outputs():
     substrate = Substrate((grid(3), grid(2), grid(1)), threshold=0.3, largest=2.0)
-    config = NeatConfig(substrate.num_inputs, 1, max_nodes=8, max_conns=12, activations=("tanh", "gauss"))
+    config = NeatConfig(
+        substrate.num_inputs, 1, max_nodes=8, max_conns=12, activations=("tanh", "gauss")
+    )
     networks = expressed(config, random_genomes(np.random.default_rng(0), config, 4))
     weights = jax.device_get(jit(lambda networks: substrate_weights(substrate, networks))(networks))
     assert [w.shape for w in weights] == [(4, 2, 3), (4, 1, 2)]
@@ -130,7 +137,9 @@ def test_painted_weights_are_the_painters_outputs():
     x = np.random.default_rng(1).normal(size=(4, 5, 3)).astype(np.float32)
     want = x.astype(np.float64)
     for matrix in weights:
-        want = 1 / (1 + np.exp(-5 * np.einsum("pts,pbs->pbt", np.asarray(matrix, np.float64), want)))
+        want = 1 / (
+            1 + np.exp(-5 * np.einsum("pts,pbs->pbt", np.asarray(matrix, np.float64), want))
+        )
     found = jit(lambda weights, x: substrate_apply(substrate, weights, x))(weights, x)
     np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-6)
 
@@ -145,6 +154,8 @@ def test_substrates_are_scored_as_tables():
     state = jit(neat.init)(jax.random.key(0), None)
     after, info = jit(neat.step)(jax.random.key(1), state, xor())
     assert 0 <= info["fitness_max"] <= 16 and after.evaluations == 12
-    assert isinstance(SubstrateTable(substrate)(jax.random.key(0), neat.express(state.genomes), xor()), Score)
+    assert isinstance(
+        SubstrateTable(substrate)(jax.random.key(0), neat.express(state.genomes), xor()), Score
+    )
     with pytest.raises(UsageError, match="two layers"):
         Substrate((grid(3),))

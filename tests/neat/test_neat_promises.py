@@ -41,7 +41,9 @@ SMALL = NeatConfig(3, 1, population=12, max_nodes=10, max_conns=16, max_species=
 
 def test_a_break_at_any_generation_changes_nothing(tmp_path):
     neat = Neat(SMALL, Table(tolerance=0.0))
-    step = jit(lambda number, state: neat.step(jax.random.fold_in(jax.random.key(1), number), state, xor()))
+    step = jit(
+        lambda number, state: neat.step(jax.random.fold_in(jax.random.key(1), number), state, xor())
+    )
     states = [jax.jit(neat.init)(jax.random.key(0), None)]
     for number in range(6):
         states.append(step(number, states[-1])[0])
@@ -76,18 +78,26 @@ def test_room_changes_no_distance(mode, rates):
     small = NeatConfig(2, 2, max_nodes=9, max_conns=14, mode=mode)
     large = dataclasses.replace(small, max_nodes=40, max_conns=80)
     genomes = random_genomes(np.random.default_rng(0), small, 16)
-    padded = jax.tree.map(lambda x: np.pad(x, ((0, 0), (0, (40 if x.shape[1] == 9 else 80) - x.shape[1]))), genomes)
+    padded = jax.tree.map(
+        lambda x: np.pad(x, ((0, 0), (0, (40 if x.shape[1] == 9 else 80) - x.shape[1]))), genomes
+    )
     check_genomes(large, padded)
     far = [
-        jit(lambda g, config=config: distances(config, rates, g, centres_of(g.rows(slice(0, 5)))))(g)
+        jit(lambda g, config=config: distances(config, rates, g, centres_of(g.rows(slice(0, 5)))))(
+            g
+        )
         for config, g in ((small, genomes), (large, padded))
     ]
     np.testing.assert_allclose(*far, rtol=1e-6)
-    np.testing.assert_array_equal(*(express(c, g).sweeps for c, g in ((small, genomes), (large, padded))))
+    np.testing.assert_array_equal(
+        *(express(c, g).sweeps for c, g in ((small, genomes), (large, padded)))
+    )
 
 
 CONFIG = NeatConfig(2, 1, max_nodes=6, max_conns=8, kind="ctrnn")
-DOCUMENT = json.loads(to_json(CONFIG, random_genomes(np.random.default_rng(1), CONFIG, 1, hidden=2, conns=6)))
+DOCUMENT = json.loads(
+    to_json(CONFIG, random_genomes(np.random.default_rng(1), CONFIG, 1, hidden=2, conns=6))
+)
 JUNK = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 9), st.floats(), st.text(max_size=3), st.just([]), st.just({}),
     st.just([1]), st.just({"name": "sigmoid"}), st.just({"name": []}),
@@ -96,7 +106,13 @@ JUNK = st.one_of(
 
 def places(tree, path=()):
     """Every path into a document."""
-    inside = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    inside = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
     for key, value in inside:
         yield (*path, key)
         yield from places(value, (*path, key))
@@ -120,7 +136,10 @@ def test_a_broken_file_is_read_or_refused_in_a_sentence(where, junk, drop):
         return
     check_genomes(config, genomes)
     numbers = genomes.weight, genomes.bias, genomes.response, genomes.time_constant
-    assert all(np.isfinite(x).all() for x in numbers) and (genomes.time_constant[genomes.node_on][2:] > 0).all()
+    assert (
+        all(np.isfinite(x).all() for x in numbers)
+        and (genomes.time_constant[genomes.node_on][2:] > 0).all()
+    )
     assert from_json(to_json(config, genomes))[0].num_io == config.num_io
 
 
@@ -153,7 +172,10 @@ def test_what_is_wrong_with_a_file_is_said(path, value, words):
         ({"population": 2.5}, "population=2.5 must be a whole number"),
         ({"max_nodes": 3}, "max_nodes=3 is too small"),
         ({"time_step": 0.0}, "time_step=0.0"),
-        ({"rates": FAST.replace(threshold=float("nan"))}, "rates.threshold=nan must be a finite number"),
+        (
+            {"rates": FAST.replace(threshold=float("nan"))},
+            "rates.threshold=nan must be a finite number",
+        ),
         ({"rates": FAST.replace(add_node=np.ones(2))}, "state.rates"),
         ({"activations": ["tanh", "blub"]}, "'blub' is no activation"),
     ],
@@ -165,16 +187,23 @@ def test_what_no_search_can_be_is_refused(fields, words):
 
 def test_lists_are_tuples():
     config = NeatConfig(3, 1, activations=["tanh"], evolved=["bias"], widths=[16, 50])
-    assert hash(config) == hash(NeatConfig(3, 1, activations=("tanh",), evolved=("bias",), widths=(16, 50)))
+    assert hash(config) == hash(
+        NeatConfig(3, 1, activations=("tanh",), evolved=("bias",), widths=(16, 50))
+    )
 
 
 def test_what_does_not_fit_together_is_refused():
     neat = Neat(SMALL, Table())
     one = jax.eval_shape(lambda: neat.init(jax.random.key(0), None))
-    other = jax.eval_shape(lambda: Neat(dataclasses.replace(SMALL, population=8)).init(jax.random.key(0), None))
+    other = jax.eval_shape(
+        lambda: Neat(dataclasses.replace(SMALL, population=8)).init(jax.random.key(0), None)
+    )
     with pytest.raises(UsageError, match=r"of another configuration.*\(8, 16\)"):
         neat.tell(jax.random.key(0), other, jnp.zeros(12))
-    with jax.enable_x64(True), pytest.raises(UsageError, match="are float32, and JAX makes float64 now; legal is"):
+    with (
+        jax.enable_x64(True),
+        pytest.raises(UsageError, match="are float32, and JAX makes float64 now; legal is"),
+    ):
         neat.tell(jax.random.key(0), one, jnp.zeros(12))
     networks = express(SMALL, random_genomes(np.random.default_rng(0), SMALL, 2))
     with pytest.raises(UsageError, match=r"targets have the shape \(4, 2\); legal is \(4, 1\)"):

@@ -19,7 +19,9 @@ from jaxpar.neat.genome import empty_genomes
 from jaxpar.neat.innovation import Counters
 
 MODES = {"fast": FAST, "canonical": CANONICAL}
-CANONICALLY = pytest.mark.slow  # another program of five seconds to compile; its own operators have tests of theirs
+CANONICALLY = (
+    pytest.mark.slow
+)  # another program of five seconds to compile; its own operators have tests of theirs
 each_mode = pytest.mark.parametrize("mode", ["fast", pytest.param("canonical", marks=CANONICALLY)])
 SIZES = NeatConfig(3, 1, population=12, max_nodes=8, max_conns=12, max_species=4)
 NOTHING = dict(
@@ -31,7 +33,18 @@ NOTHING = dict(
 """Children of two parents, any members of one species, and nothing else happens."""
 
 # The history that all genomes here share: what each mark joins. Nodes 0, 1 and 2 are inputs, 3 the output.
-ENDS = {0: (0, 3), 1: (1, 3), 2: (2, 3), 3: (0, 4), 4: (4, 3), 5: (1, 5), 6: (5, 3), 7: (4, 5), 8: (5, 4), 9: (2, 4)}
+ENDS = {
+    0: (0, 3),
+    1: (1, 3),
+    2: (2, 3),
+    3: (0, 4),
+    4: (4, 3),
+    5: (1, 5),
+    6: (5, 3),
+    7: (4, 5),
+    8: (5, 4),
+    9: (2, 4),
+}
 NEXT_NODE, NEXT_MARK, TRIALS = 6, 10, 400
 KNOWN = {(2.0**p + 2.0**q) / 2 for p in range(12) for q in range(12)}
 
@@ -75,7 +88,9 @@ def genomes_of(config, all_genes):
 @functools.cache
 def search(mode):
     """A search in this mode, and (state, fitnesses) -> `TRIALS` next generations, each by another key."""
-    neat = Neat(dataclasses.replace(SIZES, mode=mode, rates=MODES[mode].replace(**NOTHING), evolved=()))
+    neat = Neat(
+        dataclasses.replace(SIZES, mode=mode, rates=MODES[mode].replace(**NOTHING), evolved=())
+    )
     keys = jax.random.split(jax.random.key(3), TRIALS)
     many = jit(lambda state, fitness: jax.vmap(lambda key: neat.tell(key, state, fitness)[0])(keys))
     return neat, lambda *args: jax.device_get(many(*args))
@@ -118,14 +133,22 @@ def plain_of(mode, rates, slots):
 
 def seen(genes):
     """What counts of a child: genes that parents had, and how many are new; weights that nobody had are None."""
-    old = [(m, g.weight if g.weight in KNOWN else None, g.enabled) for m, g in genes.items() if m < NEXT_MARK]
+    old = [
+        (m, g.weight if g.weight in KNOWN else None, g.enabled)
+        for m, g in genes.items()
+        if m < NEXT_MARK
+    ]
     return tuple(sorted(old)), len(genes) - len(old)
 
 
 def children_of(genomes):
     """Genes by mark of each genome of each trial, with the identities of their ends: `[p][t]`."""
-    ends = [np.take_along_axis(genomes.node_id, place, 2) for place in (genomes.source, genomes.target)]
-    fields = [x.tolist() for x in (genomes.innovation, *ends, genomes.weight, genomes.enabled, genomes.on)]
+    ends = [
+        np.take_along_axis(genomes.node_id, place, 2) for place in (genomes.source, genomes.target)
+    ]
+    fields = [
+        x.tolist() for x in (genomes.innovation, *ends, genomes.weight, genomes.enabled, genomes.on)
+    ]
     return [[{row[0]: Gene(*row[:5]) for row in zip(*(x[t][p] for x in fields), strict=True) if row[5]}
              for t in range(len(genomes.on))] for p in range(12)]  # fmt: skip
 
@@ -138,7 +161,9 @@ def assert_likely(counts, chances, what):
     for outcome, chance in chances.items():
         spread = 5 * (total * chance * (1 - chance)) ** 0.5 + 4 * (chance < 0.99)
         count = counts[outcome]
-        assert abs(count - total * chance) <= spread, f"{what}: {outcome} {count} of {total} times, chance {chance}"
+        assert abs(count - total * chance) <= spread, (
+            f"{what}: {outcome} {count} of {total} times, chance {chance}"
+        )
 
 
 def assert_bred(mode, **rates):
@@ -151,12 +176,21 @@ def assert_bred(mode, **rates):
         if species is None:
             assert count == 0
             continue
-        chances = [outcomes(lambda dice, at=at, s=species: seen(breeder.child(dice, s, at))) for at in (0, 1)]
+        chances = [
+            outcomes(lambda dice, at=at, s=species: seen(breeder.child(dice, s, at)))
+            for at in (0, 1)
+        ]
         assert_likely(Counter(here[0]), chances[0], f"the first child of species {species.number}")
-        assert_likely(Counter(sum(here[1:], [])), chances[1], f"children of species {species.number}")
+        assert_likely(
+            Counter(sum(here[1:], [])), chances[1], f"children of species {species.number}"
+        )
         same = sum(one == two for one, two in zip(*here[1:3], strict=True))
         alike = sum(chance**2 for chance in chances[1].values())
-        assert_likely(Counter({True: same, False: TRIALS - same}), {True: alike, False: 1 - alike}, "equal children")
+        assert_likely(
+            Counter({True: same, False: TRIALS - same}),
+            {True: alike, False: 1 - alike},
+            "equal children",
+        )
     assert place == 12
 
 
@@ -195,13 +229,17 @@ def test_only_some_children_of_two_are_mutated(mode):
 
 def test_champions_of_species_that_are_large_enough_are_copied():
     """Of two of the three species here; nothing happens to them, whatever happens to others."""
-    assert_bred("fast", champion=3.0, survival=0.0, interspecies=0.5, weights=1.0, weight_replace=1.0)
+    assert_bred(
+        "fast", champion=3.0, survival=0.0, interspecies=0.5, weights=1.0, weight_replace=1.0
+    )
 
 
 def species_of(species):
     """Number, size, best fitness and when it was found, by slot; None of a free one."""
     fields = (species.alive, species.number, species.size, species.best, species.improved)
-    return tuple(tuple(x.item() for x in row) if alive else None for alive, *row in zip(*fields, strict=True))
+    return tuple(
+        tuple(x.item() for x in row) if alive else None for alive, *row in zip(*fields, strict=True)
+    )
 
 
 def plain_species(slots):
@@ -227,7 +265,9 @@ def test_representatives_are_any_members(threshold):
         by_slot = Counter()
         for species, chance in chances.items():
             by_slot[species[slot]] += chance
-        assert_likely(Counter(species[slot] for species in found), by_slot, f"the species in slot {slot}")
+        assert_likely(
+            Counter(species[slot] for species in found), by_slot, f"the species in slot {slot}"
+        )
 
 
 STALE, STALLS = dict(stagnation=3.0), dict(stall=3.0, champion=2.0)

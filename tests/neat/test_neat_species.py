@@ -27,7 +27,11 @@ stagnant = jit(module.update_stagnation, static_argnums=0)
 
 
 def config_of(mode, **changes):
-    return NeatConfig(2, 2, **(dict(population=24, max_nodes=11, max_conns=24, mode=mode, max_species=24) | changes))
+    return NeatConfig(
+        2,
+        2,
+        **(dict(population=24, max_nodes=11, max_conns=24, mode=mode, max_species=24) | changes),
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -35,10 +39,15 @@ def config_of(mode, **changes):
 def test_distances_are_the_papers(mode, spread):
     config, rates = config_of(mode), MODES[mode].replace(excess=1.5, disjoint=0.7, small=6.0)
     genomes = random_genomes(np.random.default_rng(0), config, 24)
-    genomes = dataclasses.replace(genomes, innovation=genomes.innovation * spread)  # beyond the hash table
+    genomes = dataclasses.replace(
+        genomes, innovation=genomes.innovation * spread
+    )  # beyond the hash table
     centres = genomes.rows(slice(0, 5))
     got = jit(lambda g, c: distances(config, rates, g, centres_of(c)))(genomes, centres)
-    want = [[distance(config, rates, genomes.rows(p), centres.rows(s)) for s in range(5)] for p in range(24)]
+    want = [
+        [distance(config, rates, genomes.rows(p), centres.rows(s)) for s in range(5)]
+        for p in range(24)
+    ]
     np.testing.assert_allclose(got, want, rtol=2e-6, atol=1e-6)
 
 
@@ -52,7 +61,11 @@ def test_slot_ids_survive_collisions():
         for p, c in np.argwhere(genomes.on):
             mark = int(genomes.innovation[p, c]) * spread
             assert (ids[p, c] < 72) == (mark in known)
-            twins = [int(own[s, k]) for s, k in np.argwhere(centres.on) if centres.innovation[s, k] * spread == mark]
+            twins = [
+                int(own[s, k])
+                for s, k in np.argwhere(centres.on)
+                if centres.innovation[s, k] * spread == mark
+            ]
             assert all(twin == ids[p, c] for twin in twins)
 
 
@@ -72,11 +85,15 @@ def test_species_are_those_of_genomes_one_by_one(mode, threshold):
     rows = np.zeros(24, int)
     rows[slots] = np.arange(6)
     found, member = jit(
-        lambda g, c: module.speciate(config, rates, g, jnp.arange(24), before, centres_of(c), jnp.int32(1), ())
+        lambda g, c: module.speciate(
+            config, rates, g, jnp.arange(24), before, centres_of(c), jnp.int32(1), ()
+        )
     )(genomes, centres.rows(rows))
     want = speciate(config, rates, genomes, [(n, centres.rows(n)) for n in range(6)])
     np.testing.assert_array_equal(np.asarray(found.number)[np.asarray(member)], want)
-    np.testing.assert_array_equal(np.asarray(found.size), np.bincount(np.asarray(member), minlength=24))
+    np.testing.assert_array_equal(
+        np.asarray(found.size), np.bincount(np.asarray(member), minlength=24)
+    )
     np.testing.assert_array_equal(np.asarray(found.alive), np.asarray(found.size) > 0)
 
 
@@ -142,19 +159,25 @@ def test_species_that_stand_still_have_no_offspring():
 
 def trajectory(neat, count, steps=25):
     place = (
-        use_mesh(make_mesh(MeshSpec(data=count), devices=jax.devices()[:count])) if count else contextlib.nullcontext()
+        use_mesh(make_mesh(MeshSpec(data=count), devices=jax.devices()[:count]))
+        if count
+        else contextlib.nullcontext()
     )
     with place:
         state = jit(neat.init)(jax.random.key(0), None)
         inputs = jax.tree.map(lambda x: jnp.broadcast_to(x, (steps, *x.shape)), xor())
-        return jax.device_get(jit(lambda k, s: run(neat, k, s, inputs, steps))(jax.random.key(1), state))
+        return jax.device_get(
+            jit(lambda k, s: run(neat, k, s, inputs, steps))(jax.random.key(1), state)
+        )
 
 
 @pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("mode", ["fast", pytest.param("canonical", marks=pytest.mark.slow)])
 def test_devices_give_the_same_bits(mode, count):
     rates = MODES[mode].replace(add_node=0.3, add_conn=0.3, threshold=1.0)
-    config = NeatConfig(3, 1, population=32, max_nodes=20, max_conns=32, max_species=6, mode=mode, rates=rates)
+    config = NeatConfig(
+        3, 1, population=32, max_nodes=20, max_conns=32, max_species=6, mode=mode, rates=rates
+    )
     neat = Neat(config, Table(tolerance=0.0))
     want = trajectory(neat, 0)
     jax.tree.map(np.testing.assert_array_equal, trajectory(neat, count), want)
@@ -164,7 +187,10 @@ def test_devices_give_the_same_bits(mode, count):
 
 def test_a_population_that_devices_do_not_divide_is_refused():
     neat = Neat(NeatConfig(3, 1, population=9, max_nodes=8, max_conns=8), Table())
-    with use_mesh(make_mesh(MeshSpec(data=2), devices=jax.devices()[:2])), pytest.raises(UsageError, match="8 or 10"):
+    with (
+        use_mesh(make_mesh(MeshSpec(data=2), devices=jax.devices()[:2])),
+        pytest.raises(UsageError, match="8 or 10"),
+    ):
         neat.init(jax.random.key(0), None)
 
 
@@ -178,7 +204,12 @@ def test_fitness_that_is_no_number_ranks_last_and_is_told():
     fitness[[3, 7]] = np.nan, np.inf
     tell = jit(neat.tell)
     after, info = tell(jax.random.key(1), state, fitness)
-    assert info["invalid"] == 2 and after.invalid == 2 and after.best == 11 and info["fitness_max"] == 11
+    assert (
+        info["invalid"] == 2
+        and after.invalid == 2
+        and after.best == 11
+        and info["fitness_max"] == 11
+    )
     np.testing.assert_array_equal(after.champion.weight[0], np.asarray(state.genomes.weight)[11])
     after, info = tell(jax.random.key(1), state, np.full(12, np.nan, np.float32))
     assert after.invalid == 12 and after.best == module.LOWEST
@@ -187,7 +218,10 @@ def test_fitness_that_is_no_number_ranks_last_and_is_told():
 
 def test_growth_past_capacity_is_counted_and_goes_on():
     config = dataclasses.replace(
-        SMALL, max_conns=4, max_nodes=5, rates=FAST.replace(add_node=0.5, add_conn=0.5, del_conn=0.0, del_node=0.0)
+        SMALL,
+        max_conns=4,
+        max_nodes=5,
+        rates=FAST.replace(add_node=0.5, add_conn=0.5, del_conn=0.0, del_node=0.0),
     )
     state, info = trajectory(Neat(config, Table(tolerance=0.0)), 0, 6)
     assert state.refused > 0 and info["refused"][-1] == state.refused
@@ -202,14 +236,18 @@ def test_wrong_scores_are_refused():
     with pytest.raises(UsageError, match="no problem"):
         neat.step(jax.random.key(0), state, None)
     with pytest.raises(UsageError, match="returns a Score"):
-        Neat(SMALL, lambda key, networks, inputs: networks.bias[:, 0]).step(jax.random.key(0), state, None)
+        Neat(SMALL, lambda key, networks, inputs: networks.bias[:, 0]).step(
+            jax.random.key(0), state, None
+        )
 
 
 def test_champions_of_large_species_live_on():
     neat = Neat(dataclasses.replace(SMALL, rates=FAST.replace(threshold=1e9)))
     state = jit(neat.init)(jax.random.key(0), None)
     after, _ = jit(neat.tell)(jax.random.key(1), state, np.arange(12, dtype=np.float32))
-    np.testing.assert_array_equal(np.asarray(after.genomes.weight)[0], np.asarray(state.genomes.weight)[11])
+    np.testing.assert_array_equal(
+        np.asarray(after.genomes.weight)[0], np.asarray(state.genomes.weight)[11]
+    )
 
 
 def test_rates_are_swept_by_vmap():
@@ -233,7 +271,9 @@ def test_a_score_may_end_the_search():
     state = jit(neat.init)(jax.random.key(0), None)
     assert not jit(neat.tell)(jax.random.key(1), state, jnp.full(12, 4.0))[0].solved
     assert jit(neat.tell)(jax.random.key(1), state, jnp.full(12, 5.0))[0].solved
-    after, _ = jit(neat.tell)(jax.random.key(1), state, Score(jnp.arange(12.0) / 9, jnp.arange(12) == 3))
+    after, _ = jit(neat.tell)(
+        jax.random.key(1), state, Score(jnp.arange(12.0) / 9, jnp.arange(12) == 3)
+    )
     assert after.solved and after.best == jnp.float32(11 / 9)
     # The champion is the one that solves it, until a better one does.
     np.testing.assert_array_equal(after.champion.weight[0], np.asarray(state.genomes.weight)[3])

@@ -28,15 +28,23 @@ def disassembled(cubin: bytes, flag: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([TOOLS / "cuobjdump", flag, file.name], check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            [TOOLS / "cuobjdump", flag, file.name], check=True, capture_output=True, text=True
+        ).stdout
 
 
 def facts(call: dict) -> dict:
     """Compiles as jax_triton does: pointers are multiples of 16 bytes, sizes are constants."""
     function = compiled(call["text"], call["name"])
     dtypes, constants = iter(call["dtypes"]), call["constants"]
-    signature = {x: "constexpr" if x in constants else POINTERS[next(dtypes)] for x in function.arg_names}
-    pointers = {(place,): [["tt.divisibility", 16]] for place, x in enumerate(signature) if x not in constants}
+    signature = {
+        x: "constexpr" if x in constants else POINTERS[next(dtypes)] for x in function.arg_names
+    }
+    pointers = {
+        (place,): [["tt.divisibility", 16]]
+        for place, x in enumerate(signature)
+        if x not in constants
+    }
     source = ASTSource(function, signature, constexprs=constants, attrs=pointers)
     options = {"num_warps": call["num_warps"], "num_stages": call["num_stages"]}
     program = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -45,9 +53,13 @@ def facts(call: dict) -> dict:
     return {
         "name": call["name"],
         "registers": int(used["REG"]),
-        "spilled": int(used["STACK"]) + int(used["LOCAL"]) + len(re.findall(r"\b(?:STL|LDL)\b", code)),
+        "spilled": int(used["STACK"])
+        + int(used["LOCAL"])
+        + len(re.findall(r"\b(?:STL|LDL)\b", code)),
         "shared": program.metadata.shared,
-        "wgmma": sorted(set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", program.asm["ptx"]))),
+        "wgmma": sorted(
+            set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", program.asm["ptx"]))
+        ),
         "hgmma": len(re.findall(r"\bHGMMA\b", code)),
         "hmma": len(re.findall(r"\bHMMA\b", code)),
         "copies": sorted({int(size, 16) for size in re.findall(COPY, program.asm["ptx"])}),

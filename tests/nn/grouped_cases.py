@@ -63,7 +63,13 @@ def product(
     BAND, HIGH, WIDE, STEP, EXACT,
 ):  # fmt: skip
     """One tile of rows by one of columns."""
-    assert x.shape[1] == DEPTH and len(w) == GROUPS and len(group) == TILES and EXACT == "ieee" and STEP
+    assert (
+        x.shape[1] == DEPTH
+        and len(w) == GROUPS
+        and len(group) == TILES
+        and EXACT == "ieee"
+        and STEP
+    )
     tile, column = place_of(number, TILES, COLUMNS, BAND)
     columns = slice(column * WIDE, min((column + 1) * WIDE, WIDTH))
     assert 0 <= count[tile] <= HIGH
@@ -78,11 +84,32 @@ def product(
 
 
 def weight_gradient(
-    number, x, g, read, write, bounds, dw, *, DEPTH, WIDTH, READ, WRITE, ROWS, COLUMNS, BAND, HIGH, WIDE, STEP, EXACT
+    number,
+    x,
+    g,
+    read,
+    write,
+    bounds,
+    dw,
+    *,
+    DEPTH,
+    WIDTH,
+    READ,
+    WRITE,
+    ROWS,
+    COLUMNS,
+    BAND,
+    HIGH,
+    WIDE,
+    STEP,
+    EXACT,
 ):
     """One tile of one group's gradient, over all of its rows."""
     assert (x.shape[1], g.shape[1]) == (DEPTH, WIDTH) and EXACT == "ieee" and STEP
-    group, (tile, column) = number // (ROWS * COLUMNS), place_of(number % (ROWS * COLUMNS), ROWS, COLUMNS, BAND)
+    group, (tile, column) = (
+        number // (ROWS * COLUMNS),
+        place_of(number % (ROWS * COLUMNS), ROWS, COLUMNS, BAND),
+    )
     deep, wide = slice(tile * HIGH, (tile + 1) * HIGH), slice(column * WIDE, (column + 1) * WIDE)
     rows = np.arange(bounds[group], bounds[group + 1])
     source, target = read[rows] // READ if READ else rows, write[rows] // WRITE if WRITE else rows

@@ -22,9 +22,16 @@ def inputs_of(kind, batch, length, groups, heads, depth, width, dtype="float32")
     groups = heads if kind == "bonus" or "rows" in kind else groups
     q, k = (normal(batch, length, groups, depth) / depth**0.25 for _ in range(2))
     v, columns = normal(batch, length, heads, width), width + kind.endswith(("normaliser", "floor"))
-    decay = None if kind == "none" else gates(rng, batch, length, heads, *(() if "heads" in kind else (depth,)))
+    decay = (
+        None
+        if kind == "none"
+        else gates(rng, batch, length, heads, *(() if "heads" in kind else (depth,)))
+    )
     bonus = normal(heads, depth) if kind == "bonus" else None
-    state, g = normal(batch, heads, depth, columns), normal(batch, length, heads, width + kind.endswith("normaliser"))
+    state, g = (
+        normal(batch, heads, depth, columns),
+        normal(batch, length, heads, width + kind.endswith("normaliser")),
+    )
     narrow = [x.astype(dtype) for x in (q, k, v)]
     decay = None if decay is None else jnp.asarray(decay, "float32")
     return (*narrow, decay, bonus, state), (g, normal(*state.shape))
@@ -35,15 +42,23 @@ def outcome(impl, kind, starts, valid, **options):
 
     def run(arrays, cotangents):
         def call(q, k, v, decay, bonus, state):
-            fixed = dict(starts=starts, valid=valid, impl=impl, normaliser=kind.endswith("normaliser"))
+            fixed = dict(
+                starts=starts, valid=valid, impl=impl, normaliser=kind.endswith("normaliser")
+            )
             if kind.endswith("floor"):  # some of them larger than what is divided by, some smaller
-                fixed["floor"] = jnp.exp(jnp.asarray(np.random.default_rng(7).standard_normal(v.shape[:3]), "float32"))
-            return linear_attention(q, k, v, decay, bonus=bonus, state=state, dtype="float32", **fixed, **options)
+                fixed["floor"] = jnp.exp(
+                    jnp.asarray(np.random.default_rng(7).standard_normal(v.shape[:3]), "float32")
+                )
+            return linear_attention(
+                q, k, v, decay, bonus=bonus, state=state, dtype="float32", **fixed, **options
+            )
 
         (out, last), pull = jax.vjp(call, *arrays)
         counts = 1.0
         if valid is not None:
-            counts = (jnp.arange(out.shape[1])[None] < valid[:, None])[..., None, None].astype(out.dtype)
+            counts = (jnp.arange(out.shape[1])[None] < valid[:, None])[..., None, None].astype(
+                out.dtype
+            )
         return out * counts, last, pull((cotangents[0] * counts, cotangents[1]))
 
     return run

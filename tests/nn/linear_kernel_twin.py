@@ -17,7 +17,10 @@ def stand_in(*arrays, out, grid, text, name, num_warps, num_stages, **sizes):
 
     def run(*arrays):
         calls.append(name)
-        given = [np.asarray(x) if x.dtype.kind in "ib" else np.float64(x) for x in map(np.asarray, arrays)]
+        given = [
+            np.asarray(x) if x.dtype.kind in "ib" else np.float64(x)
+            for x in map(np.asarray, arrays)
+        ]
         outs = [np.full(each.shape, np.nan) for each in out]
         for number in range(grid[0]):
             PROGRAMS[name](Program(number, sizes), *given, *outs)
@@ -49,7 +52,11 @@ class Program:
         """[C, DEEP] of the chunk, whatever kind of decay it is."""
         if self.KIND == 0:
             return np.zeros((self.size, self.DEEP))
-        return self.rows(g)[:, deep] if self.KIND == 2 else np.repeat(self.rows(g)[:, None], self.DEEP, 1)
+        return (
+            self.rows(g)[:, deep]
+            if self.KIND == 2
+            else np.repeat(self.rows(g)[:, None], self.DEEP, 1)
+        )
 
     def sums(self, g, deep):
         """Of neighbours: to each token, from behind each on, of all, and [i, j] from behind j to i."""
@@ -66,7 +73,8 @@ class Program:
             all_of = np.ones(self.size, bool)
             return all_of, all_of, np.ones((self.size, self.size), bool), True
         own, enters, leaves = (
-            number[self.batch, i] for i in (np.arange(self.begin, self.end) + 1, self.begin, self.end)
+            number[self.batch, i]
+            for i in (np.arange(self.begin, self.end) + 1, self.begin, self.end)
         )
         return own == enters, own == leaves, own[:, None] == own[None], enters == leaves
 
@@ -109,7 +117,9 @@ def carry(p, x, y, ones, g, number, first, first_line, states, lines, last, last
         if p.NORM:
             if wide.start == 0:
                 write(lines, (batch, head, n, deep), line)
-            line = np.exp(total) * stays * line + now.T @ (p.rows(ones) if p.REVERSE else np.ones(p.size))
+            line = np.exp(total) * stays * line + now.T @ (
+                p.rows(ones) if p.REVERSE else np.ones(p.size)
+            )
     write(last, (batch, head, deep, wide), state)
     if p.NORM and wide.start == 0:
         write(last_line, (batch, head, deep), line)
@@ -130,7 +140,11 @@ def outputs(p, q, k, v, g, bonus, number, states, lines, floor, out, norm):
     if p.NORM:
         normed = scores.sum(1) + normed
         write(norm, rows, normed)
-    write(out, rows, result / np.maximum(np.abs(normed), p.rows(floor))[:, None] if p.FLOOR else result)
+    write(
+        out,
+        rows,
+        result / np.maximum(np.abs(normed), p.rows(floor))[:, None] if p.FLOOR else result,
+    )
 
 
 def value_gradients(p, q, k, v, g, bonus, number, do, dnorm, dstates, dv, ds, dg):
@@ -177,7 +191,10 @@ def key_gradients(
         by_read = by_read + np.outer(p.rows(dnorm), lines[here][deep])
         by_write = by_write + dlines[here][deep]
         kept = kept + lines[here][deep] * dlines[here][deep]
-    by_read, by_write = by_read * np.exp(before) * enters[:, None], by_write * np.exp(after) * leaves[:, None]
+    by_read, by_write = (
+        by_read * np.exp(before) * enters[:, None],
+        by_write * np.exp(after) * leaves[:, None],
+    )
     kept = kept * np.exp(total) * stays
     dscores = ds[here][: p.size, : p.size, None]
     if p.KIND == 2:

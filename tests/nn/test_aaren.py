@@ -42,10 +42,14 @@ def test_it_equals_masked_softmax_attention(x64):
     params, xs = noisy(), inputs()
 
     def value(run):
-        return jit(jax.value_and_grad(lambda params, xs: (run(params, xs) ** 2).sum(), (0, 1)))(params, xs)
+        return jit(jax.value_and_grad(lambda params, xs: (run(params, xs) ** 2).sum(), (0, 1)))(
+            params, xs
+        )
 
     assert_close(whole(params, xs)[0], attention(params, xs), EXACT_MATHS["float64"])
-    assert_close(value(lambda p, x: recurrent(CELL, p, x)[0]), value(attention), 10 * EXACT_MATHS["float64"])
+    assert_close(
+        value(lambda p, x: recurrent(CELL, p, x)[0]), value(attention), 10 * EXACT_MATHS["float64"]
+    )
 
 
 def test_documents_do_not_see_each_other(x64):

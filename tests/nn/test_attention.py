@@ -20,7 +20,10 @@ B, T, H, K = 2, 7, 8, 4
 
 def qkv(kv_heads=H, dtype=np.float32, length=T, width=K):
     rng = np.random.default_rng(0)
-    return tuple(rng.standard_normal((B, length, heads, width)).astype(dtype) for heads in (H, kv_heads, kv_heads))
+    return tuple(
+        rng.standard_normal((B, length, heads, width)).astype(dtype)
+        for heads in (H, kv_heads, kv_heads)
+    )
 
 
 SEGMENTS = np.array([[0, 0, 0, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 4]])
@@ -30,7 +33,11 @@ SEGMENTS = np.array([[0, 0, 0, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 4]])
 @pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
 def test_attention_equals_loop(kv_heads, segments):
     q, k, v = qkv(kv_heads)
-    assert_close(attention(q, k, v, segments=segments), slow_attention(q, k, v, segments), EXACT_MATHS["float32"])
+    assert_close(
+        attention(q, k, v, segments=segments),
+        slow_attention(q, k, v, segments),
+        EXACT_MATHS["float32"],
+    )
 
 
 def test_attention_in_float64_is_float64(x64):
@@ -45,7 +52,9 @@ def test_softmax_is_taken_in_float32():
     q, k, v = qkv(dtype=jnp.bfloat16)
     q = q * 64
     want = slow_attention(*(np.asarray(x, np.float64) for x in (q, k, v)))
-    assert_close(attention(q, k, v), want, 1.5 * 2.0**-8)  # weights and result are rounded, scores are not
+    assert_close(
+        attention(q, k, v), want, 1.5 * 2.0**-8
+    )  # weights and result are rounded, scores are not
 
 
 def test_extreme_scores_stay_finite():
@@ -59,7 +68,9 @@ def test_sharded_attention_equals_one_device(kv_heads):
     q, k, v = qkv(kv_heads)
     want = attention(q, k, v, dropout_rate=0.3, dropout_key=jax.random.key(0))
     with use_mesh(make_mesh(MeshSpec(2, 1, 4), jax.devices())):
-        got = jit(lambda q, k, v: attention(q, k, v, dropout_rate=0.3, dropout_key=jax.random.key(0)))(q, k, v)
+        got = jit(
+            lambda q, k, v: attention(q, k, v, dropout_rate=0.3, dropout_key=jax.random.key(0))
+        )(q, k, v)
     assert_close(got, want, EXACT_MATHS["float32"])
 
 
@@ -83,7 +94,8 @@ def plain(q, k, v, seen, slopes):
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
     distance = jnp.abs(jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])[None])
     scores = (
-        jnp.einsum("bthk,bshk->bhts", q, k) / np.sqrt(q.shape[-1]) - slopes[None, :, None, None] * distance[None, None]
+        jnp.einsum("bthk,bshk->bhts", q, k) / np.sqrt(q.shape[-1])
+        - slopes[None, :, None, None] * distance[None, None]
     )
     weights = jnp.where(seen[:, None], jnp.exp(scores), 0)
     total = weights.sum(-1, keepdims=True)
@@ -91,12 +103,18 @@ def plain(q, k, v, seen, slopes):
 
 
 def value_and_gradients(f, *args):
-    return jit(jax.value_and_grad(lambda *args: (f(*args) @ jnp.cos(jnp.arange(K))).sum(), (0, 1, 2)))(*args)
+    return jit(
+        jax.value_and_grad(lambda *args: (f(*args) @ jnp.cos(jnp.arange(K))).sum(), (0, 1, 2))
+    )(*args)
 
 
 def rule_of(kind):
     ahead = np.arange(T)[:, None] - np.arange(T)[None]
-    return {"causal": ahead >= 0, "window": (ahead >= 0) & (ahead < 3), "both ways": ahead == ahead}[kind]
+    return {
+        "causal": ahead >= 0,
+        "window": (ahead >= 0) & (ahead < 3),
+        "both ways": ahead == ahead,
+    }[kind]
 
 
 VISIBLE = {"causal": Visible(), "window": Visible(window=3), "both ways": Visible(causal=False)}
@@ -113,7 +131,10 @@ def test_rules_and_slopes_equal_the_definition_in_value_and_gradient(kind, slope
     rule = dict(visible=VISIBLE[kind], slopes=slopes, among=jnp.asarray(among), segments=SEGMENTS)
     got = value_and_gradients(functools.partial(attention, **rule), q, k, v)
     want = value_and_gradients(
-        functools.partial(plain, seen=seen, slopes=jnp.zeros(H) if slopes is None else slopes), q, k, v
+        functools.partial(plain, seen=seen, slopes=jnp.zeros(H) if slopes is None else slopes),
+        q,
+        k,
+        v,
     )
     assert_close(got, want, EXACT_MATHS["float64"])
 
@@ -138,7 +159,9 @@ def test_sums_in_any_parts_and_order_are_the_whole(cuts, x64):
     want = value_and_gradients(functools.partial(attention, visible=Visible(window=3)), q, k, v)
     for order in (1, -1):
         assert_close(
-            value_and_gradients(functools.partial(in_parts, order=order), q, k, v), want, EXACT_MATHS["float64"]
+            value_and_gradients(functools.partial(in_parts, order=order), q, k, v),
+            want,
+            EXACT_MATHS["float64"],
         )
 
 
@@ -160,7 +183,9 @@ def test_dropout_of_weights_is_unbiased_and_by_row_and_head():
     assert (np.asarray(attention(q, k, v, dropout_rate=0.25)) == plain).all(), "no key, no dropout"
     dropped = jit(lambda key: attention(q, k, v, dropout_rate=0.25, dropout_key=key))
     draws = np.stack([dropped(jax.random.key(i)) for i in range(200)])
-    np.testing.assert_allclose(draws[draws != 0], np.broadcast_to(plain / 0.75, draws.shape)[draws != 0], rtol=1e-5)
+    np.testing.assert_allclose(
+        draws[draws != 0], np.broadcast_to(plain / 0.75, draws.shape)[draws != 0], rtol=1e-5
+    )
     share = (draws == 0)[:, plain != 0]
     assert abs(share.mean() - 0.25) < 5 * np.sqrt(0.25 * 0.75 / share.size)
     pattern = (draws[0] != 0).transpose(0, 2, 1, 3).reshape(B * H, -1)
@@ -183,8 +208,16 @@ def test_nothing_is_read_of_unseen_values():
     ("impl", "changes", "sentence"),
     [
         ("cudnn", dict(), "attention=cudnn needs dtype bfloat16 or float16, not float32"),
-        ("cudnn", dict(dtype=jnp.bfloat16), "attention=cudnn needs head_dim a multiple of 8 up to 256, not 4"),
-        ("splash", dict(dtype=jnp.float16), "attention=splash needs dtype bfloat16 or float32, not float16"),
+        (
+            "cudnn",
+            dict(dtype=jnp.bfloat16),
+            "attention=cudnn needs head_dim a multiple of 8 up to 256, not 4",
+        ),
+        (
+            "splash",
+            dict(dtype=jnp.float16),
+            "attention=splash needs dtype bfloat16 or float32, not float16",
+        ),
         ("splash", dict(), "attention=splash needs a length that is a multiple of 128, not 7"),
         ("splash", dict(length=128), "attention=splash needs head_dim a multiple of 64, not 4"),
     ],
@@ -195,7 +228,9 @@ def test_a_kernel_asked_for_by_name_refuses(impl, changes, sentence):
         attention(q, k, v, impl=impl)
 
 
-@pytest.mark.parametrize(("impl", "changes"), [("cudnn", dict(dtype=jnp.bfloat16, width=8)), ("splash", dict())])
+@pytest.mark.parametrize(
+    ("impl", "changes"), [("cudnn", dict(dtype=jnp.bfloat16, width=8)), ("splash", dict())]
+)
 def test_a_kernel_asked_for_by_name_refuses_dropout(impl, changes):
     q, k, v = (jnp.asarray(x) for x in qkv(**dict(length=128, width=64) | changes))
     with pytest.raises(UsageError, match="needs dropout 0"):

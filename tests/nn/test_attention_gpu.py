@@ -59,17 +59,23 @@ def test_the_first_trial_passes():
         (640, 256, 4, 2, 64, "bfloat16"),
     ],
 )
-def test_a_pair_has_the_sums_and_gradients_of_dense_attention(queries, keys, heads, groups, width, dtype, causal):
+def test_a_pair_has_the_sums_and_gradients_of_dense_attention(
+    queries, keys, heads, groups, width, dtype, causal
+):
     if causal and queries != keys:
         pytest.skip("a causal pair is as long as it is wide")
     q, k, v, g = drawn(2, queries, keys, heads, groups, width, dtype)
-    seen = np.tril(np.ones((1, queries, keys), bool)) if causal else np.ones((1, queries, keys), bool)
+    seen = (
+        np.tril(np.ones((1, queries, keys), bool)) if causal else np.ones((1, queries, keys), bool)
+    )
     out, log_sum, *grads = dense(q, k, v, g, seen)
     state = jax.jit(functools.partial(pairs.attend_pair, causal=causal, impl="cudnn"))(q, k, v)
     assert relative(finish(state), out) < TOLERANCE
     assert np.abs(np.asarray(state.log_sum - log_sum)).max() < 1e-2  # of numbers up to log(640)
     backward = jax.jit(functools.partial(pairs.attend_pair_gradient, causal=causal, impl="cudnn"))
-    for got, want in zip(backward(q, k, v, finish(state).astype(q.dtype), state.log_sum, g), grads, strict=True):
+    for got, want in zip(
+        backward(q, k, v, finish(state).astype(q.dtype), state.log_sum, g), grads, strict=True
+    ):
         assert relative(got, want) < TOLERANCE
 
 
@@ -109,8 +115,14 @@ DOCUMENTS = {
     "a few": [[100, 1, 300], [511]],
     "whole rows": [[], []],
     "of one token": [[1] * 7, [3, 1, 1, 200]],
-    "of two programs": [np.random.default_rng(0).multinomial(512, np.ones(20) / 20)[:-1].tolist(), []],
-    "many": [np.random.default_rng(1).multinomial(512, np.ones(100) / 100).clip(1)[:60].tolist(), [1] * 120],
+    "of two programs": [
+        np.random.default_rng(0).multinomial(512, np.ones(20) / 20)[:-1].tolist(),
+        [],
+    ],
+    "many": [
+        np.random.default_rng(1).multinomial(512, np.ones(100) / 100).clip(1)[:60].tolist(),
+        [1] * 120,
+    ],
     "too many": [[1] * 200, []],
 }
 
@@ -134,7 +146,9 @@ def test_packed_documents_have_the_outputs_and_gradients_of_dense_attention(kind
 
     @jax.jit
     def run(q, k, v, g, segments):
-        out, pull = jax.vjp(lambda *x: attention(*x, segments=segments, visible=Visible(causal)), q, k, v)
+        out, pull = jax.vjp(
+            lambda *x: attention(*x, segments=segments, visible=Visible(causal)), q, k, v
+        )
         return out, *pull(g)
 
     for got, exact in zip(run(q, k, v, g, segments), (want, *grads), strict=True):

@@ -15,7 +15,9 @@ from jaxpar.nn.mixer import Context
 from jaxpar.nn.position import Rope
 
 B, T, D = 2, 6, 16
-BASE = dict(vocab_size=8, num_layers=1, embed_dim=D, num_heads=4, mlp_dim=24, init_std=0.3, dtype="float32")
+BASE = dict(
+    vocab_size=8, num_layers=1, embed_dim=D, num_heads=4, mlp_dim=24, init_std=0.3, dtype="float32"
+)
 TOLERANCE = EXACT_MATHS["float32"]
 
 
@@ -34,7 +36,9 @@ def slow_norm(x, weights, kind, eps):
         variance = sum((value - mean) ** 2 for value in row) / len(row)
         for i, value in enumerate(row):
             bias = float(weights["bias"][i]) if "bias" in weights else 0.0
-            out[place][i] = (value - mean) / math.sqrt(variance + eps) * float(weights["scale"][i]) + bias
+            out[place][i] = (value - mean) / math.sqrt(variance + eps) * float(
+                weights["scale"][i]
+            ) + bias
     return out
 
 
@@ -114,7 +118,9 @@ def test_norm_equals_loop(kind, bias):
     config = LMConfig(**BASE, norm=kind, bias=bias, norm_eps=1e-2)
     weights = {"scale": 1 + normal(D, seed=1)} | ({"bias": normal(D, seed=2)} if bias else {})
     x = 3 + 2 * normal(B, T, D)
-    assert_close(config.stack().norm.apply(weights, x), slow_norm(x, weights, kind, 1e-2), TOLERANCE)
+    assert_close(
+        config.stack().norm.apply(weights, x), slow_norm(x, weights, kind, 1e-2), TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
@@ -143,7 +149,13 @@ def rope_of(config):
         LMConfig(**BASE),
         LMConfig(**BASE, rope_theta=500.0, head_dim=10),
         SCALED,
-        llama(head_dim=64, rope_factor=8.0, rope_low_freq_factor=2.0, rope_high_freq_factor=3.0, rope_original_len=512),
+        llama(
+            head_dim=64,
+            rope_factor=8.0,
+            rope_low_freq_factor=2.0,
+            rope_high_freq_factor=3.0,
+            rope_original_len=512,
+        ),
     ],
     ids=["plain", "theta", "llama3.2", "other"],
 )
@@ -170,7 +182,10 @@ def test_rotation_equals_loop():
 def test_scores_depend_on_distance_alone():
     q, k = normal(1, 1, 1, 8), normal(1, 1, 1, 8, seed=1)
     rotate = Rope().rotate
-    scores = [float((rotate(q, np.array([[a + 3]])) * rotate(k, np.array([[a]]))).sum()) for a in (0, 5, 40)]
+    scores = [
+        float((rotate(q, np.array([[a + 3]])) * rotate(k, np.array([[a]]))).sum())
+        for a in (0, 5, 40)
+    ]
     np.testing.assert_allclose(scores, scores[0], rtol=1e-4)
     other = (rotate(q, np.array([[4]])) * rotate(k, np.array([[0]]))).sum()
     assert abs(float(other) - scores[0]) > 1e-3
@@ -188,7 +203,9 @@ LAYERS = {
     "rms-swiglu-rope-mha": dict(),
     "rms-swiglu-rope-gqa": dict(num_kv_heads=2),
     "rms-swiglu-rope-mqa-bias": dict(num_kv_heads=1, bias=True),
-    "layer-gelu-learned-bias": dict(norm="layer", activation="gelu", positions="learned", bias=True),
+    "layer-gelu-learned-bias": dict(
+        norm="layer", activation="gelu", positions="learned", bias=True
+    ),
     "layer-gelu-exact-wide-heads": dict(norm="layer", activation="gelu_exact", head_dim=6),
 }
 
@@ -200,7 +217,11 @@ def test_layer_equals_loop(name, packed):
     layer = jax.tree.map(lambda w: w[0], noisy_params(config)["layers"])
     x = normal(B, T, D)
     segments = np.array([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 2]]) if packed else None
-    positions = np.array([[0, 1, 2, 0, 1, 2], [0, 0, 1, 2, 3, 0]]) if packed else np.tile(np.arange(T), (B, 1))
+    positions = (
+        np.array([[0, 1, 2, 0, 1, 2], [0, 0, 1, 2, 3, 0]])
+        if packed
+        else np.tile(np.arange(T), (B, 1))
+    )
     run = jit(lambda positions, segments: layer_of(config, layer, x, Context(positions, segments)))
     got, cache, _ = run(positions, segments)
     assert cache is None

@@ -17,11 +17,15 @@ from jaxpar.types import UsageError
 D, W, S, T = 6, 3, 2, 10
 EXACT = 1e-10  # float64, of sums in another order
 STARTS = np.zeros((1, T), bool)
-STARTS[0, [4, 6]] = True  # one begins within a window, where a second one ends, and one with a window
+STARTS[0, [4, 6]] = (
+    True  # one begins within a window, where a second one ends, and one with a window
+)
 
 
 def layer(gate="fixed", **changes):
-    return BlockRecurrent(**dict(num_heads=2, head_dim=3, window=W, num_states=S, gate=gate) | changes)
+    return BlockRecurrent(
+        **dict(num_heads=2, head_dim=3, window=W, num_states=S, gate=gate) | changes
+    )
 
 
 def stack_of(mixer, dtype="float64"):
@@ -31,7 +35,9 @@ def stack_of(mixer, dtype="float64"):
 def params_of(mixer, dtype=np.float64):
     rng = np.random.default_rng(0)
     leaves = jax.eval_shape(lambda: stack_of(mixer).init(jax.random.key(0)))
-    return jax.tree.map(lambda leaf: jnp.asarray(0.6 * rng.standard_normal(leaf.shape), dtype), leaves)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(0.6 * rng.standard_normal(leaf.shape), dtype), leaves
+    )
 
 
 def drawn(length=T, rows=1, seed=1):
@@ -65,7 +71,9 @@ def plain(mixer, p, x, starts, xp=jnp):
         s, y = shown(zero if first >= window * size else states), 0.0
         for h in heads:
             slope = 2.0 ** (-8 * (h + 1) / mixer.num_heads)
-            scores = xp.stack([of(x[t], "wq", h) @ of(x[j], "wk", h) / root - slope * (t - j) for j in tokens])
+            scores = xp.stack(
+                [of(x[t], "wq", h) @ of(x[j], "wk", h) / root - slope * (t - j) for j in tokens]
+            )
             y = y + softmax(scores, xp.stack([of(x[j], "wv", h) for j in tokens])) @ p["wo"][0, h]
             scores = xp.stack([of(x[t], "wq_states", h) @ of(c, "swk", h) / root for c in s])
             y = y + softmax(scores, of(s, "swv", h)) @ p["wo"][1, h]
@@ -79,7 +87,11 @@ def plain(mixer, p, x, starts, xp=jnp):
                     own = softmax(of(s[i], "swq", h) @ of(s, "swk", h).T / root, of(s, "swv", h))
                     scores = of(s[i], "swq_tokens", h) @ of(tokens, "wk", h).T / root
                     other = softmax(scores, of(tokens, "wv", h))
-                    z[i] = z[i] + xp.tensordot(own, p["wz"][0, h], 1) + xp.tensordot(other, p["wz"][1, h], 1)
+                    z[i] = (
+                        z[i]
+                        + xp.tensordot(own, p["wz"][0, h], 1)
+                        + xp.tensordot(other, p["wz"][1, h], 1)
+                    )
             z = xp.stack(z)
             if mixer.gate == "fixed":
                 share = sigmoid(p["gate"])[None]
@@ -114,7 +126,9 @@ def test_the_layer_equals_its_equations_in_value_and_gradient(gate, x64):
     np.testing.assert_allclose(value, total(args), rtol=EXACT)
     for _ in range(3):
         way = jax.tree.map(lambda x: rng.standard_normal(x.shape), args)
-        ends = [total(jax.tree.map(lambda x, w, by=by: x + by * w, args, way)) for by in (-1e-5, 1e-5)]
+        ends = [
+            total(jax.tree.map(lambda x, w, by=by: x + by * w, args, way)) for by in (-1e-5, 1e-5)
+        ]
         slope = sum(jax.tree.leaves(jax.tree.map(lambda g, w: float((g * w).sum()), grads, way)))
         np.testing.assert_allclose(slope, (ends[1] - ends[0]) / 2e-5, rtol=1e-7)
 
@@ -124,7 +138,9 @@ def test_the_layer_equals_its_equations_in_value_and_gradient(gate, x64):
 def test_every_number_of_the_gradient_is_that_of_the_equations(gate, x64):
     mixer = layer(gate)
     got, args, mix = value_and_gradient(mixer, STARTS)
-    want = jit(jax.value_and_grad(lambda p, x: (plain(mixer, p, x[0], STARTS[0]) * mix[0]).sum(), (0, 1)))(*args)
+    want = jit(
+        jax.value_and_grad(lambda p, x: (plain(mixer, p, x[0], STARTS[0]) * mix[0]).sum(), (0, 1))
+    )(*args)
     assert_close(got, want, EXACT)
 
 
@@ -136,10 +152,18 @@ def test_every_number_of_the_gradient_is_that_of_the_equations(gate, x64):
 def test_decoding_token_by_token_equals_training_over_windows(gate, dtype, tolerance, x64):
     """Two rows, of which one is a token behind: their windows end at different steps."""
     mixer = layer(gate)
-    stack, params, x = stack_of(mixer, dtype), params_of(mixer, dtype), drawn(T + 1, 2).astype(dtype)
+    stack, params, x = (
+        stack_of(mixer, dtype),
+        params_of(mixer, dtype),
+        drawn(T + 1, 2).astype(dtype),
+    )
     starts = np.concatenate([STARTS[:, :1] & False, STARTS], 1).repeat(2, 0)
     want = jit(lambda p, x: stack.apply(p, x, starts=starts)[0])(params, x)
-    step = jit(lambda p, x, starts, cache, valid: stack.apply(p, x, starts=starts, cache=cache, valid=valid)[:2])
+    step = jit(
+        lambda p, x, starts, cache, valid: stack.apply(
+            p, x, starts=starts, cache=cache, valid=valid
+        )[:2]
+    )
     cache, place, got = stack.init_cache(2, 4), np.zeros(2, int), np.zeros_like(want)
     for count in range(T + 2):
         valid = np.array([count <= T, count > 0], np.int32)
@@ -175,12 +199,19 @@ def _edits(x):
         yield edit
 
 
-@pytest.mark.parametrize("of", [lambda f: f, pytest.param(jax.grad, marks=pytest.mark.slow)], ids=["value", "gradient"])
+@pytest.mark.parametrize(
+    "of", [lambda f: f, pytest.param(jax.grad, marks=pytest.mark.slow)], ids=["value", "gradient"]
+)
 def test_memory_is_linear_in_the_length(of):
     """Temporary memory is that of T (2 W + S) scores a head, times 20, and far below that of T^2."""
     mixer, length = layer(window=8), 2048
-    params = jax.eval_shape(lambda: jax.tree.map(lambda x: x[0], params_of(mixer, np.float32)["layers"]))
-    x, context = jax.ShapeDtypeStruct((1, length, D), np.float32), Context(jnp.zeros((1, length), jnp.int32))
+    params = jax.eval_shape(
+        lambda: jax.tree.map(lambda x: x[0], params_of(mixer, np.float32)["layers"])
+    )
+    x, context = (
+        jax.ShapeDtypeStruct((1, length, D), np.float32),
+        Context(jnp.zeros((1, length), jnp.int32)),
+    )
     run = jit(of(lambda p, x: mixer.apply(p, x, None, context)[0].sum())).lower(params, x).compile()
     scores = 4 * mixer.num_heads * length * (2 * mixer.window + S)
     assert run.memory_analysis().temp_size_in_bytes < min(20 * scores, 4 * length**2)
@@ -191,7 +222,10 @@ def test_what_cannot_be_is_refused():
     x, params = jnp.ones((8, 4, D)), params_of(layer(), np.float32)
     with pytest.raises(UsageError, match="a block-recurrent mixer cannot honour visible"):
         stack.apply(params, x, visible=jnp.ones((8, 4, 4), bool))
-    with use_mesh(make_mesh(MeshSpec(context=2, data=4))), pytest.raises(UsageError, match="give mesh.context=1"):
+    with (
+        use_mesh(make_mesh(MeshSpec(context=2, data=4))),
+        pytest.raises(UsageError, match="give mesh.context=1"),
+    ):
         layer().apply({"mixer": {}}, x, None, Context(jnp.zeros((8, 4), jnp.int32)))
     with pytest.raises(UsageError, match="gate='gru' is unknown; legal are fixed, lstm"):
         layer("gru")

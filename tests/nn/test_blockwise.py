@@ -73,8 +73,12 @@ def dense(q, k, v, seen, slopes):
     def weighted(q, k, v, slopes):
         distance = jnp.arange(T)[:, None] - jnp.arange(T)[None]
         scores = jnp.einsum("bthk,bshk->bhts", q, k) / q.shape[-1] ** 0.5
-        scores = scores - slopes[None, :, None, None] * jnp.abs(distance)[None, None].astype(q.dtype)
-        out = jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf)), v)
+        scores = scores - slopes[None, :, None, None] * jnp.abs(distance)[None, None].astype(
+            q.dtype
+        )
+        out = jnp.einsum(
+            "bhts,bshk->bthk", jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf)), v
+        )
         return (out * jnp.cos(jnp.arange(out.size, dtype=q.dtype)).reshape(out.shape)).sum(), out
 
     grads, out = jax.grad(weighted, (0, 1, 2, 3), has_aux=True)(q, k, v, slopes)
@@ -83,22 +87,33 @@ def dense(q, k, v, seen, slopes):
 
 def wanted(q, k, v, segments=ONE, slopes=None, visible=None):
     places = np.arange(T)[None]
-    seen = np.asarray((visible or Visible())(places, places)) & (segments[:, :, None] == segments[:, None])
+    seen = np.asarray((visible or Visible())(places, places)) & (
+        segments[:, :, None] == segments[:, None]
+    )
     k, v = (jnp.repeat(x, H // G, 2) for x in (k, v))
-    out, (dq, *both, dslopes) = dense(q, k, v, seen, np.zeros(H, q.dtype) if slopes is None else slopes)
+    out, (dq, *both, dslopes) = dense(
+        q, k, v, seen, np.zeros(H, q.dtype) if slopes is None else slopes
+    )
     both = (x.reshape(B, T, G, H // G, K).sum(3) for x in both)
     return out, (dq, *both, None if slopes is None else dslopes)
 
 
 # The last in CI with documents, the other one with slopes alone.
-IN_FLOAT32 = [("documents in a window", "float32"), pytest.param("slopes", "float32", marks=pytest.mark.slow)]  # 1 s
+IN_FLOAT32 = [
+    ("documents in a window", "float32"),
+    pytest.param("slopes", "float32", marks=pytest.mark.slow),
+]  # 1 s
 
 
 @pytest.mark.parametrize(("rule", "dtype"), [(rule, "float64") for rule in RULES] + IN_FLOAT32)
 def test_attention_by_blocks_is_attention(rule, dtype, small_blocks, x64):
     q, k, v = (normal(B, T, heads, K, seed=n, dtype=dtype) for n, heads in enumerate((H, G, G)))
     options = {name: x.astype(dtype) if name == "slopes" else x for name, x in RULES[rule].items()}
-    assert_close(mixed(q, k, v, **options), wanted(q, k, v, **options), {"float64": FLOAT64, "float32": FLOAT32}[dtype])
+    assert_close(
+        mixed(q, k, v, **options),
+        wanted(q, k, v, **options),
+        {"float64": FLOAT64, "float32": FLOAT32}[dtype],
+    )
 
 
 @pytest.mark.parametrize("length", [1, 10])  # one block, and two that nothing fills up
@@ -108,28 +123,44 @@ def test_any_length_is_cut(length, small_blocks, x64):
     assert_close(got, want, FLOAT64)
 
 
-@pytest.mark.parametrize("sizes", [(8, 3), pytest.param((6, T), marks=pytest.mark.slow)])  # 1 s each
+@pytest.mark.parametrize(
+    "sizes", [(8, 3), pytest.param((6, T), marks=pytest.mark.slow)]
+)  # 1 s each
 def test_blocks_of_queries_and_of_keys_have_any_sizes(sizes, monkeypatch, x64):
     for name, size in zip(("QUERIES", "KEYS"), sizes, strict=True):
         monkeypatch.setattr(blockwise, name, size)
     q, k, v = (normal(B, T, heads, K, seed=n) for n, heads in enumerate((H, G, G)))
-    anew = jit(mixed.__wrapped__, static_argnames=("by_blocks", "visible"))  # the sizes are no arguments
+    anew = jit(
+        mixed.__wrapped__, static_argnames=("by_blocks", "visible")
+    )  # the sizes are no arguments
     rule = RULES["documents in a window"]
     assert_close(anew(q, k, v, **rule), wanted(q, k, v, **rule), FLOAT64)
 
 
 def test_blocks_are_few_and_of_one_size():
     cuts = [blockwise._Cut.of(length, 5) for length in (1, 5, 6, 10, 11, T)]
-    assert [(cut.count, cut.size) for cut in cuts] == [(1, 1), (1, 5), (2, 3), (2, 5), (3, 4), (5, 5)]
+    assert [(cut.count, cut.size) for cut in cuts] == [
+        (1, 1),
+        (1, 5),
+        (2, 3),
+        (2, 5),
+        (3, 4),
+        (5, 5),
+    ]
 
 
 @pytest.mark.parametrize("sizes", [(5, 5), (5, 8), (8, 5), (23, 4), (4, 23)])
-@pytest.mark.parametrize("visible", [Visible(), Visible(window=7), Visible(window=6), Visible(window=1)], ids=str)
+@pytest.mark.parametrize(
+    "visible", [Visible(), Visible(window=7), Visible(window=6), Visible(window=1)], ids=str
+)
 def test_blocks_that_the_rule_hides_are_not_visited(sizes, visible):
     pairs = blockwise._Pairs(*(blockwise._Cut.of(T, size) for size in sizes))
     seen = visible(np.arange(T)[None], np.arange(T)[None])[0]
     for i, j in itertools.product(range(pairs.queries.count), range(pairs.keys.count)):
-        rows, columns = (slice(n * cut.size, (n + 1) * cut.size) for n, cut in ((i, pairs.queries), (j, pairs.keys)))
+        rows, columns = (
+            slice(n * cut.size, (n + 1) * cut.size)
+            for n, cut in ((i, pairs.queries), (j, pairs.keys))
+        )
         assert bool(pairs.is_seen(i, j, visible)) == bool(seen[rows, columns].any()), (i, j)
 
 
@@ -157,12 +188,16 @@ def run_mlp(apply, params, x):
     return y, grads
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*((name, "float64") for name in MLPS), ("swiglu", "float32")])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, "float64") for name in MLPS), ("swiglu", "float32")]
+)
 def test_mlp_by_blocks_is_the_mlp(name, dtype, small_blocks, x64):
     mlp, x = MLPS[name], normal(B, 11, 8, dtype=dtype)
     params = mlp_params(mlp, dtype)
     got = run_mlp(lambda p, x: mlp_by_blocks(mlp, p, x, ("batch", None, None)), params, x)
-    assert_close(got, run_mlp(mlp.products, params, x), {"float64": FLOAT64, "float32": FLOAT32}[dtype])
+    assert_close(
+        got, run_mlp(mlp.products, params, x), {"float64": FLOAT64, "float32": FLOAT32}[dtype]
+    )
 
 
 def test_gradients_of_weights_are_summed_wider_than_they_are(monkeypatch):
@@ -171,7 +206,9 @@ def test_gradients_of_weights_are_summed_wider_than_they_are(monkeypatch):
     x = jnp.ones((1, 512, 8), jnp.bfloat16)
     params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), mlp_params(mlp, np.float32))
     monkeypatch.setattr(mlp_module, "BLOCK", 1)
-    got = jit(jax.grad(lambda p: mlp_by_blocks(mlp, p, x, (None, None, None)).astype(jnp.float32).sum()))(params)
+    got = jit(
+        jax.grad(lambda p: mlp_by_blocks(mlp, p, x, (None, None, None)).astype(jnp.float32).sum())
+    )(params)
     one = jit(jax.grad(lambda p: mlp.products(p, x[:, :1]).astype(jnp.float32).sum()))(params)
     want = jax.tree.map(lambda g: 512 * g.astype(jnp.float32), one)
     assert_close(jax.tree.map(lambda g: g.astype(jnp.float32), got), want, 2.0**-8)
@@ -201,13 +238,17 @@ def batch(rows=4, length=11, packed=False):
     if packed:
         segments = np.sort(np.random.default_rng(2).integers(0, 3, (rows, length)), 1)
         out["segments"] = segments
-        out["positions"] = np.stack([[np.sum(row[:t] == row[t]) for t in range(length)] for row in segments])
+        out["positions"] = np.stack(
+            [[np.sum(row[:t] == row[t]) for t in range(length)] for row in segments]
+        )
     return jax.tree.map(jnp.asarray, out)
 
 
 @functools.cache
 def gradient_of(name, remat, scan_layers, packed, dtype="float64"):
-    config = dataclasses.replace(MODELS[name], remat=remat, scan_layers=scan_layers, dtype=dtype, ranges=True)
+    config = dataclasses.replace(
+        MODELS[name], remat=remat, scan_layers=scan_layers, dtype=dtype, ranges=True
+    )
     key = jax.random.key(3) if config.dropout else None
     run = jit(jax.value_and_grad(lambda p, data: loss(p, data, config, dropout_key=key)))
     return run(tiny.params_of(config), batch(packed=packed))
@@ -219,7 +260,9 @@ def gradient_of(name, remat, scan_layers, packed, dtype="float64"):
         ("llama", True, False, "float64"),
         ("llama", False, True, "float32"),
         ("gpt2", True, True, "float64"),
-        pytest.param("llama", False, True, "float64", marks=pytest.mark.slow),  # 2 s each; pairs of those here
+        pytest.param(
+            "llama", False, True, "float64", marks=pytest.mark.slow
+        ),  # 2 s each; pairs of those here
         pytest.param("llama", True, True, "float32", marks=pytest.mark.slow),
         ("aaren", True, False, "float64"),
     ],
@@ -256,7 +299,9 @@ def on_one_device(name):
     [
         ("fsdp=2 context=4", "llama"),
         ("fsdp=2 tensor=4 sequence", "gpt2"),
-        pytest.param("data=2 fsdp=2 tensor=2", "llama", marks=pytest.mark.slow),  # 2 s each; as sequence with fsdp
+        pytest.param(
+            "data=2 fsdp=2 tensor=2", "llama", marks=pytest.mark.slow
+        ),  # 2 s each; as sequence with fsdp
         pytest.param("data=2 fsdp=2 tensor=2", "gpt2", marks=pytest.mark.slow),
         pytest.param("fsdp=2 context=4", "gpt2", marks=pytest.mark.slow),
         pytest.param("fsdp=2 tensor=4 sequence", "llama", marks=pytest.mark.slow),
@@ -269,7 +314,9 @@ def test_a_mesh_changes_nothing(mesh, name, small_blocks):
     spec, layout = MESHES[mesh]
     with use_mesh(make_mesh(spec), rules_from({}, layout)):
         split = shard(params, axes_of(config))
-        got = jax.device_get(jit(run)(split, shard(data, jax.tree.map(lambda _: ("batch", None), data))))
+        got = jax.device_get(
+            jit(run)(split, shard(data, jax.tree.map(lambda _: ("batch", None), data)))
+        )
     assert_close(got, want, FLOAT32)
 
 
@@ -277,14 +324,18 @@ def test_devices_add_gradients_up_once_and_not_in_each_block(small_blocks):
     """As many sums and gathers as with "full", none of them in a loop."""
     found = {}
     for remat in ("blockwise", "full"):
-        config = dataclasses.replace(MODELS["llama"], remat=remat, dtype="float32", scan_layers=False, num_layers=1)
+        config = dataclasses.replace(
+            MODELS["llama"], remat=remat, dtype="float32", scan_layers=False, num_layers=1
+        )
         with use_mesh(make_mesh(MeshSpec(data=2, fsdp=2, tensor=2))) as mesh:
             params, data = shard(tiny.params_of(config), axes_of(config)), batch(rows=8, length=12)
             data = shard(data, jax.tree.map(lambda _: ("batch", None), data))
             run = jit(jax.grad(lambda p, data, config=config: loss(p, data, config)))
             sums = [one for one in collectives(run.lower(params, data).compile().as_text(), mesh)]
         assert {one.trips for one in sums} == {1}
-        found[remat] = sum(len(one.shapes) for one in sums if one.kind == "all-reduce" and "tensor" in one.axes)
+        found[remat] = sum(
+            len(one.shapes) for one in sums if one.kind == "all-reduce" and "tensor" in one.axes
+        )
     assert found["blockwise"] <= found["full"]
 
 
@@ -295,7 +346,9 @@ def test_recomputation_is_of_one_forward_pass():
         count = 0
         for eqn in jaxpr.eqns:
             count += eqn.primitive.name == "dot_general"
-            for value in jax.tree.leaves(eqn.params, is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")):
+            for value in jax.tree.leaves(
+                eqn.params, is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")
+            ):
                 inner = getattr(value, "jaxpr", value)
                 count += dots(inner) if hasattr(inner, "eqns") else 0
         return count
@@ -313,11 +366,20 @@ def test_recomputation_is_of_one_forward_pass():
 
 def temporaries(remat, length, mlp_dim=32, scan_layers=True):
     stack = Stack(
-        2, 16, Attention(2, 1, 8, impl="xla"), Mlp(mlp_dim), remat=remat, dtype="float32", scan_layers=scan_layers
+        2,
+        16,
+        Attention(2, 1, 8, impl="xla"),
+        Mlp(mlp_dim),
+        remat=remat,
+        dtype="float32",
+        scan_layers=scan_layers,
     )
     params = jax.eval_shape(lambda: stack.init(jax.random.key(0)))
     x = jax.ShapeDtypeStruct((1, length, 16), jnp.float32)
-    run = jax.jit(jax.grad(lambda p, x: jnp.square(stack.apply(p, x)[0]).sum(), (0, 1)), compiler_options=OPTIONS)
+    run = jax.jit(
+        jax.grad(lambda p, x: jnp.square(stack.apply(p, x)[0]).sum(), (0, 1)),
+        compiler_options=OPTIONS,
+    )
     return run.lower(params, x).compile().memory_analysis().temp_size_in_bytes
 
 
@@ -326,7 +388,9 @@ def test_memory_grows_with_the_length_and_not_with_its_square(scan_layers, monke
     for name in ("QUERIES", "KEYS"):
         monkeypatch.setattr(blockwise, name, 128)
     monkeypatch.setattr(mlp_module, "BLOCK", 128)
-    sizes = [temporaries("blockwise", length, scan_layers=scan_layers) for length in (2048, 4096, 8192)]
+    sizes = [
+        temporaries("blockwise", length, scan_layers=scan_layers) for length in (2048, 4096, 8192)
+    ]
     assert all(twice <= 2.1 * once for once, twice in itertools.pairwise(sizes)), sizes
     if not scan_layers:
         dense = [temporaries("full", length) for length in (2048, 4096)]
@@ -353,5 +417,7 @@ def test_without_blocks_memory_is_of_all_tokens_by_the_width_of_the_mlp():
 
 def test_what_has_no_blocks_is_refused():
     config = dataclasses.replace(MODELS["llama"], dtype="float32", remat="blockwise", dropout=0.1)
-    with pytest.raises(UsageError, match="remat=blockwise needs dropout 0 in attention.*or remat=full"):
+    with pytest.raises(
+        UsageError, match="remat=blockwise needs dropout 0 in attention.*or remat=full"
+    ):
         loss(tiny.params_of(config), batch(), config, dropout_key=jax.random.key(0))

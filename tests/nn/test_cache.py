@@ -52,21 +52,34 @@ def test_each_token_goes_to_the_slot_of_its_place(length):
 
 
 @pytest.mark.parametrize("length", [1, 20])
-@pytest.mark.parametrize("rules", [{"slots": "context"}, {"slots": "data+context", "batch": "none"}], ids=str)
+@pytest.mark.parametrize(
+    "rules", [{"slots": "context"}, {"slots": "data+context", "batch": "none"}], ids=str
+)
 def test_no_device_asks_another_for_what_it_writes(rules, length):
     """Rows, heads and slots split over eight devices: each writes what is its own, and nothing crosses."""
     kept, (k, v) = arrays(length)
     with use_mesh(make_mesh(MeshSpec(data=2, context=2, tensor=2)), rules_from(rules)):
         token = ("batch", None, "kv_heads", None)
-        args = *shard((tuple(kept), k, v), ((CACHE_AXES,) * 2, token, token)), jnp.asarray(VALID[length])
+        args = (
+            *shard((tuple(kept), k, v), ((CACHE_AXES,) * 2, token, token)),
+            jnp.asarray(VALID[length]),
+        )
         program = jit(written).lower(*args).compile()
         got = program(*args)
-        whole = jit(written)(tuple(kept), k, v, args[3])  # what lay nowhere in particular lies so afterwards
+        whole = jit(written)(
+            tuple(kept), k, v, args[3]
+        )  # what lay nowhere in particular lies so afterwards
         for keys, _ in (got, whole):
-            assert keys.sharding.shard_shape(keys.shape)[2] == SLOTS // (4 if "batch" in rules else 2)
-    crossing = re.findall(r"= \S+ (?:all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", program.as_text())
+            assert keys.sharding.shard_shape(keys.shape)[2] == SLOTS // (
+                4 if "batch" in rules else 2
+            )
+    crossing = re.findall(
+        r"= \S+ (?:all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", program.as_text()
+    )
     assert not crossing, crossing
-    np.testing.assert_array_equal(jax.device_get(got), token_by_token(kept, np.stack([k, v]), VALID[length]))
+    np.testing.assert_array_equal(
+        jax.device_get(got), token_by_token(kept, np.stack([k, v]), VALID[length])
+    )
 
 
 # ---------------------------------------------------------------- where it lies on a TPU
@@ -99,7 +112,11 @@ def judged(length, groups):
     program = jax.jit(loop, donate_argnums=2).lower(*args).compile()
     shape, memory = cache.layers[0].keys.shape, program.memory_analysis()
     size = 2 * 2 * math.prod(shape)
-    return memory.temp_size_in_bytes / size, memory.alias_size_in_bytes / size, copies(program.as_text(), shape)
+    return (
+        memory.temp_size_in_bytes / size,
+        memory.alias_size_in_bytes / size,
+        copies(program.as_text(), shape),
+    )
 
 
 @needs_libtpu

@@ -9,7 +9,19 @@ import pytest
 from fast import jit
 from tolerance import EXACT_MATHS, assert_close
 
-from jaxpar.nn import GRU, LEM, LSTM, Aaren, Cell, CfC, MinGRU, MinLSTM, ParaGRU, ParaLSTM, recurrent
+from jaxpar.nn import (
+    GRU,
+    LEM,
+    LSTM,
+    Aaren,
+    Cell,
+    CfC,
+    MinGRU,
+    MinLSTM,
+    ParaGRU,
+    ParaLSTM,
+    recurrent,
+)
 from jaxpar.solve import Sequential
 from jaxpar.types import UsageError
 
@@ -36,7 +48,9 @@ def sigmoid(x):
 def noisy(cell, input_dim=D, std=0.8):
     """Parameters as after training: none of them zero or one."""
     rng = np.random.default_rng(0)
-    return {name: std * rng.standard_normal(leaf.shape) for name, leaf in cell.leaves(input_dim).items()}
+    return {
+        name: std * rng.standard_normal(leaf.shape) for name, leaf in cell.leaves(input_dim).items()
+    }
 
 
 def inputs(seed=1, dtype=np.float64):
@@ -101,14 +115,20 @@ def slow_para_lstm(p, state, x):
 
 def slow_lem(p, state, x):
     z, y = state
-    d, e = sigmoid(p["ad"] * y + x @ p["wd"] + p["bd"]), sigmoid(p["ae"] * y + x @ p["we"] + p["be"])
+    d, e = (
+        sigmoid(p["ad"] * y + x @ p["wd"] + p["bd"]),
+        sigmoid(p["ae"] * y + x @ p["we"] + p["be"]),
+    )
     z = (1 - d) * z + d * np.tanh(p["az"] * y + x @ p["wz"] + p["bz"])
     return z, (1 - e) * y + e * np.tanh(p["ay"] * z + x @ p["wy"] + p["by"])
 
 
 def slow_cfc(p, h, x):
     gate = sigmoid(-(p["af"] * h + x @ p["wf"] + p["bf"]))
-    g, k = np.tanh(p["ag"] * h + x @ p["wg"] + p["bg"]), np.tanh(p["ak"] * h + x @ p["wk"] + p["bk"])
+    g, k = (
+        np.tanh(p["ag"] * h + x @ p["wg"] + p["bg"]),
+        np.tanh(p["ak"] * h + x @ p["wk"] + p["bk"]),
+    )
     return gate * g + (1 - gate) * k
 
 
@@ -149,7 +169,9 @@ def torch_weights(module, names):
     """torch's stacked weights by gate: input matrices, recurrent matrices, both biases."""
     w, u, bw, bu = (getattr(module, name).detach().double().numpy() for name in
                     ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"))  # fmt: skip
-    parts = {name: [np.split(x, len(names))[i] for x in (w, u, bw, bu)] for i, name in enumerate(names)}
+    parts = {
+        name: [np.split(x, len(names))[i] for x in (w, u, bw, bu)] for i, name in enumerate(names)
+    }
     params = {f"w{name}": part[0].T for name, part in parts.items()}
     params |= {f"b{name}": part[2] + part[3] for name, part in parts.items()}
     params["u"] = np.stack([part[1].T for part in parts.values()], 1)[None]
@@ -175,7 +197,9 @@ def test_lstm_equals_torch(x64):
     module = torch.nn.LSTM(D, N, batch_first=True).double()
     params, _ = torch_weights(module, "ifgo")
     xs, (c0, h0) = inputs(), np.random.default_rng(2).standard_normal((2, B, N))
-    want, (h_last, c_last) = module(torch.tensor(xs), (torch.tensor(h0)[None], torch.tensor(c0)[None]))
+    want, (h_last, c_last) = module(
+        torch.tensor(xs), (torch.tensor(h0)[None], torch.tensor(c0)[None])
+    )
     ys, (c, h) = recurrent(LSTM(N), params, xs, (c0, h0))
     assert_close(ys, want.detach().numpy(), EXACT)
     assert_close((c, h), (c_last[0].detach().numpy(), h_last[0].detach().numpy()), EXACT)
@@ -187,7 +211,9 @@ def test_gru_equals_flax(x64):
     flax_params = {f"i{g}": {"kernel": params["w" + g], "bias": params["b" + g]} for g in "rzn"}
     flax_params |= {f"h{g}": {"kernel": params["u"][0, :, i]} for i, g in enumerate("rzn")}
     flax_params["hn"]["bias"] = params["bu"]
-    want = nn.RNN(nn.GRUCell(N, param_dtype=jnp.float64)).apply({"params": {"cell": flax_params}}, xs)
+    want = nn.RNN(nn.GRUCell(N, param_dtype=jnp.float64)).apply(
+        {"params": {"cell": flax_params}}, xs
+    )
     assert_close(recurrent(GRU(N), params, xs)[0], want, EXACT)
 
 
@@ -210,15 +236,21 @@ def test_the_jacobian_has_the_structure_that_the_cell_states(name, x64):
     lanes = jnp.stack(lanes_of(h))  # [k, B, n]
 
     def step(lanes):
-        return jnp.stack(lanes_of(cell.step(params, tuple(lanes) if cell.lanes > 1 else lanes[0], projections)))
+        return jnp.stack(
+            lanes_of(cell.step(params, tuple(lanes) if cell.lanes > 1 else lanes[0], projections))
+        )
 
     jacobian = np.abs(jax.jacfwd(step)(lanes))  # [k, B, n, k, B, n]
     rows = np.eye(B, dtype=bool)[None, :, None, None, :, None]
     units = np.eye(N, dtype=bool)[None, None, :, None, None, :]
-    assert (jacobian[~np.broadcast_to(rows, jacobian.shape)] == 0).all(), "rows of a batch are coupled"
+    assert (jacobian[~np.broadcast_to(rows, jacobian.shape)] == 0).all(), (
+        "rows of a batch are coupled"
+    )
     within = jacobian[:, 0, :, :, 0, :]
     if cell.jacobian in ("diag", "block"):
-        assert (within[~np.broadcast_to(units[:, 0, :, :, 0], within.shape)] == 0).all(), "units are coupled"
+        assert (within[~np.broadcast_to(units[:, 0, :, :, 0], within.shape)] == 0).all(), (
+            "units are coupled"
+        )
         assert cell.jacobian == ("diag" if cell.lanes == 1 else "block")
         assert (np.einsum("inin->in", within) != 0).all()
     else:
@@ -235,14 +267,20 @@ ELEMENTWISE = {
 def equations(jaxpr):
     """All equations, those inside calls too."""
     for eqn in jaxpr.eqns:
-        inner = [value for value in eqn.params.values() if hasattr(value, "jaxpr") or hasattr(value, "eqns")]
+        inner = [
+            value
+            for value in eqn.params.values()
+            if hasattr(value, "jaxpr") or hasattr(value, "eqns")
+        ]
         for value in inner:
             yield from equations(getattr(value, "jaxpr", value))
         if not inner:
             yield eqn
 
 
-@pytest.mark.parametrize("name", [name for name, cell in CELLS.items() if cell.jacobian in ("diag", "block")])
+@pytest.mark.parametrize(
+    "name", [name for name, cell in CELLS.items() if cell.jacobian in ("diag", "block")]
+)
 def test_a_step_is_elementwise_over_lanes_with_vectors_of_weights(name):
     """What a kernel needs that gives a thread its own unit: lanes [B, n], weights [n], broadcast in so many words."""
     cell = CELLS[name]
@@ -282,7 +320,9 @@ def test_declared_and_drawn_parameters_agree(name):
         assert params[key].shape == leaf.shape and len(leaf.axes) == len(leaf.shape)
     again = cell.init(jax.random.key(0), D)
     jax.tree.map(np.testing.assert_array_equal, params, again)
-    assert not np.array_equal(params["w" + cell.gates[0]], cell.init(jax.random.key(1), D)["w" + cell.gates[0]])
+    assert not np.array_equal(
+        params["w" + cell.gates[0]], cell.init(jax.random.key(1), D)["w" + cell.gates[0]]
+    )
 
 
 # ---------------------------------------------------------------- a cell of one's own
@@ -319,7 +359,10 @@ def test_cells_are_static_arguments():
     [
         (lambda: ParaGRU(0), "para_gru.size=0 must be at least 1"),
         (lambda: GRU(6, heads=4), "heads=4 of cell gru do not divide size=6; legal are 1, 2, 3, 6"),
-        (lambda: Cell(leaky, 4, jacobian="full"), "jacobian='full' is unknown; legal are diag, block, dense, auto"),
+        (
+            lambda: Cell(leaky, 4, jacobian="full"),
+            "jacobian='full' is unknown; legal are diag, block, dense, auto",
+        ),
         (lambda: Aaren(6, 4), "size=6 of Aaren must be a multiple of heads=4"),
     ],
 )

@@ -62,7 +62,9 @@ def dense(q, k, v, g, own, other, causal, more=0.7):
     out, log_sum = finish(state).astype(jnp.bfloat16), jnp.logaddexp(state.log_sum, more)
     delta = (out.astype(jnp.float32) * g).sum(-1)
     places = jnp.arange(T)[None]
-    grads = attend_gradient(q, k, v, places, places, log_sum, delta, g, segments=(own, other), visible=Visible(causal))
+    grads = attend_gradient(
+        q, k, v, places, places, log_sum, delta, g, segments=(own, other), visible=Visible(causal)
+    )
     return finish(state), state.log_sum, log_sum, grads
 
 
@@ -76,7 +78,9 @@ def test_pieces_have_the_sums_and_gradients_of_dense_attention(causal, cudnn, mo
     taken = []
     by_blocks = _documents.in_blocks
     monkeypatch.setattr(
-        _documents, "in_blocks", lambda *x, **y: (jax.debug.callback(lambda: taken.append(1)), by_blocks(*x, **y))[1]
+        _documents,
+        "in_blocks",
+        lambda *x, **y: (jax.debug.callback(lambda: taken.append(1)), by_blocks(*x, **y))[1],
     )
 
     @jit
@@ -100,7 +104,9 @@ def test_pieces_have_the_sums_and_gradients_of_dense_attention(causal, cudnn, mo
         assert_close(jnp.exp(got[1]), jnp.exp(own_sum), 1e-5)
         assert_close((got[0], *got[2]), (out, *grads), 1e-2)
     kinds = {(call["mask_type"].name, "is_training" in call) for call in cudnn}
-    assert kinds == {("PADDING_CAUSAL" if causal else "PADDING", is_forward) for is_forward in (True, False)}
+    assert kinds == {
+        ("PADDING_CAUSAL" if causal else "PADDING", is_forward) for is_forward in (True, False)
+    }
 
 
 def test_trial_tells_right_from_wrong(cudnn, monkeypatch):

@@ -7,7 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fast import jit
-from mixtures import CASES, NEAR, PLAIN, B, D, E, F, T, normal, outcome, params_of, plain, sorted_form, wanted
+from mixtures import (
+    CASES,
+    NEAR,
+    PLAIN,
+    B,
+    D,
+    E,
+    F,
+    T,
+    normal,
+    outcome,
+    params_of,
+    plain,
+    sorted_form,
+    wanted,
+)
 from tolerance import assert_close
 
 from jaxpar.mesh import MeshSpec, make_mesh, shard, use_mesh
@@ -64,7 +79,12 @@ def test_no_mesh_changes_anything(name, mesh, x64):
         pytest.skip("refused, see below")
     axes = {name: leaf.axes for name, leaf in layer.leaves(D, 1.0, 1.0).items()}
     with use_mesh(make_mesh(MESHES[mesh])):
-        got = outcome(sorted_form, layer, shard(params_of(layer), axes), shard(normal(B, T, D), ("batch", "seq", None)))
+        got = outcome(
+            sorted_form,
+            layer,
+            shard(params_of(layer), axes),
+            shard(normal(B, T, D), ("batch", "seq", None)),
+        )
         assert_close(jax.device_get(got), wanted(name), NEAR["float64"])
 
 
@@ -72,7 +92,9 @@ def test_noise_moves_choices_only_with_a_key():
     layer, x = dataclasses.replace(PLAIN, noise=5.0), normal(B, T, D, dtype="float32")
     params = params_of(layer, "float32")
     run = jit(lambda key: layer.apply(params, x, Context(jnp.zeros((B, T), jnp.int32), key=key))[0])
-    assert np.array_equal(run(None), run(None)) and not np.array_equal(run(None), run(jax.random.key(0)))
+    assert np.array_equal(run(None), run(None)) and not np.array_equal(
+        run(None), run(jax.random.key(0))
+    )
     assert np.array_equal(run(jax.random.key(0)), run(jax.random.key(0)))
     assert not np.array_equal(run(jax.random.key(1)), run(jax.random.key(0)))
 
@@ -91,7 +113,9 @@ def test_experts_that_fail_are_masked(x64):
         silent = ~jnp.take_along_axis(answers, chosen.expert.reshape(B, 1, -1), -1).reshape(B, T, 2)
         weight = jnp.where(silent, 0, chosen.weight)
         total = weight.sum(-1, keepdims=True)
-        return dense_mixture(params, x, chosen._replace(weight=weight / jnp.where(total > 0, total, 1)))
+        return dense_mixture(
+            params, x, chosen._replace(weight=weight / jnp.where(total > 0, total, 1))
+        )
 
     def sparse(params, x, key=key):
         return layer.apply(params, x, Context(jnp.zeros((B, T), jnp.int32), key=key))[0]
@@ -113,7 +137,9 @@ def test_experts_that_choose_are_a_dense_mixture_too(x64):
         rows, sizes = x[chosen.token.reshape(-1)], jnp.full(E, most)
         inside = [grouped_matmul(rows, params[name], sizes) for name in ("w_gate", "w_up")]
         out = grouped_matmul(ACTIVATIONS["swiglu"](*inside), params["w_down"], sizes)
-        return jnp.zeros_like(x).at[chosen.token.reshape(-1)].add(out * chosen.weight.reshape(-1, 1))
+        return (
+            jnp.zeros_like(x).at[chosen.token.reshape(-1)].add(out * chosen.weight.reshape(-1, 1))
+        )
 
     def dense(params, x):
         chosen = expert_choice(x @ params["w_router"], most)
@@ -128,12 +154,22 @@ def test_experts_that_choose_are_a_dense_mixture_too(x64):
 
 
 def test_a_stack_tells_what_its_mixtures_do():
-    stack = Stack(2, D, Attention(2, 2, 4), Experts(F, E, 2, capacity=0.5, z_loss=0.1), dtype="float32", init_std=0.5)
+    stack = Stack(
+        2,
+        D,
+        Attention(2, 2, 4),
+        Experts(F, E, 2, capacity=0.5, z_loss=0.1),
+        dtype="float32",
+        init_std=0.5,
+    )
     params, x = jit(stack.init)(jax.random.key(0)), normal(2, T, D, dtype="float32")
     _, _, aux = jit(stack.apply)(params, x)
     assert set(aux.losses) == {"balance_loss", "router_z_loss"}
     assert set(aux.metrics) == {"expert_load", "expert_load_min", "dropped"}
-    assert aux.losses["balance_loss"] >= 2 * 0.99 * 0.01 * 0.5 and 0 <= aux.metrics["dropped"].value < 1
+    assert (
+        aux.losses["balance_loss"] >= 2 * 0.99 * 0.01 * 0.5
+        and 0 <= aux.metrics["dropped"].value < 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -160,9 +196,17 @@ def test_what_a_mixture_cannot_do_is_refused():
     params = params_of(PLAIN, "float32")
     with pytest.raises(UsageError, match="has no remat=blockwise"):
         PLAIN.apply(params, x, context._replace(rules=Rules(*context.rules[:2], blockwise=True)))
-    with pytest.raises(UsageError, match="capacity_group=3 does not divide rows of 4 tokens; legal are 0 and divisors"):
+    with pytest.raises(
+        UsageError,
+        match="capacity_group=3 does not divide rows of 4 tokens; legal are 0 and divisors",
+    ):
         dataclasses.replace(PLAIN, capacity=1.0, capacity_group=3).apply(params, x, context)
     with pytest.raises(UsageError, match="weights of experts are arrays"):
         PLAIN.apply(params | {"w_up": quantise(params["w_up"], 2)}, x, context)
-    with use_mesh(make_mesh(MeshSpec(context=2, data=4))), pytest.raises(UsageError, match="mesh.context splits"):
-        jax.eval_shape(lambda x: CASES["capacity"].apply(params, x, context)[0], np.ones((4, T, D), np.float32))
+    with (
+        use_mesh(make_mesh(MeshSpec(context=2, data=4))),
+        pytest.raises(UsageError, match="mesh.context splits"),
+    ):
+        jax.eval_shape(
+            lambda x: CASES["capacity"].apply(params, x, context)[0], np.ones((4, T, D), np.float32)
+        )

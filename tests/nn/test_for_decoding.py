@@ -28,8 +28,12 @@ def drawn(stack):
     """Parameters without a zero, and two rows of three tokens."""
     params = stack.init(jax.random.key(0), jnp.float64)
     leaves, tree = jax.tree.flatten(params)
-    leaves = [x + jax.random.normal(jax.random.key(i), x.shape, x.dtype) for i, x in enumerate(leaves)]
-    return stack.unstacked(tree.unflatten(leaves)), jax.random.normal(jax.random.key(99), (2, 3, 8), jnp.float64)
+    leaves = [
+        x + jax.random.normal(jax.random.key(i), x.shape, x.dtype) for i, x in enumerate(leaves)
+    ]
+    return stack.unstacked(tree.unflatten(leaves)), jax.random.normal(
+        jax.random.key(99), (2, 3, 8), jnp.float64
+    )
 
 
 def in_steps(stack):
@@ -60,12 +64,20 @@ def test_it_is_the_same_function(stack, transposed, rows, x64, monkeypatch):
     want = in_steps(stack)(params, x[:rows])
     if transposed:
         transposed_everywhere(monkeypatch)
-        monkeypatch.setattr("jaxpar.nn.linear.platform", lambda: "gpu")  # one row is then summed along memory
+        monkeypatch.setattr(
+            "jaxpar.nn.linear.platform", lambda: "gpu"
+        )  # one row is then summed along memory
     laid = stack.for_decoding(params)
-    names = {f"{kind}{name}" for kind in "wb" for name in "qkv"} | ({"w_gate", "w_up", "b_up"} if transposed else set())
+    names = {f"{kind}{name}" for kind in "wb" for name in "qkv"} | (
+        {"w_gate", "w_up", "b_up"} if transposed else set()
+    )
     for layer in laid["layers"]:
         assert not names & set(layer) and "wqkv" in layer and ("w_inside" in layer) == transposed
-        assert isinstance(layer["w_down"], Transposed) == isinstance(layer["wo"], Transposed) == transposed
+        assert (
+            isinstance(layer["w_down"], Transposed)
+            == isinstance(layer["wo"], Transposed)
+            == transposed
+        )
     assert_close(in_steps(stack)(laid, x[:rows]), want, EXACT_MATHS["float64"])
 
 
@@ -73,7 +85,8 @@ def test_weights_of_another_kind_and_split_ones_stay(x64, monkeypatch):
     params, _ = drawn(GATED)
     transposed_everywhere(monkeypatch)
     monkeypatch.setattr(
-        "jaxpar.nn.mlp.transposed_is_faster", lambda *weights: all(isinstance(w, jax.Array) for w in weights)
+        "jaxpar.nn.mlp.transposed_is_faster",
+        lambda *weights: all(isinstance(w, jax.Array) for w in weights),
     )
     layer = dict(params["layers"][0])
     layer["wk"] = Lora.of(jax.random.key(0), layer["wk"], 1, 2)

@@ -49,11 +49,17 @@ RUNS = {impl: outcome(impl) for impl in ("tiles", "ragged")}
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("impl", RUNS)
 def test_it_is_a_loop_over_groups(impl, dtype, x64):
-    x, w, g = normal(M, D, dtype=dtype), normal(E, D, F, seed=1, dtype=dtype), normal(M, F, seed=2, dtype=dtype)
+    x, w, g = (
+        normal(M, D, dtype=dtype),
+        normal(E, D, F, seed=1, dtype=dtype),
+        normal(M, F, seed=2, dtype=dtype),
+    )
     for name, sizes in SIZES.items():
         total = sum(sizes)
         # What lies beyond may be anything: it must not be multiplied, not even by 0.
-        filled = [np.where((np.arange(M) < total)[:, None], a, np.nan).astype(dtype) for a in (x, g)]
+        filled = [
+            np.where((np.arange(M) < total)[:, None], a, np.nan).astype(dtype) for a in (x, g)
+        ]
         y, dx, dw = RUNS[impl](filled[0], w, np.array(sizes, np.int32), filled[1])
         assert y.dtype == dx.dtype == dw.dtype == dtype
         ends = np.cumsum([0, *sizes])
@@ -69,7 +75,11 @@ def test_it_is_a_loop_over_groups(impl, dtype, x64):
 def test_many_tiles_and_sums_wider_than_the_rows(monkeypatch):
     """512 rows of one group by tiles of 8: summed in bfloat16, what is added would be lost in what there is."""
     monkeypatch.setattr(grouped, "MOST_ROWS", 8)
-    x, w, g = jnp.ones((515, 2), jnp.bfloat16), jnp.ones((3, 2, 4), jnp.bfloat16), jnp.ones((515, 4), jnp.bfloat16)
+    x, w, g = (
+        jnp.ones((515, 2), jnp.bfloat16),
+        jnp.ones((3, 2, 4), jnp.bfloat16),
+        jnp.ones((515, 4), jnp.bfloat16),
+    )
     y, dx, dw = outcome("tiles")(x, w, np.array([2, 0, 512], np.int32), g)
     np.testing.assert_array_equal(np.float32(dw[:, 0, 0]), [2, 0, 512])
     np.testing.assert_array_equal(np.float32(y[[0, 513, 514], 0]), [2, 2, 0])
@@ -101,5 +111,7 @@ def test_nothing_times_anything_is_nothing():
 def test_shapes_that_do_not_fit_are_told(args, message):
     with pytest.raises(UsageError, match=message):
         grouped_matmul(*args)
-    with pytest.raises(UsageError, match="impl='dense' is unknown; legal are auto, tiles, ragged, kernel"):
+    with pytest.raises(
+        UsageError, match="impl='dense' is unknown; legal are auto, tiles, ragged, kernel"
+    ):
         grouped_matmul(np.ones((2, 3)), np.ones((1, 3, 5)), np.ones(1, int), impl="dense")

@@ -71,7 +71,10 @@ def test_values_and_gradients_are_those_of_a_loop(depth, width, dtype, indexed):
     order = np.random.default_rng(3).permutation(rows).astype(np.int32)
     read, write, copies = (order, order[::-1].copy(), k) if indexed else (None, None, 1)
     run = both("kernel", read, write, copies)
-    x, g = normal(rows // copies, depth, dtype=dtype), normal(rows // copies, width, seed=2, dtype=dtype)
+    x, g = (
+        normal(rows // copies, depth, dtype=dtype),
+        normal(rows // copies, width, seed=2, dtype=dtype),
+    )
     w = normal(4, depth, width, seed=1, dtype=dtype)
     for name, sizes in SIZES.items():
         total = sum(sizes)
@@ -91,7 +94,9 @@ def test_auto_is_the_kernel_and_makes_no_sorted_copy():
     order = np.random.default_rng(0).permutation(tokens * k).astype(np.int32)
     call = functools.partial(grouped_matmul, read=order)
     shapes = (tokens, depth), (16, depth, width)
-    given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes] + [jax.ShapeDtypeStruct((16,), jnp.int32)]
+    given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes] + [
+        jax.ShapeDtypeStruct((16,), jnp.int32)
+    ]
     program = jax.jit(call).lower(*given).compile()
     assert "triton_kernel_call" in program.as_text()
     assert program.memory_analysis().temp_size_in_bytes < 2**20  # a copy would be 64 MiB
@@ -108,7 +113,9 @@ def test_the_layer_is_the_dense_mixture_and_the_layer_with_copies(monkeypatch):
     context = Context(jnp.zeros(tokens, jnp.int32))
 
     def gradients(run, x):
-        return jax.jit(jax.grad(lambda params, x: jnp.sin(run(params, x).astype(jnp.float32)).sum(), (0, 1)))(params, x)
+        return jax.jit(
+            jax.grad(lambda params, x: jnp.sin(run(params, x).astype(jnp.float32)).sum(), (0, 1))
+        )(params, x)
 
     def dense(params, x):
         routing = route((x.reshape(-1, depth) @ params["w_router"]), 2)

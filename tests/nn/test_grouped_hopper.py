@@ -15,7 +15,11 @@ from jaxpar.nn.experts import by_index, grouped_matmul
 
 pytestmark = triton_interpreter.NEEDED
 HERE = Path(__file__).parent
-SHAPES = {"E8": (16384, 2048, 8192, 8, 2), "E64": (16384, 2048, 1024, 64, 8), "E128": (32768, 1024, 512, 128, 8)}
+SHAPES = {
+    "E8": (16384, 2048, 8192, 8, 2),
+    "E64": (16384, 2048, 1024, 64, 8),
+    "E128": (32768, 1024, 512, 128, 8),
+}
 
 
 def calls_of(tokens, depth, width, experts, k, monkeypatch):
@@ -23,7 +27,9 @@ def calls_of(tokens, depth, width, experts, k, monkeypatch):
     made = []
 
     def record(*arrays, out, grid, text, name, num_warps, num_stages, **constants):
-        call = dict(text=text, name=name, num_warps=num_warps, num_stages=num_stages, constants=constants)
+        call = dict(
+            text=text, name=name, num_warps=num_warps, num_stages=num_stages, constants=constants
+        )
         call["dtypes"] = [str(x.dtype) for x in (*arrays, *out)]
         if call not in made:
             made.append(call)
@@ -43,7 +49,9 @@ def calls_of(tokens, depth, width, experts, k, monkeypatch):
     given = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
     x = given(tokens, depth)
     up, down = given(experts, depth, width), given(experts, width, depth)
-    jax.eval_shape(run, x, up, down, given(experts, dtype="int32"), given(tokens * k, dtype="int32"), x)
+    jax.eval_shape(
+        run, x, up, down, given(experts, dtype="int32"), given(tokens * k, dtype="int32"), x
+    )
     return made
 
 
@@ -53,17 +61,23 @@ def test_the_machine_code_multiplies_by_wgmma_and_spills_nothing(shape, monkeypa
     calls = calls_of(*SHAPES[shape], monkeypatch)
     assert [call["name"] for call in calls].count("weight_gradient") == 2 and len(calls) == 6
     paths = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": paths}
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
+        "PYTHONPATH": paths
+    }
     script = [sys.executable, HERE / "compile_for_hopper.py"]
     done = subprocess.run(script, input=json.dumps(calls), capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     for call, fact in zip(calls, json.loads(done.stdout), strict=True):
         print(fact)
         high, wide, step = (call["constants"][name] for name in ("HIGH", "WIDE", "STEP"))
-        assert fact["wgmma"] == [f"m64n{wide}k16.f32.bf16.bf16"] and fact["hgmma"] > 0 == fact["hmma"]
+        assert (
+            fact["wgmma"] == [f"m64n{wide}k16.f32.bf16.bf16"] and fact["hgmma"] > 0 == fact["hmma"]
+        )
         assert fact["spilled"] == 0 and fact["registers"] <= 255
         assert max(fact["copies"]) == 16  # bytes a thread, of rows; indices are 4
-        assert fact["shared"] >= 3 * 2 * (high + wide) * step  # three steps are under way, also behind indices
+        assert (
+            fact["shared"] >= 3 * 2 * (high + wide) * step
+        )  # three steps are under way, also behind indices
         programs = 1 if wide == 256 else 2  # side by side on a multiprocessor
         assert programs * (fact["shared"] + 1024) <= 228 * 1024
         assert programs * 32 * call["num_warps"] * fact["registers"] <= 65536

@@ -73,7 +73,9 @@ def check(run, way, depth, width, dtype="float32", tolerance=EXACT_MATHS["float3
         want = by_loop(*wide, sizes, read, write, copies, summed, np.float64(g))
         for mine, right in zip(got, want, strict=True):
             assert mine.dtype == dtype and mine.shape == right.shape
-            assert_close(np.float32(mine), right.astype(np.float32), tolerance) if right.any() else None
+            assert_close(
+                np.float32(mine), right.astype(np.float32), tolerance
+            ) if right.any() else None
             assert not np.any(np.asarray(mine)[right == 0]), (name, "zero is zero")
 
 
@@ -103,10 +105,18 @@ def test_other_forms_read_and_write_alike(impl):
 def test_vmap_is_a_loop(monkeypatch):
     monkeypatch.setattr(by_index, "available", lambda: True)
     monkeypatch.setattr(by_index, "call_kernel", stand_in)
-    x, w, sizes = normal(2, TOKENS, 3), normal(2, E, 3, 5), np.array([SIZES["even"], SIZES["rows beyond"]])
+    x, w, sizes = (
+        normal(2, TOKENS, 3),
+        normal(2, E, 3, 5),
+        np.array([SIZES["even"], SIZES["rows beyond"]]),
+    )
     call = functools.partial(grouped_matmul, read=ORDER, write=ORDER, summed=COPIES)
     got = jit(jax.vmap(functools.partial(call, impl="kernel")))(x, w, sizes)
-    assert_close(got, jit(jax.vmap(functools.partial(call, impl="tiles")))(x, w, sizes), EXACT_MATHS["float32"])
+    assert_close(
+        got,
+        jit(jax.vmap(functools.partial(call, impl="tiles")))(x, w, sizes),
+        EXACT_MATHS["float32"],
+    )
 
 
 # The layer --------------------------------------------------------------------------------------------------------
@@ -137,21 +147,30 @@ def in_the_layer(monkeypatch):
 @pytest.mark.parametrize("mesh", [None, MeshSpec(data=2, expert=2, tensor=2)])
 def test_the_layer_without_copies_is_the_layer(mesh, in_the_layer, monkeypatch):
     leaves = LAYER.leaves(D, 1.0, 1.0)
-    params = {name: normal(*leaf.shape, seed=seed) for seed, (name, leaf) in enumerate(leaves.items())}
+    params = {
+        name: normal(*leaf.shape, seed=seed) for seed, (name, leaf) in enumerate(leaves.items())
+    }
     x = normal(B, T, D)
     if mesh is None:
         got = jax.block_until_ready(mixture(LAYER, params, x))
         # Three products, as many back and three gradients of weights: none of the first is made again.
         assert sorted(name for name, _ in in_the_layer) == ["product"] * 6 + ["weight_gradient"] * 3
-        assert {shape for name, shape in in_the_layer} == {(B * T, D), (2 * B * T, F)}  # nowhere as many rows of D
+        assert {shape for name, shape in in_the_layer} == {
+            (B * T, D),
+            (2 * B * T, F),
+        }  # nowhere as many rows of D
     else:
         axes = {name: leaf.axes for name, leaf in leaves.items()}
         with use_mesh(make_mesh(mesh)):
-            got = jax.device_get(mixture(LAYER, shard(params, axes), shard(x, ("batch", "seq", None))))
+            got = jax.device_get(
+                mixture(LAYER, shard(params, axes), shard(x, ("batch", "seq", None)))
+            )
         assert in_the_layer
     for module in (grouped, transport):
         monkeypatch.setattr(module, "has_index_kernel", lambda *_: False)
-    assert_close(got, mixture(LAYER, params, x), 1e-5)  # float32: weights multiply before the last product, not after
+    assert_close(
+        got, mixture(LAYER, params, x), 1e-5
+    )  # float32: weights multiply before the last product, not after
 
 
 # Who takes it -----------------------------------------------------------------------------------------------------
@@ -194,7 +213,8 @@ def test_a_trial_tells_right_from_wrong(wrong, monkeypatch):
     monkeypatch.setattr(by_index, "weight_gradient", gradient)
     if wrong:
         with pytest.warns(
-            UserWarning, match="Triton's grouped product is not used, the loop over tiles is: its error is"
+            UserWarning,
+            match="Triton's grouped product is not used, the loop over tiles is: its error is",
         ):
             assert not grouped._is_right()
     else:
@@ -225,11 +245,20 @@ def test_tiles_of_the_work():
 @pytest.mark.parametrize(
     "how, message",
     [
-        (dict(read=np.zeros(5, int)), r"read \(5,\) and write None do not fit x \(4, 3\); legal are \[M\] of both"),
-        (dict(read=np.zeros(8, int), write=np.zeros(4, int)), r"read \(8,\) and write \(4,\) do not fit"),
+        (
+            dict(read=np.zeros(5, int)),
+            r"read \(5,\) and write None do not fit x \(4, 3\); legal are \[M\] of both",
+        ),
+        (
+            dict(read=np.zeros(8, int), write=np.zeros(4, int)),
+            r"read \(8,\) and write \(4,\) do not fit",
+        ),
         (dict(summed=2), "summed=2 is not a divisor of the 4 rows that `write` places"),
         (dict(write=np.arange(4), summed=3), "summed=3 is not a divisor of the 4 rows"),
-        (dict(impl="kernel"), "impl='kernel' needs a CUDA GPU with jax_triton, and bfloat16, float16 or float32"),
+        (
+            dict(impl="kernel"),
+            "impl='kernel' needs a CUDA GPU with jax_triton, and bfloat16, float16 or float32",
+        ),
     ],
 )
 def test_mistakes_are_told(how, message, monkeypatch):

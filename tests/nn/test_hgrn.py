@@ -20,8 +20,12 @@ MIXER = Hgrn(N)
 
 def drawn(dtype="float64"):
     rng, leaves = np.random.default_rng(0), MIXER.leaves(D, 1.0, 1.0)
-    params = jax.tree.map(lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape), dtype), leaves, is_leaf=_is_leaf)
-    return params, *(jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((B, T, D), (B, N)))
+    params = jax.tree.map(
+        lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape), dtype), leaves, is_leaf=_is_leaf
+    )
+    return params, *(
+        jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((B, T, D), (B, N))
+    )
 
 
 def _is_leaf(value):
@@ -53,12 +57,17 @@ def test_it_is_its_equations_step_by_step_in_value_and_gradient(x64):
     def of(run):
         def weighted(params, x, h):
             y, last = run(params, x, h)
-            return (y * jnp.cos(jnp.arange(y.size)).reshape(y.shape)).sum() + jnp.sin(last).sum(), (y, last)
+            return (y * jnp.cos(jnp.arange(y.size)).reshape(y.shape)).sum() + jnp.sin(last).sum(), (
+                y,
+                last,
+            )
 
         return jit(jax.value_and_grad(weighted, (0, 1, 2), has_aux=True))(params, x, h)
 
     got = of(lambda params, x, h: MIXER.apply(params, x, h, context(starts=starts))[:2])
-    assert_close(got, of(lambda params, x, h: by_hand(params, x, h, starts)), EXACT_MATHS["float64"])
+    assert_close(
+        got, of(lambda params, x, h: by_hand(params, x, h, starts)), EXACT_MATHS["float64"]
+    )
 
 
 def test_its_scan_is_its_step(x64):
@@ -94,5 +103,8 @@ def test_units_lie_on_devices_apart_and_a_split_sequence_is_refused():
         got = jit(lambda *args: MIXER.apply(*args, context())[:2])(params, x, h)
         assert got[1].sharding.shard_shape((B, N)) == (B // 2, N // 2)
     assert_close(jax.device_get(got), jax.device_get(want), EXACT_MATHS["float32"])
-    with use_mesh(make_mesh(MeshSpec(data=4, context=2))), pytest.raises(UsageError, match="give mesh.context=1"):
+    with (
+        use_mesh(make_mesh(MeshSpec(data=4, context=2))),
+        pytest.raises(UsageError, match="give mesh.context=1"),
+    ):
         jax.eval_shape(lambda *args: MIXER.apply(*args, context())[:2], params, x, h)

@@ -31,7 +31,9 @@ STARTS[1, 2] = STARTS[3, 0] = True
 def drawn(stack=STACK):
     rng = np.random.default_rng(0)
     leaves = jax.eval_shape(lambda: stack.init(jax.random.key(0), stack.dtype))
-    params = jax.tree.map(lambda leaf: jnp.asarray(0.3 * rng.standard_normal(leaf.shape), leaf.dtype), leaves)
+    params = jax.tree.map(
+        lambda leaf: jnp.asarray(0.3 * rng.standard_normal(leaf.shape), leaf.dtype), leaves
+    )
     return params, jnp.asarray(rng.standard_normal((B, T, D)), stack.dtype)
 
 
@@ -58,7 +60,9 @@ def plain():
     return value_and_gradients(by_hand, *drawn())
 
 
-@pytest.mark.parametrize("changes", [{}, {"scan_layers": False}, {"remat": "full"}], ids=["scan", "unrolled", "remat"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"scan_layers": False}, {"remat": "full"}], ids=["scan", "unrolled", "remat"]
+)
 def test_it_is_a_plain_loop_over_its_layers_in_value_and_gradient(changes, x64):
     stack, (params, x) = dataclasses.replace(STACK, **changes), drawn()
     got = value_and_gradients(lambda p, x: stack.apply(p, x, starts=STARTS)[0], params, x)
@@ -69,10 +73,14 @@ def test_parts_from_the_cache_are_the_whole(x64):
     """A prompt, which is scanned, and tokens after it, from unstacked parameters."""
     params, x = drawn()
     small = STACK.for_decoding(params)
-    assert len(small["layers"]) == L and "wqkv" in small["layers"][2] and "mixer" in small["layers"][3]
+    assert (
+        len(small["layers"]) == L and "wqkv" in small["layers"][2] and "mixer" in small["layers"][3]
+    )
 
     def parts(params, x):
-        first, cache, _ = STACK.apply(params, x[:, :4], cache=STACK.init_cache(B, T), fresh=True, starts=STARTS[:, :4])
+        first, cache, _ = STACK.apply(
+            params, x[:, :4], cache=STACK.init_cache(B, T), fresh=True, starts=STARTS[:, :4]
+        )
         assert cache.layers[1].shape == (B, 8) and cache.layers[2].keys.shape == (B, 2, T, 4)
         second, _, _ = STACK.apply(STACK.for_decoding(params), x[:, 4:], cache=cache)
         return jnp.concatenate([first, second], 1)
@@ -87,11 +95,14 @@ def test_parts_from_the_cache_are_the_whole(x64):
 
 def test_a_ladder_may_begin_within_a_turn(x64):
     """Scanned, where the turns before, that one, and those after are three loops; and unrolled, by the same draws."""
-    ladder = dataclasses.replace(STACK, num_layers=6, residual="ladder", ladder_from=3, ranges=True, dropout=0.2)
+    ladder = dataclasses.replace(
+        STACK, num_layers=6, residual="ladder", ladder_from=3, ranges=True, dropout=0.2
+    )
     key = jax.random.key(0)
     params, x = drawn(ladder)
     scanned, unrolled = (
-        jit(dataclasses.replace(ladder, scan_layers=scan).apply)(params, x, key=key) for scan in (True, False)
+        jit(dataclasses.replace(ladder, scan_layers=scan).apply)(params, x, key=key)
+        for scan in (True, False)
     )
     assert_close(scanned, unrolled, TOLERANCE)
     other = jit(dataclasses.replace(ladder, ladder_from=2).apply)(params, x, key=key)[0]
@@ -103,7 +114,10 @@ def test_what_one_mixer_tells_alone_is_told():
         STACK, mixer=(MIN_GRU, Recurrent(ParaGRU(8))), num_layers=2, dtype="float32", ranges=True
     )
     params, x = drawn(stack)
-    told = [jit(dataclasses.replace(stack, scan_layers=s).apply)(params, x)[2].metrics for s in (True, False)]
+    told = [
+        jit(dataclasses.replace(stack, scan_layers=s).apply)(params, x)[2].metrics
+        for s in (True, False)
+    ]
     assert set(told[0]) == {"iterations", "residual", "converged", "residual_max"} == set(told[1])
     assert_close(told[0], told[1], 1e-5)
     assert told[0]["converged"].value == 1
@@ -114,7 +128,9 @@ def test_on_devices_it_is_what_it_is_on_one():
     params, x = drawn(stack)
     run = lambda p, x: stack.apply(p, x, starts=STARTS)[0]  # noqa: E731
     want = value_and_gradients(run, params, x)
-    axes = jax.tree.map(lambda leaf: leaf.axes, stack.leaves(), is_leaf=lambda v: hasattr(v, "init"))
+    axes = jax.tree.map(
+        lambda leaf: leaf.axes, stack.leaves(), is_leaf=lambda v: hasattr(v, "init")
+    )
     with use_mesh(make_mesh(MeshSpec(data=2, fsdp=2, tensor=2))):
         placed = shard(params, axes)
         assert placed["layers"]["1"]["mixer"]["wz"].sharding.spec == jax.P(None, "fsdp", "tensor")
@@ -125,7 +141,14 @@ def test_on_devices_it_is_what_it_is_on_one():
 def test_of_one_mixer_nothing_changes():
     one = Stack(2, D, MIN_GRU, Mlp(8))
     assert one == Stack(2, D, (MIN_GRU,), Mlp(8)) == Stack(2, D, (MIN_GRU, MIN_GRU), Mlp(8))
-    assert set(one.leaves()["layers"]) == {"attn_norm", "mlp_norm", "w_gate", "w_up", "w_down", "mixer"}
+    assert set(one.leaves()["layers"]) == {
+        "attn_norm",
+        "mlp_norm",
+        "w_gate",
+        "w_up",
+        "w_down",
+        "mixer",
+    }
     assert one.leaves()["layers"]["mixer"]["wz"].shape == (2, D, 8)
 
 

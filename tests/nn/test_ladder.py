@@ -43,7 +43,11 @@ def recursion(config, params, x):
         for branch in ("attn", "mlp"):
             source = states[-2] if index >= config.ladder_from else states[-1]
             h = stack.norm.apply(layer[f"{branch}_norm"], source)
-            y = stack.mixer.apply(layer, h, None, context)[0] if branch == "attn" else stack.mlp.products(layer, h)
+            y = (
+                stack.mixer.apply(layer, h, None, context)[0]
+                if branch == "attn"
+                else stack.mlp.products(layer, h)
+            )
             states.append(states[-1] + y)
     return stack.norm.apply(params["final_norm"], states[-1])
 
@@ -63,9 +67,18 @@ def by_recursion(ladder_from):
 
 @pytest.mark.parametrize(
     ("ladder_from", "remat", "scan_layers"),
-    [(0, "none", True), (1, "full", False), (2, "none", True), (1, "names", True), (1, "blockwise", True)]
+    [
+        (0, "none", True),
+        (1, "full", False),
+        (2, "none", True),
+        (1, "names", True),
+        (1, "blockwise", True),
+    ]
     + [pytest.param(0, "none", False, marks=pytest.mark.slow)]
-    + [pytest.param(1, remat, True, marks=pytest.mark.slow) for remat in ("none", "dots", "offload")],  # 2 s each
+    + [
+        pytest.param(1, remat, True, marks=pytest.mark.slow)
+        for remat in ("none", "dots", "offload")
+    ],  # 2 s each
 )
 def test_the_stack_is_the_recursion(ladder_from, remat, scan_layers, x64):
     config = config_of(ladder_from, remat=remat, scan_layers=scan_layers)
@@ -93,7 +106,9 @@ def test_the_first_two_branches_read_the_embedding_and_each_one_after_waits_one_
     layer, x = {"attn_norm": None, "mlp_norm": None}, jnp.ones((1, 1, 1))
     stream, states = Ladder(x, jnp.zeros_like(x)), []
     for _ in range(2):
-        stream, _, _ = block(Times(2), Times(3), Same(), layer, stream, Context(jnp.zeros((1, 1), int)))
+        stream, _, _ = block(
+            Times(2), Times(3), Same(), layer, stream, Context(jnp.zeros((1, 1), int))
+        )
         states.append(float(stream.whole[0, 0, 0]))
     # x: 1, 1 | + 2 * 1 = 3 | + 3 * 1 = 6 | + 2 * 3 = 12 | + 3 * 6 = 30
     assert states == [6, 30] and float(stream.x[0, 0, 0]) == 12
@@ -124,7 +139,10 @@ def test_stages_one_after_the_other_are_the_model(ladder_from, x64):
     params, model = tiny.params_of(config), stages(config)
     data = tiny.batch_of()
     args = params, data, None, model.total(data), 1.0
-    got, want = (jit(jax.value_and_grad(f, has_aux=True))(*args) for f in (layer_by_layer(model), model.whole))
+    got, want = (
+        jit(jax.value_and_grad(f, has_aux=True))(*args)
+        for f in (layer_by_layer(model), model.whole)
+    )
     assert_close(got, want, TOLERANCE)
 
 
@@ -190,13 +208,17 @@ def test_pseudo_tokens_enter_a_ladder_with_nothing_pending(x64):
     visible = jnp.broadcast_to(jnp.tril(jnp.ones((T + 1, T + 1), bool)), (B, T + 1, T + 1))
     positions = jnp.broadcast_to(jnp.arange(T + 1), (B, T + 1))
     pseudo = PseudoTokens(1, 1, lambda states: 2 * states[:, -1:])
-    got = jit(lambda p, x: stack.apply(p, x, positions=positions, visible=visible, pseudo=pseudo)[0])(params, x)
+    got = jit(
+        lambda p, x: stack.apply(p, x, positions=positions, visible=visible, pseudo=pseudo)[0]
+    )(params, x)
 
     def plain(params, x):
         layers = [jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(L)]
         stream = stack.layer(layers[0], 0, stack.begin(x), stack.context(x))[0]
         new = 2 * stack.end(stream)[:, -1:]
-        stream = Ladder(jnp.concatenate([stream.x, new], 1), jnp.pad(stream.pending, ((0, 0), (0, 1), (0, 0))))
+        stream = Ladder(
+            jnp.concatenate([stream.x, new], 1), jnp.pad(stream.pending, ((0, 0), (0, 1), (0, 0)))
+        )
         for i in (1, 2):
             stream = stack.layer(layers[i], i, stream, stack.context(stream.x))[0]
         return stack.norm.apply(params["final_norm"], stack.end(stream))
@@ -215,7 +237,9 @@ def on_one_device():
     return config, params, run, jit(run)(params)
 
 
-@pytest.mark.parametrize("tensor", [8, *(pytest.param(tensor, marks=pytest.mark.slow) for tensor in (2, 4))])  # 3 s
+@pytest.mark.parametrize(
+    "tensor", [8, *(pytest.param(tensor, marks=pytest.mark.slow) for tensor in (2, 4))]
+)  # 3 s
 def test_tensor_parallelism_changes_nothing(tensor):
     config, params, run, want = on_one_device()
     with use_mesh(make_mesh(MeshSpec(data=1, tensor=tensor), jax.devices()[:tensor])):
@@ -231,12 +255,20 @@ def sums_and_products(residual):
         params = shard(tiny.params_of(config), axes_of(config))
         x = jnp.ones((B, T, 16), jnp.float32)
         text = jax.jit(lambda p, x: stack.apply(p, x)[0]).lower(params, x)
-        text = text.compile(compiler_options={"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}).as_text()
+        text = text.compile(
+            compiler_options={"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
+        ).as_text()
     graph = dependencies(text)
     sums = [name for name, node in graph.items() if "all-reduce" in node.ops]
-    dots = {name for name, node in graph.items() if node.ops & {"dot", "custom-call"} and name not in sums}
+    dots = {
+        name
+        for name, node in graph.items()
+        if node.ops & {"dot", "custom-call"} and name not in sums
+    }
 
-    def place(name):  # in the recursion; of the first two, which wait for none, attention has more products
+    def place(
+        name,
+    ):  # in the recursion; of the first two, which wait for none, attention has more products
         waits = graph[name].waits
         return len(waits & all_sums), -len(waits & dots)
 
@@ -255,9 +287,15 @@ def test_a_branch_waits_for_the_sum_before_the_last(residual):
     """So that devices add up one branch's parts while they compute the next; the standard stream waits for each."""
     graph, sums, products = sums_and_products(residual)
     assert len(sums) == 2 * L and all(products)
-    waits = [any(one in graph[dot].waits for dot in later) for one, later in zip(sums, products[1:], strict=False)]
+    waits = [
+        any(one in graph[dot].waits for dot in later)
+        for one, later in zip(sums, products[1:], strict=False)
+    ]
     assert waits == [residual == "standard"] * (2 * L - 1)
-    two = [all(one in graph[dot].waits for dot in later) for one, later in zip(sums, products[2:], strict=False)]
+    two = [
+        all(one in graph[dot].waits for dot in later)
+        for one, later in zip(sums, products[2:], strict=False)
+    ]
     assert all(two) or residual == "standard"
 
 
@@ -266,7 +304,9 @@ def test_a_branch_waits_for_the_sum_before_the_last(residual):
 
 def test_a_layer_of_a_ladder_takes_no_plain_stream():
     stack, x = config_of(dtype="float32").stack(), jnp.ones((1, 2, 16))
-    with pytest.raises(UsageError, match="layers of residual=ladder take the stream that Stack.begin returns"):
+    with pytest.raises(
+        UsageError, match="layers of residual=ladder take the stream that Stack.begin returns"
+    ):
         stack.layer({}, 0, x, stack.context(x))
 
 

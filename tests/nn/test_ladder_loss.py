@@ -42,8 +42,12 @@ def trained(residual, seed, ladder_from=0):
             batch = windows(train, jax.random.randint(own, (ROWS,), 0, train.size - T - 1))
             return trainer.step(own, state, batch)[0], None
 
-        state, _ = jax.lax.scan(step, trainer.init(jax.random.fold_in(key, STEPS)), jnp.arange(STEPS))
-        return loss(state.params, windows(held_out, jnp.arange(0, held_out.size - T - 1, T)), config)
+        state, _ = jax.lax.scan(
+            step, trainer.init(jax.random.fold_in(key, STEPS)), jnp.arange(STEPS)
+        )
+        return loss(
+            state.params, windows(held_out, jnp.arange(0, held_out.size - T - 1, T)), config
+        )
 
     return float(run(jax.random.key(seed), train, held_out))
 
@@ -52,6 +56,9 @@ def trained(residual, seed, ladder_from=0):
 def test_what_a_ladder_of_four_layers_loses(optimised):
     """The means of three seeds are in docs/benchmarks.md. Nine runs of 1,000 steps, 10 minutes on busy cores."""
     standard = np.mean([trained("standard", seed) for seed in range(3)])
-    whole, half = (np.mean([trained("ladder", seed, ladder_from) for seed in range(3)]) for ladder_from in (0, 2))
+    whole, half = (
+        np.mean([trained("ladder", seed, ladder_from) for seed in range(3)])
+        for ladder_from in (0, 2)
+    )
     assert standard < 2.2 and standard < whole < 1.07 * standard, (standard, whole)
     assert half < 1.015 * standard, (standard, half)

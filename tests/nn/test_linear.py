@@ -49,7 +49,9 @@ def value_and_gradients(f, *args):
 @each
 def test_it_is_the_product_plus_bias(equation, x64):
     x, w = drawn(equation, np.float64)
-    bias = jnp.arange(float(np.prod(w.shape[CONTRACTED[equation] :]))).reshape(w.shape[CONTRACTED[equation] :])
+    bias = jnp.arange(float(np.prod(w.shape[CONTRACTED[equation] :]))).reshape(
+        w.shape[CONTRACTED[equation] :]
+    )
 
     def plain(x, w, bias):
         return jnp.einsum(equation, x, w) + bias[(None,) * 2]
@@ -57,7 +59,11 @@ def test_it_is_the_product_plus_bias(equation, x64):
     def ours(x, w, bias):
         return contract(equation, x, w, AXES[equation], bias=bias)
 
-    assert_close(value_and_gradients(ours, x, w, bias), value_and_gradients(plain, x, w, bias), EXACT_MATHS["float64"])
+    assert_close(
+        value_and_gradients(ours, x, w, bias),
+        value_and_gradients(plain, x, w, bias),
+        EXACT_MATHS["float64"],
+    )
 
 
 @each
@@ -85,20 +91,32 @@ def test_a_product_of_two_dimensions_gathers_no_weight(equation):
         y = constrain(y, "batch", None, *((None,) if equation == OUT else ("heads", None)))
         return (y * jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)).sum()
 
-    with use_mesh(make_mesh(MeshSpec(data=2, fsdp=2, inner=2, tensor=2)), rules_from(layout="2d")) as mesh:
+    with use_mesh(
+        make_mesh(MeshSpec(data=2, fsdp=2, inner=2, tensor=2)), rules_from(layout="2d")
+    ) as mesh:
         args = shard((x, w), (("batch", *(None,) * (x.ndim - 1)), AXES[equation]))
         assert args[1].addressable_shards[0].data.size * 4 == w.size
         run = jit(jax.value_and_grad(value, (0, 1))).lower(*args).compile()
         assert_close(jax.device_get(run(*args)), jax.device_get(want), EXACT_MATHS["float32"])
-        found = [(c.kind, c.axes, shape) for c in hlo.collectives(run.as_text(), mesh) for shape in c.shapes]
+        found = [
+            (c.kind, c.axes, shape)
+            for c in hlo.collectives(run.as_text(), mesh)
+            for shape in c.shapes
+        ]
     assert any("inner" in axes for _, axes, _ in found)
-    assert not [shape for kind, _, shape in found if kind == "all-gather" and shape[1:2] != (3,)], found  # but tokens
+    assert not [shape for kind, _, shape in found if kind == "all-gather" and shape[1:2] != (3,)], (
+        found
+    )  # but tokens
 
 
 def test_precision_reaches_the_product():
     x, w = drawn(INTO)
     for args in ((x, w), (x, quantise(w, 1)), (x, Lora.of(jax.random.key(0), w, 1, 2))):
-        text = str(jax.make_jaxpr(lambda x, w: contract(INTO, x, w, AXES[INTO], precision="highest"))(*args))
+        text = str(
+            jax.make_jaxpr(lambda x, w: contract(INTO, x, w, AXES[INTO], precision="highest"))(
+                *args
+            )
+        )
         assert "HIGHEST" in text
 
 
@@ -112,13 +130,17 @@ def test_an_adapter_is_the_sum_of_both_weights(equation, x64):
     np.testing.assert_array_equal(
         contract(equation, x, start, AXES[equation]), contract(equation, x, w, AXES[equation])
     )
-    adapted = start.replace(up=jnp.asarray(np.random.default_rng(1).standard_normal(start.up.shape)))
+    adapted = start.replace(
+        up=jnp.asarray(np.random.default_rng(1).standard_normal(start.up.shape))
+    )
 
     def ours(x, adapted):
         return contract(equation, x, adapted, AXES[equation])
 
     def merged(x, adapted):
-        return jnp.einsum(equation, x, adapted.weight + 0.5 * jnp.tensordot(adapted.down, adapted.up, 1))
+        return jnp.einsum(
+            equation, x, adapted.weight + 0.5 * jnp.tensordot(adapted.down, adapted.up, 1)
+        )
 
     got, want = (value_and_gradients(f, x, adapted) for f in (ours, merged))
     assert_close(got, want, EXACT_MATHS["float64"])
@@ -129,7 +151,12 @@ def test_an_adapter_of_what_it_cannot_read_is_refused():
     x, w = drawn(INTO)
     adapted = Lora.of(jax.random.key(0), w, 1, rank=2)
     with pytest.raises(UsageError, match="contracted axes come first"):
-        contract("btd,hkd->bthk", x, adapted.replace(weight=jnp.moveaxis(w, 0, 2)), ("heads", "head_dim", "embed"))
+        contract(
+            "btd,hkd->bthk",
+            x,
+            adapted.replace(weight=jnp.moveaxis(w, 0, 2)),
+            ("heads", "head_dim", "embed"),
+        )
 
 
 @each
@@ -139,29 +166,48 @@ def test_magnitudes_are_trained_apart_from_directions(equation, x64):
     rng, num = np.random.default_rng(1), CONTRACTED[equation]
     made = Lora.of(jax.random.key(0), jnp.asarray(w), num, rank=3, scale=0.5)
     up, m = rng.standard_normal(made.up.shape), rng.standard_normal(w.shape[num:])
-    adapted = made.replace(weight=Frozen(jnp.asarray(w)), up=jnp.asarray(up), magnitude=jnp.asarray(m))
-    y, back = jax.vjp(lambda x, a: contract(equation, x, a, AXES[equation]), jnp.asarray(x), adapted)
+    adapted = made.replace(
+        weight=Frozen(jnp.asarray(w)), up=jnp.asarray(up), magnitude=jnp.asarray(m)
+    )
+    y, back = jax.vjp(
+        lambda x, a: contract(equation, x, a, AXES[equation]), jnp.asarray(x), adapted
+    )
     g = rng.standard_normal(y.shape)
     dx, grads = back(jnp.asarray(g))
 
-    flat = x.reshape(12, -1), w.reshape(x[0, 0].size, -1), np.asarray(made.down).reshape(-1, 3), up.reshape(3, -1)
+    flat = (
+        x.reshape(12, -1),
+        w.reshape(x[0, 0].size, -1),
+        np.asarray(made.down).reshape(-1, 3),
+        up.reshape(3, -1),
+    )
     x2, w2, a, b = flat
     g2, m2, total = g.reshape(12, -1), m.reshape(-1), w2 + 0.5 * a @ b
     ratio = m2 / np.sqrt((total**2).sum(0))
     want = x2 @ total * ratio, (g2 * ratio) @ total.T
-    want += 0.5 * x2.T @ (g2 * ratio) @ b.T, 0.5 * a.T @ x2.T @ (g2 * ratio), (g2 * (x2 @ total)).sum(0) / (m2 / ratio)
+    want += (
+        0.5 * x2.T @ (g2 * ratio) @ b.T,
+        0.5 * a.T @ x2.T @ (g2 * ratio),
+        (g2 * (x2 @ total)).sum(0) / (m2 / ratio),
+    )
     got = y, dx, grads.down, grads.up, grads.magnitude
     for ours, theirs in zip(got, want, strict=True):
-        np.testing.assert_allclose(np.asarray(ours).reshape(theirs.shape), theirs, rtol=1e-11, atol=1e-12)
+        np.testing.assert_allclose(
+            np.asarray(ours).reshape(theirs.shape), theirs, rtol=1e-11, atol=1e-12
+        )
     assert_close(jnp.einsum(equation, x, whole_weight(adapted)), y, EXACT_MATHS["float64"])
 
 
 def test_the_change_sees_what_its_key_keeps():
     x, w = drawn(INTO)
-    made = Lora.of(jax.random.key(0), w, 1, rank=2, scale=0.5).replace(key=jax.random.key(5), rate=0.25)
+    made = Lora.of(jax.random.key(0), w, 1, rank=2, scale=0.5).replace(
+        key=jax.random.key(5), rate=0.25
+    )
     adapted = made.replace(up=jnp.ones_like(made.up))
     seen = np.where(jax.random.bernoulli(jax.random.key(5), 0.75, x.shape), x / 0.75, 0)
-    want = jnp.einsum(INTO, x, w) + 0.5 * jnp.einsum(INTO, seen, jnp.tensordot(adapted.down, adapted.up, 1))
+    want = jnp.einsum(INTO, x, w) + 0.5 * jnp.einsum(
+        INTO, seen, jnp.tensordot(adapted.down, adapted.up, 1)
+    )
     assert_close(contract(INTO, x, adapted, AXES[INTO]), want, EXACT_MATHS["float32"])
     assert 0.1 < (seen == 0).mean() < 0.4
 
@@ -169,7 +215,9 @@ def test_the_change_sees_what_its_key_keeps():
 def test_outputs_of_zeros_stay_zero():
     w = jnp.zeros((8, 4))
     made = Lora.of(jax.random.key(0), w, 1, rank=2)
-    y = contract("btd,df->btf", jnp.ones((1, 2, 8)), made.replace(magnitude=made.norm()), ("embed", "mlp"))
+    y = contract(
+        "btd,df->btf", jnp.ones((1, 2, 8)), made.replace(magnitude=made.norm()), ("embed", "mlp")
+    )
     assert not np.asarray(y).any()
 
 
@@ -190,7 +238,9 @@ def test_eight_bits_are_off_by_half_a_scale_at_most(equation):
 
 def test_a_weight_of_zeros_stays_zero():
     small = quantise(jnp.zeros((8, 4)), 1)
-    assert not np.asarray(contract("btd,df->btf", jnp.ones((1, 2, 8)), small, ("embed", "mlp"))).any()
+    assert not np.asarray(
+        contract("btd,df->btf", jnp.ones((1, 2, 8)), small, ("embed", "mlp"))
+    ).any()
 
 
 # ---------------------------------------------------------------- the weight's gradient later
@@ -209,7 +259,9 @@ def test_a_deferred_gradient_is_the_gradient(equation, x64):
     late_value, (late_dx, kept) = value_and_gradients(ours, x, deferred)
     assert_close((late_value, late_dx), (value, dx), EXACT_MATHS["float64"])
     assert not np.asarray(kept.weight).any()
-    assert_close(deferred_gradient(equation, kept.slot, w, AXES[equation]), dw, EXACT_MATHS["float64"])
+    assert_close(
+        deferred_gradient(equation, kept.slot, w, AXES[equation]), dw, EXACT_MATHS["float64"]
+    )
 
 
 def test_what_is_done_to_a_weight_is_done_to_it_alone():
@@ -249,13 +301,19 @@ def test_a_gpu_is_given_small_products_of_16_rows(equation, x, w, is_filled, mon
     (_, want), want_grads = run(x, w)
     monkeypatch.setattr("jaxpar.nn.linear.platform", lambda: "gpu")
     (_, got), grads = run(x, w)
-    assert_close((got, grads), (want, want_grads), 1e-2)  # rows beside it may change how a sum is split
+    assert_close(
+        (got, grads), (want, want_grads), 1e-2
+    )  # rows beside it may change how a sum is split
     assert got.shape == want.shape
     text = str(jax.make_jaxpr(value)(x, w))
     assert (" pad[" in text) == is_filled
     filled = _with_enough_rows(equation, x, w)
     rows = filled.shape[0] * filled.shape[1]
-    assert (16 <= rows < 16 + len(x) and not filled[:, x.shape[1] :].any()) if is_filled else filled is x
+    assert (
+        (16 <= rows < 16 + len(x) and not filled[:, x.shape[1] :].any())
+        if is_filled
+        else filled is x
+    )
 
 
 def test_what_is_split_or_of_32_bits_is_not_filled(monkeypatch):
@@ -263,7 +321,11 @@ def test_what_is_split_or_of_32_bits_is_not_filled(monkeypatch):
 
     def text(dtype="bfloat16", **options):
         args = jnp.ones((1, 1, 64), dtype), jnp.ones((64, 8), dtype)
-        return str(jax.make_jaxpr(lambda x, w: contract("btd,df->btf", x, w, ("embed", "mlp"), **options))(*args))
+        return str(
+            jax.make_jaxpr(lambda x, w: contract("btd,df->btf", x, w, ("embed", "mlp"), **options))(
+                *args
+            )
+        )
 
     assert " pad[" in text() and " pad[" not in text("float32")
     assert "HIGHEST" in text(precision="highest")
@@ -278,7 +340,9 @@ def test_what_is_split_or_of_32_bits_is_not_filled(monkeypatch):
 def test_a_transposed_weight_is_the_weight(equation, rows, platform, x64, monkeypatch):
     x, w = drawn(equation, np.float64)
     x, bias = x[: rows[0], : rows[1]], jnp.arange(2.0)
-    want = value_and_gradients(lambda x, w: contract(equation, x, w, AXES[equation]) + bias[0], x, w)
+    want = value_and_gradients(
+        lambda x, w: contract(equation, x, w, AXES[equation]) + bias[0], x, w
+    )
     monkeypatch.setattr("jaxpar.nn.linear.platform", lambda: platform)
 
     def ours(x, w):
@@ -287,7 +351,9 @@ def test_a_transposed_weight_is_the_weight(equation, rows, platform, x64, monkey
     got = value_and_gradients(ours, x, w)
     assert_close(got, want, EXACT_MATHS["float64"])
     # One row on a GPU is summed up along memory, and no product.
-    assert ("dot_general" in str(jax.make_jaxpr(ours)(x, w))) == (platform == "cpu" or rows != (1, 1))
+    assert ("dot_general" in str(jax.make_jaxpr(ours)(x, w))) == (
+        platform == "cpu" or rows != (1, 1)
+    )
 
 
 def test_one_row_of_16_bits_is_summed_in_float32(monkeypatch):
@@ -308,4 +374,6 @@ def test_weights_are_transposed_on_gpus_alone_and_of_16_bits(monkeypatch):
     assert not transposed_is_faster(small)
     monkeypatch.setattr("jaxpar.nn.linear.platform", lambda: "gpu")
     assert transposed_is_faster(small, small)
-    assert not transposed_is_faster(small, wide) and not transposed_is_faster(small, quantise(wide, 1))
+    assert not transposed_is_faster(small, wide) and not transposed_is_faster(
+        small, quantise(wide, 1)
+    )

@@ -40,7 +40,11 @@ def unit(x):
 def inputs_of(name, length=T):
     rng = np.random.default_rng(3)
     heads = H if name in ("delta", "exponential") else G
-    q, k, v = draw(rng, B, length, heads, K), draw(rng, B, length, heads, K), draw(rng, B, length, H, V)
+    q, k, v = (
+        draw(rng, B, length, heads, K),
+        draw(rng, B, length, heads, K),
+        draw(rng, B, length, H, V),
+    )
     state = draw(rng, B, H, K, V)
     if name == "delta":
         beta = jnp.asarray(rng.uniform(0, 2, (B, length, H)))
@@ -48,7 +52,9 @@ def inputs_of(name, length=T):
     if name == "exponential":
         scale = jnp.asarray(rng.integers(-3, 3, (B, H)).astype(float))
         state = draw(rng, B, H, K, V + 1), scale
-        size = np.where(rng.random((B, length, H)) < 0.1, rng.choice([-80.0, 80.0], (B, length, H)), 1)
+        size = np.where(
+            rng.random((B, length, H)) < 0.1, rng.choice([-80.0, 80.0], (B, length, H)), 1
+        )
         return (q / 3, k, v, gates(rng, B, length, H), draw(rng, B, length, H) * size), state
     if name == "rows, bonus":
         return (q, k, v, gates(rng, B, length, H, K), draw(rng, H, K)), state
@@ -85,7 +91,10 @@ def weigh(out, state, valid):
     counts = (np.arange(out.shape[1]) < valid[:, None])[..., None, None]
     out = jnp.where(counts, out, 0)
     parts = [out, *jax.tree.leaves(state)]
-    return sum((x * jnp.cos(jnp.arange(x.size)).reshape(x.shape)).sum() for x in parts), (out, state)
+    return sum((x * jnp.cos(jnp.arange(x.size)).reshape(x.shape)).sum() for x in parts), (
+        out,
+        state,
+    )
 
 
 def results(name, dtype, *, starts=STARTS, valid=VALID, **options):
@@ -116,7 +125,9 @@ def plain_exponentials(arrays, state, starts):
         below = jnp.maximum(jnp.abs((q * n).sum(-1)), 1)
         return (c, n), jnp.einsum("bhk,bhkv->bhv", q, c) / below[..., None]
 
-    line = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (q, k, v, log_forget, log_input, jnp.asarray(starts)))
+    line = jax.tree.map(
+        lambda x: jnp.swapaxes(x, 0, 1), (q, k, v, log_forget, log_input, jnp.asarray(starts))
+    )
     return jnp.swapaxes(jax.lax.scan(step, (whole[..., :-1], whole[..., -1]), line)[1], 0, 1)
 
 
@@ -143,10 +154,15 @@ def test_a_small_gate_behind_a_large_one_of_another_document(impl):
     starts[:, 6] = True
 
     def loss(arrays):
-        return weigh(*run("exponential", arrays, None, starts=starts, chunk=16, impl=impl), np.array([12, 12]))
+        return weigh(
+            *run("exponential", arrays, None, starts=starts, chunk=16, impl=impl),
+            np.array([12, 12]),
+        )
 
     (_, (out, _)), grads = jit(jax.value_and_grad(loss, has_aux=True))((q, k, v, f, i))
-    alone = run("exponential", (q[:, 6:], k[:, 6:], v[:, 6:], f[:, 6:], i[:, 6:]), None, impl="sequential")[0]
+    alone = run(
+        "exponential", (q[:, 6:], k[:, 6:], v[:, 6:], f[:, 6:], i[:, 6:]), None, impl="sequential"
+    )[0]
     assert_close(out[:, 6:], alone, TOLERANCE["float32"])
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(grads))
 
@@ -156,7 +172,9 @@ def test_a_small_gate_behind_a_large_one_of_another_document(impl):
     "chunk", [pytest.param(1, marks=pytest.mark.slow), 16, pytest.param(T, marks=pytest.mark.slow)]
 )
 def test_chunks_equal_steps_in_value_and_gradient(name, chunk, x64):
-    assert_close(results(name, "float64", chunk=chunk), steps(name, "float64", True), TOLERANCE["float64"])
+    assert_close(
+        results(name, "float64", chunk=chunk), steps(name, "float64", True), TOLERANCE["float64"]
+    )
 
 
 @some("rows, bonus", "exponential")
@@ -174,7 +192,9 @@ def test_a_document_may_begin_at_every_place(name, x64):
 
     def gradient(impl):
         def loss(arrays, state):
-            return weigh(*run(name, arrays, state, starts=starts, valid=valid, chunk=4, impl=impl), valid)
+            return weigh(
+                *run(name, arrays, state, starts=starts, valid=valid, chunk=4, impl=impl), valid
+            )
 
         return jit(jax.value_and_grad(loss, (0, 1), has_aux=True))((*rows, *whole), state)
 
@@ -217,7 +237,9 @@ def test_over_eight_devices_it_is_what_it_is_on_one(name, x64):
         return weigh(out, after, np.array([48, 48]))
 
     gradient = jit(jax.value_and_grad(loss, (0, 1), has_aux=True), static_argnums=2)
-    assert_close(gradient(arrays, state, True), gradient(arrays, state, False), TOLERANCE["float64"])
+    assert_close(
+        gradient(arrays, state, True), gradient(arrays, state, False), TOLERANCE["float64"]
+    )
 
 
 @some("delta", "exponential", "rows, bonus")
@@ -239,7 +261,10 @@ def test_no_state_a_token_is_made(name):
     """Nor in the backward pass: the largest array is a few times what is given."""
     length = 512
     arrays, state = jax.tree.map(lambda x: x.astype(jnp.float32), inputs_of(name, length))
-    loss = lambda arrays, state: weigh(*run(name, arrays, state, chunk=32), np.array([length] * B))[0]  # noqa: E731
+
+    def loss(arrays, state):
+        return weigh(*run(name, arrays, state, chunk=32), np.array([length] * B))[0]
+
     text = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(arrays, state))
     sizes = [np.prod([int(n) for n in x.split(",")]) for x in re.findall(r"f32\[([\d,]+)\]", text)]
     assert max(sizes) <= B * length * H * 64 and B * length * H * K * V <= B * length * H * 64
@@ -249,7 +274,10 @@ def test_no_state_a_token_is_made(name):
 def test_empty_states_of_half_precision(name):
     arrays, _ = jax.tree.map(lambda x: x.astype(jnp.bfloat16), inputs_of(name))
     apply = jit(functools.partial(run, name, state=None, chunk=16))
-    (out, state), (want, _) = apply(arrays), apply(jax.tree.map(lambda x: x.astype(jnp.float32), arrays))
+    (out, state), (want, _) = (
+        apply(arrays),
+        apply(jax.tree.map(lambda x: x.astype(jnp.float32), arrays)),
+    )
     assert out.dtype == jnp.bfloat16 and all(x.dtype == jnp.float32 for x in jax.tree.leaves(state))
     error = np.linalg.norm(np.float32(out) - want) / np.linalg.norm(want)
     assert error < 2e-2
@@ -283,9 +311,14 @@ def test_long_chunks_keep_single_precision(name, chunk, x64):
     length = 600
 
     def gradient(dtype, **options):
-        rounded = jax.tree.map(lambda x: x.astype("float32"), inputs_of(name, length))  # gates of 50 by 2e-6: for both
+        rounded = jax.tree.map(
+            lambda x: x.astype("float32"), inputs_of(name, length)
+        )  # gates of 50 by 2e-6: for both
         arrays, state = jax.tree.map(lambda x: x.astype(dtype), rounded)
-        loss = lambda arrays, state: weigh(*run(name, arrays, state, **options), np.array([length] * B))  # noqa: E731
+
+        def loss(arrays, state):
+            return weigh(*run(name, arrays, state, **options), np.array([length] * B))
+
         return jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(arrays, state)
 
     assert_close(gradient("float32", chunk=chunk), gradient("float64", impl="sequential"), 1e-4)
@@ -298,7 +331,9 @@ def test_what_lies_behind_the_tokens_that_count_changes_no_state(name, x64):
     got = run(name, arrays, state, starts=STARTS, valid=VALID, impl="sequential")[1]
     short = tuple(x[:, : VALID[1]] for x in arrays)
     want = run(name, short, state, starts=STARTS[:, : VALID[1]], impl="sequential")[1]
-    assert_close(jax.tree.map(lambda x: x[1], got), jax.tree.map(lambda x: x[1], want), TOLERANCE["float64"])
+    assert_close(
+        jax.tree.map(lambda x: x[1], got), jax.tree.map(lambda x: x[1], want), TOLERANCE["float64"]
+    )
 
 
 DOCUMENTS = np.zeros((B, 20), bool)

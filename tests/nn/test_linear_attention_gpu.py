@@ -71,7 +71,9 @@ def test_exponential_gates_of_any_size():
         h, pull = jax.vjp(lambda *x: exponential_attention(*x, impl=impl)[0], *narrow)
         return h, *pull(g.astype(h.dtype))
 
-    got, plain = (jax.jit(run, static_argnums=(0, 1))(impl, "bfloat16") for impl in ("kernel", "chunked"))
+    got, plain = (
+        jax.jit(run, static_argnums=(0, 1))(impl, "bfloat16") for impl in ("kernel", "chunked")
+    )
     with jax.default_matmul_precision("highest"):
         want = jax.jit(run, static_argnums=(0, 1))("sequential", "float32")
     for mine, other, right in zip(got, plain, want, strict=True):
@@ -81,7 +83,9 @@ def test_exponential_gates_of_any_size():
 
 def test_auto_is_the_kernel_and_keeps_no_states():
     shape = (2, 4096, 8, 128)
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * 3 + [jax.ShapeDtypeStruct(shape, jnp.float32)]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * 3 + [
+        jax.ShapeDtypeStruct(shape, jnp.float32)
+    ]
     program = jax.jit(lambda *x: linear_attention(*x)[0]).lower(*arrays).compile()
     assert "triton_kernel_call" in program.as_text()
     kept = jax.eval_shape(lambda *x: jax.vjp(lambda *x: linear_attention(*x)[0], *x)[1], *arrays)

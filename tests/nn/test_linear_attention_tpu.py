@@ -27,8 +27,12 @@ def compile_for_tpu(name):
     def loss(*args):
         return jnp.square(local(run, (SPLIT,) * 4, SPLIT)(*args).astype(jnp.float32)).sum()
 
-    with use_mesh(make_mesh(MeshSpec(context=4), topologies.get_topology_desc("v5e:2x2", "tpu").devices)):
-        args = [jax.ShapeDtypeStruct((B, T, H, K), dtype) for dtype in ("bfloat16",) * 3 + ("float32",)]
+    with use_mesh(
+        make_mesh(MeshSpec(context=4), topologies.get_topology_desc("v5e:2x2", "tpu").devices)
+    ):
+        args = [
+            jax.ShapeDtypeStruct((B, T, H, K), dtype) for dtype in ("bfloat16",) * 3 + ("float32",)
+        ]
         program = jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(*args).compile()
     text = program.as_text()
     kinds = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")

@@ -16,7 +16,11 @@ from jaxpar.nn.mixers.linear_attention import linear_attention
 
 pytestmark = triton_interpreter.NEEDED
 HERE = Path(__file__).parent
-SHAPES = {"B4": (4, 2048, 16, 128, 128), "B8": (8, 4096, 4, 128, 256), "B1": (1, 8192, 96, 128, 128)}
+SHAPES = {
+    "B4": (4, 2048, 16, 128, 128),
+    "B8": (8, 4096, 4, 128, 256),
+    "B1": (1, 8192, 96, 128, 128),
+}
 
 
 def calls_of(batch, length, heads, depth, width, kind, monkeypatch):
@@ -24,7 +28,9 @@ def calls_of(batch, length, heads, depth, width, kind, monkeypatch):
     made = []
 
     def record(*arrays, out, grid, text, name, num_warps, num_stages, **constants):
-        call = dict(text=text, name=name, num_warps=num_warps, num_stages=num_stages, constants=constants)
+        call = dict(
+            text=text, name=name, num_warps=num_warps, num_stages=num_stages, constants=constants
+        )
         call["dtypes"] = [str(x.dtype) for x in (*arrays, *out)]
         if call not in made:
             made.append(call)
@@ -34,7 +40,9 @@ def calls_of(batch, length, heads, depth, width, kind, monkeypatch):
     monkeypatch.setattr(kernels, "call_kernel", record)
     given = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
     q, v = given(batch, length, heads, depth), given(batch, length, heads, width)
-    decays = {"none": None, "heads": (batch, length, heads), "rows": q.shape, "bonus": q.shape}[kind.split(",")[0]]
+    decays = {"none": None, "heads": (batch, length, heads), "rows": q.shape, "bonus": q.shape}[
+        kind.split(",")[0]
+    ]
     decay = None if decays is None else given(*decays, dtype="float32")
     bonus = given(heads, depth, dtype="float32") if kind == "bonus" else None
     starts = given(batch, length, dtype="bool") if kind in ("bonus", "heads, floor") else None
@@ -60,9 +68,18 @@ def test_the_machine_code_multiplies_by_tensor_cores_and_hardly_spills(shape, ki
     calls = calls_of(*SHAPES[shape], kind, monkeypatch)
     by_rows = "rows" in kind or kind == "bonus"
     again = ["carry"] * (not by_rows)  # of rows it is the forward pass's once more
-    assert [call["name"] for call in calls] == ["carry", "outputs", *again, "carry", "value_gradients", "key_gradients"]
+    assert [call["name"] for call in calls] == [
+        "carry",
+        "outputs",
+        *again,
+        "carry",
+        "value_gradients",
+        "key_gradients",
+    ]
     paths = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": paths}
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
+        "PYTHONPATH": paths
+    }
     script = [sys.executable, HERE / "compile_for_hopper.py"]
     done = subprocess.run(script, input=json.dumps(calls), capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -71,11 +88,20 @@ def test_the_machine_code_multiplies_by_tensor_cores_and_hardly_spills(shape, ki
         if by_rows:  # 32 tokens, or 16 rows of a state, are too few for wgmma
             assert fact["hmma"] > 0
         else:
-            assert all(".f32.bf16.bf16" in each for each in fact["wgmma"]) and fact["hgmma"] > 0 == fact["hmma"]
+            assert (
+                all(".f32.bf16.bf16" in each for each in fact["wgmma"])
+                and fact["hgmma"] > 0 == fact["hmma"]
+            )
         # Four warps that spill a little were faster on an H200 and an H100 than eight that do not, without a bonus.
-        most = {"key_gradients": 384 if kind == "bonus" else 192, "value_gradients": 32} if by_rows else {}
+        most = (
+            {"key_gradients": 384 if kind == "bonus" else 192, "value_gradients": 32}
+            if by_rows
+            else {}
+        )
         assert fact["spilled"] <= most.get(call["name"], 0) and fact["registers"] <= 255
-        assert max(fact["copies"], default=16) == 16  # bytes a thread; none where a loop is of one tile
+        assert (
+            max(fact["copies"], default=16) == 16
+        )  # bytes a thread; none where a loop is of one tile
         programs = 8 // call["num_warps"]  # side by side on a multiprocessor: eight warps at least
         assert programs * (fact["shared"] + 1024) <= 228 * 1024
         assert programs * 32 * call["num_warps"] * fact["registers"] <= 65536

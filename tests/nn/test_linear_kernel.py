@@ -76,7 +76,10 @@ def test_sixteen_bits_are_rounded_as_often_as_they_are_multiplied(kind, monkeypa
 def test_exponential_gates_take_it(kernel):
     rng = np.random.default_rng(2)
     q, k, v = (jnp.asarray(rng.standard_normal((B, T, H, K)), "float32") for _ in range(3))
-    gates = (jnp.asarray(x, "float32") for x in (-rng.exponential(size=(B, T, H)), 9 * rng.standard_normal((B, T, H))))
+    gates = (
+        jnp.asarray(x, "float32")
+        for x in (-rng.exponential(size=(B, T, H)), 9 * rng.standard_normal((B, T, H)))
+    )
     arrays = (q / 6, k, v, *gates)
 
     def run(impl):
@@ -93,7 +96,9 @@ def test_exponential_gates_take_it(kernel):
 @pytest.mark.parametrize("kind", ["heads, floor", "rows"])
 def test_the_passes_may_have_chunks_of_two_sizes(kind, kernel, monkeypatch):
     for name, chunk in (("FORWARD", 32), ("BACKWARD", 16)):
-        monkeypatch.setattr(kernels, name, {k: x._replace(chunk=chunk) for k, x in getattr(kernels, name).items()})
+        monkeypatch.setattr(
+            kernels, name, {k: x._replace(chunk=chunk) for k, x in getattr(kernels, name).items()}
+        )
     check(kind, T, 64, STARTS, VALID)
 
 
@@ -115,7 +120,9 @@ def test_a_floor_has_no_gradient(kernel):
         ("none", "bfloat16", 5, 64, (16, 16)),
     ],
 )
-def test_chunks_are_a_pass_s_own_below_64_the_caller_s(kind, dtype, length, chunk, sizes, monkeypatch):
+def test_chunks_are_a_pass_s_own_below_64_the_caller_s(
+    kind, dtype, length, chunk, sizes, monkeypatch
+):
     seen = []
 
     def record(*arrays, out, name, **constants):
@@ -124,7 +131,10 @@ def test_chunks_are_a_pass_s_own_below_64_the_caller_s(kind, dtype, length, chun
 
     monkeypatch.setattr(kernels, "available", lambda: True)
     monkeypatch.setattr(kernels, "call_kernel", record)
-    jax.eval_shape(outcome("kernel", kind, None, None, chunk=chunk), *inputs_of(kind, 1, length, 1, 1, 16, 16, dtype))
+    jax.eval_shape(
+        outcome("kernel", kind, None, None, chunk=chunk),
+        *inputs_of(kind, 1, length, 1, 1, 16, 16, dtype),
+    )
     assert seen[:2] == [("carry", sizes[0]), ("outputs", sizes[0])]
     assert {size for _, size in seen[2:]} == {sizes[1]} and len(seen) == 6
 
@@ -154,7 +164,10 @@ def test_who_takes_the_kernel(monkeypatch):
     monkeypatch.setattr(module, "platform", lambda: "gpu")
     assert has_linear_kernel(*given()) and has_linear_kernel(*given(256, 16, "float16"))
     called, (keys, values) = [], given()[:2]
-    record = lambda *_, out, name, **__: called.append(name) or [jnp.zeros(x.shape, x.dtype) for x in out]  # noqa: E731
+
+    def record(*_, out, name, **__):
+        return called.append(name) or [jnp.zeros(x.shape, x.dtype) for x in out]
+
     monkeypatch.setattr(kernels, "call_kernel", record)
     linear_attention(keys, keys, values)
     linear_attention(keys[:, :1], keys[:, :1], values[:, :1])  # a step takes none
@@ -168,7 +181,9 @@ def test_who_takes_the_kernel(monkeypatch):
         assert inside(jnp.zeros((8, 4, 2, 32), "bfloat16")).all()
     asked = []
     monkeypatch.setattr(module, "_is_right", lambda *kind: asked.append(kind))
-    assert not has_linear_kernel(*given()[:2], jnp.zeros((2, 4, 2)), None, True) and asked == [(3, False, True)]
+    assert not has_linear_kernel(*given()[:2], jnp.zeros((2, 4, 2)), None, True) and asked == [
+        (3, False, True)
+    ]
     ones = jnp.ones((2, 4, 2))
     linear_attention(*given()[:1] * 2, given()[1], -ones, floor=ones)
     assert asked[1:] == [(3, False, True)]
@@ -190,15 +205,25 @@ def test_a_trial_tells_right_from_wrong(wrong, monkeypatch, recwarn):
 
     def stand_in(q, k, *rest):
         *arrays, normaliser, floor, chunk, axis_name, dtype = rest
-        names = dict(zip(("v", "log_decay", "bonus", "state", "starts", "valid"), arrays, strict=True))
+        names = dict(
+            zip(("v", "log_decay", "bonus", "state", "starts", "valid"), arrays, strict=True)
+        )
         return linear_attention(
-            q, off(k) if wrong else k, impl="chunked", normaliser=normaliser, floor=floor, dtype=dtype, **names
+            q,
+            off(k) if wrong else k,
+            impl="chunked",
+            normaliser=normaliser,
+            floor=floor,
+            dtype=dtype,
+            **names,
         )
 
     monkeypatch.setattr(module, "_by_kernel", stand_in)
     assert module._is_right.__wrapped__(3, False, True) != wrong
     told = [str(each.message) for each in recwarn.list]
-    assert [text.startswith("Triton's linear attention is not used") for text in told] == [True] * wrong
+    assert [text.startswith("Triton's linear attention is not used") for text in told] == [
+        True
+    ] * wrong
 
 
 def test_tiles_divide_and_fit():
@@ -206,7 +231,9 @@ def test_tiles_divide_and_fit():
         for cut in kind.cuts.values():
             for depth, width in ((16, 256), (48, 80), (128, 128), (240, 64)):
                 mine = kernels.cut_for(cut, depth, width, "bfloat16")
-                assert depth % mine.deep == 0 == width % mine.wide and min(mine.deep, mine.wide) >= 16
+                assert (
+                    depth % mine.deep == 0 == width % mine.wide and min(mine.deep, mine.wide) >= 16
+                )
                 assert mine.deep <= cut.deep and mine.wide <= cut.wide
 
 

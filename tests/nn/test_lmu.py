@@ -32,7 +32,12 @@ def drawn(*shape, seed=0):
 def test_the_system_is_the_exact_solution_over_a_step():
     """A by squaring 2^30 small steps, B by the integral in closed form; the equation's own matrices by loops."""
     d, theta = 5, 7.0
-    a = np.array([[(2 * i + 1) * (-1.0 if i < j else (-1.0) ** (i - j + 1)) for j in range(d)] for i in range(d)])
+    a = np.array(
+        [
+            [(2 * i + 1) * (-1.0 if i < j else (-1.0) ** (i - j + 1)) for j in range(d)]
+            for i in range(d)
+        ]
+    )
     b = np.array([(2 * i + 1) * (-1.0) ** i for i in range(d)])
     small = a / theta / 2**30
     step = np.eye(d) + small + small @ small / 2
@@ -41,7 +46,9 @@ def test_the_system_is_the_exact_solution_over_a_step():
     got_a, got_b = legendre(d, theta)
     np.testing.assert_allclose(got_a, step, atol=1e-6)
     np.testing.assert_allclose(got_b, solve(a, (got_a - np.eye(d)) @ b), atol=1e-12)
-    np.testing.assert_allclose(impulse_response(d, theta, 9)[6], np.linalg.matrix_power(got_a, 6) @ got_b, atol=1e-12)
+    np.testing.assert_allclose(
+        impulse_response(d, theta, 9)[6], np.linalg.matrix_power(got_a, 6) @ got_b, atol=1e-12
+    )
 
 
 def test_a_memory_holds_its_window():
@@ -88,8 +95,12 @@ def test_forms_agree_in_value_and_gradient(x64):
 def test_streaming_equals_the_parallel_forms_where_the_memory_is_large(form, x64):
     d, theta, length = 256, 4096.0, 5000
     u = drawn(1, length, 1)
-    whole = jax.jit(functools.partial(memory, size=d, theta=theta, form=form), compiler_options=OPTIMISED)(u)
-    stream = jax.jit(functools.partial(memory, size=d, theta=theta, form="scan"), compiler_options=OPTIMISED)
+    whole = jax.jit(
+        functools.partial(memory, size=d, theta=theta, form=form), compiler_options=OPTIMISED
+    )(u)
+    stream = jax.jit(
+        functools.partial(memory, size=d, theta=theta, form="scan"), compiler_options=OPTIMISED
+    )
     first = stream(u[:, :3001])
     second = stream(u[:, 3001:], first[:, -1])
     assert_close(jnp.concatenate([first, second], 1), whole, EXACT)
@@ -132,7 +143,9 @@ def test_the_unit_equals_its_equations_in_value_and_gradient(x64):
     mixer, x, mix, starts = unit(), drawn(1, 4, D), drawn(1, 4, D, seed=3), np.arange(4)[None] == 2
 
     def value(run):
-        return jit(jax.value_and_grad(lambda params, x: (run(params, x) * mix).sum(), (0, 1)))(params_of(mixer), x)
+        return jit(jax.value_and_grad(lambda params, x: (run(params, x) * mix).sum(), (0, 1)))(
+            params_of(mixer), x
+        )
 
     context = Context(jnp.zeros((1, 4), jnp.int32), starts=jnp.asarray(starts))
     got = value(lambda params, x: mixer.apply(params, x, None, context)[0])
@@ -161,7 +174,9 @@ def test_spikes_have_an_arctangents_gradient():
 
 def test_units_fire_and_are_reset_by_what_they_fire(x64):
     x, beta = drawn(B, T, 3), 0.8
-    spikes, potentials = jit(functools.partial(integrate_and_fire, beta=beta))(x, None, jnp.asarray(STARTS))
+    spikes, potentials = jit(functools.partial(integrate_and_fire, beta=beta))(
+        x, None, jnp.asarray(STARTS)
+    )
     v = np.zeros((B, 3))
     for t in range(T):
         v = beta * np.where(STARTS[:, t, None], 0, v) + x[:, t]
@@ -181,7 +196,9 @@ def test_spikes_of_one_step_at_a_time_are_those_of_the_whole():
     for t in range(x.shape[1]):
         y, cache = apply(x[:, t : t + 1], cache)
         ys.append(y)
-        for v in cache[1:]:  # potentials after their reset: at the threshold they were at 1, and are now at 0 or 1
+        for v in cache[
+            1:
+        ]:  # potentials after their reset: at the threshold they were at 1, and are now at 0 or 1
             near += int((np.minimum(np.abs(v), np.abs(v - 1)) < 1e-6).sum())
     assert near == 0
     np.testing.assert_array_equal(np.concatenate(ys, 1), whole)
@@ -193,13 +210,18 @@ def test_what_cannot_be_is_refused():
     x, params = jnp.ones((B, 8, D)), {"mixer": {}}
     with pytest.raises(UsageError, match="units=7 must be a multiple of channels=2"):
         unit(units=7)
-    with pytest.raises(UsageError, match="form='dct' is unknown; legal are auto, affine, chunks, fft, scan"):
+    with pytest.raises(
+        UsageError, match="form='dct' is unknown; legal are auto, affine, chunks, fft, scan"
+    ):
         memory(x, size=2, theta=4.0, form="dct")
     with pytest.raises(UsageError, match="form=fft begins with an empty memory"):
         memory(x, starts=jnp.zeros((B, 8), bool), size=2, theta=4.0, form="fft")
     with pytest.raises(UsageError, match="a Legendre memory cannot honour visible"):
         unit().apply(params, x, None, context_of(8, visible=jnp.ones((B, 8, 8), bool)))
-    with use_mesh(make_mesh(MeshSpec(context=2, data=4))), pytest.raises(UsageError, match="give mesh.context=1"):
+    with (
+        use_mesh(make_mesh(MeshSpec(context=2, data=4))),
+        pytest.raises(UsageError, match="give mesh.context=1"),
+    ):
         unit().apply(params, x, None, context_of(8))
 
 

@@ -25,7 +25,9 @@ EXACT = EXACT_MATHS["float64"]
 
 def drawn(leaves, *shapes, seed=0):
     rng = np.random.default_rng(seed)
-    params = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape), leaves, is_leaf=lambda x: isinstance(x, Leaf))
+    params = jax.tree.map(
+        lambda leaf: rng.standard_normal(leaf.shape), leaves, is_leaf=lambda x: isinstance(x, Leaf)
+    )
     return params, *(rng.standard_normal(shape) for shape in shapes)
 
 
@@ -40,7 +42,9 @@ def weighed(run):
 def convolved(p, number, z, t):
     """Convolution `number` at step t, tap by tap."""
     w = p[f"w_{number}"]
-    return sum((w[TAPS - 1 - back].T @ z[t - back] for back in range(TAPS) if t >= back), np.zeros(D))
+    return sum(
+        (w[TAPS - 1 - back].T @ z[t - back] for back in range(TAPS) if t >= back), np.zeros(D)
+    )
 
 
 def embedded(p, x, spiking):
@@ -90,7 +94,9 @@ def test_a_spiking_mlp_is_its_loop_in_value_and_gradient(x64):
     mlp, starts, valid = SpikingMlp(5, beta=0.8), np.zeros((B, T), bool), np.array([T, 4])
     starts[0, 3] = starts[1, 1] = True
     params, x, before = drawn(mlp.leaves(D, 1.0, 1.0), (B, T, D), (B, 5))
-    context = Context(jnp.zeros((B, T), jnp.int32), starts=jnp.asarray(starts), valid=jnp.asarray(valid))
+    context = Context(
+        jnp.zeros((B, T), jnp.int32), starts=jnp.asarray(starts), valid=jnp.asarray(valid)
+    )
 
     def loop(params, x):
         p, v, ys, states = params["mixer"], jnp.asarray(before), [], [before]
@@ -103,7 +109,9 @@ def test_a_spiking_mlp_is_its_loop_in_value_and_gradient(x64):
         return jnp.stack(ys, 1), jnp.stack([states[n][row] for row, n in enumerate(valid)])
 
     def both(run):
-        return weighed(lambda params, x: jnp.concatenate([y.ravel() for y in run(params, x)]))(params, x)
+        return weighed(lambda params, x: jnp.concatenate([y.ravel() for y in run(params, x)]))(
+            params, x
+        )
 
     got = both(lambda params, x: mlp.apply(params, x, before, context)[:2])
     assert_close(got, both(loop), EXACT)
@@ -130,7 +138,9 @@ def test_a_network_streams_with_the_values_and_gradients_of_the_whole(spiking, x
     assert_close(got, weighed(lambda params, x: net.apply(params, x)[0])(params, x), 1e-10)
     if not spiking:  # what is trained is that too
         batch = {"inputs": x, "targets": np.zeros((1, 3), int), "weights": np.ones((1, 3))}
-        assert_close(jit(net.loss)(params, batch)[0], -jax.nn.log_softmax(got[0][1])[..., 0].mean(), EXACT)
+        assert_close(
+            jit(net.loss)(params, batch)[0], -jax.nn.log_softmax(got[0][1])[..., 0].mean(), EXACT
+        )
 
 
 def test_what_cannot_be_is_refused():
@@ -138,6 +148,11 @@ def test_what_cannot_be_is_refused():
         StackNetwork(Stack(1, 4, Lmu(4), Mlp(4)), 1, 2, embedding=ConvEmbedding(5))
     mlp, x = SpikingMlp(4), jnp.ones((B, 8, D))
     with pytest.raises(UsageError, match="a spiking mlp cannot honour visible"):
-        mlp.apply({}, x, None, Context(jnp.zeros((B, 8), jnp.int32), visible=jnp.ones((B, 8, 8), bool)))
-    with use_mesh(make_mesh(MeshSpec(context=2, data=4))), pytest.raises(UsageError, match="give mesh.context=1"):
+        mlp.apply(
+            {}, x, None, Context(jnp.zeros((B, 8), jnp.int32), visible=jnp.ones((B, 8, 8), bool))
+        )
+    with (
+        use_mesh(make_mesh(MeshSpec(context=2, data=4))),
+        pytest.raises(UsageError, match="give mesh.context=1"),
+    ):
         mlp.apply({}, x, None, Context(jnp.zeros((B, 8), jnp.int32)))

@@ -70,9 +70,13 @@ def gla(p, x):
         state = np.zeros((K, V))
         for t in range(T):
             q, k, v, r = (x[t] @ p[name][:, h] for name in ("w_q", "w_k", "w_v", "w_r"))
-            alpha = sigmoid(x[t] @ p["w_gate_in"] @ p["w_gate_out"][:, h] + p["b_gate"][h]) ** (1 / 16)
+            alpha = sigmoid(x[t] @ p["w_gate_in"] @ p["w_gate_out"][:, h] + p["b_gate"][h]) ** (
+                1 / 16
+            )
             state = np.diag(alpha) @ state + np.outer(k, v)
-            y[t] += (mean_square_norm(q @ state / np.sqrt(K), p["norm_scale"][h]) * swish(r)) @ p["w_out"][h]
+            y[t] += (mean_square_norm(q @ state / np.sqrt(K), p["norm_scale"][h]) * swish(r)) @ p[
+                "w_out"
+            ][h]
     return y
 
 
@@ -83,7 +87,9 @@ def simple_gla(p, x):
     for h in range(H):
         q, k, v, r = (x @ p[name][:, h] for name in ("w_q", "w_k", "w_v", "w_r"))
         for t in range(T):
-            o = sum(np.prod(alpha[s + 1 : t + 1, h]) * (q[t] @ k[s]) * v[s] for s in range(t + 1)) / np.sqrt(K)
+            o = sum(
+                np.prod(alpha[s + 1 : t + 1, h]) * (q[t] @ k[s]) * v[s] for s in range(t + 1)
+            ) / np.sqrt(K)
             y[t] += (mean_square_norm(o, p["norm_scale"][h]) * swish(r[t])) @ p["w_out"][h]
     return y
 
@@ -91,7 +97,10 @@ def simple_gla(p, x):
 def mamba2(p, x):
     """State space duality: h' = exp(A dt) h + dt B x^T, y = C h + D x, two heads to a group of B, C and the norm."""
     groups, y = p["w_b"].shape[1], np.zeros((T, D))
-    states, lanes = np.zeros((H, K, V)), {name: np.einsum("td,dhv->thv", x, p[f"w_{name}"]) for name in "xbc"}
+    states, lanes = (
+        np.zeros((H, K, V)),
+        {name: np.einsum("td,dhv->thv", x, p[f"w_{name}"]) for name in "xbc"},
+    )
     for t in range(T):
         u, b, c = (swish(convolved(lanes[n], p[f"conv_{n}"], t) + p[f"bias_{n}"]) for n in "xbc")
         gated = np.zeros((H, V))
@@ -101,7 +110,9 @@ def mamba2(p, x):
             gated[h] = (c[g] @ states[h] + p["d_skip"][h] * u[h]) * swish(x[t] @ p["w_z"][:, h])
         for g in range(groups):
             own = slice(g * H // groups, (g + 1) * H // groups)
-            y[t] += np.einsum("hv,hvd->d", mean_square_norm(gated[own], p["norm_scale"][own]), p["w_out"][own])
+            y[t] += np.einsum(
+                "hv,hvd->d", mean_square_norm(gated[own], p["norm_scale"][own]), p["w_out"][own]
+            )
     return y
 
 
@@ -162,7 +173,9 @@ def rwkv6(p, x):
         lerp[name] = x + (before - x) * lora
     for h in range(H):
         k, v, r, g = (lerp[name] @ p[f"w_{name}"][:, h] for name in "kvrg")
-        w = np.exp(-np.exp(p["b_decay"][h] + np.tanh(lerp["d"] @ p["w_decay_in"]) @ p["w_decay_out"][:, h]))
+        w = np.exp(
+            -np.exp(p["b_decay"][h] + np.tanh(lerp["d"] @ p["w_decay_in"]) @ p["w_decay_out"][:, h])
+        )
         for t in range(T):
             wkv = np.outer(p["bonus"][h] * k[t], v[t])
             for i in range(t):
@@ -191,7 +204,9 @@ def leaf_by_leaf(value, p, ways, step=3e-5):
     """The change of `value` as each leaf alone moves along its way, by four loops, right but for fifth derivatives."""
 
     def change(name, by):
-        return value(p | {name: p[name] + by * ways[name]}) - value(p | {name: p[name] - by * ways[name]})
+        return value(p | {name: p[name] + by * ways[name]}) - value(
+            p | {name: p[name] - by * ways[name]}
+        )
 
     return {name: (8 * change(name, step) - change(name, 2 * step)) / (12 * step) for name in p}
 
@@ -202,9 +217,15 @@ def test_a_layer_is_its_papers_equations_in_value_and_gradient(paper, x64):
     if name == "hgrn":
         mixer = Hgrn(6)
     else:
-        mixer = MatrixState(dataclasses.replace(layer_of(name, H * V, H, K), **CHANGES.get(name, {})), chunk=4)
-    shapes = {name: leaf.shape for name, leaf in mixer.leaves(D, 1.0, 1.0)["mixer"].items()} | {"x": (B, T, D)}
-    p, ways = ({name: 0.7 * rng.standard_normal(shape) for name, shape in shapes.items()} for _ in range(2))
+        mixer = MatrixState(
+            dataclasses.replace(layer_of(name, H * V, H, K), **CHANGES.get(name, {})), chunk=4
+        )
+    shapes = {name: leaf.shape for name, leaf in mixer.leaves(D, 1.0, 1.0)["mixer"].items()} | {
+        "x": (B, T, D)
+    }
+    p, ways = (
+        {name: 0.7 * rng.standard_normal(shape) for name, shape in shapes.items()} for _ in range(2)
+    )
     mix = rng.standard_normal((B, T, D))
     if name == "mlstm":
         p["b_i"] += np.array([-2.0, -2.0, 0.0, 800.0])  # no float holds the exponential of the last
@@ -220,7 +241,9 @@ def test_a_layer_is_its_papers_equations_in_value_and_gradient(paper, x64):
     (_, got), grads = jit(jax.value_and_grad(ours, has_aux=True))(jax.tree.map(jnp.asarray, p))
     assert_close(got, loops(p), EXACT)
     slopes = {name: (grads[name] * ways[name]).sum() for name in p}
-    assert_close(slopes, leaf_by_leaf(lambda p: (loops(p) * mix).sum(), p, ways), 1e-7)  # of a difference
+    assert_close(
+        slopes, leaf_by_leaf(lambda p: (loops(p) * mix).sum(), p, ways), 1e-7
+    )  # of a difference
 
 
 # Numbers of a head's state beside the words of the table of docs/matrix_state.md; W - 1 inputs are of D_x columns.
@@ -230,7 +253,10 @@ STATED = {
     "retention": ("K V", lambda k, v: k * v),
     "mlstm": ("K (V + 1) + 1", lambda k, v: k * (v + 1) + 1),
     "mlstm_sig": ("K V", lambda k, v: k * v),
-    "mamba2": ("K V, and W - 1 inputs", lambda k, v: k * v + (TAPS - 1) * (v + 2 * k / H)),  # B and C are shared
+    "mamba2": (
+        "K V, and W - 1 inputs",
+        lambda k, v: k * v + (TAPS - 1) * (v + 2 * k / H),
+    ),  # B and C are shared
     "gated_delta": ("K V, and W - 1 inputs", lambda k, v: k * v + (TAPS - 1) * (2 * k + v)),
     "rwkv6": ("K V; of a layer D", lambda k, v: k * v + D / H),
     "hgrn": ("1 a unit", None),
@@ -239,12 +265,20 @@ STATED = {
 
 def test_states_are_as_large_as_the_page_says_whatever_came_before():
     page = (pathlib.Path(__file__).parents[2] / "docs" / "matrix_state.md").read_text()
-    rows = [[cell.strip() for cell in line.split(" | ")] for line in page.splitlines() if line.startswith("| `")]
+    rows = [
+        [cell.strip() for cell in line.split(" | ")]
+        for line in page.splitlines()
+        if line.startswith("| `")
+    ]
     said = {row[0].strip("|` "): row[-2] for row in rows if len(row) == 9 and row[-2] != "state"}
     assert said == {name: words for name, (words, _) in STATED.items()}
     for name, (_, numbers) in STATED.items():
         mixer = Hgrn(H * V) if numbers is None else MatrixState(layer_of(name, H * V, H, K))
         for slots in (1, 4096):
-            cache = jax.tree.leaves(jax.eval_shape(lambda m=mixer, n=slots: m.init_cache(B, n, D, jnp.bfloat16)))
-            assert sum(x.size for x in cache) == B * (H * V if numbers is None else round(H * numbers(K, V))), name
+            cache = jax.tree.leaves(
+                jax.eval_shape(lambda m=mixer, n=slots: m.init_cache(B, n, D, jnp.bfloat16))
+            )
+            assert sum(x.size for x in cache) == B * (
+                H * V if numbers is None else round(H * numbers(K, V))
+            ), name
             assert {x.dtype for x in cache} == {np.dtype("float32")}, name

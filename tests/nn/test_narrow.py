@@ -28,17 +28,24 @@ def test_the_levels_are_quantiles_of_a_normal_distribution(x64):
 
 def test_four_bits_are_off_by_half_the_widest_gap_at_most():
     w = drawn((3, 8, 96))
-    w = w.at[0, 0, :2].set(jnp.array([-100.0, -84.8]))  # near the middle of the gap, which is the worst
+    w = w.at[0, 0, :2].set(
+        jnp.array([-100.0, -84.8])
+    )  # near the middle of the gap, which is the worst
     small = nf4(w)
     assert small.values.shape == (3, 8, 48) and small.values.dtype == jnp.uint8
     assert small.scales.shape == (3, 8, 3)  # blocks of 32: 64 does not divide 96
-    share = np.abs(np.asarray(whole_weight(small) - w)).reshape(3, 8, 3, 32) / np.asarray(small.scales)[..., None]
+    share = (
+        np.abs(np.asarray(whole_weight(small) - w)).reshape(3, 8, 3, 32)
+        / np.asarray(small.scales)[..., None]
+    )
     widest = np.diff(np.array(LEVELS)).max() / 2
     assert 0.99 * widest < share.max() <= widest + 1e-6
     nearest = np.array(LEVELS)[np.abs(np.asarray(w).reshape(3, 8, 3, 32, 1) / np.asarray(small.scales)[..., None, None]
                                       - np.array(LEVELS)).argmin(-1)]  # fmt: skip
     np.testing.assert_allclose(
-        whole_weight(small).reshape(nearest.shape), nearest * np.asarray(small.scales)[..., None], 1e-6
+        whole_weight(small).reshape(nearest.shape),
+        nearest * np.asarray(small.scales)[..., None],
+        1e-6,
     )
 
 
@@ -50,7 +57,10 @@ STATED = {"bfloat16": 0.00166, "int8": 0.0083, "nf4": 0.092}
 def test_errors_are_within_their_bounds_and_as_stated_beside_bfloat16(kind):
     w, x = drawn((2048, 256)), drawn((1, 64, 2048), seed=1)
     small = Frozen(w.astype(jnp.bfloat16)) if kind == "bfloat16" else KINDS[kind](w)
-    off, size = np.abs(np.asarray(whole_weight(small).astype(np.float32) - w)), np.abs(np.asarray(w))
+    off, size = (
+        np.abs(np.asarray(whole_weight(small).astype(np.float32) - w)),
+        np.abs(np.asarray(w)),
+    )
     blocks = size.reshape(2048, 4, 64).max(2).repeat(64, 1)
     bound = {
         "bfloat16": size / 2**8,
@@ -58,10 +68,17 @@ def test_errors_are_within_their_bounds_and_as_stated_beside_bfloat16(kind):
         "nf4": np.diff(LEVELS).max() / 2 * blocks,
     }[kind]
     assert (off <= bound * (1 + 1e-5)).all()
-    assert np.sqrt(np.square(off).mean() / np.square(size).mean()) == pytest.approx(STATED[kind], rel=0.02)
-    got, want = contract("btd,df->btf", x, whole_weight(small).astype(np.float32), AXES), np.asarray(x) @ np.asarray(w)
+    assert np.sqrt(np.square(off).mean() / np.square(size).mean()) == pytest.approx(
+        STATED[kind], rel=0.02
+    )
+    got, want = (
+        contract("btd,df->btf", x, whole_weight(small).astype(np.float32), AXES),
+        np.asarray(x) @ np.asarray(w),
+    )
     assert (np.abs(got - want) <= np.abs(x) @ bound + 1e-3).all()
-    assert np.sqrt(np.square(got - want).mean() / np.square(want).mean()) == pytest.approx(STATED[kind], rel=0.05)
+    assert np.sqrt(np.square(got - want).mean() / np.square(want).mean()) == pytest.approx(
+        STATED[kind], rel=0.05
+    )
 
 
 def test_what_is_rounded_stays_as_it_is():
@@ -87,7 +104,10 @@ def test_products_and_their_gradients_are_those_of_the_whole_weight(kind, x64):
     x, w = drawn((2, 3, 8), np.float64), KINDS[kind](drawn((8, 64), np.float64))
     g = drawn((2, 3, 64), np.float64, 1)
     got, back = jax.vjp(lambda x: contract("btd,df->btf", x, w, AXES), x)
-    want = np.einsum("btd,df->btf", x, whole_weight(w)), np.einsum("btf,df->btd", g, whole_weight(w))
+    want = (
+        np.einsum("btd,df->btf", x, whole_weight(w)),
+        np.einsum("btf,df->btd", g, whole_weight(w)),
+    )
     assert_close((got, back(g)[0]), want, EXACT_MATHS["float64"])
 
 

@@ -27,7 +27,9 @@ def cudnn(monkeypatch):
 
 def drawn(rows, groups=2):
     draw = np.random.default_rng(rows).standard_normal
-    return [jnp.asarray(draw((rows, T, heads, 8)), jnp.bfloat16) for heads in (4, groups, groups, 4)]
+    return [
+        jnp.asarray(draw((rows, T, heads, 8)), jnp.bfloat16) for heads in (4, groups, groups, 4)
+    ]
 
 
 def numbered(*rows):
@@ -52,7 +54,8 @@ def with_gradients(run, q, k, v, g):
 
 def dense(q, k, v, g, **options):
     return with_gradients(
-        functools.partial(attention, impl="xla", **options), *(x.astype(jnp.float32) for x in (q, k, v, g))
+        functools.partial(attention, impl="xla", **options),
+        *(x.astype(jnp.float32) for x in (q, k, v, g)),
     )
 
 
@@ -63,7 +66,9 @@ def dense_program(**options):
 
 @pytest.mark.parametrize("visible", [Visible(), Visible(causal=False)], ids=["causal", "both ways"])
 def test_documents_have_the_outputs_and_gradients_of_dense_attention(visible, cudnn, monkeypatch):
-    monkeypatch.setattr(packed, "attention_by_blocks", lambda q, k, v, **_: jnp.full_like(q, jnp.nan))  # not taken
+    monkeypatch.setattr(
+        packed, "attention_by_blocks", lambda q, k, v, **_: jnp.full_like(q, jnp.nan)
+    )  # not taken
     monkeypatch.setattr(packed, "MOST", (8, 16, 64))
     q, k, v, g = drawn(2)
     run = jit(
@@ -82,8 +87,15 @@ def test_what_cudnn_does_not_take_is_computed_by_blocks(cudnn, monkeypatch):
     """Too many documents, and numbers that come again."""
     monkeypatch.setattr(packed, "MOST", (8, 16))
     q, k, v, g = drawn(2)
-    run = jit(lambda q, k, v, g, segments: with_gradients(functools.partial(attention, segments=segments), q, k, v, g))
-    for segments in (CASES["as many as tokens"], jnp.asarray([[1] * 10 + [2] * 20 + [1] * 10] * 2, jnp.int32)):
+    run = jit(
+        lambda q, k, v, g, segments: with_gradients(
+            functools.partial(attention, segments=segments), q, k, v, g
+        )
+    )
+    for segments in (
+        CASES["as many as tokens"],
+        jnp.asarray([[1] * 10 + [2] * 20 + [1] * 10] * 2, jnp.int32),
+    ):
         want = dense_program(visible=Visible())(q, k, v, g, segments)
         assert_close(run(q, k, v, g, segments), want, TOLERANCE)
 
@@ -94,15 +106,18 @@ def test_devices_of_a_mesh_choose_for_themselves(cudnn, monkeypatch):
     segments = jnp.concatenate([CASES["as many as tokens"], CASES["a few"]])
     want = dense_program(visible=Visible())(q, k, v, g, segments)
     with use_mesh(make_mesh(MeshSpec(data=2, tensor=2), jax.devices()[:4])):
-        got = jit(functools.partial(with_gradients, functools.partial(attention, segments=segments)))(q, k, v, g)
+        got = jit(
+            functools.partial(with_gradients, functools.partial(attention, segments=segments))
+        )(q, k, v, g)
     assert_close(got, want, TOLERANCE)
 
 
 def test_heads_are_taken_in_parts_where_a_row_has_many_documents(cudnn, monkeypatch):
     """cuDNN holds gradients of queries for each document of a row: AT_ONCE of them for all heads, or one key head's."""
-    assert [packed._pieces(groups, most) for groups, most in ((4, 8), (4, 9), (4, 32), (12, 32), (3, 16), (2, 32))] == (
-        [1, 2, 4, 4, 3, 2]
-    )
+    assert [
+        packed._pieces(groups, most)
+        for groups, most in ((4, 8), (4, 9), (4, 32), (12, 32), (3, 16), (2, 32))
+    ] == ([1, 2, 4, 4, 3, 2])
     right, heads = packed._cudnn.backward, []
 
     def backward(q, k, *args):
@@ -112,9 +127,16 @@ def test_heads_are_taken_in_parts_where_a_row_has_many_documents(cudnn, monkeypa
     monkeypatch.setattr(packed._cudnn, "backward", backward)
     monkeypatch.setattr(packed, "MOST", (8, 16))
     arrays = drawn(2)
-    jax.eval_shape(lambda *x: with_gradients(functools.partial(attention, segments=CASES["a few"]), *x), *arrays)
+    jax.eval_shape(
+        lambda *x: with_gradients(functools.partial(attention, segments=CASES["a few"]), *x),
+        *arrays,
+    )
     groups = 2
-    if jax.__version_info__ < (0, 11, 2):  # the numbers of heads of keys and queries are equal there
+    if jax.__version_info__ < (
+        0,
+        11,
+        2,
+    ):  # the numbers of heads of keys and queries are equal there
         groups = 4
     assert heads == [(4, groups), (2, groups // 2)]
 
@@ -132,7 +154,11 @@ def test_no_array_has_all_pairs_of_tokens(cudnn):
 def test_trial_tells_right_from_wrong(cudnn, monkeypatch):
     assert np.max(packed._errors()) < 1e-2
     right = packed._cudnn.documents
-    monkeypatch.setattr(packed._cudnn, "documents", lambda *args: right(*args)._replace(place=0 * right(*args).place))
+    monkeypatch.setattr(
+        packed._cudnn,
+        "documents",
+        lambda *args: right(*args)._replace(place=0 * right(*args).place),
+    )
     assert not np.max(packed._errors()) < 2e-2
 
 
@@ -140,9 +166,14 @@ def test_without_cudnn_documents_are_computed_by_blocks(monkeypatch):
     monkeypatch.setattr(kernels, "platform", lambda: "gpu")
     packed.packing_is_right.cache_clear()
     q, k, v, g = drawn(2)
-    with pytest.warns(UserWarning, match="cuDNN's attention of packed documents is not used, a loop over blocks is"):
+    with pytest.warns(
+        UserWarning,
+        match="cuDNN's attention of packed documents is not used, a loop over blocks is",
+    ):
         got = attention(q, k, v, segments=CASES["a few"])
     assert_close(got, dense_program(visible=Visible())(q, k, v, g, CASES["a few"])[0], TOLERANCE)
-    with pytest.raises(UsageError, match="attention=cudnn with packed documents needs a Hopper GPU"):
+    with pytest.raises(
+        UsageError, match="attention=cudnn with packed documents needs a Hopper GPU"
+    ):
         attention(q, k, v, segments=CASES["a few"], impl="cudnn")
     packed.packing_is_right.cache_clear()

@@ -25,7 +25,9 @@ def drawn(rows, queries, keys, heads, groups, width, dtype):
 def in_two(q, k, v, g, causal, impl):
     """Outputs and gradients, the keys in two pieces of which the second begins where the queries' second half does."""
     low, high = np.s_[:, : q.shape[1] // 2], np.s_[:, q.shape[1] // 2 :]
-    cuts = [(low, low, causal), (high, low, False), (high, high, causal)] + [(low, high, False)] * (not causal)
+    cuts = [(low, low, causal), (high, low, False), (high, high, causal)] + [(low, high, False)] * (
+        not causal
+    )
     states = [attend_pair(q[i], k[j], v[j], diagonal, impl) for i, j, diagonal in cuts]
     first = states[0] if causal else merge(states[0], states[3])
     state = jax.tree.map(lambda *x: jnp.concatenate(x, 1), first, merge(states[1], states[2]))
@@ -40,7 +42,9 @@ def in_two(q, k, v, g, causal, impl):
 
 def dense(q, k, v, g, causal):
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    seen = np.tril(np.ones((1, q.shape[1], k.shape[1]), bool)) if causal else np.ones((1, 1, 1), bool)
+    seen = (
+        np.tril(np.ones((1, q.shape[1], k.shape[1]), bool)) if causal else np.ones((1, 1, 1), bool)
+    )
     out, pull = jax.vjp(lambda *x: finish(attend(*x, seen)), *(x.astype(wide) for x in (q, k, v)))
     return out, *pull(g.astype(wide))
 
@@ -66,7 +70,9 @@ def test_splash_gives_the_sums_and_the_gradients(causal, monkeypatch):
     """The kernels themselves, interpreted."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
-    monkeypatch.setattr(splash, "make_splash_mha", functools.partial(splash.make_splash_mha, interpret=True))
+    monkeypatch.setattr(
+        splash, "make_splash_mha", functools.partial(splash.make_splash_mha, interpret=True)
+    )
     arrays = drawn(1, 256, 256, 2, 1, 64, "float32")
     # The kernel asks for the products of a TPU's own precision; 1e-5 of products in float32 on a CPU.
     assert_close(in_two(*arrays, causal, "splash"), dense(*arrays, causal), 1e-5)
@@ -103,7 +109,8 @@ def unknown(monkeypatch):
 def test_without_the_kernel_one_warning_tells_of_the_dense_form(unknown):
     q, k, v, _ = drawn(1, 6, 6, 2, 1, 8, "bfloat16")
     with pytest.warns(
-        UserWarning, match="cudnn's attention with a log-sum-exp is not used, the dense form is: Runtime"
+        UserWarning,
+        match="cudnn's attention with a log-sum-exp is not used, the dense form is: Runtime",
     ):
         got = jit(functools.partial(attend_pair, causal=True))(q, k, v)
     assert_close(finish(got), finish(attend_pair(q, k, v, True, "xla")), 1e-6)

@@ -15,7 +15,13 @@ from jaxpar.nn.stack import Stack
 H, G, K = 4, 2, 4
 EPS = 0.1  # large, so that another one would show
 # With this theta frequencies are powers of two: `Rope` rounds others to float32.
-STACK = Stack(2, 8, Attention(H, G, K, positions=Rope(4.0), qk_norm=Norm("rms", EPS)), Mlp(12), dtype="float64")
+STACK = Stack(
+    2,
+    8,
+    Attention(H, G, K, positions=Rope(4.0), qk_norm=Norm("rms", EPS)),
+    Mlp(12),
+    dtype="float64",
+)
 
 
 def formula(params, x):

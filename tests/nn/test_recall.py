@@ -29,7 +29,9 @@ def recall(rng, rows):
 
 
 def accuracy(mixer, seed):
-    network = StackNetwork(Stack(2, 32, mixer, Mlp(64), init_std=32**-0.5, dtype="float32"), 2 * KEYS, KEYS)
+    network = StackNetwork(
+        Stack(2, 32, mixer, Mlp(64), init_std=32**-0.5, dtype="float32"), 2 * KEYS, KEYS
+    )
     params, rule = network.init(jax.random.key(seed)), optax.adam(3e-3)
 
     def last(params, xs):
@@ -37,7 +39,9 @@ def accuracy(mixer, seed):
 
     @jax.jit
     def update(params, moments, xs, ys):
-        grads = jax.grad(lambda p: optax.softmax_cross_entropy_with_integer_labels(last(p, xs), ys).mean())(params)
+        grads = jax.grad(
+            lambda p: optax.softmax_cross_entropy_with_integer_labels(last(p, xs), ys).mean()
+        )(params)
         moved, moments = rule.update(grads, moments)
         return optax.apply_updates(params, moved), moments
 

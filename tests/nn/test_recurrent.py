@@ -41,7 +41,8 @@ each_cell = pytest.mark.parametrize("name", CELLS)
 def some(*names):
     """These cells in CI, the others in the long run: compiling a solver takes seconds."""
     return pytest.mark.parametrize(
-        "name", [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in CELLS]
+        "name",
+        [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in CELLS],
     )
 
 
@@ -100,7 +101,9 @@ def test_values_gradients_and_resets_equal_those_of_the_loop(name, x64):
         (_, ys), grads = jit(jax.value_and_grad(value, (0, 1, 2), has_aux=True))(params, xs, h0)
         return ys, grads
 
-    parallel = None if name in ("min_gru", "min_lstm", "aaren") else Newton()  # what accelerators take
+    parallel = (
+        None if name in ("min_gru", "min_lstm", "aaren") else Newton()
+    )  # what accelerators take
     (ys, grads), (want, want_grads) = loss(parallel), loss(Sequential())
     assert_close(ys, want, VALUES)
     assert_close(grads, want_grads, GRADIENTS)
@@ -127,8 +130,12 @@ def test_every_method_gives_the_loops_values_and_gradients(cell, name, x64):
         ys, last, stats = recurrent(cell, params, xs, method=method, with_stats=True)
         return (ys**2).sum() + cell.output(params, last).sum(), (ys, stats)
 
-    (_, (ys, stats)), grads = jit(jax.value_and_grad(functools.partial(value, method), has_aux=True))(params)
-    (_, (want, _)), want_grads = jit(jax.value_and_grad(functools.partial(value, Sequential()), has_aux=True))(params)
+    (_, (ys, stats)), grads = jit(
+        jax.value_and_grad(functools.partial(value, method), has_aux=True)
+    )(params)
+    (_, (want, _)), want_grads = jit(
+        jax.value_and_grad(functools.partial(value, Sequential()), has_aux=True)
+    )(params)
     assert_close(ys, want, VALUES)
     assert_close(grads, want_grads, GRADIENTS)
     assert (stats is None) == (cell.affine is not None and method is None)
@@ -139,9 +146,13 @@ def test_every_method_gives_the_loops_values_and_gradients(cell, name, x64):
 @each_cell
 def test_the_solver_is_told_the_cells_structure(name):
     cell = CELLS[name]
-    want = {"gru": Dense(1), "lstm": Dense(1), "para_lstm": Block(2), "lem": Block(2), "aaren": "auto"}.get(
-        name, "diag"
-    )
+    want = {
+        "gru": Dense(1),
+        "lstm": Dense(1),
+        "para_lstm": Block(2),
+        "lem": Block(2),
+        "aaren": "auto",
+    }.get(name, "diag")
     assert method_for(cell, Newton()).jac == want
     assert method_for(cell, Quasi(jac="dense")).jac == "dense"  # what the user says stands
     assert method_for(cell, None) is None
@@ -166,12 +177,16 @@ def test_a_method_is_taken_by_platform_cell_and_length(name, length, platform, t
 
 
 @pytest.mark.parametrize("name", ["aaren", "para_gru", "lstm"])
-def test_resets_reach_states_of_any_shape_where_kernels_want_them_like_inputs(name, x64, monkeypatch):
+def test_resets_reach_states_of_any_shape_where_kernels_want_them_like_inputs(
+    name, x64, monkeypatch
+):
     cell, params, xs = CELLS[name], noisy(CELLS[name]), inputs()
     resets = jnp.arange(T)[None] % 5 == jnp.arange(B)[:, None]
 
     def run():
-        return jax.jit(lambda xs: recurrent(cell, params, xs, method=Sequential(), resets=resets)[0])(xs)
+        return jax.jit(
+            lambda xs: recurrent(cell, params, xs, method=Sequential(), resets=resets)[0]
+        )(xs)
 
     want = run()
     monkeypatch.setattr("jaxpar.nn.layer.platform", lambda: "gpu")
@@ -216,7 +231,9 @@ def test_a_cell_that_says_nothing_may_be_iterated_on(x64):
     rng, cell = np.random.default_rng(0), Cell(leaky, N)
     params = {"a": rng.standard_normal(N), "b": rng.standard_normal((D, N))}
     h0 = empty(cell)
-    assert_close(running(cell, Newton())(params, inputs(), h0), loop(cell)(params, inputs(), h0), VALUES)
+    assert_close(
+        running(cell, Newton())(params, inputs(), h0), loop(cell)(params, inputs(), h0), VALUES
+    )
 
 
 @pytest.mark.parametrize("name", ["min_gru", "para_gru"])
@@ -227,7 +244,9 @@ def test_the_state_is_wide_where_inputs_are_narrow(name):
     xs, h0 = inputs(64).astype(jnp.bfloat16), cell.initial((B,))
     narrow = {key: x.astype(jnp.bfloat16) for key, x in params.items()}
     ys, last = running(cell)(narrow, xs, h0)
-    assert ys.dtype == jnp.bfloat16 and {leaf.dtype for leaf in jax.tree.leaves(last)} == {jnp.dtype("float32")}
+    assert ys.dtype == jnp.bfloat16 and {leaf.dtype for leaf in jax.tree.leaves(last)} == {
+        jnp.dtype("float32")
+    }
     want, _ = loop(cell)(params, xs.astype(np.float32), h0)
     assert_close(np.float32(ys), want, 0.02)  # products and outputs in bfloat16
 

@@ -29,9 +29,13 @@ def slow_route(logits, k, scores, normalise, bias):
     rows = []
     for row in logits.astype(np.float64):
         score = (
-            np.exp(row - row.max()) / np.exp(row - row.max()).sum() if scores == "softmax" else 1 / (1 + np.exp(-row))
+            np.exp(row - row.max()) / np.exp(row - row.max()).sum()
+            if scores == "softmax"
+            else 1 / (1 + np.exp(-row))
         )
-        rank = row if bias is None else (score + bias).astype(np.float32)  # scores that vanish beside it are equal
+        rank = (
+            row if bias is None else (score + bias).astype(np.float32)
+        )  # scores that vanish beside it are equal
         expert = sorted(range(len(row)), key=lambda e: (-rank[e], e))[:k]
         total = sum(score[e] for e in expert) if normalise else 1.0
         rows.append((expert, [score[e] / total for e in expert], score))
@@ -39,7 +43,9 @@ def slow_route(logits, k, scores, normalise, bias):
 
 
 ROUTES = {
-    (scores, normalise, biased): jit(lambda x, b, s=scores, n=normalise: route(x, K, scores=s, normalise=n, bias=b))
+    (scores, normalise, biased): jit(
+        lambda x, b, s=scores, n=normalise: route(x, K, scores=s, normalise=n, bias=b)
+    )
     for scores in SCORES
     for normalise in (True, False)
     for biased in (True, False)
@@ -60,7 +66,9 @@ def test_a_route_equals_a_loop(logits, how):
 
 def test_logits_decide_where_scores_are_rounded_alike():
     logits = np.float32([[0, 40, 41], [300, -1e4, -9e3], [-500, -500, -500]])
-    by_sigmoid, by_softmax = (jit(lambda x, s=s: route(x, 2, scores=s))(logits) for s in ("sigmoid", "softmax"))
+    by_sigmoid, by_softmax = (
+        jit(lambda x, s=s: route(x, 2, scores=s))(logits) for s in ("sigmoid", "softmax")
+    )
     np.testing.assert_array_equal(by_sigmoid.expert, [[2, 1], [0, 2], [0, 1]])
     np.testing.assert_array_equal(by_softmax.expert, by_sigmoid.expert)
     np.testing.assert_allclose(by_sigmoid.weight[2], [0.5, 0.5])  # of scores that are both 0
@@ -69,13 +77,19 @@ def test_logits_decide_where_scores_are_rounded_alike():
 @each_scores
 def test_the_bias_has_no_gradient_and_chosen_logits_have_the_weights(scores, x64):
     rng = np.random.default_rng(0)
-    logits, bias, mix = rng.standard_normal((N, E)), rng.standard_normal(E), rng.standard_normal((N, K))
+    logits, bias, mix = (
+        rng.standard_normal((N, E)),
+        rng.standard_normal(E),
+        rng.standard_normal((N, K)),
+    )
 
     def value(logits, bias, normalise):
         return (route(logits, K, scores=scores, normalise=normalise, bias=bias).weight * mix).sum()
 
     for normalise in (True, False):
-        dlogits, dbias = jit(jax.grad(lambda a, b, n=normalise: value(a, b, n), (0, 1)))(logits, bias)
+        dlogits, dbias = jit(jax.grad(lambda a, b, n=normalise: value(a, b, n), (0, 1)))(
+            logits, bias
+        )
         assert not dbias.any()
         step, token, expert = 1e-6, 2, int(route(logits, K, scores=scores, bias=bias).expert[2, 1])
         ahead, behind = (
@@ -134,7 +148,9 @@ def test_those_that_answer_count_for_those_that_do_not(x64):
 
     (_, (chosen, got)), grad = jit(jax.value_and_grad(value, has_aux=True))(weight)
     for n in range(N):
-        left = [weight[n, j] if expert[n, j] < E and answers[n, expert[n, j]] else 0.0 for j in range(K)]
+        left = [
+            weight[n, j] if expert[n, j] < E and answers[n, expert[n, j]] else 0.0 for j in range(K)
+        ]
         scale = weight[n].sum() / sum(left) if sum(left) else 0.0
         np.testing.assert_allclose(got[n], np.array(left) * scale, rtol=1e-12)
         silent = [expert[n, j] == E or not answers[n, expert[n, j]] for j in range(K)]
@@ -148,11 +164,16 @@ def test_those_that_answer_count_for_those_that_do_not(x64):
 # ---------------------------------------------------------------- dispatch
 
 SORT = jit(lambda expert: sort_choices(expert, E))
-KEEP = {capacity: jit(lambda expert, c=capacity: within_capacity(expert, E, c)) for capacity in (1, 2, N)}
+KEEP = {
+    capacity: jit(lambda expert, c=capacity: within_capacity(expert, E, c))
+    for capacity in (1, 2, N)
+}
 
 
 def slow_sort(expert):
-    groups = [[choice for choice in range(expert.size) if expert.flat[choice] == e] for e in range(E + 1)]
+    groups = [
+        [choice for choice in range(expert.size) if expert.flat[choice] == e] for e in range(E + 1)
+    ]
     order = sum(groups, [])
     place = [order.index(choice) for choice in range(expert.size)]
     return order, np.reshape(place, expert.shape), [len(group) for group in groups[:E]]
@@ -188,7 +209,11 @@ def test_groups_do_not_know_each_other():
 
 
 def test_a_capacity_is_a_multiple_of_the_mean_load():
-    assert capacity_of(1.0, 8, 2, 4) == 4 and capacity_of(1.25, 8, 2, 4) == 5 and capacity_of(1.01, 8, 2, 4) == 5
+    assert (
+        capacity_of(1.0, 8, 2, 4) == 4
+        and capacity_of(1.25, 8, 2, 4) == 5
+        and capacity_of(1.01, 8, 2, 4) == 5
+    )
     assert capacity_of(100.0, 8, 2, 4) == 8 and capacity_of(1e-9, 8, 2, 4) == 1
 
 
@@ -230,7 +255,11 @@ def test_balance_is_the_sum_of_loads_and_means(x64):
     share = scores / scores.sum(-1, keepdims=True)
     counts = np.bincount(expert.ravel(), minlength=E) / expert.size
     loads, value, got = jit(
-        lambda x, y: (load(expert, E, x.dtype), balance_loss(x, expert), jax.grad(balance_loss)(y, expert))
+        lambda x, y: (
+            load(expert, E, x.dtype),
+            balance_loss(x, expert),
+            jax.grad(balance_loss)(y, expert),
+        )
     )(scores, share)
     np.testing.assert_allclose(loads, counts, rtol=1e-12)
     np.testing.assert_allclose(value, E * (counts * share.mean((0, 1))).sum(), rtol=1e-12)
@@ -240,7 +269,9 @@ def test_balance_is_the_sum_of_loads_and_means(x64):
 
 def test_z_is_the_mean_square_of_the_normaliser(x64):
     logits = np.random.default_rng(0).standard_normal((N, E)) + 3
-    np.testing.assert_allclose(jit(router_z_loss)(logits), (np.log(np.exp(logits).sum(-1)) ** 2).mean(), rtol=1e-12)
+    np.testing.assert_allclose(
+        jit(router_z_loss)(logits), (np.log(np.exp(logits).sum(-1)) ** 2).mean(), rtol=1e-12
+    )
 
 
 def test_the_bias_of_busy_experts_falls():
@@ -253,7 +284,10 @@ def test_the_bias_of_busy_experts_falls():
 
 def test_information_gain_is_what_the_choice_says_of_the_class(x64):
     told, classes = np.eye(4)[[0, 1, 2, 3, 0, 1, 2, 3]], np.array([0, 1, 2, 3, 0, 1, 2, 3])
-    run, alone = jit(lambda p, c: information_gain(p, c, 4)), jit(jax.value_and_grad(information_gain))
+    run, alone = (
+        jit(lambda p, c: information_gain(p, c, 4)),
+        jit(jax.value_and_grad(information_gain)),
+    )
     assert float(run(told, classes)) == pytest.approx(math.log(4))
     assert float(run(told, classes // 2)) == pytest.approx(math.log(2))
     assert float(run(np.full((8, 4), 0.25), classes)) == pytest.approx(0, abs=1e-12)
@@ -272,10 +306,19 @@ def test_information_gain_is_what_the_choice_says_of_the_class(x64):
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        (lambda: route(np.ones((2, 3)), 4), "k=4 is over the 3 experts that there are; legal are 1 to 3"),
+        (
+            lambda: route(np.ones((2, 3)), 4),
+            "k=4 is over the 3 experts that there are; legal are 1 to 3",
+        ),
         (lambda: route(np.ones((2, 3)), 0), "k=0 must be at least 1"),
-        (lambda: route(np.ones((2, 3)), 1, scores="tanh"), "scores='tanh' is unknown; legal are softmax, sigmoid"),
-        (lambda: expert_choice(np.ones((2, 3)), 3), "capacity=3 is over the 2 tokens that there are"),
+        (
+            lambda: route(np.ones((2, 3)), 1, scores="tanh"),
+            "scores='tanh' is unknown; legal are softmax, sigmoid",
+        ),
+        (
+            lambda: expert_choice(np.ones((2, 3)), 3),
+            "capacity=3 is over the 2 tokens that there are",
+        ),
         (lambda: capacity_of(0.0, 8, 2, 4), "capacity=0.0 must be over 0"),
         (lambda: capacity_of(math.nan, 8, 2, 4), "capacity=nan must be a finite number"),
     ],

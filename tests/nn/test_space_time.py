@@ -30,9 +30,13 @@ CAUSAL, BOTH_WAYS = Visible(), Visible(causal=False)
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}  # of 2 pairs: rounding, in other orders of sums
 
 
-def space_time(dtype="float64", heads=2, size=4, layers=2, positions=None, visible=CAUSAL, **changes):
+def space_time(
+    dtype="float64", heads=2, size=4, layers=2, positions=None, visible=CAUSAL, **changes
+):
     mlp = Mlp(2 * heads * size, "gelu", bias=True)
-    stack = Stack(layers, heads * size, Attention(heads, heads, size, visible=BOTH_WAYS), mlp, dtype=dtype)
+    stack = Stack(
+        layers, heads * size, Attention(heads, heads, size, visible=BOTH_WAYS), mlp, dtype=dtype
+    )
     time = Attention(heads, heads, size, bias=True, positions=positions, visible=visible)
     return SpaceTimeStack(dataclasses.replace(stack, **changes), time)
 
@@ -47,7 +51,10 @@ def drawn(model, frames, places, rows=2):
     """Parameters, tokens and a gradient of the result."""
     rng, dtype = np.random.default_rng(0), model.stack.dtype
     params = params_of(model, rng, dtype)
-    x, g = (rng.standard_normal((rows, frames, places, model.stack.embed_dim)).astype(dtype) for _ in range(2))
+    x, g = (
+        rng.standard_normal((rows, frames, places, model.stack.embed_dim)).astype(dtype)
+        for _ in range(2)
+    )
     return params, x, g
 
 
@@ -95,7 +102,9 @@ def test_layers_equal_those_over_all_tokens_under_a_mask(scan_layers, remat, x64
 @functools.cache
 def alone(dtype, frames, places, rows, visible):
     model = space_time(dtype, visible=visible)
-    return with_gradients(lambda params, x: model.apply(params, x)[0], *drawn(model, frames, places, rows))
+    return with_gradients(
+        lambda params, x: model.apply(params, x)[0], *drawn(model, frames, places, rows)
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,7 +115,9 @@ def alone(dtype, frames, places, rows, visible):
         (1, 4, 2, 3, 2, "float64"),
         pytest.param(1, 8, 1, 8, 16, "float64", marks=pytest.mark.slow),  # 3 s each; as others
         pytest.param(1, 4, 2, 3, 2, "float32", marks=pytest.mark.slow),
-        pytest.param(8, 1, 1, 6, 9, "float64", marks=pytest.mark.slow),  # where nothing is split anew
+        pytest.param(
+            8, 1, 1, 6, 9, "float64", marks=pytest.mark.slow
+        ),  # where nothing is split anew
     ],
 )
 def test_every_mesh_gives_the_same(data, context, tensor, frames, places, dtype):
@@ -145,11 +156,15 @@ def compiled(model, backward, spec, shape, devices=None, jit=jit, layout="zero3"
     with use_mesh(mesh, rules_from(layout=layout)):
 
         def put(x, spec=replicated):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
+            return jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, spec)
+            )
 
         params = jax.tree.map(put, params)
         axes = ("batch", None if shape[1] % spec.context else "time")
-        x = put(jax.ShapeDtypeStruct(shape, np.float32), partition((*axes, *(None,) * (len(shape) - 2))))
+        x = put(
+            jax.ShapeDtypeStruct(shape, np.float32), partition((*axes, *(None,) * (len(shape) - 2)))
+        )
         args = (params, x, x) if backward else (params, x)
         text = jit(both if backward else f).lower(*args).compile().as_text()
     return hlo.collectives(text, mesh)
@@ -157,7 +172,11 @@ def compiled(model, backward, spec, shape, devices=None, jit=jit, layout="zero3"
 
 def counts(found):
     """Executions by kind and axes; of what is no weight's gradient, whose sums alone are all-reduces."""
-    return {(each.kind, each.axes): each.count for each in hlo.crossings(found) if each.kind != "all-reduce"}
+    return {
+        (each.kind, each.axes): each.count
+        for each in hlo.crossings(found)
+        if each.kind != "all-reduce"
+    }
 
 
 def is_of_weights(found, model):
@@ -169,8 +188,13 @@ def is_of_weights(found, model):
 
 
 @pytest.mark.parametrize("data, context, layers, scan_layers", [(1, 8, 3, True), (2, 4, 2, False)])
-def test_a_pair_of_layers_exchanges_twice_forward_and_twice_backward(data, context, layers, scan_layers):
-    model, spec = space_time("float32", layers=layers, scan_layers=scan_layers), MeshSpec(data=data, context=context)
+def test_a_pair_of_layers_exchanges_twice_forward_and_twice_backward(
+    data, context, layers, scan_layers
+):
+    model, spec = (
+        space_time("float32", layers=layers, scan_layers=scan_layers),
+        MeshSpec(data=data, context=context),
+    )
     forward, both = (compiled(model, backward, spec, (2, 8, 16, 8)) for backward in (False, True))
     assert counts(forward) == {("all-to-all", "context"): 2 * layers}
     assert len(hlo.crossings(forward)) == 1  # nothing is summed, either
@@ -183,13 +207,17 @@ def test_a_pair_of_layers_exchanges_twice_forward_and_twice_backward(data, conte
 def test_remat_exchanges_again_what_it_recomputes():
     model, spec = space_time("float32", layers=3, remat="full"), MeshSpec(context=8)
     found = counts(compiled(model, True, spec, (2, 8, 16, 8)))
-    assert found == {("all-to-all", "context"): 15}  # 6, 6 and the first of each pair, whose layer is made again
+    assert found == {
+        ("all-to-all", "context"): 15
+    }  # 6, 6 and the first of each pair, whose layer is made again
 
 
 def test_sizes_that_do_not_divide_exchange_as_often():
     model, spec = space_time("float32"), MeshSpec(context=4, data=2)
     found = counts(compiled(model, True, spec, (2, 6, 9, 8)))
-    assert found.pop(("all-gather", "context")) == 2  # of the result and of its gradient, at the ends
+    assert (
+        found.pop(("all-gather", "context")) == 2
+    )  # of the result and of its gradient, at the ends
     assert found == {("all-to-all", "context"): 8}
 
 
@@ -213,9 +241,18 @@ def bytes_of_three(ours, num, shape, model, devices=None, jit=jit):
     megatron = sent(of_tokens, 1 - 1 / num)
     # Heads for tokens in the layers along the split axis, of space; those along time have all of their places' tokens.
     attention = model.stack.mixer
-    sizes = Sizes(rows * frames, places // num, attention.num_heads, attention.num_heads, attention.head_dim, 4)
+    sizes = Sizes(
+        rows * frames,
+        places // num,
+        attention.num_heads,
+        attention.num_heads,
+        attention.head_dim,
+        4,
+    )
     swap = move_for("swap", num)
-    ulysses = model.stack.num_layers * sum(sum(swap.bytes(sizes, backward).values()) for backward in (False, True))
+    ulysses = model.stack.num_layers * sum(
+        sum(swap.bytes(sizes, backward).values()) for backward in (False, True)
+    )
     return ours, megatron, ulysses
 
 
@@ -227,7 +264,9 @@ def test_fewer_bytes_than_tensor_parallelism_and_heads_for_tokens():
     tokens = math.prod(shape) * 4
     assert math.isclose(ours, 2 * 4 * tokens / num * (1 - 1 / num))  # L 2 pairs, 4 exchanges each
     assert ours <= megatron / 4 and ours <= ulysses / 2
-    assert megatron >= 2 * 16 * tokens * (1 - 1 / num)  # 8 gathers and scatters a pair, in each pass
+    assert megatron >= 2 * 16 * tokens * (
+        1 - 1 / num
+    )  # 8 gathers and scatters a pair, in each pass
 
 
 def for_a_tpu(*more):
@@ -238,14 +277,21 @@ def for_a_tpu(*more):
     for mesh, passes in ("1x16", "both"), ("2x8", "forward"), *(each.split() for each in more):
         data, context = map(int, mesh.split("x"))
         spec = MeshSpec(data=data, context=context)
-        every = found[f"{mesh} {passes}"] = compiled(model, passes == "both", spec, shape, slice_of_sixteen, jax.jit)
+        every = found[f"{mesh} {passes}"] = compiled(
+            model, passes == "both", spec, shape, slice_of_sixteen, jax.jit
+        )
         assert is_of_weights(every, model), every
-    told = {name: [[*key, count] for key, count in counts(every).items()] for name, every in found.items()}
+    told = {
+        name: [[*key, count] for key, count in counts(every).items()]
+        for name, every in found.items()
+    }
     return told, bytes_of_three(found["1x16 both"], 16, shape, model, slice_of_sixteen, jax.jit)
 
 
 @needs_libtpu
-@pytest.mark.parametrize("more", [(), pytest.param(("1x16 forward", "2x8 both"), marks=pytest.mark.slow)])  # 30 s
+@pytest.mark.parametrize(
+    "more", [(), pytest.param(("1x16 forward", "2x8 both"), marks=pytest.mark.slow)]
+)  # 30 s
 def test_a_tpu_exchanges_as_often_and_sends_as_little(more):
     found, (ours, megatron, ulysses) = on_a_tpu(__file__, *more)
     times = {"forward": 4, "both": 8}
@@ -294,9 +340,17 @@ def test_a_predictors_loss_is_the_cross_entropy_of_the_next_frames_pixels(x64):
 
 
 def test_patches_get_place_and_time_and_are_put_back_where_they_were_cut(x64):
-    network, rng = FramePredictor(space_time(heads=1, layers=1), 2, (2, 4, 6)), np.random.default_rng(0)
+    network, rng = (
+        FramePredictor(space_time(heads=1, layers=1), 2, (2, 4, 6)),
+        np.random.default_rng(0),
+    )
     params = jax.tree.map(np.zeros_like, params_of(network, rng, np.float64))
-    params |= {"w_in": np.eye(4), "head": np.eye(4), "places": rng.random((6, 4)), "times": rng.random((2, 4))}
+    params |= {
+        "w_in": np.eye(4),
+        "head": np.eye(4),
+        "places": rng.random((6, 4)),
+        "times": rng.random((2, 4)),
+    }
     params["final_norm"]["scale"] += 1
     film = rng.random((1, 2, 4, 6))
     out = np.asarray(jit(network.apply)(params, film)[0])
@@ -334,8 +388,12 @@ def test_layers_that_tell_of_tokens_tell_of_no_others():
     _, told = jit(model.apply)(params, x)
     with use_mesh(make_mesh(MeshSpec(context=4, data=2))):
         _, same = jit(model.apply)(params, x)
-        np.testing.assert_allclose(same.metrics["residual_max"].value, told.metrics["residual_max"].value, rtol=1e-5)
-        with pytest.raises(UsageError, match=re.escape("T=3, S=8 are filled up to divide over the devices")):
+        np.testing.assert_allclose(
+            same.metrics["residual_max"].value, told.metrics["residual_max"].value, rtol=1e-5
+        )
+        with pytest.raises(
+            UsageError, match=re.escape("T=3, S=8 are filled up to divide over the devices")
+        ):
             model.apply(params, x[:, :3])
 
 

@@ -75,7 +75,9 @@ def marked(names, later):
 
 each_mixer = pytest.mark.parametrize("name", marked(MIXERS, LATER))
 TOLERANCE = EXACT_MATHS["float64"]
-STARTS = np.array([[0, 0, 0, 1, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0, 0, 0, 0]], bool)
+STARTS = np.array(
+    [[0, 0, 0, 1, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0, 0, 0, 0]], bool
+)
 
 
 def stack_of(name, **changes):
@@ -140,20 +142,27 @@ def value_and_gradients(run, name, x):
 @functools.cache
 def whole_of(name):
     """Value and gradients of whole rows."""
-    return value_and_gradients(lambda p, x: stack_of(name).apply(p, x, starts=STARTS)[0], name, inputs())
+    return value_and_gradients(
+        lambda p, x: stack_of(name).apply(p, x, starts=STARTS)[0], name, inputs()
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        *(pytest.param(name, (4, 5), marks=[pytest.mark.slow] * (name in GRADIENTS_LATER)) for name in MIXERS),
+        *(
+            pytest.param(name, (4, 5), marks=[pytest.mark.slow] * (name in GRADIENTS_LATER))
+            for name in MIXERS
+        ),
         ("slopes", (1,) * T),
         ("para_gru", (1,) * T),
     ],
 )
 def test_parts_equal_the_whole_in_value_and_gradient(name, sizes, x64):
     stack = stack_of(name)
-    parts = value_and_gradients(lambda p, x: in_parts(stack, p, x, sizes, STARTS)[0], name, inputs())
+    parts = value_and_gradients(
+        lambda p, x: in_parts(stack, p, x, sizes, STARTS)[0], name, inputs()
+    )
     assert_close(parts, whole_of(name), TOLERANCE)
 
 
@@ -190,14 +199,18 @@ def test_only_what_is_valid_enters_the_cache(name, fresh, x64):
         cache = stack.init_cache(B, 12)
         if before:
             _, cache, _ = stack.apply(params, x[:, :before], cache=cache)
-        _, cache, _ = stack.apply(params, x[:, before : before + 5], valid=valid, cache=cache, fresh=fresh)
+        _, cache, _ = stack.apply(
+            params, x[:, before : before + 5], valid=valid, cache=cache, fresh=fresh
+        )
         return stack.apply(params, x[:, 6:], cache=cache)[0], cache
 
     got, cache = jit(run)(params, x)
     np.testing.assert_array_equal(cache.seen, before + valid)
     for row, count in enumerate(valid):
         line = np.concatenate([x[row : row + 1, : before + count], x[row : row + 1, 6:]], 1)
-        assert_close(np.asarray(got)[row : row + 1], alone(name, line)[:, before + count :], TOLERANCE)
+        assert_close(
+            np.asarray(got)[row : row + 1], alone(name, line)[:, before + count :], TOLERANCE
+        )
 
 
 @pytest.mark.parametrize("name", ["window", "slopes"])
@@ -206,7 +219,9 @@ def test_a_window_needs_no_more_slots_than_it_sees(name, x64):
     stack, x = stack_of(name), np.concatenate([inputs()] * 2, 1)
     cache = stack.init_cache(B, 100)
     assert cache.layers[0].room == MIXERS[name].visible.window
-    got = jit(lambda p, x: in_parts(stack, p, x, (1, 1, 7, 2, 1, 1, 5), slots=100)[0])(params_of(name), x)
+    got = jit(lambda p, x: in_parts(stack, p, x, (1, 1, 7, 2, 1, 1, 5), slots=100)[0])(
+        params_of(name), x
+    )
     assert_close(got, program_of(name)(params_of(name), x), TOLERANCE)
 
 
@@ -214,15 +229,21 @@ def test_every_slot_is_written_once():
     """Of more tokens than there is room for, the last are kept: which of two writes would win is a device's affair."""
     cache = LinearCache.empty(4, 1, 3, 2, jnp.float32)
     slots = np.asarray(cache.slots(7, jnp.array([0, 1, 5, 2]), jnp.array([7, 5, 2, 0])))
-    np.testing.assert_array_equal(slots, [[3, 3, 3, 3, 1, 2, 0], [3, 3, 0, 1, 2, 3, 3], [2, 0, 3, 3, 3, 3, 3], [3] * 7])
+    np.testing.assert_array_equal(
+        slots, [[3, 3, 3, 3, 1, 2, 0], [3, 3, 0, 1, 2, 3, 3], [2, 0, 3, 3, 3, 3, 3], [3] * 7]
+    )
 
 
 @each_mixer
 def test_a_loop_can_carry_the_cache(name, x64):
     stack, x = stack_of(name), inputs()
     first = jax.eval_shape(lambda: stack.init_cache(B, T))
-    second = jax.eval_shape(lambda p, cache: stack.apply(p, x, starts=STARTS, cache=cache)[1], params_of(name), first)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), second) == jax.tree.map(lambda x: (x.shape, x.dtype), first)
+    second = jax.eval_shape(
+        lambda p, cache: stack.apply(p, x, starts=STARTS, cache=cache)[1], params_of(name), first
+    )
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), second) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), first
+    )
 
 
 @functools.cache
@@ -235,7 +256,9 @@ def after_six():
 def test_tokens_can_be_taken_back(x64):
     stack, params, x = stack_of("attention"), params_of("attention"), inputs()
     cache = after_six().replace(seen=jnp.array([6, 2, 4], jnp.int32))
-    got = np.asarray(jit(lambda p, x, cache: stack.apply(p, x, cache=cache)[0])(params, x[:, 6:], cache))
+    got = np.asarray(
+        jit(lambda p, x, cache: stack.apply(p, x, cache=cache)[0])(params, x[:, 6:], cache)
+    )
     for row, kept in enumerate((6, 2, 4)):
         line = np.concatenate([x[row : row + 1, :kept], x[row : row + 1, 6:]], 1)
         assert_close(got[row : row + 1], alone("attention", line)[:, kept:], TOLERANCE)
@@ -250,14 +273,18 @@ def test_tokens_may_see_some_of_each_other(cached, x64):
     if cached:
         _, cache = jit(lambda p, x: in_parts(stack, p, x, (2,)))(params, x)
         visible = np.broadcast_to(tree, (B, 3, 3))
-        step = jit(lambda p, x, cache: stack.apply(p, x, cache=cache, positions=places, visible=visible)[0])
+        step = jit(
+            lambda p, x, cache: stack.apply(p, x, cache=cache, positions=places, visible=visible)[0]
+        )
         got = step(params, x[:, 2:], cache)
     else:
         visible = np.broadcast_to(
             np.block([[np.ones((2, 2)), np.zeros((2, 3))], [np.ones((3, 2)), tree]]) > 0, (B, 5, 5)
         )
         positions = np.concatenate([np.array([[0, 1]] * B), places], 1)
-        got = jit(lambda p, x: stack.apply(p, x, positions=positions, visible=visible)[0])(params, x)[:, 2:]
+        got = jit(lambda p, x: stack.apply(p, x, positions=positions, visible=visible)[0])(
+            params, x
+        )[:, 2:]
     one, two = (alone("attention", x[:, [0, 1, 2, last]]) for last in (3, 4))
     assert_close(got, np.stack([one[:, 2], one[:, 3], two[:, 3]], 1), TOLERANCE)
 
@@ -265,10 +292,15 @@ def test_tokens_may_see_some_of_each_other(cached, x64):
 def test_scanned_and_unrolled_layers_tell_the_same(x64):
     x = inputs()
     scanned, unrolled = (
-        jit(stack_of("para_gru", scan_layers=scan).apply)(params_of("para_gru"), x) for scan in (True, False)
+        jit(stack_of("para_gru", scan_layers=scan).apply)(params_of("para_gru"), x)
+        for scan in (True, False)
     )
     assert_close(unrolled[0], scanned[0], TOLERANCE)
-    assert set(scanned[2].metrics) == {"iterations", "residual", "converged"} == set(unrolled[2].metrics)
+    assert (
+        set(scanned[2].metrics)
+        == {"iterations", "residual", "converged"}
+        == set(unrolled[2].metrics)
+    )
     assert scanned[2].metrics["converged"].value == 1
 
 
@@ -278,12 +310,16 @@ def test_scanned_and_unrolled_layers_tell_the_same(x64):
 def test_layers_take_other_weights_in_an_arrays_place(x64):
     stack, params, x = stack_of("attention"), params_of("attention"), inputs()
     wq, w_up = params["layers"]["wq"], params["layers"]["w_up"]
-    adapted = jax.vmap(lambda key, w: Lora.of(key, w, 1, 2))(jax.random.split(jax.random.key(0), 2), wq)
+    adapted = jax.vmap(lambda key, w: Lora.of(key, w, 1, 2))(
+        jax.random.split(jax.random.key(0), 2), wq
+    )
     adapted = adapted.replace(up=adapted.up + 0.1)
     small = jax.vmap(lambda w: quantise(w, 1))(w_up)
     got = params | {"layers": params["layers"] | {"wq": adapted, "w_up": small}}
     merged = wq + jnp.einsum("ldr,lrhk->ldhk", adapted.down, adapted.up)
-    want = params | {"layers": params["layers"] | {"wq": merged, "w_up": small.values * small.scales[:, None]}}
+    want = params | {
+        "layers": params["layers"] | {"wq": merged, "w_up": small.values * small.scales[:, None]}
+    }
     for scan in (True, False):
         apply = jit(stack_of("attention", scan_layers=scan).apply)
         assert_close(apply(got, x)[0], apply(want, x)[0], TOLERANCE)
@@ -300,7 +336,9 @@ def step_of(stack):
 
 @functools.cache
 def on_one_device():
-    return jit(step_of(stack_of("attention")))(params_of("attention"), inputs()[:, 6:7], after_six())
+    return jit(step_of(stack_of("attention")))(
+        params_of("attention"), inputs()[:, 6:7], after_six()
+    )
 
 
 @pytest.mark.parametrize("rules", ["context", "data+context"])
@@ -310,7 +348,9 @@ def test_slots_can_be_split_over_devices(rules, x64):
     cache, want = after_six(), on_one_device()
     changes = {"slots": rules, "batch": "none"}
     with use_mesh(make_mesh(MeshSpec(data=2, context=4)), rules_from(changes)):
-        args = shard((params, cache), (jax.tree.map(lambda x: (None,) * x.ndim, params), stack.cache_axes()))
+        args = shard(
+            (params, cache), (jax.tree.map(lambda x: (None,) * x.ndim, params), stack.cache_axes())
+        )
         program = jit(step_of(stack)).lower(args[0], x[:, 6:7], args[1]).compile()
         got = program(args[0], x[:, 6:7], args[1])
         keys = got[1].layers[0].keys
@@ -379,9 +419,14 @@ def test_what_cannot_be_is_refused():
     attends = dataclasses.replace(stack_of("attention"), dtype="float32")
     with pytest.raises(UsageError, match="with a cache give starts"):
         attends.apply(
-            None or attends.init(jax.random.key(0)), x, segments=jnp.zeros((1, 3), int), cache=attends.init_cache(1, 4)
+            None or attends.init(jax.random.key(0)),
+            x,
+            segments=jnp.zeros((1, 3), int),
+            cache=attends.init_cache(1, 4),
         )
     with pytest.raises(UsageError, match="window=3 is of causal attention"):
         Visible(causal=False, window=3)
-    with pytest.raises(UsageError, match="num_heads=6 is not a multiple of num_kv_heads=4; legal are 1, 2, 3, 6"):
+    with pytest.raises(
+        UsageError, match="num_heads=6 is not a multiple of num_kv_heads=4; legal are 1, 2, 3, 6"
+    ):
         Attention(6, 4, 2)

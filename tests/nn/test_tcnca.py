@@ -23,7 +23,9 @@ def layer(**changes):
 def params_of(mixer):
     rng = np.random.default_rng(0)
     leaves = mixer.leaves(D, 1.0, 1.0)["mixer"]
-    return {name: jnp.asarray(0.7 * rng.standard_normal(leaf.shape)) for name, leaf in leaves.items()}
+    return {
+        name: jnp.asarray(0.7 * rng.standard_normal(leaf.shape)) for name, leaf in leaves.items()
+    }
 
 
 def drawn(length=T, seed=1):
@@ -33,7 +35,9 @@ def drawn(length=T, seed=1):
 def apply(mixer, p, x, start=None):
     length = x.shape[1]
     starts = None if start is None else jnp.arange(length)[None] == start
-    return mixer.apply({"mixer": p}, x, None, Context(jnp.zeros((1, length), jnp.int32), starts=starts))[0]
+    return mixer.apply(
+        {"mixer": p}, x, None, Context(jnp.zeros((1, length), jnp.int32), starts=starts)
+    )[0]
 
 
 def plain(mixer, p, x, start):
@@ -64,7 +68,9 @@ def test_the_layer_equals_its_equations_in_value_and_gradient(x64):
     mixer, x, mix, start = layer(), drawn(7), drawn(7, seed=2), 5
 
     def value(run):
-        return jit(jax.value_and_grad(lambda p, x: (run(p, x) * mix).sum(), (0, 1)))(params_of(mixer), x)
+        return jit(jax.value_and_grad(lambda p, x: (run(p, x) * mix).sum(), (0, 1)))(
+            params_of(mixer), x
+        )
 
     got = value(lambda p, x: apply(mixer, p, x, start))
     assert_close(got, value(lambda p, x: plain(mixer, p, x[0], start)), EXACT)
@@ -81,16 +87,23 @@ def test_a_token_sees_its_chunk_and_what_the_convolutions_reach(x64):
         moved = run(params, x + 0.5 * (np.arange(T) == edited)[None, :, None])
         got[:, edited] = np.abs(moved - base)[0].max(-1) > 1e-12
         for t in range(T):
-            want[t, edited] = any(0 <= s - edited < mixer.receptive for s in range(t // C * C, t + 1))
+            want[t, edited] = any(
+                0 <= s - edited < mixer.receptive for s in range(t // C * C, t + 1)
+            )
     np.testing.assert_array_equal(got, want)
 
 
 def test_what_cannot_be_is_refused():
     x = jnp.ones((8, 4, D))
     places = Context(jnp.zeros((8, 4), jnp.int32))
-    with pytest.raises(UsageError, match="a mixer of convolutions and chunks cannot honour visible"):
+    with pytest.raises(
+        UsageError, match="a mixer of convolutions and chunks cannot honour visible"
+    ):
         layer().apply({"mixer": {}}, x, None, places._replace(visible=jnp.ones((8, 4, 4), bool)))
-    with use_mesh(make_mesh(MeshSpec(context=2, data=4))), pytest.raises(UsageError, match="give mesh.context=1"):
+    with (
+        use_mesh(make_mesh(MeshSpec(context=2, data=4))),
+        pytest.raises(UsageError, match="give mesh.context=1"),
+    ):
         layer().apply({"mixer": {}}, x, None, places)
     with pytest.raises(UsageError, match="taps=1 must be at least 2"):
         layer(taps=1)

@@ -24,8 +24,16 @@ from jaxpar.nn.ternary import PackedTernary, Ternary, int8_rows, pack, ternary
 from jaxpar.types import UsageError
 
 INTO, OUT, SWAPPED = "btd,dhk->bthk", "bthk,hkd->btd", "btd,df->tbf"
-AXES = {INTO: ("embed", "heads", "head_dim"), OUT: ("heads", "head_dim", "embed"), SWAPPED: ("embed", "mlp")}
-SHAPES = {INTO: ((4, 3, 6), (6, 4, 2)), OUT: ((4, 3, 5, 2), (5, 2, 8)), SWAPPED: ((4, 3, 7), (7, 4))}
+AXES = {
+    INTO: ("embed", "heads", "head_dim"),
+    OUT: ("heads", "head_dim", "embed"),
+    SWAPPED: ("embed", "mlp"),
+}
+SHAPES = {
+    INTO: ((4, 3, 6), (6, 4, 2)),
+    OUT: ((4, 3, 5, 2), (5, 2, 8)),
+    SWAPPED: ((4, 3, 7), (7, 4)),
+}
 CONTRACTED = {INTO: 1, OUT: 2, SWAPPED: 1}
 each = pytest.mark.parametrize("equation", SHAPES)
 each_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -58,7 +66,9 @@ def by_integers(equation, x, w):
     rows, columns = x.reshape(batch[0] * batch[1], -1), w.reshape(-1, np.prod(w.shape[count:])).T
     scale = np.abs(w).mean(dtype=np.float64)
     values = np.round(np.clip(columns / scale, -1, 1)).astype(np.int32)
-    integers = np.round(rows * (np.float32(127) / np.abs(rows).max(1, keepdims=True))).astype(np.int32)
+    integers = np.round(rows * (np.float32(127) / np.abs(rows).max(1, keepdims=True))).astype(
+        np.int32
+    )
     sums = added_up(integers, values).reshape(*batch, *w.shape[count:])
     normed = rows / np.sqrt(np.square(rows, dtype=np.float64).mean(1, keepdims=True) + 1e-8)
     scales = (np.abs(normed).max(1) / 127).reshape(*batch, *(1,) * (sums.ndim - 2))
@@ -100,7 +110,9 @@ def test_gradients_pass_straight_through_both_roundings(equation, x64):
         step = jnp.abs(normed).max(contracted, keepdims=True) / 127
         size = jnp.abs(w).mean()
         rounded = normed + stop(jnp.round(normed / step) * step - normed)
-        return jnp.einsum(equation, rounded, w + stop(jnp.round(jnp.clip(w / size, -1, 1)) * size - w))
+        return jnp.einsum(
+            equation, rounded, w + stop(jnp.round(jnp.clip(w / size, -1, 1)) * size - w)
+        )
 
     def value(f):
         def weighted(x, w):
@@ -123,7 +135,10 @@ def test_two_bits_a_number_are_the_weight_exactly(equation, rows):
         *w.shape[CONTRACTED[equation] :],
         -(-length // 4),
     )
-    got, want = (jit(lambda x, w: contract(equation, x, w, AXES[equation]))(x, each) for each in (packed, small))
+    got, want = (
+        jit(lambda x, w: contract(equation, x, w, AXES[equation]))(x, each)
+        for each in (packed, small)
+    )
     np.testing.assert_array_equal(got, want)
     text = str(jax.make_jaxpr(lambda x: contract(equation, x, packed, AXES[equation]))(x))
     assert "i32" in text and ("dot_general" in text) == (rows != (1, 1))
@@ -141,13 +156,19 @@ def test_a_row_of_zeros_stays_zero_and_what_is_no_number_is_told():
     x = x.at[0, 0].set(0).at[1, 1, 2].set(jnp.nan).at[2, 0].set(1e-38)
     for small in (ternary(w), pack(ternary(w), 1), ternary(0 * w)):
         y = np.asarray(contract(SWAPPED, x, small, AXES[SWAPPED]))
-        assert not y[0, 0].any() and np.isnan(y[1, 1]).all() and np.isfinite(np.delete(y.reshape(12, 4), 5, 0)).all()
+        assert (
+            not y[0, 0].any()
+            and np.isnan(y[1, 1]).all()
+            and np.isfinite(np.delete(y.reshape(12, 4), 5, 0)).all()
+        )
 
 
 def test_what_packed_weights_cannot_read_is_refused():
     packed = pack(ternary(jnp.ones((4, 2, 3))), 1)
     for equation in ("btd,hkd->bthk", "bhd,dhk->bhk"):
-        with pytest.raises(UsageError, match="packed weights take rows and contract their first axes"):
+        with pytest.raises(
+            UsageError, match="packed weights take rows and contract their first axes"
+        ):
             contract(equation, jnp.ones((1, 2, 4)), packed, (None,) * 3)
 
 
@@ -158,13 +179,23 @@ MIXERS = {"attention": Attention(2, 1, 4, positions=Rope()), "hgrn": Hgrn(8)}
 
 @functools.cache
 def stack_of(name, **changes):
-    return Stack(2, 8, MIXERS[name], Mlp(12), init_std=0.3, weights="ternary", **{"dtype": "float64"} | changes)
+    return Stack(
+        2,
+        8,
+        MIXERS[name],
+        Mlp(12),
+        init_std=0.3,
+        weights="ternary",
+        **{"dtype": "float64"} | changes,
+    )
 
 
 def drawn_for(stack):
     rng = np.random.default_rng(0)
     leaves = jax.eval_shape(lambda: stack.init(jax.random.key(0), stack.dtype))
-    return jax.tree.map(lambda leaf: jnp.asarray(0.3 * rng.standard_normal(leaf.shape), leaf.dtype), leaves)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(0.3 * rng.standard_normal(leaf.shape), leaf.dtype), leaves
+    )
 
 
 def by_hand(stack):
@@ -175,14 +206,18 @@ def by_hand(stack):
         def rounded(names, w):
             return jax.vmap(ternary)(w) if "embed" in names and w.ndim > 2 else w
 
-        axes = jax.tree.map(lambda leaf: leaf.axes, plain.leaves()["layers"], is_leaf=lambda v: hasattr(v, "init"))
+        axes = jax.tree.map(
+            lambda leaf: leaf.axes, plain.leaves()["layers"], is_leaf=lambda v: hasattr(v, "init")
+        )
         layers = jax.tree.map(rounded, axes, params["layers"], is_leaf=lambda v: type(v) is tuple)
         return plain.apply(params | {"layers": layers}, x)[0]
 
     return apply
 
 
-@pytest.mark.parametrize("name, changes", [("attention", {}), ("hgrn", {"scan_layers": False, "remat": "blockwise"})])
+@pytest.mark.parametrize(
+    "name, changes", [("attention", {}), ("hgrn", {"scan_layers": False, "remat": "blockwise"})]
+)
 def test_a_stack_rounds_every_weight_between_the_stream_and_a_branch(name, changes, x64):
     stack = stack_of(name, **changes)
     params, x = drawn_for(stack), jnp.asarray(np.random.default_rng(1).standard_normal((2, 5, 8)))
@@ -206,9 +241,15 @@ def test_decoding_reads_an_eighth_of_16_bits_and_computes_the_same(x64):
     stack = stack_of("hgrn")
     params, x = drawn_for(stack), jnp.asarray(np.random.default_rng(1).standard_normal((1, 5, 8)))
     small = stack.for_decoding(params)
-    assert stack.for_decoding(small)["layers"][1]["mixer"]["wf"] is small["layers"][1]["mixer"]["wf"]
+    assert (
+        stack.for_decoding(small)["layers"][1]["mixer"]["wf"] is small["layers"][1]["mixer"]["wf"]
+    )
 
-    step, cache, out = jit(lambda p, x, cache: stack.apply(p, x, cache=cache)[:2]), stack.init_cache(1, 8), []
+    step, cache, out = (
+        jit(lambda p, x, cache: stack.apply(p, x, cache=cache)[:2]),
+        stack.init_cache(1, 8),
+        [],
+    )
     for t in range(5):
         y, cache = step(small, x[:, t : t + 1], cache)
         out.append(y)
@@ -217,15 +258,23 @@ def test_decoding_reads_an_eighth_of_16_bits_and_computes_the_same(x64):
     wide = Stack(2, 64, Hgrn(64), Mlp(128), dtype="bfloat16", weights="ternary")
     held = jax.eval_shape(wide.for_decoding, jax.eval_shape(wide.init, jax.random.key(0)))
     weights = [
-        w for w in jax.tree.leaves(held, is_leaf=lambda v: isinstance(v, PackedTernary)) if isinstance(w, PackedTernary)
+        w
+        for w in jax.tree.leaves(held, is_leaf=lambda v: isinstance(v, PackedTernary))
+        if isinstance(w, PackedTernary)
     ]
     numbers = 2 * (4 * 64 * 64 + 3 * 64 * 128)
-    assert len(weights) == 14 and sum(w.size * w.dtype.itemsize for w in jax.tree.leaves(weights)) <= 2 * numbers / 7.5
+    assert (
+        len(weights) == 14
+        and sum(w.size * w.dtype.itemsize for w in jax.tree.leaves(weights)) <= 2 * numbers / 7.5
+    )
 
 
 def test_it_is_the_same_on_a_mesh_where_weights_have_eight_bits():
     stack = stack_of("hgrn", dtype="float32")
-    params, x = drawn_for(stack), jnp.asarray(np.random.default_rng(1).standard_normal((4, 1, 8)), jnp.float32)
+    params, x = (
+        drawn_for(stack),
+        jnp.asarray(np.random.default_rng(1).standard_normal((4, 1, 8)), jnp.float32),
+    )
     want = jit(lambda p, x: stack.apply(stack.for_decoding(p), x)[0])(params, x)
     with use_mesh(make_mesh(MeshSpec(data=2, fsdp=2, tensor=2))):
         held = jit(stack.for_decoding)(params)
@@ -254,9 +303,13 @@ def _unfused(equation, x, w):
     """As eager autograd keeps it: the normalised rows, the rounded ones and the rounded weight, each an array."""
     stop, whole = jax.lax.stop_gradient, jax.lax.optimization_barrier
     wide = x.astype(jnp.float32)
-    normed = whole((wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-8)).astype(x.dtype))
+    normed = whole(
+        (wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-8)).astype(x.dtype)
+    )
     step = 127 / jnp.abs(normed.astype(jnp.float32)).max(-1, keepdims=True)
-    rounded = whole(normed + stop(whole((jnp.round(normed * step) / step).astype(x.dtype)) - normed))
+    rounded = whole(
+        normed + stop(whole((jnp.round(normed * step) / step).astype(x.dtype)) - normed)
+    )
     size = jnp.abs(w).mean()
     w = whole(w + stop(jnp.round(jnp.clip(w / size, -1, 1)) * size - w)).astype(x.dtype)
     return jnp.einsum(equation, rounded, w)
@@ -280,7 +333,9 @@ def test_training_needs_at_most_six_tenths_of_the_memory_of_an_unfused_form():
         shapes = {"gate": (4, 256, 704), "up": (4, 256, 704), "down": (4, 704, 256)}
         params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
         x = jax.ShapeDtypeStruct((4, 256, 256), jnp.bfloat16)
-        return jax.jit(jax.grad(total)).lower(params, x).compile().memory_analysis().temp_size_in_bytes
+        return (
+            jax.jit(jax.grad(total)).lower(params, x).compile().memory_analysis().temp_size_in_bytes
+        )
 
     assert temp(fused) <= 0.6 * temp(_unfused)
 

@@ -45,29 +45,52 @@ def params_of():
 def test_gradients_are_those_of_one_stage(fn, x64):
     params, x, g = params_of(), drawn(2, 3, 4), drawn(2, 3, 4, seed=1)
     split = two_stage(layer, params, x, products=PRODUCTS)
-    assert [bool(product) for product in split.products] == [True, False, False, False, True]  # in order of names
+    assert [bool(product) for product in split.products] == [
+        True,
+        False,
+        False,
+        False,
+        True,
+    ]  # in order of names
     split = split if fn is layer else type(split)(fn, split.products)
     y, kept = split.forward(params, x)
     dx, factors = split.backward_input(kept, g)
     want, pull = jax.vjp(layer, params, x)
-    assert_close((y, (split.backward_weights(params, factors), dx)), (want, pull(g)), EXACT_MATHS["float64"])
+    assert_close(
+        (y, (split.backward_weights(params, factors), dx)), (want, pull(g)), EXACT_MATHS["float64"]
+    )
 
 
 def test_several_microbatches_are_one_product_a_weight(x64):
     params = params_of()
     inputs, gs = ([drawn(2, 3, 4, seed=s + n) for n in range(3)] for s in (0, 10))
     split = two_stage(layer, params, inputs[0], products=PRODUCTS)
-    factors = [split.backward_input(split.forward(params, x)[1], g)[1] for x, g in zip(inputs, gs, strict=True)]
-    want = [jax.vjp(lambda params, x=x: layer(params, x), params)[1](g)[0] for x, g in zip(inputs, gs, strict=True)]
+    factors = [
+        split.backward_input(split.forward(params, x)[1], g)[1]
+        for x, g in zip(inputs, gs, strict=True)
+    ]
+    want = [
+        jax.vjp(lambda params, x=x: layer(params, x), params)[1](g)[0]
+        for x, g in zip(inputs, gs, strict=True)
+    ]
     total = jax.tree.map(lambda *each: sum(each), *want)
     assert_close(split.backward_weights(params, factors), total, EXACT_MATHS["float64"])
     program = jax.make_jaxpr(split.backward_weights)(params, factors)
-    assert str(program).count("dot_general[") == 2  # up and down, whatever the number of microbatches
+    assert (
+        str(program).count("dot_general[") == 2
+    )  # up and down, whatever the number of microbatches
 
 
 def test_a_function_without_products_is_refused():
-    with pytest.raises(UsageError, match=r"none of `products` is read by jaxpar\.nn\.linear\.contract, once"):
-        two_stage(lambda params, x: x * params["w"], {"w": jnp.ones(3)}, jnp.ones(3), products={"w": False})
+    with pytest.raises(
+        UsageError, match=r"none of `products` is read by jaxpar\.nn\.linear\.contract, once"
+    ):
+        two_stage(
+            lambda params, x: x * params["w"],
+            {"w": jnp.ones(3)},
+            jnp.ones(3),
+            products={"w": False},
+        )
 
 
 def unread(config):
@@ -82,12 +105,20 @@ def unread(config):
     found = find_products(layer, turn, x, products=model.products())
     names = [path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(turn)]
     shapes = jax.tree.leaves(turn)
-    return {n for n, leaf, product in zip(names, shapes, found, strict=True) if not product and leaf.ndim > 1}
+    return {
+        n
+        for n, leaf, product in zip(names, shapes, found, strict=True)
+        if not product and leaf.ndim > 1
+    }
 
 
 STATES = {"swk", "swv", "swq", "swq_tokens", "wz"}  # read in a loop over windows
 NOT_PUT_OFF = {"block_recurrent": STATES, "block_recurrent_lstm": STATES, "gla": {"w_gate_out"}}
-NOT_PUT_OFF |= {"rwkv6": {"w_decay_out"}, "lmu": {"w_m"}, "spiking_lmu": {"w_m"}}  # small: between ranks or states
+NOT_PUT_OFF |= {
+    "rwkv6": {"w_decay_out"},
+    "lmu": {"w_m"},
+    "spiking_lmu": {"w_m"},
+}  # small: between ranks or states
 
 
 @pytest.mark.parametrize("mixer", sorted(MIXERS))
@@ -99,6 +130,16 @@ def test_layers_put_off_every_product_with_the_residual_stream(mixer):
 
 @pytest.mark.parametrize("mixer", sorted(MIXERS))
 def test_all_mixers_take_ternary_weights(mixer):
-    config = LMConfig(vocab_size=8, num_layers=1, embed_dim=16, num_heads=2, mlp_dim=8, mixer=mixer, weights="ternary")
-    x = jax.eval_shape(lambda key: apply(init(key, config), jnp.zeros((1, 4), int), config), jax.random.key(0))
+    config = LMConfig(
+        vocab_size=8,
+        num_layers=1,
+        embed_dim=16,
+        num_heads=2,
+        mlp_dim=8,
+        mixer=mixer,
+        weights="ternary",
+    )
+    x = jax.eval_shape(
+        lambda key: apply(init(key, config), jnp.zeros((1, 4), int), config), jax.random.key(0)
+    )
     assert x.shape == (1, 4, 8)

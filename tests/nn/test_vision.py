@@ -64,8 +64,14 @@ def logits_by_hand(params, image):
     tokens = []
     for row in range(0, 4, 2):
         for column in range(0, 6, 2):
-            pixels = [image[row + i, column + j, c] for i in range(2) for j in range(2) for c in range(2)]
-            tokens.append(np.stack(pixels) @ params["w_in"] + params["b_in"] + params["positions"][len(tokens)])
+            pixels = [
+                image[row + i, column + j, c] for i in range(2) for j in range(2) for c in range(2)
+            ]
+            tokens.append(
+                np.stack(pixels) @ params["w_in"]
+                + params["b_in"]
+                + params["positions"][len(tokens)]
+            )
     for number in range(2):
         tokens = layer_by_hand(tokens, jax.tree.map(lambda x, n=number: x[n], params["layers"]))
     mean = sum(norm_by_hand(x, params["final_norm"]) for x in tokens) / len(tokens)
@@ -74,7 +80,9 @@ def logits_by_hand(params, image):
 
 def loss_by_hand(params, batch):
     loss = 0
-    for image, target, weight in zip(*(batch[name] for name in ("inputs", "targets", "weights")), strict=True):
+    for image, target, weight in zip(
+        *(batch[name] for name in ("inputs", "targets", "weights")), strict=True
+    ):
         out = logits_by_hand(params, image)
         loss = loss + weight * (np.log(np.exp(out).sum()) - out[target])
     return loss / batch["weights"].sum()
@@ -84,7 +92,10 @@ def test_it_equals_a_loop_in_value_and_gradient(x64):
     network = classifier()
     params, batch = params_and_batch(network)
     (loss, info), grads = jit(jax.value_and_grad(network.loss, has_aux=True))(params, batch)
-    want = {"loss": loss_by_hand(params, batch), "grads": slopes(lambda p: loss_by_hand(p, batch), params)}
+    want = {
+        "loss": loss_by_hand(params, batch),
+        "grads": slopes(lambda p: loss_by_hand(p, batch), params),
+    }
     assert_close({"loss": loss, "grads": grads}, want, 10 * EXACT_MATHS["float64"])
     out = np.stack([logits_by_hand(params, image) for image in batch["inputs"]])
     assert_close(jit(network.apply)(params, batch["inputs"])[0], out, EXACT_MATHS["float64"])
@@ -114,12 +125,16 @@ def test_a_recurrence_reads_an_image_at_once_in_chunks_and_patch_by_patch(x64):
 
         x = jnp.swapaxes(network.tokens(params, images), 0, 1)
         cache, out = jax.lax.scan(step, network.stack.init_cache(len(images), 7), x)
-        assert sum(leaf.size for leaf in jax.tree.leaves(cache.layers)) == len(images) * 2 * 2 * 4  # rows, heads, K, V
+        assert (
+            sum(leaf.size for leaf in jax.tree.leaves(cache.layers)) == len(images) * 2 * 2 * 4
+        )  # rows, heads, K, V
         return network.logits(params, jnp.swapaxes(out, 0, 1))
 
     network = by_chunks(8)
     params, batch = params_and_batch(network)
-    assert network.tokens(params, batch["inputs"]).shape == (2, 7, 8) and params["token"].shape == (8,)
+    assert network.tokens(params, batch["inputs"]).shape == (2, 7, 8) and params["token"].shape == (
+        8,
+    )
 
     def gradient(apply):
         def weighed(params, images):
@@ -153,7 +168,9 @@ def test_eight_devices_learn_what_one_does():
 
 def test_the_trainer_drops_by_its_key_and_judges_without():
     network = classifier("float32", dropout=0.5, ranges=True)
-    trainer = SequenceTrainer(network, dataclasses.replace(SequenceTrainer.optimizer, warmup_steps=0))
+    trainer = SequenceTrainer(
+        network, dataclasses.replace(SequenceTrainer.optimizer, warmup_steps=0)
+    )
     batch = jax.tree.map(jnp.asarray, params_and_batch(network, np.float32)[1])
     state, step = trainer.init(jax.random.key(0)), jit(trainer.step)
     moved, info = step(jax.random.key(1), state, batch)
@@ -172,7 +189,9 @@ def test_losses_of_layers_are_added():
 
     network = classifier("float32")
     params, batch = params_and_batch(network, np.float32)
-    loss, info = classifier("float32", mixer=Telling(4, 2, 2, visible=Visible(causal=False))).loss(params, batch)
+    loss, info = classifier("float32", mixer=Telling(4, 2, 2, visible=Visible(causal=False))).loss(
+        params, batch
+    )
     np.testing.assert_allclose(loss, network.loss(params, batch)[0] + 2 * 0.25, rtol=1e-5)
     assert info["balance"] == 0.5 and info["most"] == 3
 
@@ -180,12 +199,20 @@ def test_losses_of_layers_are_added():
 def test_what_no_classifier_can_be_is_refused():
     causal = dataclasses.replace(BOTH_WAYS, visible=Visible())
     for mixer in (causal, Recurrent(ParaGRU(4))):
-        with pytest.raises(UsageError, match="see each other, but this stack's mixer is causal.*or readout=token"):
+        with pytest.raises(
+            UsageError, match="see each other, but this stack's mixer is causal.*or readout=token"
+        ):
             classifier(mixer=mixer)
     stack = classifier().stack
-    with pytest.raises(UsageError, match="patch=3 does not divide images of 4 x 6 pixels; legal are 1, 2"):
+    with pytest.raises(
+        UsageError, match="patch=3 does not divide images of 4 x 6 pixels; legal are 1, 2"
+    ):
         ImageClassifier(stack, 3, (4, 6, 2), 3)
-    with pytest.raises(UsageError, match=r"shape=\(4, 6\) of images must be height, width and channels"):
+    with pytest.raises(
+        UsageError, match=r"shape=\(4, 6\) of images must be height, width and channels"
+    ):
         ImageClassifier(stack, 2, (4, 6), 3)
-    with pytest.raises(UsageError, match=r"images of shape \(6, 4, 2\) are none of shape \(4, 6, 2\)"):
+    with pytest.raises(
+        UsageError, match=r"images of shape \(6, 4, 2\) are none of shape \(4, 6, 2\)"
+    ):
         classifier().patches(jnp.zeros((1, 6, 4, 2)))

@@ -16,7 +16,9 @@ from jaxpar.lm import LMConfig, apply, flops_per_token, num_params
 from jaxpar.lm.params import leaves
 from jaxpar.nn.mixer import Context
 
-SIZES = dict(vocab_size=8, num_layers=2, embed_dim=8, num_heads=2, mlp_dim=0, dtype="float64", init_std=0.3)
+SIZES = dict(
+    vocab_size=8, num_layers=2, embed_dim=8, num_heads=2, mlp_dim=0, dtype="float64", init_std=0.3
+)
 MODELS = {
     "standard": LMConfig(**SIZES),
     "ladder": LMConfig(**SIZES, residual="ladder", ladder_from=1, scan_layers=False, remat="full"),
@@ -45,9 +47,14 @@ def test_it_is_the_plain_loop(name, x64):
     x, mix = np.random.default_rng(0).standard_normal((2, B, T, D))
 
     def both(run):
-        return jit(jax.value_and_grad(lambda params, x: (run(params, x) * mix).sum(), argnums=(0, 1)))(params, x)
+        return jit(
+            jax.value_and_grad(lambda params, x: (run(params, x) * mix).sum(), argnums=(0, 1))
+        )(params, x)
 
-    got, want = both(lambda params, x: stack.apply(params, x)[0]), both(functools.partial(plain, config))
+    got, want = (
+        both(lambda params, x: stack.apply(params, x)[0]),
+        both(functools.partial(plain, config)),
+    )
     assert_close(got, want, TOLERANCE)
 
 

@@ -28,7 +28,11 @@ def test_dimensions_of_muon_follow_the_logical_axes():
     got = muon_dimensions(AXES, WEIGHTS)
     assert {name for name, numbers in got["layers"].items() if numbers} == {"into", "out", "flat"}
     assert got["embedding"] is None and got["table"] is None
-    sides = {name: tuple(numbers) for name, numbers in [*got["layers"].items(), ("stack", got["stack"])] if numbers}
+    sides = {
+        name: tuple(numbers)
+        for name, numbers in [*got["layers"].items(), ("stack", got["stack"])]
+        if numbers
+    }
     assert sides == {
         "into": ((1,), (2, 3)),  # contracted with the input, the rest comes out
         "out": ((1, 2), (3,)),
@@ -42,7 +46,9 @@ def test_dimensions_are_those_that_multiply():
     rng = np.random.default_rng(0)
     weight, x = rng.standard_normal((2, 3, 4, 5)), rng.standard_normal((3, 4))
     (rows, columns) = muon_dimensions({"out": AXES["layers"]["out"]}, {"out": True})["out"]
-    matrix = weight[1].reshape(np.prod([weight.shape[i] for i in rows]), np.prod([weight.shape[i] for i in columns]))
+    matrix = weight[1].reshape(
+        np.prod([weight.shape[i] for i in rows]), np.prod([weight.shape[i] for i in columns])
+    )
     np.testing.assert_allclose(x.ravel() @ matrix, np.einsum("hd,hde->e", x, weight[1]))
 
 
@@ -53,5 +59,7 @@ def test_matrices_have_two_dimensions_or_more():
 
 @pytest.mark.parametrize("axes", [None, {"w": ("vocab", "embed")}, {"w": ("layers", "embed")}])
 def test_muon_without_a_stack_of_matrices_is_refused(axes):
-    with pytest.raises(UsageError, match="optimizer.name='muon' finds no stack of matrices.*legal are adamw"):
+    with pytest.raises(
+        UsageError, match="optimizer.name='muon' finds no stack of matrices.*legal are adamw"
+    ):
         make_optimizer(OptimizerConfig("muon"), 10, axes=axes)

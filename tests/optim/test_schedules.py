@@ -34,7 +34,9 @@ def slow_rate(config, step, last):
 @pytest.mark.parametrize("warmup", [0, 10])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedule(schedule, warmup):
-    config = OptimizerConfig(schedule=schedule, warmup_steps=warmup, learning_rate=0.3, final_ratio=0.2)
+    config = OptimizerConfig(
+        schedule=schedule, warmup_steps=warmup, learning_rate=0.3, final_ratio=0.2
+    )
     steps = np.arange(130)
     got = jax.vmap(learning_rate(config, 100))(steps)
     np.testing.assert_allclose(got, [slow_rate(config, step, 100) for step in steps], rtol=2e-6)
@@ -52,7 +54,9 @@ def test_a_warm_up_begins_where_it_is_told(start):
 
 
 def test_decay_steps_end_a_schedule_before_the_run():
-    config = OptimizerConfig(schedule="linear", warmup_steps=0, learning_rate=1.0, final_ratio=0.0, decay_steps=50)
+    config = OptimizerConfig(
+        schedule="linear", warmup_steps=0, learning_rate=1.0, final_ratio=0.0, decay_steps=50
+    )
     np.testing.assert_allclose(learning_rate(config, 100)(25), 0.5, rtol=1e-6)
     assert learning_rate(config, 100)(50) == 0
 
@@ -61,13 +65,17 @@ def test_decay_steps_end_a_schedule_before_the_run():
 def test_a_run_that_is_shorter_than_its_warm_up_has_rates(steps):
     config = OptimizerConfig(warmup_steps=5, learning_rate=0.3)
     got = jax.vmap(learning_rate(config, steps))(np.arange(8))
-    np.testing.assert_allclose(got, [slow_rate(config, step, steps) for step in range(8)], rtol=2e-6)
+    np.testing.assert_allclose(
+        got, [slow_rate(config, step, steps) for step in range(8)], rtol=2e-6
+    )
 
 
 @pytest.mark.parametrize("warmup", [0, 10])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules_are_exact_in_double_precision(schedule, warmup, x64):
-    config = OptimizerConfig(schedule=schedule, warmup_steps=warmup, learning_rate=0.3, final_ratio=0.2)
+    config = OptimizerConfig(
+        schedule=schedule, warmup_steps=warmup, learning_rate=0.3, final_ratio=0.2
+    )
     steps = np.arange(130)
     got = jax.vmap(learning_rate(config, 100))(steps.astype(np.int32))
     np.testing.assert_allclose(got, [slow_rate(config, step, 100) for step in steps], rtol=1e-14)
@@ -80,7 +88,9 @@ def test_schedules_are_computed_in_the_widest_float(x64):
 
 def test_traced_rates_are_annealed_to_0_or_stay():
     """All three numbers swept at once."""
-    rows = [(rate, over, step) for rate in (0.5, 2.0) for over in (0, 1, 4) for step in (0, 1, 3, 4, 9)]
+    rows = [
+        (rate, over, step) for rate in (0.5, 2.0) for over in (0, 1, 4) for step in (0, 1, 3, 4, 9)
+    ]
     want = [rate * (max(1 - step / over, 0) if over else 1) for rate, over, step in rows]
     np.testing.assert_allclose(jax.vmap(annealed)(*np.float32(rows).T), want, rtol=1e-6)
 

@@ -20,7 +20,9 @@ AXES = {"layers": {"w": ("layers", "embed", "mlp"), "scale": ("layers", None)}, 
 
 def drawn(seed, std=1.0, dtype=np.float32):
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda shape: jnp.asarray(std * rng.standard_normal(shape), dtype), SHAPES, is_leaf=is_shape)
+    return jax.tree.map(
+        lambda shape: jnp.asarray(std * rng.standard_normal(shape), dtype), SHAPES, is_leaf=is_shape
+    )
 
 
 def is_shape(x):
@@ -40,14 +42,18 @@ def same(got, want):
 
 
 OPTAX = {
-    "adamw": lambda c, rate: optax.adamw(rate, c.b1, c.b2, c.eps, weight_decay=c.weight_decay, mask=two_or_more),
+    "adamw": lambda c, rate: optax.adamw(
+        rate, c.b1, c.b2, c.eps, weight_decay=c.weight_decay, mask=two_or_more
+    ),
     "radam": lambda c, rate: optax.chain(
         optax.scale_by_radam(c.b1, c.b2, c.eps),
         optax.add_decayed_weights(c.weight_decay, two_or_more),
         optax.scale(-rate),
     ),
     "rmsprop": lambda c, rate: optax.chain(
-        optax.rmsprop(1.0, c.b2, c.eps), optax.add_decayed_weights(-c.weight_decay, two_or_more), optax.scale(rate)
+        optax.rmsprop(1.0, c.b2, c.eps),
+        optax.add_decayed_weights(-c.weight_decay, two_or_more),
+        optax.scale(rate),
     ),
 }
 
@@ -71,7 +77,9 @@ def test_values_are_those_of_optax_in_double_precision(name, num_steps, x64):
         updates, their_state = theirs.update(grads, their_state, other)
         other = optax.apply_updates(other, updates)
         assert_close(params, other, 1e-13)
-        np.testing.assert_allclose(info["grad_norm"], np.sqrt(sum((g**2).sum() for g in jax.tree.leaves(grads))))
+        np.testing.assert_allclose(
+            info["grad_norm"], np.sqrt(sum((g**2).sum() for g in jax.tree.leaves(grads)))
+        )
         assert info["learning_rate"] == 0.1 and info["skipped"] == 0
 
 
@@ -98,7 +106,9 @@ def test_decay_is_of_matrices_alone(name):
     want = jax.tree.map(lambda x, decays: x * (1 - 0.1 * 0.5 * decays), params, two_or_more(params))
     for num_steps in (None, 9):
         optimizer = made(name, num_steps, weight_decay=0.5, schedule="constant")
-        got = optimizer.update(zeros, optimizer.init(params), params, rate=None if num_steps else jnp.float32(0.1))[0]
+        got = optimizer.update(
+            zeros, optimizer.init(params), params, rate=None if num_steps else jnp.float32(0.1)
+        )[0]
         jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-6), got, want)
 
 
@@ -122,7 +132,9 @@ def test_clips_shorten_the_gradient_to_a_norm():
             state, rate = optimizer.init(params), None if schedule else 1.0
             got, _, info = optimizer.update(grads, state, params, rate=rate, max_norm=max_norm)
             moved = jax.tree.map(lambda old, new: old - new, params, got)
-            np.testing.assert_allclose(optax.tree.norm(moved), want, rtol=1e-5, err_msg=f"{clip} {max_norm}")
+            np.testing.assert_allclose(
+                optax.tree.norm(moved), want, rtol=1e-5, err_msg=f"{clip} {max_norm}"
+            )
             np.testing.assert_allclose(info["grad_norm"], norm, rtol=1e-6)
             still, _, info = optimizer.update(zeros, state, params, rate=rate, max_norm=max_norm)
             same(still, params)
@@ -139,7 +151,9 @@ def test_rates_and_clips_that_are_swept_equal_the_loop(name, num_steps):
     rates, norms = jnp.array([0.0, 0.01, 0.3]), jnp.array([0.1, 99.0, 1.0])
 
     def two_steps(rate, norm):
-        new, state, _ = optimizer.update(grads, optimizer.init(params), params, rate=rate, max_norm=norm)
+        new, state, _ = optimizer.update(
+            grads, optimizer.init(params), params, rate=rate, max_norm=norm
+        )
         return optimizer.update(drawn(2), state, new, rate=rate, max_norm=norm)
 
     swept = jit(jax.vmap(two_steps))(rates, norms)
@@ -180,7 +194,9 @@ def test_a_step_is_taken_whole_or_not_at_all(where, bad):
     if where == "params":
         new[0]["b"] = new[0]["b"].at[1].set(bad)
     norm = jnp.float32(bad if where == "gradient" else 1.0)
-    kept, good = finite_or_old(new, OLD, norm, jnp.isfinite(jnp.float32(bad)) if where == "loss" else True)
+    kept, good = finite_or_old(
+        new, OLD, norm, jnp.isfinite(jnp.float32(bad)) if where == "loss" else True
+    )
     same(kept, new if where == "nowhere" else OLD)
     assert bool(good) == (where == "nowhere") and kept[1]["count"].dtype == jnp.int32
 
@@ -190,7 +206,11 @@ def test_a_step_is_taken_whole_or_not_at_all(where, bad):
 def test_what_is_not_finite_changes_no_bit_and_is_counted(name, num_steps):
     """A NaN in one gradient, a loss that is no number, gradients whose squares overflow, a rate that is."""
     optimizer, params = made(name, num_steps, weight_decay=0.3), drawn(0)
-    update = jit(lambda grads, state, params, rate, good: optimizer.update(grads, state, params, rate=rate, good=good))
+    update = jit(
+        lambda grads, state, params, rate, good: optimizer.update(
+            grads, state, params, rate=rate, good=good
+        )
+    )
     first = optimizer.update(drawn(1), optimizer.init(params), params, rate=jnp.float32(0.1))
     params, state, rate, fine = *first[:2], jnp.float32(0.1), jnp.bool_(True)
     nan = drawn(2) | {"b": jnp.array([0.0, jnp.nan, 0.0])}
@@ -220,13 +240,26 @@ def test_the_schedule_does_not_count_what_was_not_made():
 def test_a_sequence_trainer_takes_no_step_that_is_not_finite():
     """Loss and gradient are finite; the rate times the decay is not."""
     network = SequenceNetwork(2, 1, "min_gru", size=4, layers=1, classes=False)
-    trainer = SequenceTrainer(network, OptimizerConfig(learning_rate=1e38, weight_decay=1e3, warmup_steps=0))
+    trainer = SequenceTrainer(
+        network, OptimizerConfig(learning_rate=1e38, weight_decay=1e3, warmup_steps=0)
+    )
     first = jit(trainer.init)(jax.random.key(0))
-    batch = {"inputs": jnp.ones((2, 3, 2)), "targets": jnp.ones((2, 3)), "weights": jnp.ones((2, 3))}
+    batch = {
+        "inputs": jnp.ones((2, 3, 2)),
+        "targets": jnp.ones((2, 3)),
+        "weights": jnp.ones((2, 3)),
+    }
     state, info = jit(trainer.step)(jax.random.key(1), first, batch)
     same((state.params, state.opt_state), (first.params, first.opt_state))
-    assert np.isfinite(info["loss"]) and np.isfinite(info["grad_norm"]) and info["skipped"] == 1 and state.step == 1
-    state, info = jit(trainer.step)(jax.random.key(1), first, batch | {"targets": jnp.full((2, 3), 3e38)})
+    assert (
+        np.isfinite(info["loss"])
+        and np.isfinite(info["grad_norm"])
+        and info["skipped"] == 1
+        and state.step == 1
+    )
+    state, info = jit(trainer.step)(
+        jax.random.key(1), first, batch | {"targets": jnp.full((2, 3), 3e38)}
+    )
     same((state.params, state.opt_state), (first.params, first.opt_state))
     assert not np.isfinite(info["loss"]) and info["skipped"] == 1
 
@@ -239,7 +272,10 @@ def test_states_have_the_paths_of_checkpoints_that_there_are():
 
     def paths(optimizer):
         state = jax.eval_shape(optimizer.init, drawn(0))
-        return {jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(state)}
+        return {
+            jax.tree_util.keystr(path, simple=True, separator="/")
+            for path, _ in jax.tree.leaves_with_path(state)
+        }
 
     leaves = {"layers/w", "layers/scale", "b"}
     adam = {"count", *(f"{moment}/{leaf}" for moment in ("mu", "nu") for leaf in leaves)}
@@ -270,7 +306,9 @@ def test_one_vector_takes_the_steps_of_its_leaves(name):
     @jit
     def both(apart, together, grads):
         numbers = {"rate": jnp.float32(0.1), "max_norm": jnp.float32(1.0)}
-        vector = jax.grad(lambda v: sum(map(jnp.vdot, *map(jax.tree.leaves, (joined.part(v), grads)))))(together[0])
+        vector = jax.grad(
+            lambda v: sum(map(jnp.vdot, *map(jax.tree.leaves, (joined.part(v), grads))))
+        )(together[0])
         *apart, told = optimizer.update(grads, apart[1], apart[0], **numbers)
         *together, same_told = optimizer.update(vector, together[1], together[0], **numbers)
         return apart, together, told, same_told

@@ -32,7 +32,10 @@ def axes_of(model, batch, sizes=(("data", 2), ("tensor", 4)), given=None):
     """Path -> axes as one string, "-" for a whole dimension."""
     with on(**dict(sizes)):
         laid = lay_out(model, batch, given)
-    return {row.path.removeprefix("params/"): " ".join(name or "-" for name in row.axes) for row in laid.rows}
+    return {
+        row.path.removeprefix("params/"): " ".join(name or "-" for name in row.axes)
+        for row in laid.rows
+    }
 
 
 class Mlp(nn.Module):
@@ -62,7 +65,13 @@ X = jnp.zeros((8, 8))
 
 def test_layers_in_a_row_are_split_by_outputs_then_by_inputs():
     found = axes_of(own(Mlp((16, 16, 16, 16, 3)), X), {"x": X})
-    assert [found[f"Dense_{i}/kernel"] for i in range(5)] == ["- mlp", "mlp -", "- mlp", "mlp -", "- -"]
+    assert [found[f"Dense_{i}/kernel"] for i in range(5)] == [
+        "- mlp",
+        "mlp -",
+        "- mlp",
+        "mlp -",
+        "- -",
+    ]
     assert [found[f"Dense_{i}/bias"] for i in range(5)] == ["mlp", "-", "mlp", "-", "-"]
 
 
@@ -80,14 +89,21 @@ def test_a_transformer_is_split_as_megatron_splits_it():
         assert found[f"{attention}/out/bias"].axes == (None,)
         assert found[f"Dense_{2 * layer}/kernel"].axes == ("embed", "mlp")
         assert found[f"Dense_{2 * layer + 1}/kernel"].axes == ("mlp", "embed")
-    assert found["Embed_0/embedding"].axes == ("vocab", "embed") and found["Dense_4/kernel"].axes == ("embed", "vocab")
-    assert found["Dense_0/kernel"].bytes == 16 * 64 * 4 // 8 and found["LayerNorm_0/scale"].bytes == 64
+    assert found["Embed_0/embedding"].axes == ("vocab", "embed") and found[
+        "Dense_4/kernel"
+    ].axes == ("embed", "vocab")
+    assert (
+        found["Dense_0/kernel"].bytes == 16 * 64 * 4 // 8 and found["LayerNorm_0/scale"].bytes == 64
+    )
     assert [row.path for row in laid.rows if row.why] == ["params/places"]
     lines = [" ".join(line.split()) for line in str(laid).splitlines()]
     assert lines[0] == "parameter shape axes bytes a device" and len(laid.rows) == 37
     assert "params/Dense_0/kernel 16 x 64 embed=fsdp, mlp=tensor 512" in lines
     assert f"{sum(row.bytes for row in laid.rows):,} bytes of parameters a device" in str(laid)
-    assert "note: params/places [16, 16]: whole over tensor: 16 of the batch; 16 costs more sums" in lines[-1]
+    assert (
+        "note: params/places [16, 16]: whole over tensor: 16 of the batch; 16 costs more sums"
+        in lines[-1]
+    )
 
 
 def test_kernels_that_are_reshaped_into_heads_divide_as_heads():
@@ -97,13 +113,18 @@ def test_kernels_that_are_reshaped_into_heads_divide_as_heads():
         @nn.compact
         def __call__(self, x):
             q = nn.Dense(32, use_bias=False, name="q")(x).reshape(*x.shape[:2], 2, 4, 4)
-            k, v = (nn.Dense(8, use_bias=False, name=n)(x).reshape(*x.shape[:2], 2, 4) for n in "kv")
+            k, v = (
+                nn.Dense(8, use_bias=False, name=n)(x).reshape(*x.shape[:2], 2, 4) for n in "kv"
+            )
             weights = nn.softmax(jnp.einsum("bqhgd,bkhd->bhgqk", q, k))
             y = jnp.einsum("bhgqk,bkhd->bqhgd", weights, v).reshape(*x.shape[:2], 32)
             return x + nn.Dense(8, use_bias=False, name="o")(y)
 
     x = jnp.zeros((4, 3, 8))
-    assert set(axes_of(own(Grouped(), x), {"x": x}, (("data", 4), ("tensor", 2))).values()) == {"- heads", "heads -"}
+    assert set(axes_of(own(Grouped(), x), {"x": x}, (("data", 4), ("tensor", 2))).values()) == {
+        "- heads",
+        "heads -",
+    }
     with on(data=2, tensor=4):  # more than the heads of keys
         notes = lay_out(own(Grouped(), x), {"x": x}).warnings
     assert len(notes) == 4 and "8 in parts of 2 does not divide over tensor=4" in notes[0], notes
@@ -114,7 +135,9 @@ def test_layers_in_a_scan_are_laid_out_like_one():
         @nn.compact
         def __call__(self, x):
             body = lambda block, x, _: (block(x), None)  # noqa: E731
-            every = nn.scan(body, variable_axes={"params": 0}, split_rngs={"params": True}, length=4)
+            every = nn.scan(
+                body, variable_axes={"params": 0}, split_rngs={"params": True}, length=4
+            )
             return every(Residual(1), x, None)[0]
 
     found = axes_of(own(Scanned(), X), {"x": X}, (("fsdp", 2), ("tensor", 4)))
@@ -131,7 +154,10 @@ def test_what_is_cut_convolved_tied_or_recurrent():
 
     with on(tensor=8):
         laid = lay_out(own(Fused(), X), {"x": X})
-    assert laid.rows[1].axes == (None, None) and "32 is cut or put together (split)" in laid.rows[1].why
+    assert (
+        laid.rows[1].axes == (None, None)
+        and "32 is cut or put together (split)" in laid.rows[1].why
+    )
 
     class Convolved(nn.Module):
         @nn.compact
@@ -169,8 +195,15 @@ def collectives_of(fn, model, batch, axes, mesh):
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.params)
     shardings = named_shardings(params, model.param_axes(params)), named_shardings(batch, axes)
     out = shardings[0] if fn is jax.grad else None
-    program = fn(lambda params, batch: model.valued(params, state.collections, batch, jax.random.key(0))[0])
-    text = jax.jit(program, in_shardings=shardings, out_shardings=out).lower(params, batch).compile().as_text()
+    program = fn(
+        lambda params, batch: model.valued(params, state.collections, batch, jax.random.key(0))[0]
+    )
+    text = (
+        jax.jit(program, in_shardings=shardings, out_shardings=out)
+        .lower(params, batch)
+        .compile()
+        .as_text()
+    )
     return [(c.kind, c.axes) for c in hlo.collectives(text, mesh) for shape in c.shapes if shape]
 
 
@@ -178,7 +211,9 @@ def test_a_block_costs_one_sum_forward_and_one_backward():
     batch, axes = {"x": X}, {"x": ("batch", None)}
     with on(tensor=8) as mesh:
         model = lay_out(own(Residual(3), X), batch).model
-        assert collectives_of(lambda f: f, model, batch, axes, mesh) == 3 * [("all-reduce", ("tensor",))]
+        assert collectives_of(lambda f: f, model, batch, axes, mesh) == 3 * [
+            ("all-reduce", ("tensor",))
+        ]
         # The gradient with respect to a block's input is summed where it leaves the block, but for the first, whose
         # norm alone asks for it.
         backward = collectives_of(jax.grad, model, batch, axes, mesh)
@@ -187,12 +222,23 @@ def test_a_block_costs_one_sum_forward_and_one_backward():
 
 def test_what_the_user_says_goes_before_the_rules():
     model, batch = own(Mlp((16, 4)), X), {"x": X}
-    found = axes_of(model, batch, (("fsdp", 2), ("tensor", 4)), {"params/Dense_0/kernel": ("mlp", None)})
+    found = axes_of(
+        model, batch, (("fsdp", 2), ("tensor", 4)), {"params/Dense_0/kernel": ("mlp", None)}
+    )
     assert found["Dense_0/kernel"] == "mlp -" and found["Dense_1/kernel"] == "mlp embed"
     for given, sentence in (
-        ({"*/Dense_7/*": (None,)}, "no parameter is called '.*Dense_7.*'; they are params/Dense_0/bias, "),
-        ({"*/Dense_0/*": (None,)}, r"Dense_0/kernel of shape \(8, 16\) is given 1 axes; legal is one a dimension"),
-        ({"*/kernel": ("embedding", None)}, "is given the unknown axis 'embedding'; legal are batch, "),
+        (
+            {"*/Dense_7/*": (None,)},
+            "no parameter is called '.*Dense_7.*'; they are params/Dense_0/bias, ",
+        ),
+        (
+            {"*/Dense_0/*": (None,)},
+            r"Dense_0/kernel of shape \(8, 16\) is given 1 axes; legal is one a dimension",
+        ),
+        (
+            {"*/kernel": ("embedding", None)},
+            "is given the unknown axis 'embedding'; legal are batch, ",
+        ),
         ({"*/Dense_1/kernel": (None, "embed")}, None),
         ({"*/Dense_1/kernel": ("embed", "embed")}, "uses mesh axis 'fsdp' twice"),
     ):
@@ -201,10 +247,17 @@ def test_what_the_user_says_goes_before_the_rules():
             continue
         with pytest.raises(UsageError, match=sentence):
             axes_of(model, batch, (("fsdp", 2), ("tensor", 4)), given)
-    with pytest.raises(UsageError, match="Dense_1/kernel: dimension 1 .mlp. of size 4 does not divide over tensor=8"):
+    with pytest.raises(
+        UsageError,
+        match="Dense_1/kernel: dimension 1 .mlp. of size 4 does not divide over tensor=8",
+    ):
         axes_of(model, batch, (("tensor", 8),), {"*/Dense_1/kernel": (None, "mlp")})
-    with pytest.raises(UsageError, match=r"mesh.context=2 splits nothing of such a model; legal are data, fsdp and"):
+    with pytest.raises(
+        UsageError, match=r"mesh.context=2 splits nothing of such a model; legal are data, fsdp and"
+    ):
         axes_of(model, batch, (("data", 4), ("context", 2)))
     with use_mesh(make_mesh(MeshSpec(tensor=8)), rules_from({"mlp": "none"})):
         assert lay_out(model, batch).rows[1].split == ("", "")
-    assert not any(any(row.axes) for row in lay_out(model, batch).rows), "without a mesh all is whole"
+    assert not any(any(row.axes) for row in lay_out(model, batch).rows), (
+        "without a mesh all is whole"
+    )

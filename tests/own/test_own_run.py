@@ -14,7 +14,16 @@ from tolerance import LAYOUT, assert_close
 from experiments import _own
 from jaxpar.loop import Fit
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-from jaxpar.own import OwnModel, examples_in_batches, from_nnx, lay_out, mean_loss, predictions, train_own, verify_own
+from jaxpar.own import (
+    OwnModel,
+    examples_in_batches,
+    from_nnx,
+    lay_out,
+    mean_loss,
+    predictions,
+    train_own,
+    verify_own,
+)
 from jaxpar.types import UsageError
 from jaxpar.verify import Layout
 
@@ -43,12 +52,21 @@ def test_every_example_is_the_same_on_any_layout(name):
 @pytest.mark.slow  # 90 s of compiling
 @pytest.mark.parametrize("name", TASKS)
 def test_every_example_is_the_same_on_more_layouts(name):
-    task, sizes = TASKS[name](), [dict(data=2, tensor=4), dict(data=8), dict(fsdp=8), dict(fsdp=4, tensor=2)]
-    layouts = [ALL_AXES, *(Layout(MeshSpec(**size)) for size in sizes), Layout(MeshSpec(fsdp=4, tensor=2), "zero1")]
+    task, sizes = (
+        TASKS[name](),
+        [dict(data=2, tensor=4), dict(data=8), dict(fsdp=8), dict(fsdp=4, tensor=2)],
+    )
+    layouts = [
+        ALL_AXES,
+        *(Layout(MeshSpec(**size)) for size in sizes),
+        Layout(MeshSpec(fsdp=4, tensor=2), "zero1"),
+    ]
     dtypes = ["float32"] + (name != "policy") * ["float64"]  # CartPole computes in float32
     batch = task.model.collate(list(task.examples[:8]))
     rows = verify_own(task.model, lambda step: batch, layouts, allow=task.allow, dtypes=dtypes)
-    assert len(rows) == 6 * len(dtypes) and not any(row.breaches or row.refused for row in rows), rows
+    assert len(rows) == 6 * len(dtypes) and not any(row.breaches or row.refused for row in rows), (
+        rows
+    )
 
 
 # ---------------------------------------------------------------- state beside the parameters, of linen and of NNX
@@ -59,7 +77,11 @@ class Noisy(nn.Module):
 
     @nn.compact
     def __call__(self, x, train):
-        x = nn.relu(nn.BatchNorm(momentum=0.5)(nn.Dense(8, use_bias=False)(x), use_running_average=not train))
+        x = nn.relu(
+            nn.BatchNorm(momentum=0.5)(
+                nn.Dense(8, use_bias=False)(x), use_running_average=not train
+            )
+        )
         return nn.Dense(1)(nn.Dropout(0.5)(x, deterministic=not train))
 
 
@@ -75,13 +97,21 @@ def in_linen(optimizer=RULE):
     def predict(variables, batch):
         return module.apply(variables, batch["x"], False)
 
-    return OwnModel(lambda key: module.init(key, jnp.zeros((1, 4)), False), loss, predict, optimizer, collate)
+    return OwnModel(
+        lambda key: module.init(key, jnp.zeros((1, 4)), False), loss, predict, optimizer, collate
+    )
 
 
 class NoisyNnx(nnx.Module):
     def __init__(self, rngs):
-        self.first, self.last = nnx.Linear(4, 8, use_bias=False, rngs=rngs), nnx.Linear(8, 1, rngs=rngs)
-        self.norm, self.dropout = nnx.BatchNorm(8, momentum=0.5, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        self.first, self.last = (
+            nnx.Linear(4, 8, use_bias=False, rngs=rngs),
+            nnx.Linear(8, 1, rngs=rngs),
+        )
+        self.norm, self.dropout = (
+            nnx.BatchNorm(8, momentum=0.5, rngs=rngs),
+            nnx.Dropout(0.5, rngs=rngs),
+        )
 
     def __call__(self, x):
         return self.last(self.dropout(nnx.relu(self.norm(self.first(x)))))
@@ -117,29 +147,46 @@ def first_state(model):
 
 
 def changed(new, old):
-    return all(float(np.abs(x - y).max()) > 0 for x, y in zip(*map(jax.tree.leaves, (new, old)), strict=True))
+    return all(
+        float(np.abs(x - y).max()) > 0
+        for x, y in zip(*map(jax.tree.leaves, (new, old)), strict=True)
+    )
 
 
 def test_statistics_and_dropout_are_the_same_on_any_mesh():
     model = in_linen()
     whole, alone = trained(model, 3), trained(model, 3, "one")
     assert_close(whole.state, alone.state, LAYOUT["float32"])
-    assert changed(jax.device_get(whole.state.collections), first_state(model).collections), "statistics are kept"
-    assert {"train/largest", "train/loss", "train/skipped", "train/grad_norm"} <= whole.metrics.keys()
+    assert changed(jax.device_get(whole.state.collections), first_state(model).collections), (
+        "statistics are kept"
+    )
+    assert {
+        "train/largest",
+        "train/loss",
+        "train/skipped",
+        "train/grad_norm",
+    } <= whole.metrics.keys()
     variables = {"params": alone.state.params} | alone.state.collections
     want = Noisy().apply(variables, EXAMPLES[:13], False)
-    for last in (8, 4):  # on one mesh and the next: rows in their order, whatever fills up the last batch
+    for last in (
+        8,
+        4,
+    ):  # on one mesh and the next: rows in their order, whatever fills up the last batch
         spec = dataclasses.replace(SIZES["eight"], data=last // 4)
         with use_mesh(make_mesh(spec, jax.devices()[8 - last :])):
             model = lay_out(model, collate(EXAMPLES[:8])).model
             state = jax.device_get(whole.state)
-            np.testing.assert_allclose(predictions(model, state, EXAMPLES[:13], 8), want, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(
+                predictions(model, state, EXAMPLES[:13], 8), want, rtol=1e-4, atol=1e-5
+            )
 
 
 def test_a_run_of_nnx_that_was_cut_is_the_one_that_was_not_bit_for_bit(tmp_path):
     model = in_nnx()
     whole = trained(model, 4)
-    assert changed(jax.device_get(whole.state.collections), first_state(model).collections), "statistics are kept"
+    assert changed(jax.device_get(whole.state.collections), first_state(model).collections), (
+        "statistics are kept"
+    )
     for steps in (2, 4, 4):  # the last is finished when it begins
         again = trained(model, steps, folder=tmp_path)
     jax.tree.map(np.testing.assert_array_equal, *jax.device_get((again.state, whole.state)))
@@ -157,13 +204,19 @@ def variables(state):
 def test_a_step_is_what_one_writes_by_hand():
     model = in_linen()
     state = jax.jit(model.init)(jax.random.key(0))
-    assert set(state.collections) == {"batch_stats"} and set(state.params) == {"Dense_0", "Dense_1", "BatchNorm_0"}
+    assert set(state.collections) == {"batch_stats"} and set(state.params) == {
+        "Dense_0",
+        "Dense_1",
+        "BatchNorm_0",
+    }
     batch, key = collate(EXAMPLES[:8]), jax.random.key(1)
     new, info = jax.jit(model.step)(key, state, batch)
 
     def by_hand(params):
         variables = {"params": params} | state.collections
-        y, changed = Noisy().apply(variables, batch["x"], True, mutable=["batch_stats"], rngs={"dropout": key})
+        y, changed = Noisy().apply(
+            variables, batch["x"], True, mutable=["batch_stats"], rngs={"dropout": key}
+        )
         return jnp.square(y - batch["y"]).mean(), changed
 
     (value, changed), grads = jax.jit(jax.value_and_grad(by_hand, has_aux=True))(state.params)
@@ -176,7 +229,10 @@ def test_batches_go_through_all_examples_once_an_epoch_in_an_order_of_its_own():
     model = dataclasses.replace(in_linen(), collate=lambda rows: {"x": np.asarray(rows)})
     batches = examples_in_batches(model, list(range(40)), 8, seed=1)
     epochs = [np.concatenate([batches(5 * epoch + i)["x"] for i in range(5)]) for epoch in range(2)]
-    assert all(sorted(epoch.tolist()) == list(range(40)) for epoch in epochs) and (epochs[0] != epochs[1]).any()
+    assert (
+        all(sorted(epoch.tolist()) == list(range(40)) for epoch in epochs)
+        and (epochs[0] != epochs[1]).any()
+    )
     again = examples_in_batches(model, list(range(40)), 8, seed=1)
     np.testing.assert_array_equal(again(7)["x"], batches(7)["x"])
     assert (examples_in_batches(model, list(range(40)), 8, seed=2)(0)["x"] != batches(0)["x"]).any()
@@ -190,10 +246,15 @@ def test_means_over_held_out_examples():
     def loss(variables, batch, key):
         return variables["w"] * batch["x"].mean(), {"twice": 2 * batch["x"].mean()}
 
-    model = OwnModel(lambda key: {"w": jnp.float32(3)}, loss, None, RULE, lambda rows: {"x": np.float32(rows)})
+    model = OwnModel(
+        lambda key: {"w": jnp.float32(3)}, loss, None, RULE, lambda rows: {"x": np.float32(rows)}
+    )
     state = model.init(jax.random.key(0))
     assert state.collections is None
-    assert mean_loss(model, [1, 2, 3, 6, 100], 2, state) == {"validation/loss": 9.0, "validation/twice": 6.0}
+    assert mean_loss(model, [1, 2, 3, 6, 100], 2, state) == {
+        "validation/loss": 9.0,
+        "validation/twice": 6.0,
+    }
     assert mean_loss(model, [1, 4], 4, state)["validation/loss"] == 7.5
 
 
@@ -209,7 +270,9 @@ LINEAR = OwnModel(
 
 
 def with_loss(fn):
-    return dataclasses.replace(LINEAR, loss=lambda variables, batch, key: fn(batch["x"] @ variables["w"]))
+    return dataclasses.replace(
+        LINEAR, loss=lambda variables, batch, key: fn(batch["x"] @ variables["w"])
+    )
 
 
 def counted(key):
@@ -279,13 +342,17 @@ def test_more_mistakes():
     with pytest.raises(UsageError, match="there is no layout to verify"):
         verify_own(LINEAR, lambda step: {"x": EXAMPLES[:8]}, [])
     stopped = dataclasses.replace(LINEAR, optimizer=optax.sgd(jnp.inf))
-    with pytest.raises(UsageError, match="the update of step 1 is not finite, its loss is; lower the learning rate"):
+    with pytest.raises(
+        UsageError, match="the update of step 1 is not finite, its loss is; lower the learning rate"
+    ):
         trained(stopped, 1)
 
 
 def test_boxes_of_linen_are_opened():
     module = nn.Dense(4, kernel_init=nn.with_partitioning(nn.initializers.ones, ("a", "b")))
-    model = dataclasses.replace(LINEAR, init_variables=lambda key: module.init(key, jnp.zeros((1, 4))))
+    model = dataclasses.replace(
+        LINEAR, init_variables=lambda key: module.init(key, jnp.zeros((1, 4)))
+    )
     assert model.init(jax.random.key(0)).params["kernel"].shape == (4, 4)
 
 
@@ -299,5 +366,9 @@ def test_a_layout_that_sends_activations_about_is_told():
     init = lambda key: {"w": jnp.ones((4, 2))}  # noqa: E731
     model = dataclasses.replace(LINEAR, loss=loss, init_variables=init)
     wide = np.random.default_rng(0).standard_normal((64, 4)).astype(np.float32)
-    rows = verify_own(model, lambda step: {"x": wide}, [Layout(MeshSpec(data=8))], dtypes=["float32"], steps=1)
-    assert any("over data, where at most 0 of 0 are declared" in breach for breach in rows[0].breaches), rows
+    rows = verify_own(
+        model, lambda step: {"x": wide}, [Layout(MeshSpec(data=8))], dtypes=["float32"], steps=1
+    )
+    assert any(
+        "over data, where at most 0 of 0 are declared" in breach for breach in rows[0].breaches
+    ), rows

@@ -30,7 +30,10 @@ def layer(params, index, x, data, key):
     del key
     h = contract("btd,df->btf", x + 0.1 * data["tokens"][..., None], params["up"], ("embed", "mlp"))
     y = contract("btf,fd->btd", jnp.tanh(h) * (1 + index), params["down"], ("mlp", "embed"))
-    told = Aux({"small": 0.1 * jnp.square(y).mean()}, {"largest": Max(jnp.abs(y).max()), "mean": Mean.of(y)})
+    told = Aux(
+        {"small": 0.1 * jnp.square(y).mean()},
+        {"largest": Max(jnp.abs(y).max()), "mean": Mean.of(y)},
+    )
     return params["scale"][None, None] * x + y, told
 
 
@@ -90,7 +93,11 @@ def program(schedule, num_turns, dtype, sizes, *, latency=1, keep=lambda body: b
         if "fsdp" in sizes:  # as a run has them at rest
             at_rest = {name: (None, *axes) for name, axes in AXES.items()}
             args = {**args[0], "layers": shard(args[0]["layers"], at_rest)}, args[1]
-        run = jit(lambda params, batch: Pipelined(schedule, latency)(stages(num_turns, keep), params, batch, None, m))
+        run = jit(
+            lambda params, batch: Pipelined(schedule, latency)(
+                stages(num_turns, keep), params, batch, None, m
+            )
+        )
         return run.lower(*args).compile(), args
 
 
@@ -109,7 +116,11 @@ def carried(schedule, num_turns):
         run = lambda params, batch: Pipelined(schedule)(stages(num_turns), params, batch, None, m)  # noqa: E731
         jaxpr = jax.make_jaxpr(run)(*args)
     (inner,) = [eqn.params["jaxpr"] for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
-    (loop,) = [eqn for eqn in inner.eqns if eqn.primitive.name == "scan" and eqn.params["length"] == len(table.rows)]
+    (loop,) = [
+        eqn
+        for eqn in inner.eqns
+        if eqn.primitive.name == "scan" and eqn.params["length"] == len(table.rows)
+    ]
     return [x.aval for x in loop.outvars], loop.params["jaxpr"].jaxpr
 
 

@@ -17,7 +17,9 @@ def test_row_r_goes_to_microbatch_r_modulo_their_number():
     parts = parts_of({"tokens": rows}, 3)["tokens"]
     for part in range(3):
         np.testing.assert_array_equal(parts[part], rows[part::3])
-    with pytest.raises(UsageError, match="train.accumulate=4 does not divide the batch of 6 rows; nearest is 3"):
+    with pytest.raises(
+        UsageError, match="train.accumulate=4 does not divide the batch of 6 rows; nearest is 3"
+    ):
         parts_of(rows, 4)
 
 

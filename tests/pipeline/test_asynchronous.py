@@ -39,16 +39,24 @@ def model(num_turns):
 
     def layer(params, index, x, data, key):
         x, told = toy.layer(params, index, x, data, None)
-        return x * jax.random.uniform(jax.random.fold_in(key, index), x.shape, x.dtype, 0.8, 1.2), told
+        return x * jax.random.uniform(
+            jax.random.fold_in(key, index), x.shape, x.dtype, 0.8, 1.2
+        ), told
 
-    noisy = toy._replace(hold=hold, release=lambda params, g: jax.vjp(hold, params)[1](g)[0], layer=layer)
+    noisy = toy._replace(
+        hold=hold, release=lambda params, g: jax.vjp(hold, params)[1](g)[0], layer=layer
+    )
     return noisy._replace(whole=layer_by_layer(noisy))
 
 
 @functools.cache
 def plain(model):
     """(parameters, a microbatch, its key) -> its loss and gradient, by the model in one piece."""
-    return jit(jax.value_and_grad(lambda params, data, key: model.whole(params, data, key, model.total(data), 1.0)[0]))
+    return jit(
+        jax.value_and_grad(
+            lambda params, data, key: model.whole(params, data, key, model.total(data), 1.0)[0]
+        )
+    )
 
 
 @functools.cache
@@ -72,7 +80,9 @@ def recursion(model, ends, rule, params, microbatches, key, num_stages, states=N
 
     def part(tree, stage):
         own = {name: tree[name] for name, owner in ends.items() if owner % num_stages == stage}
-        return own | {"layers": jax.tree.map(lambda x: x[stage * size : (stage + 1) * size], tree["layers"])}
+        return own | {
+            "layers": jax.tree.map(lambda x: x[stage * size : (stage + 1) * size], tree["layers"])
+        }
 
     def whole(parts):
         layers = jax.tree.map(lambda *x: np.concatenate(x), *(each["layers"] for each in parts))
@@ -85,7 +95,9 @@ def recursion(model, ends, rule, params, microbatches, key, num_stages, states=N
         data = jax.tree.map(lambda x, j=j: x[j], microbatches)
         loss, grads = jax.device_get(plain(model)(used, data, key_of_part(key, j, m)))
         for s in range(num_stages):
-            own, states[s] = jax.device_get(updated(rule)(part(grads, s), states[s], versions[s][-1]))
+            own, states[s] = jax.device_get(
+                updated(rule)(part(grads, s), states[s], versions[s][-1])
+            )
             versions[s].append(own)
         losses.append(loss)
     return whole([each[-1] for each in versions]), states, np.stack(losses)
@@ -93,7 +105,9 @@ def recursion(model, ends, rule, params, microbatches, key, num_stages, states=N
 
 def program(rule, num_turns, num_stages, dtype, sizes):
     """A mesh, the program, and its arguments."""
-    mesh = make_mesh(MeshSpec(stage=num_stages, **sizes), jax.devices()[: num_stages * math.prod(sizes.values())])
+    mesh = make_mesh(
+        MeshSpec(stage=num_stages, **sizes), jax.devices()[: num_stages * math.prod(sizes.values())]
+    )
     microbatches = jax.tree.map(lambda x: x.reshape(M, ROWS, LENGTH), batch_of(M, dtype))
     train, params = PipeDream(rule), params_of(num_turns, dtype)
     with use_mesh(mesh):
@@ -116,24 +130,32 @@ def test_it_is_the_recursion_of_delayed_gradients(name, x64):
     want, states = params, None
     for seed in range(2):  # the second from the state that the first left
         lost = []
-        if seed and name == "SGD where finite":  # nothing of it reaches another microbatch, by the slots of any stage
+        if (
+            seed and name == "SGD where finite"
+        ):  # nothing of it reaches another microbatch, by the slots of any stage
             lost, targets = [4], microbatches["targets"].at[4].set(jnp.nan)
             microbatches = microbatches | {"targets": targets}
         key = jax.random.key(seed)
         with use_mesh(mesh):
             params, state, losses = jax.device_get(train(params, state, microbatches, key))
-        want, states, known = recursion(model(num_turns), ENDS, rule, want, microbatches, key, num_stages, states)
+        want, states, known = recursion(
+            model(num_turns), ENDS, rule, want, microbatches, key, num_stages, states
+        )
         assert np.flatnonzero(~np.isfinite(losses)).tolist() == lost and losses.dtype == dtype
         assert_close((params, np.delete(losses, lost)), (want, np.delete(known, lost)), tolerance)
 
 
 def test_of_one_stage_it_is_online_descent(x64):
-    mesh, train, (params, state, microbatches) = program(optax.sgd(0.002), 4, 1, "float64", {"data": 2})
+    mesh, train, (params, state, microbatches) = program(
+        optax.sgd(0.002), 4, 1, "float64", {"data": 2}
+    )
     key = jax.random.key(0)
     with use_mesh(mesh):
         got, _, losses = train(params, state, microbatches, key)
     for j in range(M):
-        loss, grads = plain(model(4))(params, jax.tree.map(lambda x, j=j: x[j], microbatches), key_of_part(key, j, M))
+        loss, grads = plain(model(4))(
+            params, jax.tree.map(lambda x, j=j: x[j], microbatches), key_of_part(key, j, M)
+        )
         params = jax.tree.map(lambda w, g: w - 0.002 * g, params, grads)
         assert_close(losses[j], loss, EXACT)
     assert_close(jax.device_get(got), jax.device_get(params), EXACT)
@@ -157,7 +179,9 @@ def test_a_stage_holds_the_versions_that_its_table_says(num_stages, m):
                 assert holds[read] == newest and before == write == -1
         assert newest == holds[m % (num_stages - stage)] == m
     used = tuple(len(set(slots[:, stage].ravel()) - {-1}) for stage in range(num_stages))
-    assert used == simulate_schedule(schedule).weights or m < num_stages  # a slot of each in every ring
+    assert (
+        used == simulate_schedule(schedule).weights or m < num_stages
+    )  # a slot of each in every ring
 
 
 def test_the_ring_has_a_slot_a_version_and_what_the_last_stage_reads_one(x64):
@@ -167,19 +191,37 @@ def test_the_ring_has_a_slot_a_version_and_what_the_last_stage_reads_one(x64):
             params, state, microbatches, jax.random.key(0)
         )
     (inner,) = [eqn.params["jaxpr"] for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
-    (loop,) = [eqn for eqn in inner.eqns if eqn.primitive.name == "scan" and eqn.params["length"] == 2 * (M + 3)]
+    (loop,) = [
+        eqn
+        for eqn in inner.eqns
+        if eqn.primitive.name == "scan" and eqn.params["length"] == 2 * (M + 3)
+    ]
     carried = [x.aval.shape for x in loop.outvars]
     most = max(simulate_schedule(pipedream(4, M)).weights)
     for own in jax.tree.leaves(params["layers"]):
         assert carried.count((most, 2, *own.shape[1:])) == 1
-    assert carried.count((most, *params["table"].shape)) == carried.count((1, *params["head"].shape)) == 1
+    assert (
+        carried.count((most, *params["table"].shape))
+        == carried.count((1, *params["head"].shape))
+        == 1
+    )
 
 
 # ---------------------------------------------------------------- language models
 
 
-SMALL = dict(vocab_size=16, num_layers=2, embed_dim=8, num_heads=2, mlp_dim=8, dtype="float32", tied=False)
-EVERYTHING = dict(norm="layer", positions="learned", bias=True, dropout=0.3, max_seq_len=6, remat="names", z_loss=0.1)
+SMALL = dict(
+    vocab_size=16, num_layers=2, embed_dim=8, num_heads=2, mlp_dim=8, dtype="float32", tied=False
+)
+EVERYTHING = dict(
+    norm="layer",
+    positions="learned",
+    bias=True,
+    dropout=0.3,
+    max_seq_len=6,
+    remat="names",
+    z_loss=0.1,
+)
 
 
 def words(m, rows=4):
@@ -197,7 +239,9 @@ def train_shapes(config, num_stages, rule):
 
 
 def test_a_language_model_keeps_its_shapes():
-    (params, state, _), (got, moved, losses) = train_shapes(LMConfig(**SMALL | dict(dtype="bfloat16")), 2, ADAM)
+    (params, state, _), (got, moved, losses) = train_shapes(
+        LMConfig(**SMALL | dict(dtype="bfloat16")), 2, ADAM
+    )
     shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)  # noqa: E731
     assert shapes(got) == shapes(params) and shapes(moved) == shapes(state)
     assert losses.shape == (3,) and {x.shape[0] for x in jax.tree.leaves(state)} == {2}
@@ -206,8 +250,14 @@ def test_a_language_model_keeps_its_shapes():
 @pytest.mark.parametrize(
     "changes, sentence",
     [
-        (dict(tied=True), "embedding is read before the layers and after them, by stages that update apart"),
-        (dict(num_layers=3), "3 layers do not divide over 2 stages; the nearest legal numbers are 2 or 4"),
+        (
+            dict(tied=True),
+            "embedding is read before the layers and after them, by stages that update apart",
+        ),
+        (
+            dict(num_layers=3),
+            "3 layers do not divide over 2 stages; the nearest legal numbers are 2 or 4",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(changes, sentence):
@@ -218,8 +268,13 @@ def test_what_does_not_fit_is_refused(changes, sentence):
 def test_a_state_of_other_stages_is_refused():
     with use_mesh(make_mesh(MeshSpec(stage=2), jax.devices()[:2])):
         state = {"count": jnp.zeros(4)}
-        with pytest.raises(UsageError, match=re.escape("the state is [2, ...] of as many stages; here m is [3], and")):
-            PipeDream(ADAM)(lm_stages(LMConfig(**SMALL)), noisy_params(LMConfig(**SMALL)), state, words(3))
+        with pytest.raises(
+            UsageError,
+            match=re.escape("the state is [2, ...] of as many stages; here m is [3], and"),
+        ):
+            PipeDream(ADAM)(
+                lm_stages(LMConfig(**SMALL)), noisy_params(LMConfig(**SMALL)), state, words(3)
+            )
 
 
 def test_a_pipeline_of_gradients_and_a_run_name_what_trains_without_a_flush():
@@ -250,10 +305,14 @@ def test_a_language_model_is_trained_by_the_recursion(config, dtype, tolerance, 
     with use_mesh(make_mesh(MeshSpec(stage=2, data=2, tensor=2)), rules_from(layout="stages")):
         placed = shard(params, axes(config))
         state = PipeDream(rule).init(language, placed, axes(config))
-        got, moved, losses = jit(lambda *args: PipeDream(rule)(language, *args))(placed, state, batch, key)
+        got, moved, losses = jit(lambda *args: PipeDream(rule)(language, *args))(
+            placed, state, batch, key
+        )
     for one in (state, moved):
         assert one[0].mu["layers"]["wo"].sharding.spec[:3] == ("stage", None, "tensor")
-    ends = {name: 0 if name in ("embedding", "positions") else -1 for name in params if name != "layers"}
+    ends = {
+        name: 0 if name in ("embedding", "positions") else -1 for name in params if name != "layers"
+    }
     want, _, known = recursion(language, ends, rule, params, batch, key, 2)
     # A bias of keys changes no attention: its gradient is rounding, which Adam makes a step of.
     assert_close(jax.device_get((got, losses)), (want, known), tolerance, masked=("bk",))

@@ -42,7 +42,9 @@ LAYERS = 8
 def half_of(schedule):
     """Every second microbatch on the host, so that both places have several slots."""
     whole = with_offload(schedule, lockstep=True)
-    return dataclasses.replace(whole, sides=tuple(side for side in whole.sides if side.microbatch % 2 == 0))
+    return dataclasses.replace(
+        whole, sides=tuple(side for side in whole.sides if side.microbatch % 2 == 0)
+    )
 
 
 @functools.cache
@@ -63,7 +65,13 @@ def test_no_bit_of_a_gradient_changes(schedule, axis):
         return  # whose compiler copies slots on CPU devices
     for leading in (slots["stash"], slots["host"] + 1):
         for width in {toy.WIDTH, toy.HIDDEN}:
-            shape = leading, LAYERS // schedule.depth, toy.ROWS // (2 if axis == "data" else 1), toy.LENGTH, width
+            shape = (
+                leading,
+                LAYERS // schedule.depth,
+                toy.ROWS // (2 if axis == "data" else 1),
+                toy.LENGTH,
+                width,
+            )
             assert not copies(body, shape), shape
 
 
@@ -119,7 +127,9 @@ def test_an_offload_of_what_another_microbatch_left_is_said_where_it_is_read():
     ticks = {side[3:]: tick for tick, side in table.sides if side.kind == "offload"}
     earlier = ticks[0, 1] - 1
     assert ticks[0, 0] == earlier
-    wrong = [(tick, side) for tick, side in table.sides if (side.kind, side.microbatch) != ("offload", 1)]
+    wrong = [
+        (tick, side) for tick, side in table.sides if (side.kind, side.microbatch) != ("offload", 1)
+    ]
     wrong.append((earlier, Side("offload", 0, 1, 0, 1)))
     said = check_table(dataclasses.replace(table, sides=tuple(wrong)))
     assert f"tick {earlier}, device 0: stash slot 0 holds F0.0, not F1.0" in said
@@ -148,10 +158,16 @@ def test_tables_of_every_schedule_hold_what_is_simulated(name):
         before = simulate_schedule(schedule, lockstep=True)
         for away in (with_offload(schedule, lockstep=True), half_of(schedule)):
             table, timing = pack_schedule(away), simulate_schedule(away, lockstep=True)
-            assert check_schedule(away) == check_table(table) == [] and timing.makespan == before.makespan
+            assert (
+                check_schedule(away) == check_table(table) == []
+                and timing.makespan == before.makespan
+            )
             said = table.slots["stash"], table.slots["factors"], table.slots.get("host", 0)
             assert said == (max(timing.activations), max(timing.factors), max(timing.hosted))
-        assert max(simulate_schedule(with_offload(schedule, lockstep=True), lockstep=True).activations) == 1
+        assert (
+            max(simulate_schedule(with_offload(schedule, lockstep=True), lockstep=True).activations)
+            == 1
+        )
 
 
 def test_slow_transfers_are_taken_only_where_they_cost_no_time():
@@ -168,15 +184,25 @@ def for_a_tpu():
     """Bytes of one device, of a schedule without and with offload; and what the host computes."""
     from jaxpar.aot import devices, parse_topology
 
-    toy.WIDTH, toy.HIDDEN, toy.ROWS, toy.LENGTH = 1024, 4096, 8, 512  # what is smaller stays in the cores' own memory
+    toy.WIDTH, toy.HIDDEN, toy.ROWS, toy.LENGTH = (
+        1024,
+        4096,
+        8,
+        512,
+    )  # what is smaller stays in the cores' own memory
     plain, found = gpipe(4, 8), []
     args = jax.eval_shape(lambda: (toy.params_of(4, "float32"), toy.batch_of(8, "float32")))
     for schedule in (plain, with_offload(plain, lockstep=True)):
         with use_mesh(make_mesh(MeshSpec(stage=4), devices(parse_topology("v5e:2x2")))):
-            whole = lambda params, batch, s=schedule: Pipelined(s)(toy.stages(4), params, batch, None, 8)  # noqa: E731
+
+            def whole(params, batch, s=schedule):
+                return Pipelined(s)(toy.stages(4), params, batch, None, 8)
+
             program = jax.jit(whole).lower(*args).compile()
         memory = program.memory_analysis()
-        moved = re.findall(r" (?:dynamic-update-slice|dynamic-slice|copy)-start\(", program.as_text())
+        moved = re.findall(
+            r" (?:dynamic-update-slice|dynamic-slice|copy)-start\(", program.as_text()
+        )
         found.append([memory.temp_size_in_bytes, memory.host_temp_size_in_bytes, len(moved)])
     return found
 
@@ -186,33 +212,52 @@ def for_a_tpu():
 def test_a_tpu_has_fewer_bytes_on_the_device_and_the_rest_on_the_host():
     (before, none, _), (after, host, moved) = on_a_tpu(__file__)
     slot = 4 * 8 * 512 * (3 * 1024 + 2 * 4096)
-    assert none == 0 and host == 8 * slot  # seven at most are away at once, and one that nobody reads
+    assert (
+        none == 0 and host == 8 * slot
+    )  # seven at most are away at once, and one that nobody reads
     assert after <= 0.6 * before and moved > 0
 
 
 def test_transfers_that_no_program_can_make_are_refused():
     soon, far = one_f_one_b(2, 4), gpipe(2, 4)
-    pair = tuple(Side(kind, 1, 1, 1, 0) for kind in ("offload", "fetch"))  # of F0 D0 F1 D1, between F0 and D0
+    pair = tuple(
+        Side(kind, 1, 1, 1, 0) for kind in ("offload", "fetch")
+    )  # of F0 D0 F1 D1, between F0 and D0
     for schedule, sentence in (
-        (dataclasses.replace(soon, sides=pair), "has no time to go to the host and come back in lock-step"),
-        (dataclasses.replace(far, sides=with_offload(far).sides[:1]), "has offload and nothing that undoes it"),
+        (
+            dataclasses.replace(soon, sides=pair),
+            "has no time to go to the host and come back in lock-step",
+        ),
+        (
+            dataclasses.replace(far, sides=with_offload(far).sides[:1]),
+            "has offload and nothing that undoes it",
+        ),
     ):
-        with use_mesh(make_mesh(MeshSpec(stage=2), jax.devices()[:2])), pytest.raises(UsageError, match=sentence):
+        with (
+            use_mesh(make_mesh(MeshSpec(stage=2), jax.devices()[:2])),
+            pytest.raises(UsageError, match=sentence),
+        ):
             Pipelined(schedule).check(toy.stages(4), 4)
 
 
 def test_devices_without_the_hosts_memory_are_refused(monkeypatch):
-    small = SimpleNamespace(device_kind="toaster", addressable_memories=lambda: [SimpleNamespace(kind="device")])
+    small = SimpleNamespace(
+        device_kind="toaster", addressable_memories=lambda: [SimpleNamespace(kind="device")]
+    )
     with use_mesh(make_mesh(MeshSpec(stage=2), jax.devices()[:2])):
         monkeypatch.setattr(jax, "devices", lambda: [small])
         Pipelined(gpipe(2, 4)).check(toy.stages(4), 4)
-        with pytest.raises(UsageError, match="pinned_host, which devices of the kind toaster do not have"):
+        with pytest.raises(
+            UsageError, match="pinned_host, which devices of the kind toaster do not have"
+        ):
             Pipelined(with_offload(gpipe(2, 4), lockstep=True)).check(toy.stages(4), 4)
 
 
 def test_a_run_asks_for_it_by_a_flag():
     def asked(**flags):
-        config = dict(pipeline="gpipe", microbatches=4, chunks=2, split_head=False, gather_chunks=False)
+        config = dict(
+            pipeline="gpipe", microbatches=4, chunks=2, split_head=False, gather_chunks=False
+        )
         config |= dict(offload=True) | flags
         return make_schedule(SimpleNamespace(**config), LMConfig(num_layers=4), 1)
 
@@ -222,7 +267,11 @@ def test_a_run_asks_for_it_by_a_flag():
         assert schedule.schedule == with_offload(gpipe(2, 4), lockstep=True) != gpipe(2, 4)
         assert asked(offload=False)[0] == Pipelined(gpipe(2, 4))
         assert asked(offload=False, gather_chunks=True)[0] == Pipelined(with_gathers(gpipe(2, 4)))
-        assert {side.kind for side in asked(gather_chunks=True)[0].schedule.sides} == {"gather", "offload", "fetch"}
+        assert {side.kind for side in asked(gather_chunks=True)[0].schedule.sides} == {
+            "gather",
+            "offload",
+            "fetch",
+        }
     with use_mesh(make_mesh(MeshSpec(stage=1), jax.devices()[:1])):
         with pytest.raises(UsageError, match="offload=true needs pipeline="):
             asked(pipeline="none")

@@ -74,7 +74,9 @@ def idle(schedule, **options):
 def test_idle_time_of_gpipe_and_1f1b(p, m):
     assert idle(gpipe(p, m)) == idle(one_f_one_b(p, m)) == Fraction(p - 1, m + p - 1)
     assert simulate_schedule(gpipe(p, m)).activations == (m,) * p
-    assert simulate_schedule(one_f_one_b(p, m)).activations == tuple(min(m, p - d) for d in range(p))
+    assert simulate_schedule(one_f_one_b(p, m)).activations == tuple(
+        min(m, p - d) for d in range(p)
+    )
     assert one_f_one_b(p, m).rows == interleaved(p, m, 1).rows
 
 
@@ -107,10 +109,17 @@ def test_split_backward_shortens_gpipe_and_1f1b():
 
 
 def test_waves_and_two_directions_reach_the_figures_of_a_list_scheduler():
-    for (p, m, w), bar in {(4, 4, 1): 0.3334, (4, 4, 2): 0.25, (8, 8, 1): 0.3685, (8, 8, 2): 0.294}.items():
+    for (p, m, w), bar in {
+        (4, 4, 1): 0.3334,
+        (4, 4, 2): 0.25,
+        (8, 8, 1): 0.3685,
+        (8, 8, 2): 0.294,
+    }.items():
         timing = simulate_schedule(hanayo(p, m, w))
         assert timing.idle_fraction <= bar < idle(one_f_one_b(p, m))
-        assert max(timing.activations) <= 2 * w * p  # as many halves, quarters, ... as 1F1B has wholes
+        assert (
+            max(timing.activations) <= 2 * w * p
+        )  # as many halves, quarters, ... as 1F1B has wholes
         assert timing.messages == 2 * m * (2 * w * (p - 1))  # turns cost none
     for (p, m), bar in {(4, 4): 0.143, (4, 8): 0.094, (8, 8): 0.25, (8, 16): 0.1795}.items():
         timing = simulate_schedule(bitpipe(p, m))
@@ -122,7 +131,9 @@ def test_blockwise_lies_between_1f1b_and_breadth_first():
     for m in (8, 16, 32):
         ours = simulate_schedule(blockwise(4, m, 2, 4))
         wide, deep = simulate_schedule(breadth_first(4, m, 2)), simulate_schedule(one_f_one_b(4, m))
-        assert ours.makespan < min(wide.makespan, 2 * deep.makespan) and 2 * max(ours.held) <= max(wide.held)
+        assert ours.makespan < min(wide.makespan, 2 * deep.makespan) and 2 * max(ours.held) <= max(
+            wide.held
+        )
         for unit in (4, 8):
             gathered = simulate_schedule(with_gathers(blockwise(4, m, 2, unit)))
             assert gathered.gathers == (4 * -(-m // unit),) * 4 and max(gathered.gathered) <= 2
@@ -168,12 +179,20 @@ def plain(schedule, costs, latency):
                 Op.T: [(Op.S, d) for d in range(schedule.devices)],
             }.get(op)
             if wanted is None:
-                ahead = [(other, chunk + 1) for other in (Op.B, Op.BW) if (other, chunk + 1, j) in schedule.tasks]
-                shares = [(Op.S, d) for d in range(schedule.devices) if (Op.S, d, j) in schedule.tasks]
+                ahead = [
+                    (other, chunk + 1)
+                    for other in (Op.B, Op.BW)
+                    if (other, chunk + 1, j) in schedule.tasks
+                ]
+                shares = [
+                    (Op.S, d) for d in range(schedule.devices) if (Op.S, d, j) in schedule.tasks
+                ]
                 wanted = [(Op.F, chunk), *(shares if chunk == path[-1] else ahead)]
             if all(
                 (w, c, j) in done
-                and done[w, c, j][1] + latency * (Op.S in (w, op) or schedule.placement[c] != device) <= now
+                and done[w, c, j][1]
+                + latency * (Op.S in (w, op) or schedule.placement[c] != device)
+                <= now
                 for w, c in wanted
             ):
                 each = {name: getattr(costs, name) for name in "FBWST"}
@@ -196,12 +215,15 @@ def plain(schedule, costs, latency):
     st.sampled_from((0.0, 0.25, 2.0)),
 )
 def test_every_schedule_is_legal_and_timed_as_by_a_plain_simulator(name, p, m, times, latency):
-    schedule, costs = MADE[name](p, m), TaskCosts(*(time / 8 for time in times))  # eighths: sums are exact
+    schedule, costs = (
+        MADE[name](p, m),
+        TaskCosts(*(time / 8 for time in times)),
+    )  # eighths: sums are exact
     assert check_schedule(schedule) == []
     timing = simulate_schedule(schedule, costs, latency=latency)
-    assert {tuple(e.what): (e.start, e.end) for e in timing.times if isinstance(e.what, Task)} == plain(
-        schedule, costs, latency
-    )
+    assert {
+        tuple(e.what): (e.start, e.end) for e in timing.times if isinstance(e.what, Task)
+    } == plain(schedule, costs, latency)
     in_step = simulate_schedule(schedule, costs, latency=latency, lockstep=True)
     assert in_step.makespan >= timing.makespan - latency and in_step.work == timing.work
     assert in_step.held == timing.held  # what a device keeps follows from its order alone
@@ -209,7 +231,9 @@ def test_every_schedule_is_legal_and_timed_as_by_a_plain_simulator(name, p, m, t
 
 def test_lockstep_takes_the_longest_task_of_each_tick():
     # F of two devices side by side takes 1, beside BW 3; the tick of the last F and the first BW is no exception.
-    timing = simulate_schedule(one_f_one_b(2, 2), TaskCosts(F=1.0, B=2.0, W=1.0), latency=0.5, lockstep=True)
+    timing = simulate_schedule(
+        one_f_one_b(2, 2), TaskCosts(F=1.0, B=2.0, W=1.0), latency=0.5, lockstep=True
+    )
     # device 0: F F . D . D, device 1: . F D F D .
     assert timing.ticks == 6 and timing.makespan == (1 + 1 + 3 + 3 + 3 + 3) + 5 * 0.5
 
@@ -228,7 +252,9 @@ def test_vocabulary_split_over_devices_shortens_a_heavy_head():
     for make in (one_f_one_b, zb_h1):
         before, after = (make(4, 16), alone), (with_vocabulary(make(4, 16), split), split)
         times = [simulate_schedule(*pair) for pair in (before, after)]
-        assert times[1].makespan <= 0.8 * times[0].makespan and sum(times[1].work) == sum(times[0].work)
+        assert times[1].makespan <= 0.8 * times[0].makespan and sum(times[1].work) == sum(
+            times[0].work
+        )
         assert times[1].heads == (1,) * 4
 
 
@@ -236,7 +262,9 @@ def test_vocabulary_split_over_devices_shortens_a_heavy_head():
 
 
 def without(schedule, *tasks):
-    return dataclasses.replace(schedule, rows=tuple(tuple(t for t in row if t not in tasks) for row in schedule.rows))
+    return dataclasses.replace(
+        schedule, rows=tuple(tuple(t for t in row if t not in tasks) for row in schedule.rows)
+    )
 
 
 def swapped(schedule, device, one, other):
@@ -250,14 +278,18 @@ def swapped(schedule, device, one, other):
 def test_wrong_tasks_are_said():
     right = zb_h1(2, 3)
     f, b, w = (Task(op, 1, 2) for op in (Op.F, Op.B, Op.W))
-    assert check_schedule(without(right, w)) == ["W2.1 is missing"]  # the last microbatch's W dropped
+    assert check_schedule(without(right, w)) == [
+        "W2.1 is missing"
+    ]  # the last microbatch's W dropped
     assert check_schedule(without(right, f)) == ["F2.1 is missing"]
     assert check_schedule(without(right, b)) == ["B2.1 is missing"]
     twice = dataclasses.replace(right, rows=(right.rows[0], (*right.rows[1], w)))
     assert check_schedule(twice) == ["W2.1 is there 2 times"]
     both = dataclasses.replace(right, rows=(right.rows[0], (*right.rows[1], Task(Op.BW, 1, 2))))
     assert check_schedule(both) == ["chunk 1 goes back twice with microbatch 2: BW2.1 beside B2.1"]
-    moved = dataclasses.replace(without(right, w), rows=((*right.rows[0], w), without(right, w).rows[1]))
+    moved = dataclasses.replace(
+        without(right, w), rows=((*right.rows[0], w), without(right, w).rows[1])
+    )
     assert check_schedule(moved) == ["W2.1 is on device 0, its chunk on device 1"]
     alien = dataclasses.replace(right, rows=((*right.rows[0], Task(Op.F, 0, 3)), right.rows[1]))
     assert check_schedule(alien) == [
@@ -265,10 +297,15 @@ def test_wrong_tasks_are_said():
     ]
     other = dataclasses.replace(without(bitpipe(2, 2), f0 := Task(Op.F, 0, 0)), microbatches=2)
     placed = dataclasses.replace(other, rows=((Task(Op.F, 0, 1), *other.rows[0]), other.rows[1]))
-    assert check_schedule(placed) == [f"{f0} is missing", "F1.0 is of no chunk that microbatch 1 passes"]
+    assert check_schedule(placed) == [
+        f"{f0} is missing",
+        "F1.0 is of no chunk that microbatch 1 passes",
+    ]
     split = with_vocabulary(right)
     assert check_schedule(without(split, Task(Op.S, 0, 1))) == ["S1.0 is missing"]
-    assert check_schedule(Schedule("none", (0, 2), 1, ((), ()))) == ["2 chunks of 1 copies do not lie on 2 devices"]
+    assert check_schedule(Schedule("none", (0, 2), 1, ((), ()))) == [
+        "2 chunks of 1 copies do not lie on 2 devices"
+    ]
 
 
 NO_OPERATION = "it is no operation; expected one of Op after IDLE"
@@ -291,7 +328,9 @@ NO_OPERATION = "it is no operation; expected one of Op after IDLE"
 def test_tasks_of_what_is_not_there_are_one_sentence(task, number, name, what, last):
     right = interleaved(2, 3, 2)
     wrong = dataclasses.replace(right, rows=(right.rows[0], (*right.rows[1], task)))
-    sentence = f"{number} of a task of device 1, {name}: there is no such {what}; expected 0 to {last}"
+    sentence = (
+        f"{number} of a task of device 1, {name}: there is no such {what}; expected 0 to {last}"
+    )
     if not name:
         sentence = f"{number} of a task of device 1: {NO_OPERATION}"
     assert check_schedule(wrong) == [sentence]
@@ -367,18 +406,30 @@ def test_wrong_sides_are_said():
 
     out, back = Side("offload", 0, 1, 0, 0), Side("fetch", 0, 2, 0, 0)
     assert said(out, back) == []
-    assert said(out._replace(place=0), back) == ["what chunk 0 keeps of microbatch 0 is offloaded before it is there"]
+    assert said(out._replace(place=0), back) == [
+        "what chunk 0 keeps of microbatch 0 is offloaded before it is there"
+    ]
     late = out._replace(place=2)
     assert said(late, back) == [] and said(back, late) == [
         "what chunk 0 keeps of microbatch 0 comes back before it is offloaded"
     ]
-    assert said(out, back._replace(place=3)) == ["what chunk 0 keeps of microbatch 0 comes back after it is needed"]
-    assert said(out) == ["what chunk 0 keeps of microbatch 0 has offload and nothing that undoes it"]
+    assert said(out, back._replace(place=3)) == [
+        "what chunk 0 keeps of microbatch 0 comes back after it is needed"
+    ]
+    assert said(out) == [
+        "what chunk 0 keeps of microbatch 0 has offload and nothing that undoes it"
+    ]
     assert "taken by fetch 2 times" in said(out, back, back)[0]
-    assert said(Side("offload", 1, 1, 0, 0), Side("fetch", 1, 2, 0, 0))[0].endswith("is not on device 1")
+    assert said(Side("offload", 1, 1, 0, 0), Side("fetch", 1, 2, 0, 0))[0].endswith(
+        "is not on device 1"
+    )
     assert said(Side("gather", 0, 0, 0), Side("reduce", 0, 4, 0)) == []
-    assert said(Side("gather", 0, 1, 0)) == ["chunk 0 is used on device 0 before its weights are gathered"]
-    assert said(Side("reduce", 0, 3, 0)) == ["the gradient of chunk 0 is reduced on device 0 before its last task"]
+    assert said(Side("gather", 0, 1, 0)) == [
+        "chunk 0 is used on device 0 before its weights are gathered"
+    ]
+    assert said(Side("reduce", 0, 3, 0)) == [
+        "the gradient of chunk 0 is reduced on device 0 before its last task"
+    ]
     assert "none of offload" in said(Side("send", 0, 0, 0))[0]
 
 
@@ -397,7 +448,11 @@ def test_offload_halves_the_memory_in_the_same_time():
                 assert entry.start >= at[Task(Op.F, *which)].end
             else:
                 assert entry.end <= at[schedule.backward(*which)].start
-            same = [e for e in at.values() if isinstance(e.what, Side) and e.what[:2] == side[:2] and e is not entry]
+            same = [
+                e
+                for e in at.values()
+                if isinstance(e.what, Side) and e.what[:2] == side[:2] and e is not entry
+            ]
             assert all(e.end <= entry.start or e.start >= entry.end for e in same)
     slow = TaskCosts(offload=50.0, fetch=50.0)
     assert with_offload(gpipe(2, 4), slow) == gpipe(2, 4)  # nothing lies idle so long
@@ -406,10 +461,14 @@ def test_offload_halves_the_memory_in_the_same_time():
 def test_gathers_cost_time_unless_they_begin_early():
     costs = TaskCosts(gather=1.0, reduce=1.0)
     plain_time = simulate_schedule(breadth_first(2, 4, 2), costs).makespan
-    late, early = (simulate_schedule(with_gathers(breadth_first(2, 4, 2), ahead), costs) for ahead in (0, 1))
+    late, early = (
+        simulate_schedule(with_gathers(breadth_first(2, 4, 2), ahead), costs) for ahead in (0, 1)
+    )
     assert plain_time < early.makespan < late.makespan
     reduced = simulate_schedule(with_reductions(breadth_first(2, 4, 2)), costs)
-    assert reduced.makespan == plain_time + 1 and len(reduced.times) == 2 * 4 * 4 + 4  # the last one shows
+    assert (
+        reduced.makespan == plain_time + 1 and len(reduced.times) == 2 * 4 * 4 + 4
+    )  # the last one shows
 
 
 @pytest.mark.parametrize(

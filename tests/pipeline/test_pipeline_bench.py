@@ -29,21 +29,38 @@ def bench(monkeypatch):
 
 def test_costs_add_the_ends_where_the_executor_has_them(bench):
     """Two devices, one microbatch: F0 F1 BW1 BW0 one after the other, with the ends of the model in first and last."""
-    costs = bench["pipeline_costs"].ChunkCosts(F=1, B=7, W=7, BW=2, enter=0.1, head=0.03, leave=0.004, last=1)
+    costs = bench["pipeline_costs"].ChunkCosts(
+        F=1, B=7, W=7, BW=2, enter=0.1, head=0.03, leave=0.004, last=1
+    )
     for lockstep in (False, True):
         made = simulate_schedule(named_schedule("gpipe", 2, 1), costs, lockstep=lockstep).makespan
         assert made == pytest.approx(1 + 1 + 2 + 2 + 0.1 + 0.03 + 0.004)
     apart = bench["pipeline_costs"].ChunkCosts(F=1, B=2, W=3, BW=50, head=0.5, leave=0.25, last=0)
-    assert simulate_schedule(named_schedule("zb_h1", 1, 1), apart).makespan == 1 + 2 + 3 + 0.5 + 0.25
+    assert (
+        simulate_schedule(named_schedule("zb_h1", 1, 1), apart).makespan == 1 + 2 + 3 + 0.5 + 0.25
+    )
     plain = bench["pipeline_costs"].ChunkCosts(F=1, B=2, W=3, BW=5, last=3)
-    for name in ("interleaved", "zb_v"):  # without ends, and BW as long as both, they are the library's own
+    for name in (
+        "interleaved",
+        "zb_v",
+    ):  # without ends, and BW as long as both, they are the library's own
         schedule = named_schedule(name, 2, 4)
-        assert simulate_schedule(schedule, plain).times == simulate_schedule(schedule, TaskCosts(1, 2, 3)).times
+        assert (
+            simulate_schedule(schedule, plain).times
+            == simulate_schedule(schedule, TaskCosts(1, 2, 3)).times
+        )
 
 
 def test_a_row_is_set_beside_its_peers_of_as_many_microbatches(bench):
     def row(side, name, m, ms, **more):
-        return {"side": side, "row": name, "schedule": name.split()[-1], "microbatches": m, "ms": ms, **more}
+        return {
+            "side": side,
+            "row": name,
+            "schedule": name.split()[-1],
+            "microbatches": m,
+            "ms": ms,
+            **more,
+        }
 
     before = [
         row("torch", "torch 1f1b", 8, 30.0),
@@ -53,21 +70,41 @@ def test_a_row_is_set_beside_its_peers_of_as_many_microbatches(bench):
         row("jaxpar", "fsdp, in turn", 8, 5.0, kind="turn", what="fsdp"),
         {"side": "torch", "row": "torch gpipe", "microbatches": 8, "failed": "not here"},
     ]
-    got = bench["pipeline"].judged(row("jaxpar", "zb_v", 8, 10.0, kind="run", what="run", lockstep_ms=8.0), before)
+    got = bench["pipeline"].judged(
+        row("jaxpar", "zb_v", 8, 10.0, kind="run", what="run", lockstep_ms=8.0), before
+    )
     want = {"of_torch": 2.0, "of_best": 2.0, "of_1f1b": 1.2, "of_fsdp": 0.5, "of_lockstep": 1.25}
     assert {name: got[name] for name in want} == want
     plain = row("jaxpar", "zb_v", 8, 10.0, kind="run", what="offload", bits=3, peaks=[100, 90])
-    away = row("jaxpar", "zb_v", 8, 11.0, kind="offload", what="offload", bits=3, peaks=[50, 45], sides=6)
+    away = row(
+        "jaxpar", "zb_v", 8, 11.0, kind="offload", what="offload", bits=3, peaks=[50, 45], sides=6
+    )
     said = "bits equal; 6 sides; 0.50 of the bytes, 1.100 of the time"
     assert bench["pipeline"].judged(away, [plain])["note"] == said
     assert bench["pipeline"].judged(away | {"bits": 4}, [plain])["note"].startswith("bits differ")
 
 
 def test_parts_ask_for_every_schedule(bench):
-    flags = {"tiny": True, "devices": 2, "rows": 2, "remat": "none", "attention": "auto", "spend_s": 0.0, "only": None}
+    flags = {
+        "tiny": True,
+        "devices": 2,
+        "rows": 2,
+        "remat": "none",
+        "attention": "auto",
+        "spend_s": 0.0,
+        "only": None,
+    }
     args = Namespace(**flags, chunks=2, timings=5, microbatches="8,4")
-    rows = {what: bench["pipeline"].rows_of(what, args) for what in ("torch", "run", "fsdp", "offload")}
-    assert {row["schedule"] for row in rows["run"]} >= {"gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"}
+    rows = {
+        what: bench["pipeline"].rows_of(what, args) for what in ("torch", "run", "fsdp", "offload")
+    }
+    assert {row["schedule"] for row in rows["run"]} >= {
+        "gpipe",
+        "1f1b",
+        "interleaved",
+        "zb_h1",
+        "zb_v",
+    }
     assert [len(rows[what]) for what in rows] == [10, 12, 6, 12]
     assert {row["devices"] for row in rows["fsdp"]} == {1, 2}
 
@@ -77,15 +114,27 @@ def test_a_split_head_is_in_time_and_bytes_what_it_says(bench):
     (request, _) = bench["pipeline_counts"].large_head(False)
     row_bytes, made = 2 * 4 * 2048, {}  # a row of head and embedding
     for size in (1000, 2**18):
-        made[size] = row = bench["pipeline_counts"].vocabulary(request | {"schedules": ["1f1b"], "vocab_size": size})[0]
+        made[size] = row = bench["pipeline_counts"].vocabulary(
+            request | {"schedules": ["1f1b"], "vocab_size": size}
+        )[0]
         assert row["whole_least"] == row["whole_most"] == size * row_bytes
         assert row["split_least"] == row["split_most"] == size // 4 * row_bytes
-    assert made[2**18]["events_ratio"] < 0.8 and made[2**18]["lockstep_ratio"] < 0.8 < made[1000]["events_ratio"]
+    assert (
+        made[2**18]["events_ratio"] < 0.8
+        and made[2**18]["lockstep_ratio"] < 0.8 < made[1000]["events_ratio"]
+    )
 
 
 def run(tmp_path, *flags):
     out = tmp_path / "pipeline.json"
-    command = [sys.executable, str(ROOT / "bench" / "pipeline.py"), "--tiny", "--out", str(out), *flags]
+    command = [
+        sys.executable,
+        str(ROOT / "bench" / "pipeline.py"),
+        "--tiny",
+        "--out",
+        str(out),
+        *flags,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(out.read_text()), done.stdout

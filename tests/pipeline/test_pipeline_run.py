@@ -101,7 +101,9 @@ def swapped(table, device, *ticks):
 
 MUTATIONS = {
     "W before its B": lambda t: swapped(t, 1, tick_of(t, 1, Op.B, 3), tick_of(t, 1, Op.W, 3)),
-    "a slot a tick early": lambda t: altered(t, tick_of(t, 0, Op.F, 1), 0, stash=t.column("stash")[0, 0]),
+    "a slot a tick early": lambda t: altered(
+        t, tick_of(t, 0, Op.F, 1), 0, stash=t.column("stash")[0, 0]
+    ),
     "the last W dropped": lambda t: altered(t, tick_of(t, 1, Op.W, 3), 1, op=Op.IDLE),
     "a message a tick late": lambda t: late(t, "from_before", 1),
 }
@@ -145,7 +147,10 @@ def test_weights_that_are_gathered_for_many_microbatches(schedule, sizes, x64):
     """Equal gradients; layers are gathered in one place, a chunk of two weights at once, and not in their tasks."""
     run = assert_equals_in_turn(schedule, LAYERS, "float64", TOLERANCE, sizes)
     turns = LAYERS // schedule.depth
-    assert sorted(weights_gathered(run.as_text())) == [(turns, HIDDEN, WIDTH), (turns, WIDTH, HIDDEN)]
+    assert sorted(weights_gathered(run.as_text())) == [
+        (turns, HIDDEN, WIDTH),
+        (turns, WIDTH, HIDDEN),
+    ]
     plain, _ = program(dataclasses.replace(schedule, sides=()), LAYERS, "float64", sizes)
     assert len(weights_gathered(plain.as_text())) > 2  # forward and backward, of each turn
 
@@ -170,7 +175,11 @@ def test_a_schedule_that_was_searched(x64):
 
 
 def instructions(text):
-    return [re.sub(r"[\d.]+", "", line.split("=")[1].split("(")[0]) for line in text.splitlines() if " = " in line]
+    return [
+        re.sub(r"[\d.]+", "", line.split("=")[1].split("(")[0])
+        for line in text.splitlines()
+        if " = " in line
+    ]
 
 
 def test_two_exchanges_a_tick_whatever_the_number_of_microbatches(x64):
@@ -193,10 +202,17 @@ def test_a_schedule_of_two_chunks_has_one_program_too():
 @pytest.mark.parametrize("schedule", [zb_h2(4, 8), one_f_one_b(4, 8), zb_v(4, 8)], ids=str)
 def test_the_stash_has_as_many_slots_as_the_simulated_peak(schedule, x64):
     table, turns = pack_schedule(schedule), 2
-    shapes = [x.shape for x in carried(schedule, schedule.depth * turns)[0] if x.shape[1:2] == (turns,) and x.ndim == 5]
+    shapes = [
+        x.shape
+        for x in carried(schedule, schedule.depth * turns)[0]
+        if x.shape[1:2] == (turns,) and x.ndim == 5
+    ]
     peak = max(simulate_schedule(schedule, lockstep=True).held)
     is_split = table.slots["factors"] > 0
-    factors = [(table.slots["factors"], turns, ROWS, LENGTH, width) for width in (WIDTH, HIDDEN) * 2 * is_split]
+    factors = [
+        (table.slots["factors"], turns, ROWS, LENGTH, width)
+        for width in (WIDTH, HIDDEN) * 2 * is_split
+    ]
     # The input, for the scale, and moved, for the product up; the tanh, for its slope, and times the number, for the
     # product down; and what is added, for its loss. Of the slope some versions of JAX keep another number.
     kept = [(peak, turns, ROWS, LENGTH, width) for width in (WIDTH, WIDTH, HIDDEN, HIDDEN, WIDTH)]
@@ -211,10 +227,19 @@ def test_a_tick_does_its_task_alone():
     body = body_of(text)
     loops = [line for line in body.splitlines() if " while(" in line]
     assert len(loops) == 3  # F, B and W
-    assert not any("known_trip_count" in line for line in loops)  # as turns of a chunk have that were moved out
-    called = {name for line in body.splitlines() if " while(" not in line for name in re.findall(r"=(%[\w.-]+)", line)}
+    assert not any(
+        "known_trip_count" in line for line in loops
+    )  # as turns of a chunk have that were moved out
+    called = {
+        name
+        for line in body.splitlines()
+        if " while(" not in line
+        for name in re.findall(r"=(%[\w.-]+)", line)
+    }
     blocks = dict(re.findall(r"\n(%[\w.-]+) (.*?\n)(?=\n)", text, re.DOTALL))
-    assert called and not any(" dot(" in block for block in [body, *(blocks[name] for name in called)])
+    assert called and not any(
+        " dot(" in block for block in [body, *(blocks[name] for name in called)]
+    )
 
 
 def multiplications(jaxpr):
@@ -252,7 +277,10 @@ def test_a_microbatch_that_is_not_finite_is_told_and_touches_nothing_else():
     m, dtype = 4, "float32"
     run, (params, batch) = program(zb_h1(4, m), 4, dtype, {})
     (_, _), want = in_turn(4, m, dtype)
-    batch = {**batch, "tokens": batch["tokens"] % 3}  # so that no other microbatch reads the last row
+    batch = {
+        **batch,
+        "tokens": batch["tokens"] % 3,
+    }  # so that no other microbatch reads the last row
     batch["tokens"] = batch["tokens"].at[2::m].set(5)  # all of microbatch 2
     params = {**params, "table": params["table"].at[5].set(jnp.nan)}
     (value, aux), grads = run(params, batch)
@@ -273,10 +301,34 @@ def test_a_microbatch_that_is_not_finite_is_told_and_touches_nothing_else():
             4,
             "12 layers do not divide over the 8 chunks of zb_v; the nearest legal numbers are 8 or",
         ),
-        (gpipe(4, 4), 2, 4, 4, "2 layers do not divide over the 4 chunks of gpipe; the nearest legal numbers are 4"),
-        (pipedream(4, 4), 4, 4, 4, "pipedream changes weights in between and has no one gradient; PipeDream runs it"),
-        (with_reductions(gpipe(4, 4)), 4, 4, 4, "gpipe has what no program here runs: sides of kind reduce"),
-        (with_vocabulary(gpipe(4, 4)), 4, 4, 4, "gpipe+vocabulary needs a model with a head of rows"),
+        (
+            gpipe(4, 4),
+            2,
+            4,
+            4,
+            "2 layers do not divide over the 4 chunks of gpipe; the nearest legal numbers are 4",
+        ),
+        (
+            pipedream(4, 4),
+            4,
+            4,
+            4,
+            "pipedream changes weights in between and has no one gradient; PipeDream runs it",
+        ),
+        (
+            with_reductions(gpipe(4, 4)),
+            4,
+            4,
+            4,
+            "gpipe has what no program here runs: sides of kind reduce",
+        ),
+        (
+            with_vocabulary(gpipe(4, 4)),
+            4,
+            4,
+            4,
+            "gpipe+vocabulary needs a model with a head of rows",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(schedule, turns, stage, count, sentence):
@@ -287,14 +339,20 @@ def test_what_does_not_fit_is_refused(schedule, turns, stage, count, sentence):
         Pipelined(schedule).check(stages(turns), count)
 
 
-@pytest.mark.parametrize("schedule", [gpipe(4, 4), named_schedule("interleaved", 4, 4, 3), zb_v(4, 4)], ids=str)
+@pytest.mark.parametrize(
+    "schedule", [gpipe(4, 4), named_schedule("interleaved", 4, 4, 3), zb_v(4, 4)], ids=str
+)
 def test_every_chunk_comes_to_its_device_in_as_few_rounds_as_there_are_chunks(schedule):
     rounds = rounds_of(schedule)
     assert len(rounds) == len(schedule.placement) // schedule.devices
     at_rest = schedule.depth // schedule.devices
     got = {}
     for pairs, read, put in rounds:
-        assert sorted(goal for _, goal in pairs) == sorted(source for source, _ in pairs) == list(range(4))
+        assert (
+            sorted(goal for _, goal in pairs)
+            == sorted(source for source, _ in pairs)
+            == list(range(4))
+        )
         for source, goal in pairs:
             got[goal, int(put[goal])] = source * at_rest + int(read[source])
     assert got == {(d, i): c for d in range(4) for i, c in enumerate(schedule.chunks_of(d))}
@@ -324,7 +382,9 @@ def test_bytes_of_the_slots_are_those_that_the_loop_carries(schedule, x64):
     table, peak = pack_schedule(schedule), simulate_schedule(schedule, lockstep=True)
     for name in ("inbox", "stash", "factors"):
         assert slots[name] and {x.shape[0] for x in slots[name]} == {table.slots[name]}
-    assert table.slots["stash"] == max(peak.activations) and table.slots["factors"] == max(peak.factors)
+    assert table.slots["stash"] == max(peak.activations) and table.slots["factors"] == max(
+        peak.factors
+    )
     numbers = {(table.slots[name], 2) for name in ("stash", "factors")}
     kept = [x for x in carried(schedule, turns)[0] if x.shape[:2] in numbers]
     of_layers = Counter((x.shape, x.dtype) for name in ("stash", "factors") for x in slots[name])

@@ -60,9 +60,11 @@ def test_a_table_does_every_task_with_what_it_needs(name, p, m, latency):
     assert table.rows.dtype == np.int32 and (latency > 1 or len(table.rows) == timing.ticks)
     # As many slots as are ever full at once, no more.
     peaks = {"stash": timing.activations, "factors": timing.factors, "heads": timing.heads}
-    assert {"stash": table.slots["stash"], "factors": table.slots["factors"], "heads": table.slots["head"]} == {
-        name: max(peak) for name, peak in peaks.items()
-    }
+    assert {
+        "stash": table.slots["stash"],
+        "factors": table.slots["factors"],
+        "heads": table.slots["head"],
+    } == {name: max(peak) for name, peak in peaks.items()}
 
 
 def altered(table, tick, device, **cells):
@@ -73,7 +75,9 @@ def altered(table, tick, device, **cells):
 
 
 def tick_of(table, device, op, microbatch):
-    found = (table.column("op")[:, device] == op) & (table.column("microbatch")[:, device] == microbatch)
+    found = (table.column("op")[:, device] == op) & (
+        table.column("microbatch")[:, device] == microbatch
+    )
     return int(np.flatnonzero(found)[0])
 
 
@@ -89,16 +93,21 @@ def test_wrong_tables_are_said():
     late[1:, 1, arrivals] = table.rows[:-1, 1, arrivals]
     late[0, 1, arrivals] = -1
     found = check_table(dataclasses.replace(table, rows=late))
-    assert "what comes by from_before is put nowhere" in found[0] and any("not F0.0" in each for each in found)
+    assert "what comes by from_before is put nowhere" in found[0] and any(
+        "not F0.0" in each for each in found
+    )
     # A reader that runs a tick later than its message's slot is kept.
     forward = tick_of(table, 1, Op.F, 0)
-    assert check_table(altered(table, forward, 1, input=table.rows[forward, 1, inputs] + 7))[0].endswith(
-        "holds nothing, not F0.0"
-    )
+    assert check_table(altered(table, forward, 1, input=table.rows[forward, 1, inputs] + 7))[
+        0
+    ].endswith("holds nothing, not F0.0")
     # The last microbatch's W dropped; factors of another microbatch; a message sent the wrong way.
     last = tick_of(table, 1, Op.W, 3)
     assert check_table(altered(table, last, 1, op=Op.IDLE)) == ["W3.1 is never done"]
-    assert "factors slot" in check_table(altered(table, last, 1, factors=table.rows[last, 1, 5] + 1))[0]
+    assert (
+        "factors slot"
+        in check_table(altered(table, last, 1, factors=table.rows[last, 1, 5] + 1))[0]
+    )
     assert len(check_table(altered(table, 0, 0, send=0))) == 1
     three = pack_schedule(one_f_one_b(3, 3))
     assert "put nowhere" in check_table(altered(three, 0, 0, send=2))[0]
@@ -108,7 +117,9 @@ def test_wrong_tables_of_a_split_head_are_said():
     table = pack_schedule(with_vocabulary(one_f_one_b(2, 3)))
     merges = np.argwhere(table.column("merge") >= 0)
     tick, device = map(int, merges[0])
-    assert check_table(altered(table, tick, device, merge=-1))[0].endswith("merge shares of different microbatches")
+    assert check_table(altered(table, tick, device, merge=-1))[0].endswith(
+        "merge shares of different microbatches"
+    )
     tick = int(np.flatnonzero(table.column("merged")[:, 1] >= 0)[0])
     found = check_table(altered(table, tick, 1, merged=-1))
     assert any("the gradient of the head for 0" in each for each in found)
@@ -129,7 +140,12 @@ def test_messages_go_to_neighbours_and_later_than_they_are_sent():
 
 def test_sides_have_ticks():
     table = pack_schedule(with_gathers(breadth_first(2, 3, 2)))
-    assert [(tick, side.chunk) for tick, side in table.sides if side.device == 0] == [(0, 0), (3, 2), (6, 2), (11, 0)]
+    assert [(tick, side.chunk) for tick, side in table.sides if side.device == 0] == [
+        (0, 0),
+        (3, 2),
+        (6, 2),
+        (11, 0),
+    ]
 
 
 @pytest.mark.parametrize("p, m, v", [(2, 4, 2), (4, 8, 2), (2, 6, 3)])
@@ -143,7 +159,10 @@ def test_tables_gather_as_often_as_the_closed_forms_say(p, m, v):
     for schedule, count in counts.items():
         for ahead in (0, 1):
             schedule_of = with_gathers(schedule, ahead)
-            table, timing = pack_schedule(schedule_of), simulate_schedule(schedule_of, lockstep=True)
+            table, timing = (
+                pack_schedule(schedule_of),
+                simulate_schedule(schedule_of, lockstep=True),
+            )
             assert check_table(table) == [] and table.rows.shape[-1] == len(COLUMNS) + 3
             gathers = (table.column("gather") >= 0).sum(0)
             assert (gathers <= count).all() and timing.gathers == (count,) * p
@@ -170,7 +189,9 @@ def test_wrong_gathers_are_said():
     assert "not weights of chunk 2" in changed(second + 1, "weights", 1 - held)[0]
     assert "holds nothing, not weights of chunk 0" in changed(0, "gather", -1)[0]
     some = dataclasses.replace(schedule, sides=schedule.sides[1:])
-    with pytest.raises(UsageError, match=r"F0\.0 of breadth_first reads weights that were not gathered"):
+    with pytest.raises(
+        UsageError, match=r"F0\.0 of breadth_first reads weights that were not gathered"
+    ):
         pack_schedule(some)
 
 
@@ -204,9 +225,18 @@ def words(chunk, m, cap):
     def grow(row, f, b, w):
         if w == m:
             found.append(tuple(row))
-        for op, number, legal in ((Op.F, f, f < m and f - w < cap), (Op.B, b, b < f), (Op.W, w, w < b)):
+        for op, number, legal in (
+            (Op.F, f, f < m and f - w < cap),
+            (Op.B, b, b < f),
+            (Op.W, w, w < b),
+        ):
             if legal:
-                grow([*row, Task(op, chunk, number)], f + (op == Op.F), b + (op == Op.B), w + (op == Op.W))
+                grow(
+                    [*row, Task(op, chunk, number)],
+                    f + (op == Op.F),
+                    b + (op == Op.B),
+                    w + (op == Op.W),
+                )
 
     grow([], 0, 0, 0)
     return found
@@ -219,7 +249,10 @@ def words(chunk, m, cap):
         ((1, 1.5, 0.75), 2, 0.25, 3),
         ((1, 2, 0.5), 3, 0.5, 2),
         ((2, 1, 1), 1, 0, 3),
-        *(pytest.param((1, 1.5, 0.75), 2, latency, 4, marks=pytest.mark.slow) for latency in (0, 0.25)),  # 4 s each
+        *(
+            pytest.param((1, 1.5, 0.75), 2, latency, 4, marks=pytest.mark.slow)
+            for latency in (0, 0.25)
+        ),  # 4 s each
     ],
 )
 def test_a_search_finds_what_brute_force_finds(costs, cap, latency, m):
@@ -277,7 +310,9 @@ def test_partitions_are_those_of_brute_force(seed):
         time, stages = partition_layers(*lists, machines, is_replicated=is_replicated)
         assert time == brute_partition(*lists, machines, is_replicated)
         assert sum(stage.machines for stage in stages) == machines
-        assert [s.first for s in stages] == [0, *(s.last for s in stages[:-1])] and stages[-1].last == layers
+        assert [s.first for s in stages] == [0, *(s.last for s in stages[:-1])] and stages[
+            -1
+        ].last == layers
 
 
 def test_partitions_that_cannot_be_are_refused():
@@ -300,7 +335,9 @@ def test_text():
 
 def test_a_picture_shows_its_simulation(tmp_path):
     schedule = with_vocabulary(zb_v(2, 3))
-    timing = draw_schedule(with_gathers(schedule), tmp_path / "new" / "zb.png", TaskCosts(gather=0.5), latency=0.1)
+    timing = draw_schedule(
+        with_gathers(schedule), tmp_path / "new" / "zb.png", TaskCosts(gather=0.5), latency=0.1
+    )
     assert (tmp_path / "new" / "zb.png").read_bytes()[:4] == b"\x89PNG"
     assert timing == simulate_schedule(with_gathers(schedule), TaskCosts(gather=0.5), latency=0.1)
 
@@ -324,13 +361,29 @@ def test_rows_are_those_of_torch(p, m):
         if m % p and "Interleaved" in name:
             continue  # its last group is another one
         theirs = object.__new__(getattr(schedules, name))
-        theirs.pp_group_size, theirs.n_local_stages, theirs.num_stages, theirs._num_stages = p, 2, 2 * p, 2 * p
-        theirs._n_microbatches, theirs.number_of_rounds, theirs.microbatches_per_round = m, max(1, m // p), p
+        theirs.pp_group_size, theirs.n_local_stages, theirs.num_stages, theirs._num_stages = (
+            p,
+            2,
+            2 * p,
+            2 * p,
+        )
+        theirs._n_microbatches, theirs.number_of_rounds, theirs.microbatches_per_round = (
+            m,
+            max(1, m // p),
+            p,
+        )
         theirs._stages = [None, None]  # as many as lie on a device
         for device, row in enumerate(ours.rows):
             theirs.rank = device
-            actions = [each for each in theirs._calculate_single_rank_operations(device) if each is not None]
-            told = [(each.computation_type.name, each.stage_index, each.microbatch_index) for each in actions]
+            actions = [
+                each
+                for each in theirs._calculate_single_rank_operations(device)
+                if each is not None
+            ]
+            told = [
+                (each.computation_type.name, each.stage_index, each.microbatch_index)
+                for each in actions
+            ]
             if name == "ScheduleLoopedBFS":  # which goes back from the last microbatch on
                 told[2 * m :] = [(op, stage, m - 1 - j) for op, stage, j in told[2 * m :]]
             assert row == tuple(Task(OPS[op], stage, j) for op, stage, j in told), name
@@ -397,7 +450,10 @@ def test_figures_of_the_page_are_those_of_the_simulator():
 def test_the_page_says_what_both_stages_apart_gain():
     (halves,) = re.findall(r"both wait ([\d.]+) % in place of ([\d.]+) %", PAGE)
     for make in (gpipe, one_f_one_b):
-        shown = [f"{100 * simulate_schedule(make(4, 8, split)).idle_fraction:.1f}" for split in (True, False)]
+        shown = [
+            f"{100 * simulate_schedule(make(4, 8, split)).idle_fraction:.1f}"
+            for split in (True, False)
+        ]
         assert shown == list(halves)
 
 

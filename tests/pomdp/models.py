@@ -50,13 +50,21 @@ def shuttle():
     """
     turn = rows_of(8, [{1: 1}, {4: 1}, {5: 1}, {6: 1}, {1: 1}, {2: 1}, {3: 1}, {1: 1}])
     forward = rows_of(8, [{4: 1}, {1: 1}, {1: 1}, {2: 1}, {5: 1}, {6: 1}, {6: 1}, {4: 1}])
-    back = [{7: 1}, {1: 0.4, 2: 0.3, 4: 0.3}, {2: 0.1, 3: 0.8, 6: 0.1}, {0: 0.7, 3: 0.3}, {4: 0.3, 7: 0.7}]
+    back = [
+        {7: 1},
+        {1: 0.4, 2: 0.3, 4: 0.3},
+        {2: 0.1, 3: 0.8, 6: 0.1},
+        {0: 0.7, 3: 0.3},
+        {4: 0.3, 7: 0.7},
+    ]
     back = rows_of(8, [*back, {1: 0.1, 4: 0.8, 5: 0.1}, {3: 0.3, 5: 0.3, 6: 0.4}, {7: 1}])
     seen = [{4: 1}, {1: 1}, {1: 0.7, 3: 0.3}, {3: 1}, {3: 1}, {0: 0.7, 3: 0.3}, {0: 1}, {2: 1}]
     reward = np.zeros((3, 8, 8))
     reward[1, 1, 1] = reward[1, 6, 6] = -3
     reward[2, 3, 0] = 10
-    return TabularPomdp.of(np.stack([turn, forward, back]), np.stack([rows_of(5, seen)] * 3), reward, np.eye(8)[7])
+    return TabularPomdp.of(
+        np.stack([turn, forward, back]), np.stack([rows_of(5, seen)] * 3), reward, np.eye(8)[7]
+    )
 
 
 def random_model(seed=0, states=3, actions=2, observations=2, discount=0.9):

@@ -18,7 +18,13 @@ class PlainDespot:
     """Nodes hold `{scenario: state}`; `actions[a]` is `(rho, {observation: node})`."""
 
     def __init__(self, planner, env, params, keys, states, discount):
-        self.planner, self.env, self.params, self.keys, self.discount = planner, env, params, keys, discount
+        self.planner, self.env, self.params, self.keys, self.discount = (
+            planner,
+            env,
+            params,
+            keys,
+            discount,
+        )
         self.count = len(keys)
         states = [jax.tree.map(lambda x, i=i: x[i], states) for i in range(self.count)]
         self.moved = jit(
@@ -27,11 +33,17 @@ class PlainDespot:
             )
         )
         self.move = functools.cache(self._move)
-        heuristic, mask = (jit(lambda state, part=part: part(state, params)) for part in self.parts())
+        heuristic, mask = (
+            jit(lambda state, part=part: part(state, params)) for part in self.parts()
+        )
         self.heuristic = functools.cache(lambda name: float(heuristic(self.states[name])))
         self.mask = functools.cache(lambda name: np.asarray(mask(self.states[name])))
         self.states = {}
-        root = {i: self.named(state) for i, state in enumerate(states) if not bool(env.terminal(state, params))}
+        root = {
+            i: self.named(state)
+            for i, state in enumerate(states)
+            if not bool(env.terminal(state, params))
+        }
         self.root = self.value(Node(root, 0))
 
     def named(self, state):
@@ -41,7 +53,11 @@ class PlainDespot:
 
     def _move(self, scenario, depth, name, action):
         result = self.moved(self.keys[scenario], depth, self.states[name], np.int32(action))
-        key = self.env.obs_key(result.obs, self.params) if hasattr(self.env, "obs_key") else result.obs
+        key = (
+            self.env.obs_key(result.obs, self.params)
+            if hasattr(self.env, "obs_key")
+            else result.obs
+        )
         return self.named(result.state), int(key), float(result.reward), bool(result.terminated)
 
     def default_return(self, scenario, depth, name):
@@ -62,20 +78,29 @@ class PlainDespot:
     def upper_bound(self, depth, name):
         if self.planner.upper == "heuristic":
             return self.heuristic(name)
-        return self.planner.max_reward * sum(self.discount**t for t in range(self.planner.max_depth - depth))
+        return self.planner.max_reward * sum(
+            self.discount**t for t in range(self.planner.max_depth - depth)
+        )
 
     def value(self, node):
         weight = self.discount**node.depth / self.count
-        node.default = weight * sum(self.default_return(i, node.depth, s) for i, s in node.scenarios.items())
+        node.default = weight * sum(
+            self.default_return(i, node.depth, s) for i, s in node.scenarios.items()
+        )
         node.utility = node.default
         if node.depth < self.planner.max_depth:
             bound = weight * sum(self.upper_bound(node.depth, s) for s in node.scenarios.values())
             node.utility = max(bound, node.default)
-        node.lower, node.upper = node.default, max(node.default, node.utility - self.planner.regularization)
+        node.lower, node.upper = (
+            node.default,
+            max(node.default, node.utility - self.planner.regularization),
+        )
         return node
 
     def legal(self, node):
-        return np.flatnonzero(np.all([self.mask(name) for name in node.scenarios.values()], axis=0)).tolist()
+        return np.flatnonzero(
+            np.all([self.mask(name) for name in node.scenarios.values()], axis=0)
+        ).tolist()
 
     def expand(self, node):
         weight = self.discount**node.depth / self.count
@@ -86,7 +111,9 @@ class PlainDespot:
                 gain += weight * reward
                 if not over:
                     groups.setdefault(key, {})[i] = following
-            below = {key: self.value(Node(group, node.depth + 1, node)) for key, group in groups.items()}
+            below = {
+                key: self.value(Node(group, node.depth + 1, node)) for key, group in groups.items()
+            }
             node.actions[action] = (gain, below)
 
     def edge(self, node, action, kind):
@@ -95,7 +122,11 @@ class PlainDespot:
         return gain + sum(getattr(child, kind) for child in below.values())
 
     def excess(self, node, gap):
-        return node.upper - node.lower - len(node.scenarios) / self.count * self.planner.gap_ratio * gap
+        return (
+            node.upper
+            - node.lower
+            - len(node.scenarios) / self.count * self.planner.gap_ratio * gap
+        )
 
     def is_cut(self, node):
         price, above = self.planner.regularization, node.parent
@@ -118,14 +149,25 @@ class PlainDespot:
                     continue
                 children = list(node.actions[choose(node)][1].values())
                 if not self.planner.wide and children:
-                    children = [max(children, key=lambda child: (self.excess(child, gap), -min(child.scenarios)))]
+                    children = [
+                        max(
+                            children,
+                            key=lambda child: (self.excess(child, gap), -min(child.scenarios)),
+                        )
+                    ]
                 pending += children
         for node in ends:
             self.expand(node)
-        for node in sorted({id(n): n for end in ends for n in self.lineage(end)}.values(), key=lambda n: -n.depth):
+        for node in sorted(
+            {id(n): n for end in ends for n in self.lineage(end)}.values(), key=lambda n: -n.depth
+        ):
             if node.actions:
                 for kind in ("lower", "upper", "utility"):
-                    setattr(node, kind, max(node.default, *(self.edge(node, a, kind) for a in node.actions)))
+                    setattr(
+                        node,
+                        kind,
+                        max(node.default, *(self.edge(node, a, kind) for a in node.actions)),
+                    )
 
     def lineage(self, node):
         while node is not None:

@@ -156,14 +156,22 @@ class PlainWidening:
         if self.planner.num_simulations == 1:
             self.check_choice(node, action)
         edge = node.edges.setdefault(action, PlainEdge())
-        child, ends = int(row["child"][i]), bool(row["over"][i]) and isinstance(self.planner, Pomcpow)
+        child, ends = (
+            int(row["child"][i]),
+            bool(row["over"][i]) and isinstance(self.planner, Pomcpow),
+        )
         if self.planner.keyed is not True:
-            widens = edge.drawn <= self.planner.k_observations * edge.visits**self.planner.alpha_observations
+            widens = (
+                edge.drawn
+                <= self.planner.k_observations * edge.visits**self.planner.alpha_observations
+            )
             edge.drawn += widens
             if not ends:
                 known = child in edge.children
                 assert known or bool(row["fresh"][i])
-                assert not known or not widens or bool(row["fresh"][i]), "a slot that opens is a new node"
+                assert not known or not widens or bool(row["fresh"][i]), (
+                    "a slot that opens is a new node"
+                )
                 assert len(edge.children) - known < edge.drawn
         edge.visits += 1
         walk.append((edge, child))
@@ -219,7 +227,9 @@ class PlainWidening:
             (self.nodes[walk[-1][1]] if walk else self.nodes[0]).guesses.append(future)
         for d in range(len(walk) - 1, -1, -1):
             reward = float(row["rewards"][d, i])
-            if not isinstance(self.planner, Pomcpow):  # a node's reward is the mean over its filter step, made once
+            if not isinstance(
+                self.planner, Pomcpow
+            ):  # a node's reward is the mean over its filter step, made once
                 np.testing.assert_allclose(reward, self.rewards[walk[d][1]], rtol=1e-5)
                 assert reward < 0
             future = reward + self.discount * future

@@ -14,7 +14,10 @@ LOG = []
 
 def note(name, **arrays):
     io_callback(
-        lambda **got: LOG.append((name, {k: np.asarray(v) for k, v in got.items()})), None, ordered=True, **arrays
+        lambda **got: LOG.append((name, {k: np.asarray(v) for k, v in got.items()})),
+        None,
+        ordered=True,
+        **arrays,
     )
 
 
@@ -61,9 +64,17 @@ class PlainTree:
     """Nodes by history, a tuple (a, o, a, o, ...); edges by history + action."""
 
     def __init__(self, planner, discount):
-        self.planner, self.eta, self.discount, self.n = planner, planner.eta, discount, planner.num_simulations
+        self.planner, self.eta, self.discount, self.n = (
+            planner,
+            planner.eta,
+            discount,
+            planner.num_simulations,
+        )
         self.legal, self.moved = {}, set()
-        self.nodes, self.edges = {(): [0, 0.0, 0, 0.0]}, {}  # visits, leaf sum, leaf visits, V; visits, R, psi, Q
+        self.nodes, self.edges = (
+            {(): [0, 0.0, 0, 0.0]},
+            {},
+        )  # visits, leaf sum, leaf visits, V; visits, R, psi, Q
 
     def replay(self, log):
         histories, levels, seen = [()] * self.n, [], []
@@ -112,7 +123,11 @@ class PlainTree:
             node[3] = node[1] / node[2]
             return
         for a, edge in edges.items():
-            below = [n for h, n in self.nodes.items() if len(h) == len(history) + 2 and h[:-1] == history + (a,)]
+            below = [
+                n
+                for h, n in self.nodes.items()
+                if len(h) == len(history) + 2 and h[:-1] == history + (a,)
+            ]
             edge[3] = (edge[1] + self.discount * sum(n[0] * n[3] for n in below)) / edge[0]
         first, others = self.start(history, node, edges)
         for edge in edges.values():
@@ -129,7 +144,10 @@ class PlainTree:
         share = self.soft(old) - math.log(len(old)) / self.eta if old else 0.0
         if self.planner.unvisited == "mask" or not node[2]:
             return share, 0
-        most = min(self.legal[history], math.ceil(self.planner.widen * max(node[0], 1) ** self.planner.widen_power))
+        most = min(
+            self.legal[history],
+            math.ceil(self.planner.widen * max(node[0], 1) ** self.planner.widen_power),
+        )
         most = max(most, len(edges))
         return node[1] / node[2] - math.log(most) / self.eta, most - len(edges)
 

@@ -22,9 +22,9 @@ def case(count, columns=(), scale=1.0, seed=0):
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, 40, count).astype(np.int32)
     ids[::7] = 2**31 - 1  # nowhere
-    values = (scale * rng.normal(size=(count, *columns)) * 10.0 ** rng.integers(-3, 1, (count, *columns))).astype(
-        np.float32
-    )
+    values = (
+        scale * rng.normal(size=(count, *columns)) * 10.0 ** rng.integers(-3, 1, (count, *columns))
+    ).astype(np.float32)
     return rng.normal(size=(32, *columns)).astype(np.float32), ids, values
 
 
@@ -37,7 +37,11 @@ def test_sums_are_those_of_float64_in_any_order(gpu_ways, count, columns, scale)
     np.add.at(expected, ids[there], values[there].astype(np.float64))
     found = np.asarray(added(table, ids, values))
     # Each value to 2^-26 of the largest, and the rounding of sums to float32.
-    bound = count * np.abs(values).max() * 2.0**-25 / 32 + 4e-7 * np.abs(expected) + np.abs(values).max() * 1e-6
+    bound = (
+        count * np.abs(values).max() * 2.0**-25 / 32
+        + 4e-7 * np.abs(expected)
+        + np.abs(values).max() * 1e-6
+    )
     assert (np.abs(found - expected) <= bound).all()
     order = np.random.default_rng(1).permutation(count)
     if count > 256:  # whole numbers: the same bits in whatever order
@@ -66,13 +70,17 @@ PLANNERS = [
 ]
 
 
-@pytest.mark.parametrize("planner", [PLANNERS[0], pytest.param(PLANNERS[1], marks=pytest.mark.slow), PLANNERS[2]])
+@pytest.mark.parametrize(
+    "planner", [PLANNERS[0], pytest.param(PLANNERS[1], marks=pytest.mark.slow), PLANNERS[2]]
+)
 def test_a_plan_is_the_same_to_rounding(monkeypatch, planner):
     env, params = envs.make("Tiger")
     belief = ParticleBelief(64).init(jax.random.key(0), env, params)
 
     def planned():
-        return jax.jit(lambda key, belief: planner.plan(key, env, params, belief))(jax.random.key(1), belief)
+        return jax.jit(lambda key, belief: planner.plan(key, env, params, belief))(
+            jax.random.key(1), belief
+        )
 
     action, info = planned()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

@@ -38,12 +38,18 @@ def test_particles_follow_the_exact_belief_of_tiger(below):
     model, heard, total = ParticleBelief(4000, resample_below=below), [1, 0, 1, 1], 0.0
     belief = begin(model, jax.random.key(0), TIGER, PARAMS)
     for i, obs in enumerate(heard):
-        belief, evidence = update(model, jax.random.key(i + 1), belief, jnp.asarray(0), jnp.asarray(obs), TIGER, PARAMS)
+        belief, evidence = update(
+            model, jax.random.key(i + 1), belief, jnp.asarray(0), jnp.asarray(obs), TIGER, PARAMS
+        )
         total += float(evidence.log_evidence)
         want, chance = posterior(heard[: i + 1])
-        np.testing.assert_allclose(float(jnp.exp(belief.log_weights) @ belief.states), want, atol=0.03)
+        np.testing.assert_allclose(
+            float(jnp.exp(belief.log_weights) @ belief.states), want, atol=0.03
+        )
         np.testing.assert_allclose(total, np.log(chance), atol=0.05)
-        assert not bool(evidence.depleted) and bool(evidence.resampled) == (float(evidence.ess) < below * 4000)
+        assert not bool(evidence.depleted) and bool(evidence.resampled) == (
+            float(evidence.ess) < below * 4000
+        )
         np.testing.assert_allclose(float(jax.nn.logsumexp(belief.log_weights)), 0, atol=1e-4)
 
 
@@ -53,7 +59,13 @@ def test_rejection_without_a_likelihood_agrees():
 
     belief = begin(ParticleBelief(8000), jax.random.key(0), Blind(), PARAMS)
     belief, evidence = update(
-        ParticleBelief(8000), jax.random.key(1), belief, jnp.asarray(0), jnp.asarray(1), Blind(), PARAMS
+        ParticleBelief(8000),
+        jax.random.key(1),
+        belief,
+        jnp.asarray(0),
+        jnp.asarray(1),
+        Blind(),
+        PARAMS,
     )
     np.testing.assert_allclose(float(jnp.exp(belief.log_weights) @ belief.states), 0.85, atol=0.02)
     np.testing.assert_allclose(float(evidence.log_evidence), np.log(0.5), atol=0.05)
@@ -64,12 +76,18 @@ def test_particles_on_rocks_match_enumeration():
     params, model = env.default_params, ParticleBelief(4000)
     belief = begin(model, jax.random.key(0), env, params)
     for i, obs in enumerate((2, 2, 1)):
-        belief, _ = update(model, jax.random.key(i + 1), belief, jnp.asarray(5), jnp.asarray(obs), env, params)
+        belief, _ = update(
+            model, jax.random.key(i + 1), belief, jnp.asarray(5), jnp.asarray(obs), env, params
+        )
     distance = np.linalg.norm(env.map[0] - np.asarray([0, 1]))
     right = 0.5 * (1 + 2 ** (-distance / 20))
     good = right**2 * (1 - right) / (right**2 * (1 - right) + (1 - right) ** 2 * right)
-    np.testing.assert_allclose(float(jnp.exp(belief.log_weights) @ belief.states.good[:, 0]), good, atol=0.03)
-    np.testing.assert_allclose(float(jnp.exp(belief.log_weights) @ belief.states.good[:, 1]), 0.5, atol=0.03)
+    np.testing.assert_allclose(
+        float(jnp.exp(belief.log_weights) @ belief.states.good[:, 0]), good, atol=0.03
+    )
+    np.testing.assert_allclose(
+        float(jnp.exp(belief.log_weights) @ belief.states.good[:, 1]), 0.5, atol=0.03
+    )
 
 
 def test_equal_particles_lie_side_by_side_and_draws_take_each_as_often_as_it_weighs():
@@ -80,25 +98,39 @@ def test_equal_particles_lie_side_by_side_and_draws_take_each_as_often_as_it_wei
         good = np.asarray(belief.states.good)
         assert len(np.unique(good, axis=0)) == 4
         assert (good[1:] != good[:-1]).any(1).sum() == 3
-        weights, drawn = np.exp(belief.log_weights), np.asarray(belief.sample(jax.random.key(i), 40).good)
+        weights, drawn = (
+            np.exp(belief.log_weights),
+            np.asarray(belief.sample(jax.random.key(i), 40).good),
+        )
         for row in np.unique(good, axis=0):
             assert abs((drawn == row).all(1).sum() - 40 * weights[(good == row).all(1)].sum()) < 2
-        belief, _ = update(model, jax.random.key(i + 1), belief, jnp.asarray(5), jnp.asarray(2), env, params)
+        belief, _ = update(
+            model, jax.random.key(i + 1), belief, jnp.asarray(5), jnp.asarray(2), env, params
+        )
 
 
 def redraw(key, prior, action, obs, posterior, depleted, env, params):
     states = jnp.full_like(posterior.states, obs)
     equal = jnp.full_like(prior.log_weights, -jnp.log(prior.log_weights.shape[0]))
-    return Particles(jnp.where(depleted, states, posterior.states), jnp.where(depleted, equal, posterior.log_weights))
+    return Particles(
+        jnp.where(depleted, states, posterior.states),
+        jnp.where(depleted, equal, posterior.log_weights),
+    )
 
 
 def test_depletion_is_told_and_recovered_by_the_hook():
     perfect, action, obs = PARAMS.replace(accuracy=1.0), jnp.asarray(0), jnp.asarray(1)
     wrong = Particles(jnp.zeros(10, jnp.int32), jnp.log(jnp.arange(1.0, 11.0) / 55))
-    kept, evidence = update(ParticleBelief(10, 0.0), jax.random.key(0), wrong, action, obs, TIGER, perfect)
+    kept, evidence = update(
+        ParticleBelief(10, 0.0), jax.random.key(0), wrong, action, obs, TIGER, perfect
+    )
     assert bool(evidence.depleted) and float(evidence.log_evidence) == -np.inf
-    np.testing.assert_allclose(kept.log_weights, wrong.log_weights, rtol=1e-6)  # the prediction, not uniform
-    mended, evidence = update(ParticleBelief(10, 0.0, redraw), jax.random.key(0), wrong, action, obs, TIGER, perfect)
+    np.testing.assert_allclose(
+        kept.log_weights, wrong.log_weights, rtol=1e-6
+    )  # the prediction, not uniform
+    mended, evidence = update(
+        ParticleBelief(10, 0.0, redraw), jax.random.key(0), wrong, action, obs, TIGER, perfect
+    )
     assert bool(evidence.depleted) and mended.states.tolist() == [1] * 10
     with pytest.raises(UsageError, match="no particle left"):
         Particles(jnp.zeros(2), jnp.full(2, -jnp.inf)).sample(jax.random.key(0), 3)
@@ -111,30 +143,59 @@ class Nan(Tiger):
     bad: float = float("nan")
 
     def log_likelihood(self, obs, state, action, next_state, params):
-        return jnp.where(next_state == 0, self.bad, super().log_likelihood(obs, state, action, next_state, params))
+        return jnp.where(
+            next_state == 0,
+            self.bad,
+            super().log_likelihood(obs, state, action, next_state, params),
+        )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_likelihood_that_is_no_number_costs_its_particle_alone(bad):
     env, states = Nan(bad=bad), jnp.arange(8, dtype=jnp.int32) % 2
     before = Particles(states, jnp.log(jnp.arange(1.0, 9.0) / 36))
-    after, told = update(ParticleBelief(8, 0.0), jax.random.key(0), before, jnp.asarray(0), jnp.asarray(1), env, PARAMS)
+    after, told = update(
+        ParticleBelief(8, 0.0),
+        jax.random.key(0),
+        before,
+        jnp.asarray(0),
+        jnp.asarray(1),
+        env,
+        PARAMS,
+    )
     assert int(told.invalid) == 4 and not bool(told.depleted)
     weights = {int(s): 0.0 for s in states}
     for s, w in zip(after.states.tolist(), np.exp(after.log_weights).tolist(), strict=True):
         weights[s] += w
     np.testing.assert_allclose([weights[0], weights[1]], [0, 1], atol=1e-6)
-    np.testing.assert_allclose(float(told.log_evidence), np.log(0.85 * (2 + 4 + 6 + 8) / 36), rtol=1e-5)
+    np.testing.assert_allclose(
+        float(told.log_evidence), np.log(0.85 * (2 + 4 + 6 + 8) / 36), rtol=1e-5
+    )
     right = Particles(jnp.ones(8, jnp.int32), before.log_weights)
-    _, told = update(ParticleBelief(8, 0.0), jax.random.key(0), right, jnp.asarray(0), jnp.asarray(1), env, PARAMS)
+    _, told = update(
+        ParticleBelief(8, 0.0),
+        jax.random.key(0),
+        right,
+        jnp.asarray(0),
+        jnp.asarray(1),
+        env,
+        PARAMS,
+    )
     assert int(told.invalid) == 0
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_weight_that_is_no_number_is_never_drawn(bad):
-    belief = Particles(jnp.arange(4), jnp.log(jnp.asarray([0.5, 0.25, 0.25, 1.0])).at[0].set(bad).at[3].set(-jnp.inf))
+    belief = Particles(
+        jnp.arange(4),
+        jnp.log(jnp.asarray([0.5, 0.25, 0.25, 1.0])).at[0].set(bad).at[3].set(-jnp.inf),
+    )
     drawn = np.bincount(belief.sample(jax.random.key(0), 40), minlength=4)
-    assert drawn.tolist() == [0, 20, 20, 0] and int(belief.invalid) == 1 and not bool(belief.weightless)
+    assert (
+        drawn.tolist() == [0, 20, 20, 0]
+        and int(belief.invalid) == 1
+        and not bool(belief.weightless)
+    )
     assert bool(Particles(jnp.arange(2), jnp.full(2, bad)).weightless)
 
 
@@ -143,7 +204,9 @@ def test_ended_particles_keep_no_weight():
     env, model = Leaving(), ParticleBelief(64, resample_below=0.0)
     begun = Particles(jnp.zeros(64, jnp.int32), jnp.full(64, -np.log(64), jnp.float32))
     for obs, depleted in ((0, False), (1, True)):  # what is seen is always 0
-        after, told = update(model, jax.random.key(0), begun, jnp.asarray(0), jnp.asarray(obs), env, PARAMS)
+        after, told = update(
+            model, jax.random.key(0), begun, jnp.asarray(0), jnp.asarray(obs), env, PARAMS
+        )
         over, weights = np.asarray(after.states) == 9, np.exp(np.asarray(after.log_weights))
         assert 0 < over.sum() < 64 and bool(told.depleted) == depleted
         assert not weights[over].any() and abs(weights.sum() - 1) < 1e-5
@@ -151,9 +214,17 @@ def test_ended_particles_keep_no_weight():
 
 def test_weights_are_equal_after_resampling():
     """All the weight in few particles: drawn anew, each copy weighs the same."""
-    uneven = Particles(jnp.arange(8, dtype=jnp.int32) % 2, jnp.log(jnp.asarray([0.9, *[0.1 / 7] * 7])))
+    uneven = Particles(
+        jnp.arange(8, dtype=jnp.int32) % 2, jnp.log(jnp.asarray([0.9, *[0.1 / 7] * 7]))
+    )
     after, told = update(
-        ParticleBelief(8, 1.0), jax.random.key(0), uneven, jnp.asarray(0), jnp.asarray(0), TIGER, PARAMS
+        ParticleBelief(8, 1.0),
+        jax.random.key(0),
+        uneven,
+        jnp.asarray(0),
+        jnp.asarray(0),
+        TIGER,
+        PARAMS,
     )
     assert bool(told.resampled)
     np.testing.assert_allclose(after.log_weights, np.full(8, -np.log(8)), rtol=1e-6)
@@ -163,7 +234,9 @@ def test_systematic_counts_are_within_one_and_zero_weights_are_never_drawn():
     weights = jnp.asarray([0.0, 0.2, 0.5, 0.0, 0.3, 0.0])
     for seed in range(20):
         counts = np.bincount(systematic(jax.random.key(seed), jnp.log(weights), 11), minlength=6)
-        assert (np.abs(counts - 11 * np.asarray(weights)) < 1).all() and counts[[0, 3, 5]].sum() == 0
+        assert (np.abs(counts - 11 * np.asarray(weights)) < 1).all() and counts[
+            [0, 3, 5]
+        ].sum() == 0
 
 
 @dataclasses.dataclass(frozen=True)

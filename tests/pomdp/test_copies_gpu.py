@@ -36,11 +36,16 @@ def largest_copy_and_table(planner, **options) -> tuple[int, int]:
 @pytest.mark.parametrize("kind", [Vopp, Pomcp, Pft, Pomcpow])
 def test_no_level_copies_a_table(kind, children):
     """Reads before writes: a read of a table that is fused past its write costs two copies of it a level."""
-    copy, table = largest_copy_and_table(kind(64, 8, max_depth=5, max_nodes=2000, children=children))
+    copy, table = largest_copy_and_table(
+        kind(64, 8, max_depth=5, max_nodes=2000, children=children)
+    )
     assert copy < table
 
 
 def test_copies_are_found_where_they_are():
-    fused, body = "%fused_a (x) {\n  %c = s32[99]{0} copy(%x)\n}", "%body (y) {\n  %d = s32[5,7]{1,0} copy(%y)\n}"
+    fused, body = (
+        "%fused_a (x) {\n  %c = s32[99]{0} copy(%x)\n}",
+        "%body (y) {\n  %d = s32[5,7]{1,0} copy(%y)\n}",
+    )
     assert copied(f"{fused}\n\n{body}") == 35
     assert copied(fused) == 0 and copied(body.replace("copy", "negate")) == 0

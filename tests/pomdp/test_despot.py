@@ -48,21 +48,42 @@ def matched(plain, tree):
         pairs[row] = node
         for action, (_, below) in node.actions.items():
             for child in below.values():
-                pending.append((child, {i: int(blocks[particles[i]]) * actions + action for i in child.scenarios}))
+                pending.append(
+                    (
+                        child,
+                        {i: int(blocks[particles[i]]) * actions + action for i in child.scenarios},
+                    )
+                )
     return pairs
 
 
 WORLDS = {
-    "tiger": (TIGER, PARAMS.replace(leaf=3.0), Despot(16, 8, max_depth=4, default=0, max_reward=10.0)),
+    "tiger": (
+        TIGER,
+        PARAMS.replace(leaf=3.0),
+        Despot(16, 8, max_depth=4, default=0, max_reward=10.0),
+    ),
     "tiger-leaf": (
         TIGER,
         PARAMS.replace(leaf=25.0),
         Despot(16, 8, max_depth=4, default=0, upper="heuristic", leaf="heuristic"),
     ),
-    "price": (TIGER, PARAMS, Despot(16, 12, max_depth=4, default=0, max_reward=10.0, regularization=0.7)),
+    "price": (
+        TIGER,
+        PARAMS,
+        Despot(16, 12, max_depth=4, default=0, max_reward=10.0, regularization=0.7),
+    ),
     "path": (TIGER, PARAMS, Despot(16, 12, max_depth=4, default=0, max_reward=10.0, wide=False)),
-    "leaving": (Leaving(), PARAMS, Despot(8, 4, max_depth=3, default=1, max_reward=10.0, children=HashedChildren())),
-    "rocks": (ROCKS, ROCKS.default_params, Despot(12, 6, max_depth=6, default=1, upper="heuristic", gap_ratio=0.5)),
+    "leaving": (
+        Leaving(),
+        PARAMS,
+        Despot(8, 4, max_depth=3, default=1, max_reward=10.0, children=HashedChildren()),
+    ),
+    "rocks": (
+        ROCKS,
+        ROCKS.default_params,
+        Despot(12, 6, max_depth=6, default=1, upper="heuristic", gap_ratio=0.5),
+    ),
 }
 
 
@@ -74,7 +95,9 @@ def test_equals_a_plain_tree_node_for_node(world):
     env, params, planner = WORLDS[world]
     belief = Known(0.5) if env is TIGER else ParticleBelief(32).init(jax.random.key(1), env, params)
     tree = jit(planner.init_search, static_argnums=1)(jax.random.key(3), env, params, belief)
-    states = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[: planner.num_scenarios], tree.states)
+    states = jax.tree.map(
+        lambda x: x.reshape(-1, *x.shape[2:])[: planner.num_scenarios], tree.states
+    )
     plain = PlainDespot(planner, env, params, tree.keys, states, 0.95)
     for _ in range(planner.iterations):
         ids = {id(node): row for row, node in matched(plain, tree).items()}
@@ -106,7 +129,9 @@ def test_regularisation_cuts_and_ends_at_the_default():
 
     @jit
     def at(price):
-        return dataclasses.replace(planner, regularization=price).plan(jax.random.key(3), env, params, Known(0.5))
+        return dataclasses.replace(planner, regularization=price).plan(
+            jax.random.key(3), env, params, Known(0.5)
+        )
 
     _, cheap = at(0.7)
     action, info = at(50.0)
@@ -119,7 +144,9 @@ def test_bounds_meet_at_the_exact_value_of_three_steps_of_tiger():
     keys = jax.random.split(jax.random.key(0), 16)
     actions, info = jit(jax.vmap(lambda key: SHORT.plan(key, TIGER, PARAMS, Known(0.5))))(keys)
     assert (
-        not np.asarray(actions).any() and not np.asarray(info.defaulted).any() and not np.asarray(info.overflow).any()
+        not np.asarray(actions).any()
+        and not np.asarray(info.defaulted).any()
+        and not np.asarray(info.overflow).any()
     )
     np.testing.assert_allclose(info.upper, info.value, atol=1e-3)
     np.testing.assert_allclose(float(info.value.mean()), 2.3098, atol=0.7)
@@ -130,11 +157,19 @@ def test_bounds_meet_at_the_exact_value_of_three_steps_of_tiger():
 def test_lower_bounds_rise_and_upper_bounds_fall():
     planner = WORLDS["rocks"][2]
     belief = ParticleBelief(32).init(jax.random.key(1), ROCKS, ROCKS.default_params)
-    trees = [jit(planner.init_search, static_argnums=1)(jax.random.key(2), ROCKS, ROCKS.default_params, belief)]
+    trees = [
+        jit(planner.init_search, static_argnums=1)(
+            jax.random.key(2), ROCKS, ROCKS.default_params, belief
+        )
+    ]
     for _ in range(planner.iterations):
         trees.append(waved(planner, ROCKS, ROCKS.default_params, trees[-1]))
     lower, upper = np.asarray([tree.node[0, :2] for tree in trees]).T
-    assert (np.diff(lower) > -1e-4).all() and (np.diff(upper) < 1e-4).all() and (upper > lower - 1e-4).all()
+    assert (
+        (np.diff(lower) > -1e-4).all()
+        and (np.diff(upper) < 1e-4).all()
+        and (upper > lower - 1e-4).all()
+    )
     assert lower[-1] > lower[0] and upper[-1] < upper[0]
 
 
@@ -147,14 +182,18 @@ def test_scenarios_that_end_early_have_no_future():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("default", [None, lambda key, state, params: jnp.asarray(1)], ids=["random", "function"])
+@pytest.mark.parametrize(
+    "default", [None, lambda key, state, params: jnp.asarray(1)], ids=["random", "function"]
+)
 def test_default_policies(default):
     planner = Despot(256, 3, max_depth=2, default=default, max_reward=10.0)
     _, info = planned(planner, jax.random.key(0), TIGER, PARAMS, Known(0.5))
     np.testing.assert_allclose(float(info.value), -1.95, atol=1e-3)
     none = planner.init_search(jax.random.key(0), TIGER, PARAMS, Known(0.5))
     want = -91 / 3 * 1.95 if default is None else -45 * 1.95
-    np.testing.assert_allclose(float(none.born[0, 1]), want, atol=15.0)  # 3.5 deviations of the mean of 256
+    np.testing.assert_allclose(
+        float(none.born[0, 1]), want, atol=15.0
+    )  # 3.5 deviations of the mean of 256
 
 
 def test_decides_by_the_lower_bound():
@@ -162,7 +201,10 @@ def test_decides_by_the_lower_bound():
     tree = SHORT.init_search(jax.random.key(0), TIGER, PARAMS, Known(0.5))
     bounds = jnp.asarray([[-5.0, 9.0], [-3.0, -2.0], [-4.0, 5.0]])
     tree = dataclasses.replace(
-        tree, block=tree.block.at[0].set(0), edge=tree.edge.at[0].set(bounds), born=tree.born.at[0, 1].set(-6.0)
+        tree,
+        block=tree.block.at[0].set(0),
+        edge=tree.edge.at[0].set(bounds),
+        born=tree.born.at[0, 1].set(-6.0),
     )
     action, info = SHORT.decide(tree)
     assert int(action) == 1 and not bool(info.defaulted)
@@ -172,12 +214,16 @@ def test_decides_by_the_lower_bound():
 
 def test_masked_actions_are_never_taken():
     env = Tiger(mask=(False, True, False))
-    action, info = planned(dataclasses.replace(SHORT, default=None), jax.random.key(0), env, PARAMS, Known(0.5))
+    action, info = planned(
+        dataclasses.replace(SHORT, default=None), jax.random.key(0), env, PARAMS, Known(0.5)
+    )
     assert int(action) == 1 and info.legal.tolist() == [False, True, False]
     assert (np.asarray(info.visits) > 0).tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize("changes", [{"max_nodes": 10}, pytest.param({"max_particles": 400}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "changes", [{"max_nodes": 10}, pytest.param({"max_particles": 400}, marks=pytest.mark.slow)]
+)
 def test_small_capacities_are_counted_and_still_plan(changes):
     tight = dataclasses.replace(SHORT, max_depth=5, **changes)
     action, info = planned(tight, jax.random.key(0), TIGER, PARAMS, Known(0.5))
@@ -205,8 +251,15 @@ def test_rewards_and_bounds_that_are_not_finite_are_counted():
 def test_bounds_that_contradict_each_other_are_told():
     """A heuristic far below what the default policy earns leaves nothing to search."""
     planner = dataclasses.replace(SHORT, upper="heuristic")
-    action, info = planned(planner, jax.random.key(0), TIGER, PARAMS.replace(leaf=-500.0), Known(0.5))
-    assert int(action) == 0 and bool(info.defaulted) and int(info.inconsistent) == 400 and int(info.steps) == 0
+    action, info = planned(
+        planner, jax.random.key(0), TIGER, PARAMS.replace(leaf=-500.0), Known(0.5)
+    )
+    assert (
+        int(action) == 0
+        and bool(info.defaulted)
+        and int(info.inconsistent) == 400
+        and int(info.steps) == 0
+    )
 
 
 def test_a_terminal_root_is_told():
@@ -214,23 +267,34 @@ def test_a_terminal_root_is_told():
     ended = Particles(jnp.full((4,), 9, jnp.int32), jnp.full((4,), -np.log(4), jnp.float32))
     planner = Despot(8, 2, max_depth=3, default=1, max_reward=10.0)
     action, info = planned(planner, jax.random.key(0), env, PARAMS, ended)
-    assert float(info.ended) == 1 and int(info.steps) == 0 and int(action) in (0, 1) and bool(info.defaulted)
+    assert (
+        float(info.ended) == 1
+        and int(info.steps) == 0
+        and int(action) in (0, 1)
+        and bool(info.defaulted)
+    )
     with pytest.raises(UsageError, match="terminal"):
         planner.plan_until(jax.random.key(0), env, PARAMS, ended, 1e9)
 
 
 def test_deadlines():
     planner = dataclasses.replace(SHORT, num_scenarios=16, iterations=20)
-    run = functools.partial(planner.plan_until, jax.random.key(0), Tiger(mask=(False, True, True)), PARAMS, Known(0.5))
+    run = functools.partial(
+        planner.plan_until, jax.random.key(0), Tiger(mask=(False, True, True)), PARAMS, Known(0.5)
+    )
     action, info = run(-1.0)
     assert int(action) == 1 and int(info.iterations) == 0 and bool(info.defaulted)
     planner = dataclasses.replace(planner, max_depth=8)
     run = functools.partial(planner.plan_until, jax.random.key(0), TIGER, PARAMS, Known(0.5))
     ticks = itertools.count()
-    _, info = run(10.5, clock=lambda: float(next(ticks)))  # each wave takes one tick, and looking another
+    _, info = run(
+        10.5, clock=lambda: float(next(ticks))
+    )  # each wave takes one tick, and looking another
     assert int(info.iterations) == 5
     _, whole = run(1e12)
-    assert 5 < int(whole.iterations) <= 20 and (int(whole.iterations) == 20 or float(whole.upper) <= float(whole.value))
+    assert 5 < int(whole.iterations) <= 20 and (
+        int(whole.iterations) == 20 or float(whole.upper) <= float(whole.value)
+    )
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,9 @@ TRAJECTORY = {
 
 def enumerated_value(model, horizon):
     """The value at the start by recursion over actions and observations, in plain Python."""
-    T, Z, R = (np.asarray(x, float) for x in (model.transition, model.observation, model.expected_reward))
+    T, Z, R = (
+        np.asarray(x, float) for x in (model.transition, model.observation, model.expected_reward)
+    )
 
     def value(belief, left):
         if left == 0:
@@ -32,7 +34,9 @@ def enumerated_value(model, horizon):
             for o in range(Z.shape[-1]):
                 joint = (belief @ T[a]) * Z[a, :, o]
                 if joint.sum() > 0:
-                    total += float(model.discount) * joint.sum() * value(joint / joint.sum(), left - 1)
+                    total += (
+                        float(model.discount) * joint.sum() * value(joint / joint.sum(), left - 1)
+                    )
             best = max(best, total)
         return best
 
@@ -41,7 +45,9 @@ def enumerated_value(model, horizon):
 
 @pytest.mark.parametrize("horizon", range(1, 11))
 def test_tiger_over_a_finite_horizon(horizon):
-    assert float(solve_exact(tiger(), horizon).value) == pytest.approx(FINITE[horizon - 1], abs=1e-4)
+    assert float(solve_exact(tiger(), horizon).value) == pytest.approx(
+        FINITE[horizon - 1], abs=1e-4
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,7 +92,12 @@ def test_two_methods_and_precisions_agree(x64):
         assert solved.value.dtype == jnp.float64 and solved.converged
         assert float(solved.lower) - 1e-6 <= 19.371368 <= float(solved.upper) + 1e-6
     # The policy: open only when sure, and never listen then.
-    for belief, action in [([0.5, 0.5], 0), ([0.05, 0.95], 0), ([0.01, 0.99], 1), ([0.99, 0.01], 2)]:
+    for belief, action in [
+        ([0.5, 0.5], 0),
+        ([0.05, 0.95], 0),
+        ([0.01, 0.99], 1),
+        ([0.99, 0.01], 2),
+    ]:
         assert [int(solved.action(jnp.asarray(belief))) for solved in both] == [action] * 2
 
 
@@ -98,7 +109,9 @@ def test_vectors_equal_an_enumeration_of_futures(states, horizon):
     for seed in range(5):
         belief = np.random.default_rng(seed).dirichlet(np.ones(states))
         here = model.replace(start=jnp.asarray(belief, jnp.float32))
-        assert float(solved.values(here.start)) == pytest.approx(enumerated_value(here, horizon), abs=1e-5)
+        assert float(solved.values(here.start)) == pytest.approx(
+            enumerated_value(here, horizon), abs=1e-5
+        )
 
 
 def test_pruning_keeps_what_is_best_somewhere_and_nothing_else():
@@ -106,7 +119,9 @@ def test_pruning_keeps_what_is_best_somewhere_and_nothing_else():
     for states in (2, 3):
         alphas = rng.normal(size=(60, states))
         alphas = np.concatenate([alphas, alphas[:10], alphas[:5] - 0.1])
-        grid = [np.asarray(p) / 60 for p in itertools.product(range(61), repeat=states) if sum(p) == 60]
+        grid = [
+            np.asarray(p) / 60 for p in itertools.product(range(61), repeat=states) if sum(p) == 60
+        ]
         kept = prune(alphas)
         np.testing.assert_allclose((grid @ kept.T).max(1), (grid @ alphas.T).max(1), atol=1e-9)
         for i in range(len(kept)):
@@ -131,9 +146,15 @@ def test_bounds_enclose_and_are_ordered(model):
     solved = solve_exact(model, tol=1e-2)
     rng = np.random.default_rng(0)
     beliefs = rng.dirichlet(np.ones(len(model.states)), 50).astype(np.float32)
-    low, informed, seeing = ((beliefs @ np.asarray(jit(bound)(model)).T).max(1) for bound in (blind, fib, qmdp))
+    low, informed, seeing = (
+        (beliefs @ np.asarray(jit(bound)(model)).T).max(1) for bound in (blind, fib, qmdp)
+    )
     value = np.asarray(solved.values(jnp.asarray(beliefs)))
-    assert (low <= value + 1e-2).all() and (value <= informed + 1e-3).all() and (informed <= seeing + 1e-3).all()
+    assert (
+        (low <= value + 1e-2).all()
+        and (value <= informed + 1e-3).all()
+        and (informed <= seeing + 1e-3).all()
+    )
 
 
 def test_fast_informed_bound_of_tiger_in_closed_form():
@@ -151,7 +172,9 @@ def test_fast_informed_bound_of_tiger_in_closed_form():
 @pytest.mark.parametrize("eta", TRAJECTORY)
 def test_iterated_scheme_on_tiger(eta):
     values = iterated_values(tiger(), eta, 300)
-    np.testing.assert_allclose(values[jnp.asarray([1, 10, 30, 100, 300]) - 1, 0], TRAJECTORY[eta], atol=1e-3)
+    np.testing.assert_allclose(
+        values[jnp.asarray([1, 10, 30, 100, 300]) - 1, 0], TRAJECTORY[eta], atol=1e-3
+    )
 
 
 def test_iterated_scheme_equals_plain_loops(x64):
@@ -169,7 +192,9 @@ def test_iterated_scheme_equals_plain_loops(x64):
                 nearest = np.abs(beliefs - joint / joint.sum()).max(1).argmin()
                 new[i, a] += 0.95 * joint.sum() * value[nearest]
         psi = new
-    np.testing.assert_allclose(iterated_values(model, eta, steps)[-1], np.log(np.exp(eta * psi).sum(1)) / eta)
+    np.testing.assert_allclose(
+        iterated_values(model, eta, steps)[-1], np.log(np.exp(eta * psi).sum(1)) / eta
+    )
 
 
 def test_an_early_end_is_said_and_the_bounds_still_hold():
@@ -194,7 +219,10 @@ def test_same_key_same_bits():
         (lambda: solve_exact(tiger(1.0)), "infinite horizon needs a discount below one"),
         (lambda: solve_exact(random_model(), 5, max_vectors=3), "more than max_vectors = 3"),
         (lambda: iterated_values(tiger(), 0.0, 3), "eta must be above zero"),
-        (lambda: iterated_values(tiger(), 1.0, 3, np.asarray([[0.5, 0.5], [0.85, 0.15]])), "not closed"),
+        (
+            lambda: iterated_values(tiger(), 1.0, 3, np.asarray([[0.5, 0.5], [0.85, 0.15]])),
+            "not closed",
+        ),
         (lambda: reachable_beliefs(random_model(), max_beliefs=50), "more than max_beliefs = 50"),
     ],
 )

@@ -6,12 +6,22 @@ import numpy as np
 import pytest
 from models import assert_same, random_model, shuttle, tiger
 
-from jaxpar.pomdp import TabularPomdp, load_policy, load_pomdp, load_pomdpx, save_policy, save_pomdp, save_pomdpx
+from jaxpar.pomdp import (
+    TabularPomdp,
+    load_policy,
+    load_pomdp,
+    load_pomdpx,
+    save_policy,
+    save_pomdp,
+    save_pomdpx,
+)
 from jaxpar.pomdp.exact import Exact
 from jaxpar.types import UsageError
 
 
-@pytest.mark.parametrize("save, load", [(save_pomdp, load_pomdp), (save_pomdpx, load_pomdpx)], ids=["POMDP", "pomdpx"])
+@pytest.mark.parametrize(
+    "save, load", [(save_pomdp, load_pomdp), (save_pomdpx, load_pomdpx)], ids=["POMDP", "pomdpx"]
+)
 @pytest.mark.parametrize(
     "model", [tiger, shuttle, lambda: random_model(3, 4, 3, 5)], ids=["tiger", "shuttle", "random"]
 )
@@ -70,7 +80,10 @@ FACTORED = """<?xml version="1.0" encoding="ISO-8859-1"?>
 def test_factored_models_are_multiplied_out():
     model = load_pomdpx(FACTORED)
     states = [(p, r) for p in range(2) for r in range(2)]
-    assert model.states == ("0,good", "0,bad", "1,good", "1,bad") and model.actions == ("go", "stay")
+    assert model.states == ("0,good", "0,bad", "1,good", "1,bad") and model.actions == (
+        "go",
+        "stay",
+    )
     assert model.observations == ("g,0", "g,1", "b,0", "b,1")  # where it is seen, too
     rock = np.asarray([np.eye(2), [[0.5, 0.5], [0, 1]]])
     place = np.asarray([[[0.25, 0.75], [0, 1]], np.eye(2)])
@@ -78,7 +91,9 @@ def test_factored_models_are_multiplied_out():
     for a in range(2):
         for i, (p, r) in enumerate(states):
             for j, (q, t) in enumerate(states):
-                np.testing.assert_allclose(model.transition[a, i, j], place[a, p, q] * rock[a, r, t], rtol=1e-6)
+                np.testing.assert_allclose(
+                    model.transition[a, i, j], place[a, p, q] * rock[a, r, t], rtol=1e-6
+                )
                 want = (-1 if a == 0 else 0) + (5 if r == 0 else -5) * (q == 1) + 10 * look[t, 0]
                 np.testing.assert_allclose(model.reward[a, i, j], want, rtol=1e-5)
                 for k in range(4):
@@ -92,22 +107,55 @@ def test_factored_models_are_multiplied_out():
     "edit, message",
     [
         (("</pomdpx>", ""), "line 41: this is no well-formed XML"),
-        (("pomdpx version", "policy version"), "line 40: this is no well-formed XML: mismatched tag"),
-        (("<Discount> 0.9", "<Discount> 1.9"), r"line 3: the discount must be in \(0, 1\], not 1.9"),
-        (("<NumValues>2<", "<NumValues>two<"), "line 5: the number of values of place_0 must be a whole number"),
-        (("<ValueEnum>good bad<", "<ValueEnum>good good<"), "line 6: the values of rock_0 must be different words"),
+        (
+            ("pomdpx version", "policy version"),
+            "line 40: this is no well-formed XML: mismatched tag",
+        ),
+        (
+            ("<Discount> 0.9", "<Discount> 1.9"),
+            r"line 3: the discount must be in \(0, 1\], not 1.9",
+        ),
+        (
+            ("<NumValues>2<", "<NumValues>two<"),
+            "line 5: the number of values of place_0 must be a whole number",
+        ),
+        (
+            ("<ValueEnum>good bad<", "<ValueEnum>good good<"),
+            "line 6: the values of rock_0 must be different words",
+        ),
         (('vname="look"', 'vname="rock_0"'), "line 7: there are two variables 'rock_0'"),
-        (("<Instance>go s0 -<", "<Instance>go s7 -<"), "line 20: place_0 has no value 's7'; it has s0 to s1"),
-        (("<Instance>go s0 -<", "<Instance>s0 -<"), "line 20: 3 words are needed, for do place_0 place_1, not 2"),
-        (("0.25 0.75", "0.25 0.5"), "line 18: place_1 given do=go, place_0=0 sums to 0.75, not to one"),
+        (
+            ("<Instance>go s0 -<", "<Instance>go s7 -<"),
+            "line 20: place_0 has no value 's7'; it has s0 to s1",
+        ),
+        (
+            ("<Instance>go s0 -<", "<Instance>s0 -<"),
+            "line 20: 3 words are needed, for do place_0 place_1, not 2",
+        ),
+        (
+            ("0.25 0.75", "0.25 0.5"),
+            "line 18: place_1 given do=go, place_0=0 sums to 0.75, not to one",
+        ),
         (("0.25 0.75", "0.25 0.5 0.25"), "line 20: 2 numbers are needed, not 3"),
         (("0.25 0.75", "0.25 x"), "line 20: expected a number, not 'x'"),
         (("<ValueTable>-1<", "<ValueTable>1e400<"), "line 34: 1e400 is too large a number"),
-        (("<Parent>do rock_0<", "<Parent>do rocks<"), "line 21: 'rocks' is no variable that can stand here"),
-        (('<Edge val="bad">', '<Edge val="ugly">'), "line 25: rock_0 has no value 'ugly'; it has good bad"),
-        (('type="persistent"', 'type="same"'), "line 22: type='same' is unknown; legal are uniform"),
+        (
+            ("<Parent>do rock_0<", "<Parent>do rocks<"),
+            "line 21: 'rocks' is no variable that can stand here",
+        ),
+        (
+            ('<Edge val="bad">', '<Edge val="ugly">'),
+            "line 25: rock_0 has no value 'ugly'; it has good bad",
+        ),
+        (
+            ('type="persistent"', 'type="same"'),
+            "line 22: type='same' is unknown; legal are uniform",
+        ),
         (('type="DD"', 'type="ADD"'), "line 21: type='ADD' is unknown; legal are TBL, DD"),
-        (("<Var>rock_0</Var>", "<Var>place_0</Var>"), "line 14: <InitialStateBelief> gives place_0 a second time"),
+        (
+            ("<Var>rock_0</Var>", "<Var>place_0</Var>"),
+            "line 14: <InitialStateBelief> gives place_0 a second time",
+        ),
         (("<ObsFunction>", "<Observe>"), "line"),
     ],
 )
@@ -119,7 +167,9 @@ def test_malformed_models_are_refused_by_line(edit, message):
 
 
 def test_a_model_too_large_to_be_written_out_is_refused_before_it_is():
-    with pytest.raises(UsageError, match="line 4: 200000 states, 2 actions and 200000 observations make an array"):
+    with pytest.raises(
+        UsageError, match="line 4: 200000 states, 2 actions and 200000 observations make an array"
+    ):
         load_pomdpx(FACTORED.replace("<NumValues>2<", "<NumValues>100000<", 1))
     bomb = '<?xml version="1.0"?>\n<!DOCTYPE pomdpx [<!ENTITY a "aaaa">]>\n<pomdpx>&a;</pomdpx>'
     with pytest.raises(UsageError, match="line 2: a document with entities of its own is not read"):
@@ -131,7 +181,9 @@ def test_a_model_too_large_to_be_written_out_is_refused_before_it_is():
 
 
 def some_policy(model, count=4):
-    alphas = jnp.asarray(np.random.default_rng(0).normal(size=(count, len(model.states))), model.start.dtype)
+    alphas = jnp.asarray(
+        np.random.default_rng(0).normal(size=(count, len(model.states))), model.start.dtype
+    )
     value = (alphas @ model.start).max()
     actions = jnp.arange(count, dtype=jnp.int32) % len(model.actions)
     return Exact(value, value, jnp.asarray(jnp.inf, value.dtype), alphas, actions, False, 0)
@@ -172,16 +224,32 @@ def test_both_formats_as_others_write_them(text):
         (ALPHA, ("1.5 -2", "1.5 x"), "line 2: expected a number, not 'x'"),
         (ALPHA, ("1.5 -2", "1.5 nan"), "line 2: nan is no finite number"),
         (ALPHA, ("2\n3e0", "3\n3e0"), "line 5: expected an action, 0 to 2, not '3'"),
-        (ALPHA, ("\n4\n", "\n"), "line 7: the vector after line 5 needs 2 numbers, one a state, and has 1"),
+        (
+            ALPHA,
+            ("\n4\n", "\n"),
+            "line 7: the vector after line 5 needs 2 numbers, one a state, and has 1",
+        ),
         ("# empty\n\n", ("#", "#"), "line 3: there is no vector in it"),
         (POLICY, ("</Policy>", ""), "line 7: this is no well-formed XML"),
-        (POLICY, ('vectorLength="2"', 'vectorLength="3"'), "line 3: the vectors have length 3, and the model has 2"),
-        (POLICY, ('numObsValue="1"', 'numObsValue="4"'), "line 3: the policy is of a model with fully observed"),
+        (
+            POLICY,
+            ('vectorLength="2"', 'vectorLength="3"'),
+            "line 3: the vectors have length 3, and the model has 2",
+        ),
+        (
+            POLICY,
+            ('numObsValue="1"', 'numObsValue="4"'),
+            "line 3: the policy is of a model with fully observed",
+        ),
         (POLICY, ('numVectors="2"', 'numVectors="5"'), "line 3: there should be 5 vectors"),
         (POLICY, ('action="0"', 'action="9"'), "line 4: expected an action, 0 to 2, not '9'"),
         (POLICY, ("1.5 -2", "1.5"), "line 4: a vector needs 2 numbers, one a state, and has 1"),
         (POLICY, ("1.5 -2", "1.5 inf"), "line 4: inf is no finite number"),
-        (POLICY, ("<Entry>1 4<", "<Entry>7 4<"), "line 5: an entry is a state, 0 to 1, and a number"),
+        (
+            POLICY,
+            ("<Entry>1 4<", "<Entry>7 4<"),
+            "line 5: an entry is a state, 0 to 1, and a number",
+        ),
         (POLICY.replace("Policy", "Plan"), ("", ""), "line 2: expected <Policy>, not <Plan>"),
     ],
 )

@@ -23,7 +23,9 @@ def test_branches_add_up(planner):
     belief = ParticleBelief(16).init(jax.random.key(0), env, params)
     search = jit(lambda key: planner.search(key, env, params, belief))(jax.random.key(1))
     _, info = planner.decide(search)
-    root = outline(search, planner, env, params, depth=3, width=9, actions=("listen", "left", "right"))
+    root = outline(
+        search, planner, env, params, depth=3, width=9, actions=("listen", "left", "right")
+    )
     assert {b.name for b in root.below} == {"listen", "left", "right"}
     for branch in root.below:
         at = ("listen", "left", "right").index(branch.name)

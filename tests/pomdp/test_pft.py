@@ -48,11 +48,19 @@ WORLDS = {
     "one": {"num_simulations": 1, "iterations": 60},
     "eight": {"num_simulations": 8, "iterations": 12, "backup": "best"},
     "mean": {"num_simulations": 8, "iterations": 12},
-    "narrow": {"num_simulations": 8, "iterations": 12, "alpha_observations": 0.0, "k_observations": 0.5},
+    "narrow": {
+        "num_simulations": 8,
+        "iterations": 12,
+        "alpha_observations": 0.0,
+        "k_observations": 0.5,
+    },
 }
 
 
-PAIRS = {(RecordedPft, "eight"), (RecordedPomcpow, "one")}  # one and eight go through the same code of either planner
+PAIRS = {
+    (RecordedPft, "eight"),
+    (RecordedPomcpow, "one"),
+}  # one and eight go through the same code of either planner
 
 
 @pytest.mark.parametrize(
@@ -71,17 +79,23 @@ def test_equals_a_plain_tree_node_for_node(kind, world):
     plain.replay(log)
     assert sorted(plain.nodes) == list(range(int(tree.num_nodes))) and int(tree.overflow) == 0
     assert sum(len(node.edges) for node in plain.nodes.values()) == int(tree.num_edges)
-    assert max(len(edge.children) for edge in plain.nodes[0].edges.values()) > 1 or world == "narrow"
+    assert (
+        max(len(edge.children) for edge in plain.nodes[0].edges.values()) > 1 or world == "narrow"
+    )
     for row, node in plain.nodes.items():
         assert int(tree.node_visits[row]) == node.visits
         for action, edge in node.edges.items():
             at = int(tree.edges[row, action])
             assert int(tree.edge_visits[at]) == edge.visits == len(edge.returns)
-            np.testing.assert_allclose(float(tree.value[at]), plain.value(edge), rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(
+                float(tree.value[at]), plain.value(edge), rtol=1e-4, atol=1e-4
+            )
         assert (np.asarray(tree.edges[row]) != EMPTY).sum() == len(node.edges)
         if kind is RecordedPomcpow and row:
             assert int(beliefs.num_added[row]) == len(node.held)
-            held = sorted(zip(beliefs.states[row].tolist(), beliefs.log_weights[row].tolist(), strict=True))
+            held = sorted(
+                zip(beliefs.states[row].tolist(), beliefs.log_weights[row].tolist(), strict=True)
+            )
             held = [pair for pair in held if pair[1] != -np.inf]
             np.testing.assert_allclose(held, sorted(node.held), rtol=1e-5, atol=1e-5)
 
@@ -90,16 +104,26 @@ def test_a_filter_step_is_bayes():
     """A step to the right, seen at 0.8, from N(0, 1/4): the mean of 20,000 particles deviates by 0.004."""
     states, never = jax.random.normal(jax.random.key(0), (20_000,)) * 0.5, jnp.zeros((), bool)
     result = Transition(jnp.asarray(0.8), jnp.asarray(0.4), jnp.asarray(0.0), never, never, {})
-    step = functools.partial(filter_step, jax.random.key(1), states, jnp.zeros(20_000), jnp.asarray(2))
+    step = functools.partial(
+        filter_step, jax.random.key(1), states, jnp.zeros(20_000), jnp.asarray(2)
+    )
     got, weights, reward, _ = step(result, env=LINE, params=ON_LINE)
     prior = 0.25 + 0.09
     gain = prior / (prior + 0.36)
-    np.testing.assert_allclose(float(jnp.sum(jnp.exp(weights) * got)), 1 + gain * (0.8 - 1), atol=0.02)
+    np.testing.assert_allclose(
+        float(jnp.sum(jnp.exp(weights) * got)), 1 + gain * (0.8 - 1), atol=0.02
+    )
     np.testing.assert_allclose(float(jnp.exp(weights).sum()), 1.0, rtol=1e-3)
     far = np.abs(1 + np.sqrt(prior) * np.random.default_rng(0).normal(size=20_000))
     np.testing.assert_allclose(float(reward), -far.mean(), atol=0.03)
-    lost, weights, _, wrong = step(result._replace(obs=jnp.asarray(jnp.nan)), env=LINE, params=ON_LINE)
-    assert (lost == result.state).all() and np.isfinite(np.asarray(weights)).all() and int(wrong) > 19_900
+    lost, weights, _, wrong = step(
+        result._replace(obs=jnp.asarray(jnp.nan)), env=LINE, params=ON_LINE
+    )
+    assert (
+        (lost == result.state).all()
+        and np.isfinite(np.asarray(weights)).all()
+        and int(wrong) > 19_900
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +131,9 @@ class Nan(Line):
     """The likelihood of whoever stands below 0 is no number."""
 
     def log_likelihood(self, obs, state, action, next_state, params):
-        return jnp.where(next_state < 0, jnp.nan, super().log_likelihood(obs, state, action, next_state, params))
+        return jnp.where(
+            next_state < 0, jnp.nan, super().log_likelihood(obs, state, action, next_state, params)
+        )
 
 
 def test_a_likelihood_that_is_no_number_costs_its_particle_alone():
@@ -150,7 +176,9 @@ def test_simulations_that_end_early_have_no_future(kind):
     action, info = planned(planner, jax.random.key(0), env, PARAMS, belief)
     assert int(action) == 1
     np.testing.assert_allclose(info.values, [4.75, 9.5], atol=0.6)
-    action, info = planned(dataclasses.replace(planner, keyed=False), jax.random.key(0), env, PARAMS, belief)
+    action, info = planned(
+        dataclasses.replace(planner, keyed=False), jax.random.key(0), env, PARAMS, belief
+    )
     assert int(action) == 1 and abs(float(info.values[0]) - 4.75) < 3.6
     np.testing.assert_allclose(info.values[1], 9.5, atol=0.8)
 
@@ -162,7 +190,9 @@ class Weighed(Leaving):
 
 
 def test_actions_open_by_the_visits():
-    planner = Pft(1, 30, max_depth=2, num_particles=4, leaf="zero", k_actions=0.6, alpha_actions=0.3)
+    planner = Pft(
+        1, 30, max_depth=2, num_particles=4, leaf="zero", k_actions=0.6, alpha_actions=0.3
+    )
     _, info = planned(planner, jax.random.key(0), LINE, ON_LINE, on_line())
     assert (np.asarray(info.visits) > 0).tolist() == [True, True, False]  # 0.6 * 29^0.3 = 1.65
 
@@ -179,7 +209,9 @@ def test_masks_and_small_capacities(kind):
 def test_deadlines():
     ticks = itertools.count()
     planner = Pomcpow(8, 20, max_depth=3, leaf="zero")
-    run = functools.partial(planner.plan_until, jax.random.key(0), Tiger(mask=(False, True, True)), PARAMS, Known(0.5))
+    run = functools.partial(
+        planner.plan_until, jax.random.key(0), Tiger(mask=(False, True, True)), PARAMS, Known(0.5)
+    )
     action, info = run(-1.0)
     assert int(action) == 1 and int(info.iterations) == 0
     _, info = run(10.5, clock=lambda: float(next(ticks)))
@@ -207,7 +239,9 @@ def test_bad_fields_are_refused(fields, match):
 
 def test_missing_likelihoods_are_refused():
     with pytest.raises(UsageError, match="log_likelihood"):
-        jax.eval_shape(lambda key: Pft(8, 2).plan(key, Leaving(), PARAMS, Known(0.5)), jax.random.key(0))
+        jax.eval_shape(
+            lambda key: Pft(8, 2).plan(key, Leaving(), PARAMS, Known(0.5)), jax.random.key(0)
+        )
 
 
 @pytest.mark.slow
@@ -218,4 +252,7 @@ def test_closed_loop_on_tiger(kind):
     params = PARAMS.replace(leaf=19.371368)
     run = jax.jit(lambda key: simulate_many(key, TIGER, params, planner, Bayes(), 60, 400))
     got = summarize(run(jax.random.key(0)))
-    assert 8 < float(got.mean) < 18.4065 + 3 * float(got.error) and int(got.invalid) == int(got.illegal) == 0
+    assert (
+        8 < float(got.mean) < 18.4065 + 3 * float(got.error)
+        and int(got.invalid) == int(got.illegal) == 0
+    )

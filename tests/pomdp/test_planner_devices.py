@@ -25,7 +25,9 @@ def mesh(count):
 
 
 def assert_alike(one, many, exactly=False):
-    for (path, a), b in zip(jax.tree.leaves_with_path(jax.device_get(one)), jax.tree.leaves(many), strict=True):
+    for (path, a), b in zip(
+        jax.tree.leaves_with_path(jax.device_get(one)), jax.tree.leaves(many), strict=True
+    ):
         if exactly or not np.issubdtype(a.dtype, np.floating):
             assert (a == np.asarray(b)).all(), path
         else:
@@ -38,10 +40,20 @@ def played(key, params, eta, episodes, batch):
     return simulate_many(key, ENV, params, planner, Bayes(), 5, episodes, batch=batch)
 
 
-WORDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all", "send(", "recv(")
+WORDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "collective-permute",
+    "all-to-all",
+    "send(",
+    "recv(",
+)
 
 
-@pytest.mark.parametrize("count, batch", [(8, None), *[pytest.param(*p, marks=pytest.mark.slow) for p in SLOW]])
+@pytest.mark.parametrize(
+    "count, batch", [(8, None), *[pytest.param(*p, marks=pytest.mark.slow) for p in SLOW]]
+)
 def test_episodes_are_the_same_on_several_devices_which_do_not_talk(count, batch):
     ask = (jax.random.key(3), PARAMS, 1.0)
     one = played(*ask, 16, batch)
@@ -56,7 +68,9 @@ def test_episodes_are_the_same_on_several_devices_which_do_not_talk(count, batch
 
 def test_what_does_not_divide_is_refused():
     with mesh(8):
-        with pytest.raises(UsageError, match="num_episodes: .* size 12 does not divide over data=8"):
+        with pytest.raises(
+            UsageError, match="num_episodes: .* size 12 does not divide over data=8"
+        ):
             simulate_many(jax.random.key(0), ENV, PARAMS, VOPP, Bayes(), 5, 12)
         with pytest.raises(UsageError, match="trees: .* size 4 does not divide over data=8"):
             RootParallel(VOPP, 4).plan(jax.random.key(0), ENV, PARAMS, Known(0.5))
@@ -67,7 +81,9 @@ def planned(planner, key, params, belief):
     return planner.plan(key, ENV, params, belief)
 
 
-@pytest.mark.parametrize("kind, counts", [("vopp", (8,)), pytest.param("pomcp", (2, 8), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind, counts", [("vopp", (8,)), pytest.param("pomcp", (2, 8), marks=pytest.mark.slow)]
+)
 def test_trees_are_the_same_on_several_devices_and_merge_as_a_plain_loop_does(kind, counts):
     single = VOPP if kind == "vopp" else Pomcp(4, 8, max_depth=3, exploration=30.0, leaf="zero")
     planner, key, belief = RootParallel(single, 8), jax.random.key(5), Known(jnp.asarray(0.4))
@@ -77,7 +93,9 @@ def test_trees_are_the_same_on_several_devices_and_merge_as_a_plain_loop_does(ki
             assert_alike((action, info), planned(planner, key, PARAMS, belief))
     infos = [planned(single, key, PARAMS, belief)[1] for key in jax.random.split(key, 8)]
     visits = np.stack([info.visits for info in infos])
-    assert info.visits.tolist() == visits.sum(0).tolist() and int(info.nodes) == sum(int(i.nodes) for i in infos)
+    assert info.visits.tolist() == visits.sum(0).tolist() and int(info.nodes) == sum(
+        int(i.nodes) for i in infos
+    )
     values, wanted = np.stack([info.values for info in infos]), []
     for a in range(3):
         found = [n * q for n, q in zip(visits[:, a], values[:, a], strict=True) if n]
@@ -88,7 +106,10 @@ def test_trees_are_the_same_on_several_devices_and_merge_as_a_plain_loop_does(ki
 
 
 def test_an_action_that_some_trees_never_tried_counts_by_those_that_did():
-    rows = {"visits": [[2, 0, 1], [6, 0, 0]], "values": [[1.0, -np.inf, 9.0], [5.0, -np.inf, -np.inf]]}
+    rows = {
+        "visits": [[2, 0, 1], [6, 0, 0]],
+        "values": [[1.0, -np.inf, 9.0], [5.0, -np.inf, -np.inf]],
+    }
     info = planned(VOPP, jax.random.key(0), PARAMS, Known(jnp.asarray(0.5)))[1]
     infos = jax.tree.map(lambda x: jnp.stack([x, x]), info).replace(
         visits=jnp.asarray(rows["visits"]), values=jnp.asarray(rows["values"])
@@ -108,7 +129,13 @@ def test_more_trees_are_less_noisy():
 
     def spread(planner):
         keys = jax.random.split(jax.random.key(0), 64)
-        return float(jnp.var(jax.jit(jax.vmap(lambda key: planner.plan(key, ENV, PARAMS, Known(0.5))[1].value))(keys)))
+        return float(
+            jnp.var(
+                jax.jit(jax.vmap(lambda key: planner.plan(key, ENV, PARAMS, Known(0.5))[1].value))(
+                    keys
+                )
+            )
+        )
 
     assert 0.06 < spread(RootParallel(single, 8)) / spread(single) < 0.25
 
@@ -123,15 +150,25 @@ def test_episodes_of_root_parallel_trees_on_a_mesh():
         assert_alike(one, play(jax.random.key(1)))
 
 
-@pytest.mark.parametrize("kind, count", [("vopp", 1), pytest.param("pft", 8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind, count", [("vopp", 1), pytest.param("pft", 8, marks=pytest.mark.slow)]
+)
 def test_deadlines_of_several_trees(kind, count):
     ticks = itertools.count()
     env = Tiger(mask=(False, True, True))
-    planner = RootParallel(VOPP if kind == "vopp" else Pft(8, 6, max_depth=3, num_particles=4, leaf="zero"), 8)
-    run = functools.partial(planner.plan_until, jax.random.key(0), env, PARAMS, Known(jnp.asarray(0.5)))
+    planner = RootParallel(
+        VOPP if kind == "vopp" else Pft(8, 6, max_depth=3, num_particles=4, leaf="zero"), 8
+    )
+    run = functools.partial(
+        planner.plan_until, jax.random.key(0), env, PARAMS, Known(jnp.asarray(0.5))
+    )
     with mesh(count):
         action, info = run(-1.0)
-        assert int(action) == 1 and int(info.iterations) == 0 and info.legal.tolist() == [False, True, True]
+        assert (
+            int(action) == 1
+            and int(info.iterations) == 0
+            and info.legal.tolist() == [False, True, True]
+        )
         action, info = run(6.5, clock=lambda: float(next(ticks)))
         assert int(info.iterations) == 3 and int(action) in (1, 2)
         assert int(info.visits.sum()) == planner.num_simulations * 3

@@ -35,7 +35,10 @@ def test_virtual_visits_are_those_of_the_greedy_loop(seed):
     legal[0] = True
     rows = [np.broadcast_to(x, (count, 7)) for x in (values, visits, legal)]
     got = virtual_choice(jnp.arange(count), *map(jnp.asarray, rows), jnp.full((count,), 30.0), 2.0)
-    assert np.bincount(got, minlength=7).tolist() == greedy(count, values, visits, legal, 30.0, 2.0).tolist()
+    assert (
+        np.bincount(got, minlength=7).tolist()
+        == greedy(count, values, visits, legal, 30.0, 2.0).tolist()
+    )
 
 
 def test_ranks_count_earlier_equals():
@@ -45,12 +48,16 @@ def test_ranks_count_earlier_equals():
 def test_short_horizons_of_tiger_and_an_early_end():
     env, params = Tiger(), Tiger().default_params
     planner = Pomcp(16, 600, max_depth=3, exploration=40.0, leaf="zero")
-    action, info = jax.jit(planner.plan, static_argnums=1)(jax.random.key(0), env, params, Known(0.5))
+    action, info = jax.jit(planner.plan, static_argnums=1)(
+        jax.random.key(0), env, params, Known(0.5)
+    )
     assert int(action) == 0 and int(info.overflow) == 0 and int(info.visits.sum()) == 16 * 600
     np.testing.assert_allclose(float(info.value), 2.3098, atol=0.6)
     belief = ParticleBelief(8).init(jax.random.key(0), Leaving(), params)
     planner = Pomcp(16, 200, max_depth=3, exploration=60.0, leaf="zero")
-    action, info = jax.jit(planner.plan, static_argnums=1)(jax.random.key(0), Leaving(), params, belief)
+    action, info = jax.jit(planner.plan, static_argnums=1)(
+        jax.random.key(0), Leaving(), params, belief
+    )
     assert int(action) == 1
     np.testing.assert_allclose(info.values, [4.75, 9.5], atol=0.5)
 
@@ -58,11 +65,16 @@ def test_short_horizons_of_tiger_and_an_early_end():
 def test_means_are_those_of_the_simulations_and_do_not_depend_on_the_back_end():
     env = RockSample(3, 2)
     belief = ParticleBelief(32).init(jax.random.key(1), env, env.default_params)
-    plan = jax.jit(lambda planner, key: planner.plan(key, env, env.default_params, belief), static_argnums=0)
+    plan = jax.jit(
+        lambda planner, key: planner.plan(key, env, env.default_params, belief), static_argnums=0
+    )
     _, dense = plan(Pomcp(8, 20, rollout_depth=5), jax.random.key(0))
     from jaxpar.pomdp import HashedChildren
 
-    _, hashed = plan(dataclasses.replace(Pomcp(8, 20, rollout_depth=5), children=HashedChildren()), jax.random.key(0))
+    _, hashed = plan(
+        dataclasses.replace(Pomcp(8, 20, rollout_depth=5), children=HashedChildren()),
+        jax.random.key(0),
+    )
     np.testing.assert_allclose(dense.values, hashed.values, rtol=1e-5)
     assert dense.visits.tolist() == hashed.visits.tolist() and int(dense.nodes) == int(hashed.nodes)
     assert (np.asarray(dense.visits) > 0).tolist() == np.asarray(dense.legal).tolist()
@@ -74,7 +86,9 @@ def test_returns_are_discounted_at_every_level():
     rewards, once = jnp.asarray([1.0, 2, 4, 0, 0, 0, 0, 0]), tree.edge_visits.at[:3].set(1)
     tree = dataclasses.replace(tree, edge_visits=once, reward_sum=rewards)
     column = lambda *values: jnp.asarray(values)[:, None]  # noqa: E731
-    path = Path(column(0, 1, 2, 3), column(0, 1, 2, EMPTY), column(1.0, 2.0, 4.0, 0.0), jnp.asarray([8.0]))
+    path = Path(
+        column(0, 1, 2, 3), column(0, 1, 2, EMPTY), column(1.0, 2.0, 4.0, 0.0), jnp.asarray([8.0])
+    )
     np.testing.assert_allclose(add_returns(tree, path, jnp.asarray(3), 0.5).value[:3], [4, 6, 8])
 
 
@@ -90,8 +104,13 @@ def chances_below(planner, params):
     env = Tiger()
     odds = (0.85 / 0.15) ** np.arange(2, 5)
     keys = jax.random.split(jax.random.key(0), 48)
-    plan = jax.jit(jax.vmap(lambda key, right: planner.plan(key, env, params, Known(right))[0], (0, None)))
-    return [float(np.mean(np.asarray(plan(keys, jnp.asarray(p / (1 + p), jnp.float32))) == 1)) for p in odds]
+    plan = jax.jit(
+        jax.vmap(lambda key, right: planner.plan(key, env, params, Known(right))[0], (0, None))
+    )
+    return [
+        float(np.mean(np.asarray(plan(keys, jnp.asarray(p / (1 + p), jnp.float32))) == 1))
+        for p in odds
+    ]
 
 
 @pytest.mark.slow

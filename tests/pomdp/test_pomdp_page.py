@@ -13,7 +13,9 @@ PAGE = (Path(__file__).parents[2] / "docs" / "pomdp.md").read_text()
 
 def test_snippets_print_what_they_show():
     blocks = re.findall(r"^```(python|text)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    assert [kind for kind, _ in blocks] == ["python", "text"] * (len(blocks) // 2) and len(blocks) == 8
+    assert [kind for kind, _ in blocks] == ["python", "text"] * (len(blocks) // 2) and len(
+        blocks
+    ) == 8
     names = {}
     for (_, snippet), (_, shown) in zip(blocks[::2], blocks[1::2], strict=True):
         with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -25,7 +27,11 @@ def test_flags_exist():
     root = Path(__file__).parents[2]
     found = [
         flags
-        for path in (root / "docs" / "pomdp.md", root / "README.md", root / "experiments" / "pomdp.py")
+        for path in (
+            root / "docs" / "pomdp.md",
+            root / "README.md",
+            root / "experiments" / "pomdp.py",
+        )
         for flags in re.findall(r"python -m experiments\.pomdp\b([^\n`]*)", path.read_text())
     ]
     assert len(found) >= 6

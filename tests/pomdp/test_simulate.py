@@ -43,7 +43,11 @@ class Listening:
 
 def listened(promise, env=None, belief=None):
     EXACT()  # solved outside of the trace
-    run = jit(lambda key: simulate_many(key, env or Tiger(), PARAMS, Listening(promise), belief or Bayes(), 5, 3))
+    run = jit(
+        lambda key: simulate_many(
+            key, env or Tiger(), PARAMS, Listening(promise), belief or Bayes(), 5, 3
+        )
+    )
     return run(jax.random.key(0))
 
 
@@ -68,7 +72,9 @@ def test_a_promise_far_above_what_is_earned_is_told():
 
 class Nan(Tiger):
     def log_likelihood(self, obs, state, action, next_state, params):
-        return jnp.where(next_state == 0, jnp.nan, super().log_likelihood(obs, state, action, next_state, params))
+        return jnp.where(
+            next_state == 0, jnp.nan, super().log_likelihood(obs, state, action, next_state, params)
+        )
 
 
 def test_likelihoods_that_are_no_numbers_are_summed():
@@ -79,7 +85,9 @@ def test_likelihoods_that_are_no_numbers_are_summed():
 def test_the_optimal_policy_of_tiger_is_played():
     """It opens where two answers point more often one way than the other, and listens else."""
     model, policy = tiger(), EXACT()
-    run = jit(lambda key: simulate_many(key, model.environment, model, policy, ExactBelief(), 20, 6))
+    run = jit(
+        lambda key: simulate_many(key, model.environment, model, policy, ExactBelief(), 20, 6)
+    )
     played = run(jax.random.key(0))
     opened = 0
     for actions, answers in zip(np.asarray(played.action), np.asarray(played.obs), strict=True):
@@ -95,27 +103,43 @@ def test_the_optimal_policy_of_tiger_is_played():
 def test_exact_beliefs_are_bayes_and_forget_what_ended():
     model, belief = maze1d(), ExactBelief()
     first = belief.init(jax.random.key(0), model.environment, model)
-    after, told = belief.update(jax.random.key(0), first, jnp.asarray(1), jnp.asarray(0), model.environment, model)
+    after, told = belief.update(
+        jax.random.key(0), first, jnp.asarray(1), jnp.asarray(0), model.environment, model
+    )
     want, chance = tabular_update(model, model.start, 1, 0)
     np.testing.assert_allclose(np.exp(after.log_weights), want, atol=1e-6)
     np.testing.assert_allclose(told.log_evidence, np.log(chance), rtol=1e-5)
     assert not bool(told.depleted) and after.sample(jax.random.key(0), 4).dtype == jnp.int32
     corner = first.replace(log_weights=jnp.log(jnp.asarray([1.0, 0, 0, 0])))
-    lost, told = belief.update(jax.random.key(0), corner, jnp.asarray(0), jnp.asarray(1), model.environment, model)
+    lost, told = belief.update(
+        jax.random.key(0), corner, jnp.asarray(0), jnp.asarray(1), model.environment, model
+    )
     assert bool(told.depleted) and np.exp(lost.log_weights).tolist() == [1, 0, 0, 0]
     # A quarter of the mass ends at each step, and an episode that goes on is not there.
-    ending = dataclasses.replace(model, transition=jnp.asarray([[[0.75, 0, 0, 0.25]] * 3 + [[0, 0, 0, 1]]] * 2))
-    ending = ending.replace(terminal=jnp.asarray([False, False, False, True]), observation=jnp.full((2, 4, 2), 0.5))
-    after, told = belief.update(jax.random.key(0), first, jnp.asarray(0), jnp.asarray(1), ending.environment, ending)
+    ending = dataclasses.replace(
+        model, transition=jnp.asarray([[[0.75, 0, 0, 0.25]] * 3 + [[0, 0, 0, 1]]] * 2)
+    )
+    ending = ending.replace(
+        terminal=jnp.asarray([False, False, False, True]), observation=jnp.full((2, 4, 2), 0.5)
+    )
+    after, told = belief.update(
+        jax.random.key(0), first, jnp.asarray(0), jnp.asarray(1), ending.environment, ending
+    )
     np.testing.assert_allclose(np.exp(after.log_weights), [1, 0, 0, 0], atol=1e-6)
 
 
 def test_environments_with_arrays_are_played_and_others_refused():
     env, params = envs.make("Tiger")
     belief = ExactBelief().init(jax.random.key(0), env, params)
-    assert jax.tree.structure(belief.states) == jax.tree.structure(env.init(jax.random.key(0), params))
+    assert jax.tree.structure(belief.states) == jax.tree.structure(
+        env.init(jax.random.key(0), params)
+    )
     action, info = EXACT().plan(jax.random.key(0), env, params, belief)
-    assert int(action) == 0 and info.values.shape == (3,) and float(info.values[0]) == float(info.value)
+    assert (
+        int(action) == 0
+        and info.values.shape == (3,)
+        and float(info.values[0]) == float(info.value)
+    )
     rocks, numbers = envs.make("RockSample-2-2")
     with pytest.raises(UsageError, match="states that are one integer"):
         ExactBelief().init(jax.random.key(0), rocks, numbers)

@@ -20,7 +20,10 @@ ZERO = np.zeros((1, 2))
         ((EYE, HALF[:, :1], ZERO), "observation is"),
         ((EYE, HALF, np.zeros((1, 3))), r"reward is \[1, 3\] but must be \[A, S\] = \[1, 2\]"),
         ((EYE * 0.9, HALF, ZERO), "transition of action '0' and state '0' sums to 0.9, not to one"),
-        ((EYE, HALF + [[[0, 0], [0.6, -0.6]]], ZERO), "observation of action '0' and state '1' has a negative entry"),
+        (
+            (EYE, HALF + [[[0, 0], [0.6, -0.6]]], ZERO),
+            "observation of action '0' and state '1' has a negative entry",
+        ),
         ((EYE, HALF, ZERO * np.nan), r"the reward at \[0, 0\] of \[1, 2\] is nan"),
         ((EYE, HALF, ZERO, [0.5, 0.6]), "start sums to 1.1"),
         ((EYE, HALF, ZERO, [1.0]), r"start is \[1\] but must be \[S\] = \[2\]"),

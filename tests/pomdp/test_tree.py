@@ -18,8 +18,13 @@ from jaxpar.types import UsageError
 def named(tree, children):
     """Rows of a tensor tree by history."""
     edge, key, node = (np.asarray(x) for x in children.links(tree.children))
-    parents = {int(n): (int(e), int(k)) for e, k, n in zip(edge, key, node, strict=True) if n != EMPTY}
-    owners = {int(tree.edges[v, a]): (int(v), int(a)) for v, a in np.argwhere(np.asarray(tree.edges) != EMPTY)}
+    parents = {
+        int(n): (int(e), int(k)) for e, k, n in zip(edge, key, node, strict=True) if n != EMPTY
+    }
+    owners = {
+        int(tree.edges[v, a]): (int(v), int(a))
+        for v, a in np.argwhere(np.asarray(tree.edges) != EMPTY)
+    }
     assert sorted(owners) == list(range(int(tree.num_edges)))
     assert sorted(parents) == list(range(1, int(tree.num_nodes)))
 
@@ -29,7 +34,9 @@ def named(tree, children):
     def of_edge(e):
         return of_node(owners[e][0]) + (owners[e][1],)
 
-    return {of_node(n): n for n in range(int(tree.num_nodes))}, {of_edge(e): e for e in range(int(tree.num_edges))}
+    return {of_node(n): n for n in range(int(tree.num_nodes))}, {
+        of_edge(e): e for e in range(int(tree.num_edges))
+    }
 
 
 WORLDS = {
@@ -69,7 +76,9 @@ def test_equals_a_plain_tree_node_for_node(world, back_end, unvisited, widen):
         assert (int(tree.node_visits[row]), int(tree.leaf_visits[row])) == (visits, leaf_visits)
         np.testing.assert_allclose(float(tree.leaf_sum[row]), leaf_sum, rtol=1e-5, atol=1e-4)
         if history:
-            np.testing.assert_allclose(float(tree.weighted[row]), visits * value, rtol=1e-4, atol=1e-3)
+            np.testing.assert_allclose(
+                float(tree.weighted[row]), visits * value, rtol=1e-4, atol=1e-3
+            )
     for history, (visits, rewards, psi, value) in plain.edges.items():
         row = edges[history]
         assert int(tree.edge_visits[row]) == visits
@@ -102,7 +111,10 @@ def test_edges_of_a_full_tree_hold_the_sums_of_the_nodes_below_them(planner):
 
 @pytest.mark.parametrize(
     "planner",
-    [Vopp(1, 60, eta=0.1, expand_after=3, leaf="zero", depth_scale=30.0), Pomcp(1, 60, expand_after=2, leaf="zero")],
+    [
+        Vopp(1, 60, eta=0.1, expand_after=3, leaf="zero", depth_scale=30.0),
+        Pomcp(1, 60, expand_after=2, leaf="zero"),
+    ],
     ids=["vopp", "pomcp"],
 )
 def test_simulations_stop_at_a_node_until_it_has_its_visits(planner):
@@ -111,14 +123,19 @@ def test_simulations_stop_at_a_node_until_it_has_its_visits(planner):
     tree = search(jax.random.key(0)).tree
     used = slice(1, int(tree.num_nodes))
     visits, stopped = np.asarray(tree.node_visits)[used], np.asarray(tree.leaf_visits)[used]
-    assert (stopped == np.minimum(visits, planner.expand_after)).all() and (visits > planner.expand_after).any()
+    assert (stopped == np.minimum(visits, planner.expand_after)).all() and (
+        visits > planner.expand_after
+    ).any()
     with pytest.raises(UsageError, match='expand_after=2 needs unvisited="leaf"'):
         Vopp(expand_after=2, unvisited="mask")
 
 
 def test_insertion_gives_equal_slots_one_id_and_counts_what_has_no_room():
     table = jnp.full((8,), EMPTY, jnp.int32).at[5].set(0)
-    slots, wanted = jnp.asarray([5, 2, 2, 7, 1, 1, 3]), jnp.asarray([True, True, True, True, True, True, False])
+    slots, wanted = (
+        jnp.asarray([5, 2, 2, 7, 1, 1, 3]),
+        jnp.asarray([True, True, True, True, True, True, False]),
+    )
     table, ids, count, made = insert(table, slots, wanted, jnp.asarray(1), 3)
     assert ids.tolist() == [0, 1, 1, 2, EMPTY, EMPTY, EMPTY]
     assert int(count) == 3 and made.tolist() == [False, True, False, True, False, False, False]
@@ -165,7 +182,9 @@ def test_levels_end_when_nobody_lives_and_a_batch_keeps_one_count_for_all():
 
     def walked(last):
         first = (jnp.zeros((3,)), jnp.ones((3,), bool))
-        return while_live(jnp.asarray(9), lambda d, c: (c[0] + c[1], c[1] & (d < last)), first, lambda c: c[1])
+        return while_live(
+            jnp.asarray(9), lambda d, c: (c[0] + c[1], c[1] & (d < last)), first, lambda c: c[1]
+        )
 
     count, (passed, _) = walked(2)
     assert int(count) == 3 and passed.tolist() == [3, 3, 3]

@@ -18,7 +18,9 @@ def rocks(env):
     index = np.arange(env.size**2 * kinds)
     places = np.stack([index // kinds % env.size, index // kinds // env.size], axis=1)
     places = np.concatenate([places, [[env.size, env.size // 2]]])
-    good = np.concatenate([(index % kinds)[:, None] >> np.arange(env.num_rocks) & 1, np.zeros((1, env.num_rocks))])
+    good = np.concatenate(
+        [(index % kinds)[:, None] >> np.arange(env.num_rocks) & 1, np.zeros((1, env.num_rocks))]
+    )
     return RockSampleState(jnp.asarray(places, jnp.int32), jnp.asarray(good, bool))
 
 
@@ -42,7 +44,9 @@ def test_is_above_what_seeing_everything_earns(case):
     model = from_environment(env, params)
     seeing = np.asarray(jit(qmdp)(model)).max(0)
     got = np.asarray(jit(jax.vmap(lambda state: env.upper_bound(state, params)))(states(env)))
-    assert (got >= seeing - 2e-3 * np.abs(seeing).max()).all() and np.isclose(got, seeing, rtol=2e-3).any()
+    assert (got >= seeing - 2e-3 * np.abs(seeing).max()).all() and np.isclose(
+        got, seeing, rtol=2e-3
+    ).any()
     assert (got - seeing).mean() < {"tiger": 0.01, "rocks": 3.0, "tag": 8.0}[case]
 
 
@@ -57,5 +61,7 @@ def test_is_above_the_exact_value_and_despot_takes_it(case):
     belief = ParticleBelief(64).init(jax.random.key(0), env, params)
     planner = Despot(32, 3, max_depth=4, default=0 if case == "tiger" else 1)
     action, info = jit(lambda key: planner.plan(key, env, params, belief))(jax.random.key(0))
-    assert float(info.upper) >= float(info.value) and int(info.inconsistent) == int(info.invalid) == 0
+    assert (
+        float(info.upper) >= float(info.value) and int(info.inconsistent) == int(info.invalid) == 0
+    )
     assert int(action) == 0 if case == "tiger" else bool(info.legal[action])

@@ -30,7 +30,9 @@ def test_the_step_follows_the_exact_trajectory_on_tiger(eta):
     difference = np.arange(-14, 15)
     right = 1 / (1 + (0.15 / 0.85) ** difference)
     heard_right = right * 0.85 + (1 - right) * 0.15
-    rewards = np.stack([-np.ones(29), 10 - 110 * (1 - right), 10 - 110 * right], axis=1).astype(np.float32)
+    rewards = np.stack([-np.ones(29), 10 - 110 * (1 - right), 10 - 110 * right], axis=1).astype(
+        np.float32
+    )
     psi, value = jnp.full((29, 3), jnp.inf), jnp.zeros(29)
     # Psi_0 = 0: one step with Q = 0 from there subtracts log(3)/eta, which is added back.
     psi, seen = jnp.zeros((29, 3)), {}
@@ -42,7 +44,10 @@ def test_the_step_follows_the_exact_trajectory_on_tiger(eta):
         every, none = jnp.ones((29, 3), bool), jnp.zeros(29, int)
         psi, value = preference_step(psi, rewards + 0.95 * future, every, eta, jnp.zeros(29), none)
         seen[k] = float(value[14])
-    want = {0.2: [-1.2731, 6.1974, 14.6085, 19.2397, 19.3714], 2.0: [-1.0275, 6.0893, 14.7086, 19.2429, 19.3714]}
+    want = {
+        0.2: [-1.2731, 6.1974, 14.6085, 19.2397, 19.3714],
+        2.0: [-1.0275, 6.0893, 14.7086, 19.2429, 19.3714],
+    }
     np.testing.assert_allclose([seen[k] for k in (1, 10, 30, 100, 300)], want[eta], atol=1e-3)
 
 
@@ -55,7 +60,9 @@ def test_the_step_of_one_belief_by_hand():
     want = [5 + 7 - level, 4 + 9 - level]
     np.testing.assert_allclose(got[0], [*want, -np.inf], rtol=1e-6)
     np.testing.assert_allclose(value[0], np.log(np.exp(want).sum() + np.exp(4)), rtol=1e-6)
-    moved, _ = preference_step(psi, values, tried, 1.0, first, untried, jnp.asarray([[False, True, False]]))
+    moved, _ = preference_step(
+        psi, values, tried, 1.0, first, untried, jnp.asarray([[False, True, False]])
+    )
     np.testing.assert_allclose(moved[0], [5.0, want[1], -np.inf], rtol=1e-6)
 
 
@@ -82,7 +89,11 @@ SHORT = Vopp(512, 60, max_depth=3, eta=0.1, leaf="zero")
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"sweep": "tree"}, *(pytest.param({"unvisited": rule}, marks=pytest.mark.slow) for rule in ("mask", "paper"))],
+    [
+        {},
+        {"sweep": "tree"},
+        *(pytest.param({"unvisited": rule}, marks=pytest.mark.slow) for rule in ("mask", "paper")),
+    ],
     ids=str,
 )
 def test_reaches_the_exact_value_of_three_steps_of_tiger(changes):
@@ -110,7 +121,8 @@ def test_the_fixed_reference_solves_another_problem():
     np.testing.assert_allclose(float(info.value), want, rtol=1e-5)
     assert want < -10
     _, iterated = planned(
-        Vopp(4096, 100, max_depth=1, eta=0.05, leaf="zero"), *(jax.random.key(0), TIGER, PARAMS, Known(0.5))
+        Vopp(4096, 100, max_depth=1, eta=0.05, leaf="zero"),
+        *(jax.random.key(0), TIGER, PARAMS, Known(0.5)),
     )
     np.testing.assert_allclose(float(iterated.value), -1.0, atol=0.01)
 
@@ -133,10 +145,14 @@ def test_small_capacities_are_counted_and_still_plan():
 def test_deadlines():
     ticks = iter(range(1000))
     planner = Vopp(16, 50, max_depth=3)
-    run = functools.partial(planner.plan_until, jax.random.key(0), Tiger(mask=(False, True, True)), PARAMS, Known(0.5))
+    run = functools.partial(
+        planner.plan_until, jax.random.key(0), Tiger(mask=(False, True, True)), PARAMS, Known(0.5)
+    )
     action, info = run(-1.0)
     assert int(action) == 1 and int(info.iterations) == 0
-    _, info = run(10.5, clock=lambda: float(next(ticks)))  # each batch takes one tick, and looking another
+    _, info = run(
+        10.5, clock=lambda: float(next(ticks))
+    )  # each batch takes one tick, and looking another
     assert int(info.iterations) == 5
     action, whole = run(1e12)
     assert int(whole.iterations) == 50
@@ -168,7 +184,9 @@ def test_bad_discounts_and_missing_heuristics_are_refused():
 def test_decisions_on_tiger_are_those_of_the_optimum(eta):
     """At the beliefs of the optimal policy (0, 1 and 2 readings apart) with nothing known of the leaves."""
     planner = Vopp(64, 16, max_depth=10, eta=eta, leaf="zero", max_nodes=4096)
-    plans = jax.jit(jax.vmap(lambda key, right: planner.plan(key, TIGER, PARAMS, Known(right))[0], (0, None)))
+    plans = jax.jit(
+        jax.vmap(lambda key, right: planner.plan(key, TIGER, PARAMS, Known(right))[0], (0, None))
+    )
     for apart, best in ((0, 0), (1, 0), (2, 1)):
         right = jnp.float32(1 / (1 + (0.15 / 0.85) ** apart))
         actions = np.asarray(plans(jax.random.split(jax.random.key(20 + apart), 100), right))
@@ -198,9 +216,15 @@ def lost_on_tiger(key, planner, num_episodes, num_steps, batch):
     regrets on its way, whose spread is a hundred times less than that of the returns: episodes as
     these cannot be told from 200,000 that are judged by what they earned.
     """
-    run = jax.jit(lambda key: simulate_many(key, TIGER, PARAMS, planner, Bayes(), num_steps, num_episodes, batch=batch))
+    run = jax.jit(
+        lambda key: simulate_many(
+            key, TIGER, PARAMS, planner, Bayes(), num_steps, num_episodes, batch=batch
+        )
+    )
     episodes, regrets, lost = run(key), exact_regrets(), []
-    for actions, readings in zip(np.asarray(episodes.action), np.asarray(episodes.obs), strict=True):
+    for actions, readings in zip(
+        np.asarray(episodes.action), np.asarray(episodes.obs), strict=True
+    ):
         apart, total = 0, 0.0
         for t, (action, reading) in enumerate(zip(actions, readings, strict=True)):
             total += 0.95**t * regrets[np.clip(apart, -14, 14) + 14, action]
@@ -237,7 +261,11 @@ def test_rows_that_lanes_share_give_the_same_tree_to_the_bit(monkeypatch, unvisi
     def searched():
         search = lambda key: planner.search(key, env, env.default_params, belief)  # noqa: E731
         key = jax.random.key(1)
-        return jit(search)(key) if at_once is None else jit(jax.vmap(search))(jax.random.split(key, at_once))
+        return (
+            jit(search)(key)
+            if at_once is None
+            else jit(jax.vmap(search))(jax.random.split(key, at_once))
+        )
 
     whole = searched()
     monkeypatch.setattr(vopp, "row_block", lambda num_actions, count: 5)
@@ -247,4 +275,8 @@ def test_rows_that_lanes_share_give_the_same_tree_to_the_bit(monkeypatch, unvisi
 
 
 def test_only_long_rows_are_shared():
-    assert vopp.row_block(64, 9000) == 9000 and vopp.row_block(1024, 9000) == 512 and vopp.row_block(2**20, 9000) == 1
+    assert (
+        vopp.row_block(64, 9000) == 9000
+        and vopp.row_block(1024, 9000) == 512
+        and vopp.row_block(2**20, 9000) == 1
+    )

@@ -98,7 +98,9 @@ def network(weights, x):
     """Values [A] of features [F] by a network with one hidden layer, normalised."""
     p = weights["network"]["heads"]["q"]["params"]
     x = x @ p["Dense_0"]["kernel"] + p["Dense_0"]["bias"]
-    x = (x - x.mean()) / jnp.sqrt(x.var() + 1e-6) * p["LayerNorm_0"]["scale"] + p["LayerNorm_0"]["bias"]
+    x = (x - x.mean()) / jnp.sqrt(x.var() + 1e-6) * p["LayerNorm_0"]["scale"] + p["LayerNorm_0"][
+        "bias"
+    ]
     return jnp.maximum(x, 0) @ p["out"]["kernel"] + p["out"]["bias"]
 
 
@@ -116,14 +118,18 @@ def mixer(weights, kind, state, q):
     first, second = abs(hyper("w1", state)), abs(hyper("w2", state))
     total = hyper("v2", jnp.maximum(hyper("v1", state), 0))[0]
     for unit in range(width):
-        drive = hyper("b1", state)[unit] + sum(q[i] * first[i * width + unit] for i in range(len(q)))
+        drive = hyper("b1", state)[unit] + sum(
+            q[i] * first[i * width + unit] for i in range(len(q))
+        )
         total += second[unit] * jnp.where(drive > 0, drive, jnp.exp(jnp.minimum(drive, 0)) - 1)
     return total
 
 
 def values(weights, kind, obs):
     """Values [A] of one, or [N, A] of two."""
-    return network(weights, obs) if kind is None else jnp.stack([network(weights, own) for own in obs])
+    return (
+        network(weights, obs) if kind is None else jnp.stack([network(weights, own) for own in obs])
+    )
 
 
 @functools.partial(jit, static_argnums=1)
@@ -141,4 +147,6 @@ def legal(obs):
 def perturbed(weights):
     """Weights of which none is zero, so that no gradient is zero by accident."""
     rng = np.random.default_rng(1)
-    return jax.tree.map(lambda x: jnp.asarray(x + 0.2 * rng.standard_normal(x.shape), jnp.float32), weights)
+    return jax.tree.map(
+        lambda x: jnp.asarray(x + 0.2 * rng.standard_normal(x.shape), jnp.float32), weights
+    )

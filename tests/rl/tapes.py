@@ -24,15 +24,21 @@ LONGEST, FEATURES, ACTIONS = 3, 3, 3
 @functools.cache
 def tables(agents):
     """K tapes, of every end of every agent: obs, masks, rewards by action and flags `[K, time, N, ...]`."""
-    ends = np.array(list(itertools.product(itertools.product(range(LONGEST), ENDS), repeat=agents)))  # [K, N, 2]
+    ends = np.array(
+        list(itertools.product(itertools.product(range(LONGEST), ENDS), repeat=agents))
+    )  # [K, N, 2]
     rng, shape = np.random.default_rng(agents), (len(ends), LONGEST + 1, agents)
     mask = rng.random((*shape, ACTIONS)) < 0.6
     np.put_along_axis(mask, rng.integers(0, ACTIONS, (*shape, 1)), True, -1)
-    over = np.arange(LONGEST)[None, :, None] >= ends[:, None, :, 0]  # whoever has ended says so in every later step
+    over = (
+        np.arange(LONGEST)[None, :, None] >= ends[:, None, :, 0]
+    )  # whoever has ended says so in every later step
     return {
         "obs": rng.normal(size=(*shape, FEATURES)).astype(np.float32),
         "mask": mask,
-        "reward": rng.normal(size=(len(ends), LONGEST, agents, ACTIONS)).astype(np.float32),  # the dead earn, too
+        "reward": rng.normal(size=(len(ends), LONGEST, agents, ACTIONS)).astype(
+            np.float32
+        ),  # the dead earn, too
         "terminated": over & (ends[:, None, :, 1] != IS_CUT),
         "truncated": over & (ends[:, None, :, 1] != TERMINATES),
     }
@@ -157,7 +163,12 @@ class Hand:
 
     def __init__(self, key, env, num_envs, size, next_step=False, epsilon=None):
         self.lone, self.agents = not hasattr(env, "num_agents"), getattr(env, "num_agents", 1)
-        self.table, self.next_step, self.epsilon, self.made = tables(self.agents), next_step, epsilon, 0
+        self.table, self.next_step, self.epsilon, self.made = (
+            tables(self.agents),
+            next_step,
+            epsilon,
+            0,
+        )
         first = jax.random.split(jax.random.fold_in(key, 2**32 - 1), 1)[0]
         self.envs = [self.start(jax.random.fold_in(first, copy), size) for copy in range(num_envs)]
         self.size, self.seen = size, set()
@@ -189,8 +200,9 @@ class Hand:
     def rollout(self, key, weights, num_steps):
         """Rows `[T, B, N, ...]` of what happened; `led_to` is the value of what each step led to, 0 after an end."""
         names = (
-            "obs mask start counts raw_action value log_prob reward led_to next_obs next_mask cut terminated".split()
-        )
+            "obs mask start counts raw_action value "
+            "log_prob reward led_to next_obs next_mask cut terminated"
+        ).split()
         rows = {name: [] for name in names}
         before = np.stack([copy["h"] for copy in self.envs])
         for row in range(num_steps):
@@ -232,7 +244,11 @@ class Hand:
             copy["over"] = True
         elif over.all():
             copy |= self.start(_key(key, self.made, RESET, number), self.size) | {"h": copy["h"]}
-        policy = log_softmax(read(weights, "policy", copy["h"]), mask) if self.epsilon is None else np.zeros(mask.shape)
+        policy = (
+            log_softmax(read(weights, "policy", copy["h"]), mask)
+            if self.epsilon is None
+            else np.zeros(mask.shape)
+        )
         return one | {
             "counts": counts, "raw_action": drawn, "value": value, "reward": reward, "cut": over,
             "terminated": terminated,
@@ -271,8 +287,14 @@ def lambda_returns(rows, discount, lambda_):
     """Returns that mix all lengths, by the recursion of Sutton and Barto (12.18)."""
     total = np.zeros(rows["reward"].shape)
     for t in reversed(range(len(total))):
-        later = rows["led_to"][t] if t == len(total) - 1 else np.where(rows["cut"][t], rows["led_to"][t], total[t + 1])
-        total[t] = rows["reward"][t] + discount * ((1 - lambda_) * rows["led_to"][t] + lambda_ * later)
+        later = (
+            rows["led_to"][t]
+            if t == len(total) - 1
+            else np.where(rows["cut"][t], rows["led_to"][t], total[t + 1])
+        )
+        total[t] = rows["reward"][t] + discount * (
+            (1 - lambda_) * rows["led_to"][t] + lambda_ * later
+        )
     return total
 
 
@@ -289,13 +311,16 @@ def ppo_loss(weights, rows, envs, rates):
     """Schulman et al. 2017, over what counts: the loss, its policy's and value's parts, and the entropy."""
     h, on = through(weights, rows, envs), rows["counts"][:, envs]
     drawn, mask, old, before, advantage, target = (
-        rows[name][:, envs][on] for name in ("raw_action", "mask", "log_prob", "value", "advantage", "target")
+        rows[name][:, envs][on]
+        for name in ("raw_action", "mask", "log_prob", "value", "advantage", "target")
     )
     log_p = log_softmax(read(weights, "policy", h)[on], mask)
     value, p = read(weights, "value", h)[on][:, 0], np.exp(log_p)
     ratio = np.exp(np.take_along_axis(log_p, drawn[:, None], -1)[:, 0] - old)
     advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-    policy = -np.minimum(ratio * advantage, ratio.clip(1 - rates.clip, 1 + rates.clip) * advantage).mean()
+    policy = -np.minimum(
+        ratio * advantage, ratio.clip(1 - rates.clip, 1 + rates.clip) * advantage
+    ).mean()
     near = before + (value - before).clip(-rates.clip, rates.clip)
     error = np.maximum((value - target) ** 2, (near - target) ** 2).mean() / 2
     entropy = -np.where(mask, p * np.where(mask, log_p, 0), 0).sum(-1).mean()
@@ -305,7 +330,9 @@ def ppo_loss(weights, rows, envs, rates):
 def q_loss(weights, rows, envs, rates):
     """Half the mean squared error of what was done, over what counts; and the mean of its values."""
     h, on = through(weights, rows, envs), rows["counts"][:, envs]
-    q = np.take_along_axis(read(weights, "q", h), rows["raw_action"][:, envs][..., None], -1)[..., 0][on]
+    q = np.take_along_axis(read(weights, "q", h), rows["raw_action"][:, envs][..., None], -1)[
+        ..., 0
+    ][on]
     return np.mean((q - rows["target"][:, envs][on]) ** 2) / 2, q.mean()
 
 

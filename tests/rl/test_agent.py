@@ -38,7 +38,9 @@ def test_features_have_their_shape_and_tell_observations_apart(name):
 
 
 def test_bytes_are_shares_and_few_values_are_names():
-    assert features(Box(0, 255, (1, 1, 1), jnp.uint8), jnp.full((1, 1, 1), 51, jnp.uint8)).item() == pytest.approx(0.2)
+    assert features(
+        Box(0, 255, (1, 1, 1), jnp.uint8), jnp.full((1, 1, 1), 51, jnp.uint8)
+    ).item() == pytest.approx(0.2)
     np.testing.assert_array_equal(features(Box(2, 5, (2,), jnp.int32), jnp.array([3, 5]))[None].ravel(),
                                   [0, 1, 0, 0, 0, 0, 0, 1])  # fmt: skip
 
@@ -56,20 +58,27 @@ def test_densities_of_choices_by_enumeration():
 def test_illegal_choices_are_never_drawn_and_count_for_nothing():
     space, mask = Discrete(4), jnp.array([True, False, True, False])
     head = masked(space, jnp.array([0.0, 9.0, 1.0, 9.0]), mask)
-    drawn = jax.vmap(lambda key: sample_action(key, space, head))(jax.random.split(jax.random.key(0), 200))
+    drawn = jax.vmap(lambda key: sample_action(key, space, head))(
+        jax.random.split(jax.random.key(0), 200)
+    )
     assert set(np.asarray(drawn).tolist()) == {0, 2} and mode(space, head) == 2
     alone = jnp.array([0.0, 1.0])
     np.testing.assert_allclose(entropy(space, head), entropy(Discrete(2), alone), rtol=1e-6)
-    slope = jax.grad(lambda x: entropy(space, masked(space, x, mask)))(jnp.array([0.0, 9.0, 1.0, 9.0]))
+    slope = jax.grad(lambda x: entropy(space, masked(space, x, mask)))(
+        jnp.array([0.0, 9.0, 1.0, 9.0])
+    )
     assert np.isfinite(slope).all() and slope[1] == slope[3] == 0
 
 
 def test_a_box_is_spanned_by_one_and_densities_are_normal():
     space = Box(-2.0, 6.0, (2,))
-    np.testing.assert_allclose(scale_action(space, jnp.array([[-1.0, 0.5], [0.0, 3.0]])), [[-2, 4], [2, 6]])
+    np.testing.assert_allclose(
+        scale_action(space, jnp.array([[-1.0, 0.5], [0.0, 3.0]])), [[-2, 4], [2, 6]]
+    )
     head, x = jnp.array([0.5, -1.0, np.log(2.0), np.log(0.5)]), jnp.array([1.5, -1.5])
     wanted = sum(
-        -0.5 * ((a - m) / s) ** 2 - np.log(s * np.sqrt(2 * np.pi)) for a, m, s in ((1.5, 0.5, 2), (-1.5, -1, 0.5))
+        -0.5 * ((a - m) / s) ** 2 - np.log(s * np.sqrt(2 * np.pi))
+        for a, m, s in ((1.5, 0.5, 2), (-1.5, -1, 0.5))
     )
     np.testing.assert_allclose(log_prob(space, head, x), wanted, rtol=1e-6)
     np.testing.assert_allclose(entropy(space, head), np.log(2 * np.pi * np.e * 2 * 0.5), rtol=1e-6)
@@ -120,5 +129,8 @@ def test_learners_have_what_the_protocols_name(kind):
     assert {"env", "optimizer", "axes", "agent", *(() if kind is Dqn else ["has_memory"])} <= asked
     assert all(hasattr(learner, name) for name in asked if not name.startswith("_"))
     for agent in (learner.agent(), learner.agent(greedy=True)):
-        assert isinstance(agent, ActionValues if kind in (Pqn, Dqn) else ActorCritic) and hash(agent) is not None
+        assert (
+            isinstance(agent, ActionValues if kind in (Pqn, Dqn) else ActorCritic)
+            and hash(agent) is not None
+        )
         assert all(hasattr(agent, name) for name in vars(Agent) if not name.startswith("_"))

@@ -45,22 +45,34 @@ class Node:
 
     def __init__(self, state, ended, value, prior):
         self.state, self.ended, self.value, self.prior = state, ended, value, prior
-        self.below, self.reward, self.visits, self.total = {}, {}, dict.fromkeys(prior, 0), dict.fromkeys(prior, 0.0)
+        self.below, self.reward, self.visits, self.total = (
+            {},
+            {},
+            dict.fromkeys(prior, 0),
+            dict.fromkeys(prior, 0.0),
+        )
 
 
 def twin(search, key, env, state, params, guide):
     """The same search, one simulation and one node at a time."""
     root_key, key = jax.random.split(key)
     observe_key = jax.random.split(root_key)[0]
-    mask_of = capabilities(env).action_mask or (lambda state, params: jnp.ones(env.action_space(params).n, bool))
-    once, mask_of = jit(lambda key, state, action: step(key, env, state, action, params)), jit(mask_of)
+    mask_of = capabilities(env).action_mask or (
+        lambda state, params: jnp.ones(env.action_space(params).n, bool)
+    )
+    once, mask_of = (
+        jit(lambda key, state, action: step(key, env, state, action, params)),
+        jit(mask_of),
+    )
     guide = jit(guide)
 
     def made(state, obs, terminated, truncated):
         legal = mask_of(state, params)
         prior, value = guide(obs, legal)
         prior = {a: float(prior[a]) for a in range(len(prior)) if legal[a]}
-        return Node(state, bool(terminated or truncated), 0.0 if terminated else float(value), prior)
+        return Node(
+            state, bool(terminated or truncated), 0.0 if terminated else float(value), prior
+        )
 
     root = made(state, env.observe(observe_key, state, None, params), False, False)
     low, high = math.inf, -math.inf
@@ -70,8 +82,17 @@ def twin(search, key, env, state, params, guide):
             scores = {}
             for a, prior in node.prior.items():
                 q = node.total[a] / node.visits[a] if node.visits[a] else node.value
-                q = min(max((q - low) / (high - low), 0), 1) if high - low > 1e-5 * (1 + abs(low) + abs(high)) else 0.0
-                bonus = search.exploration * prior * math.sqrt(1 + sum(node.visits.values())) / (1 + node.visits[a])
+                q = (
+                    min(max((q - low) / (high - low), 0), 1)
+                    if high - low > 1e-5 * (1 + abs(low) + abs(high))
+                    else 0.0
+                )
+                bonus = (
+                    search.exploration
+                    * prior
+                    * math.sqrt(1 + sum(node.visits.values()))
+                    / (1 + node.visits[a])
+                )
                 scores[a] = q + bonus
             action = max(scores, key=lambda a: (scores[a], -a))
             path.append((node, action))
@@ -94,7 +115,9 @@ def twin(search, key, env, state, params, guide):
     return root
 
 
-@pytest.mark.parametrize("env", [Sokoban(ROOM, rewards="dense"), envs.make("2048-2x2")[0]], ids=["sokoban", "2048"])
+@pytest.mark.parametrize(
+    "env", [Sokoban(ROOM, rewards="dense"), envs.make("2048-2x2")[0]], ids=["sokoban", "2048"]
+)
 def test_a_tree_of_objects_agrees(env):
     params = env.default_params
     learner = AlphaZero(env, TINY, GuidedSearch(24), RATES)
@@ -106,7 +129,9 @@ def test_a_tree_of_objects_agrees(env):
     np.testing.assert_array_equal(said.visits, visits)
     q = [root.total[a] / root.visits[a] if root.visits.get(a) else 0.0 for a in range(len(visits))]
     np.testing.assert_allclose(said.q, q, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(said.value, (root.value + sum(root.total.values())) / 25, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        said.value, (root.value + sum(root.total.values())) / 25, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_masks_ends_and_noise():
@@ -118,14 +143,18 @@ def test_masks_ends_and_noise():
     said = learner.search(jax.random.key(1), env, state, params, guide, DISCOUNT)
     assert np.sum(said.visits) == 16
     np.testing.assert_array_equal(said.visits[~env.action_mask(state, params)], 0)
-    np.testing.assert_allclose(said.q[1], 1.0)  # right solves it: a reward of 1, and nothing after the end
+    np.testing.assert_allclose(
+        said.q[1], 1.0
+    )  # right solves it: a reward of 1, and nothing after the end
 
 
 def test_targets_are_the_loop_s():
     """Of episodes that go on, that are cut, and that end, whose lanes go on without them until the update is over."""
     env = Sokoban(ROOM)
     params = dataclasses.replace(env.default_params, max_steps=2)
-    learner = AlphaZero(env, TINY, GuidedSearch(3), AlphaZeroRates(td_lambda=0.7), 12, 4, minibatches=1)
+    learner = AlphaZero(
+        env, TINY, GuidedSearch(3), AlphaZeroRates(td_lambda=0.7), 12, 4, minibatches=1
+    )
     weights = jit(learner.init)(jax.random.key(0), params).weights
     # A sweep's rates are those of the state: other ones than the learner's own.
     other = dataclasses.replace(learner, rates=AlphaZeroRates(discount=0.5, td_lambda=0.1))
@@ -133,7 +162,10 @@ def test_targets_are_the_loop_s():
     seen = jax.tree.map(lambda x: np.asarray(x).reshape(4, 12, *x.shape[1:]), decisions)
 
     first_key, key = jax.random.split(jax.random.key(1))
-    search, go = jit(learner.decide), jit(lambda key, state, action: step(key, env, state, action, params))
+    search, go = (
+        jit(learner.decide),
+        jit(lambda key, state, action: step(key, env, state, action, params)),
+    )
     guide, kinds = jit(learner.guide(weights)), set()
     keys = [jax.random.split(each, 12) for each in jax.random.split(key, 4)]
     for lane in range(12):
@@ -146,7 +178,10 @@ def test_targets_are_the_loop_s():
             after = go(step_key, state, action)
             values.append(float(said.value))
             rewards.append(float(after.reward))
-            state, end = after.state, "ends" if after.terminated else "cut" if after.truncated else ""
+            state, end = (
+                after.state,
+                "ends" if after.terminated else "cut" if after.truncated else "",
+            )
         kinds.add(end)
         beyond = 0.0 if end == "ends" else float(
             search(jax.random.split(keys[len(rewards)][lane], 3)[0], weights, state, params).value
@@ -163,7 +198,9 @@ def test_targets_are_the_loop_s():
 
 def test_moments_are_those_of_the_decisions_and_lead_the_next_search():
     env = Sokoban(ROOM)
-    learner = AlphaZero(Floats(env), TINY, GuidedSearch(2), num_envs=4, num_steps=3, normalize_obs=True)
+    learner = AlphaZero(
+        Floats(env), TINY, GuidedSearch(2), num_envs=4, num_steps=3, normalize_obs=True
+    )
     params, state = env.default_params, learner.init(jax.random.key(0), env.default_params)
     play_key = jax.random.split(jax.random.key(1))[0]
     decisions, _ = jit(learner.play)(play_key, state.weights, params)
@@ -191,7 +228,11 @@ def test_items_in_another_order_are_searched_alike():
     for problem in (sack, moved):
         env = Knapsack(given(problem))
         learner = AlphaZero(env, Items(8, 2, 1), GuidedSearch(20))
-        weights = jit(learner.init)(jax.random.key(0), env.default_params).weights if weights is None else weights
+        weights = (
+            jit(learner.init)(jax.random.key(0), env.default_params).weights
+            if weights is None
+            else weights
+        )
         state = env.init(jax.random.key(0), env.default_params)
         found.append(jit(learner.decide)(jax.random.key(1), weights, state, env.default_params))
     np.testing.assert_array_equal(np.asarray(found[0].visits)[order], found[1].visits)
@@ -202,13 +243,18 @@ def test_items_in_another_order_are_searched_alike():
 @pytest.mark.slow  # 12 s
 def test_it_learns_what_the_search_says():
     env = Sokoban(ROOM)
-    learner = AlphaZero(env, TINY, GuidedSearch(8, noise=0.25), AlphaZeroRates(0.01), num_envs=8, num_steps=4)
+    learner = AlphaZero(
+        env, TINY, GuidedSearch(8, noise=0.25), AlphaZeroRates(0.01), num_envs=8, num_steps=4
+    )
     update = jit(learner.step)
     params, state = env.default_params, learner.init(jax.random.key(0), env.default_params)
     state, first = update(jax.random.key(1), state, params)
     for i in range(20):
         state, info = update(jax.random.key(2 + i), state, params)
-    assert info["policy_loss"] < 0.7 * first["policy_loss"] and info["value_loss"] < 0.1 * first["value_loss"]
+    assert (
+        info["policy_loss"] < 0.7 * first["policy_loss"]
+        and info["value_loss"] < 0.1 * first["value_loss"]
+    )
     level = env.init(jax.random.key(0), params)
     obs = env.observe(jax.random.key(0), level, None, params)
     prior, value = learner.guide(state.weights)(obs, env.action_mask(level, params))

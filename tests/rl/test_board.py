@@ -15,13 +15,18 @@ from jaxpar.types import UsageError
 
 
 def reference(x, kernel):
-    return jax.lax.conv_general_dilated(x, kernel, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return jax.lax.conv_general_dilated(
+        x, kernel, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
 
 
 @pytest.mark.parametrize("height, width, channels", [(10, 10, 4), (3, 5, 1)])
 def test_slices_equal_the_convolution_in_value_and_gradient(x64, height, width, channels):
     drawn = np.random.default_rng(0)
-    x, kernel = drawn.standard_normal((2, height, width, channels)), drawn.standard_normal((3, 3, channels, 5))
+    x, kernel = (
+        drawn.standard_normal((2, height, width, channels)),
+        drawn.standard_normal((3, 3, channels, 5)),
+    )
     pull = drawn.standard_normal((2, height - 2, width - 2, 5))
 
     def both(form):
@@ -56,7 +61,11 @@ def test_a_network_reads_a_shift_of_the_board_with_the_same_weights():
 @pytest.mark.parametrize(
     "name, conv, words",
     [
-        ("CartPole-v1", (16,), r"conv=\[16\] reads boards .* at least 3 x 3; this observation is \[4\]"),
+        (
+            "CartPole-v1",
+            (16,),
+            r"conv=\[16\] reads boards .* at least 3 x 3; this observation is \[4\]",
+        ),
         ("XLand-R1-5x5-Pick", (16,), r"this observation is \[\d+\]: leave conv empty"),
         ("Breakout-MinAtar", (8,) * 5, r"at least 11 x 11; this observation is \[10, 10, 4\]"),
     ],

@@ -17,7 +17,10 @@ def test_a_ring_is_a_queue_that_forgets_the_oldest():
     for round_ in range(40):
         count = 4
         keep = rng.random(count) < 0.6
-        rows = {"x": rng.standard_normal((count, 2), np.float32), "y": rng.integers(-99, 99, count, np.int8)}
+        rows = {
+            "x": rng.standard_normal((count, 2), np.float32),
+            "y": rng.integers(-99, 99, count, np.int8),
+        }
         buffer = put(buffer, rows, jnp.asarray(keep))
         queue.extend((rows["x"][i].tolist(), int(rows["y"][i])) for i in np.flatnonzero(keep))
         size, head = int(buffer.size), int(buffer.head)
@@ -28,7 +31,9 @@ def test_a_ring_is_a_queue_that_forgets_the_oldest():
 
 
 def test_a_full_load_fits_and_more_does_not():
-    buffer = add(empty_buffer(jax.ShapeDtypeStruct((), jnp.int32), 3), jnp.arange(3), jnp.ones(3, bool))
+    buffer = add(
+        empty_buffer(jax.ShapeDtypeStruct((), jnp.int32), 3), jnp.arange(3), jnp.ones(3, bool)
+    )
     assert buffer.rows.tolist() == [0, 1, 2] and int(buffer.size) == 3
     with pytest.raises(UsageError, match="4 rows at once do not fit into a buffer of capacity=3"):
         add(buffer, jnp.arange(4), jnp.ones(4, bool))

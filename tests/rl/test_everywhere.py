@@ -19,13 +19,20 @@ SIZES = {"num_envs": 2, "num_steps": 4}
 LEARNERS = {
     "ppo": lambda env: Ppo(env, SMALL, minibatches=2, **SIZES),
     "ppo-central": lambda env: Ppo(env, SMALL, minibatches=2, central=True, **SIZES),
-    "ppo-min-gru": lambda env: Ppo(env, Network((8,), (8,), memory="min_gru", memory_size=8), minibatches=2, **SIZES),
+    "ppo-min-gru": lambda env: Ppo(
+        env, Network((8,), (8,), memory="min_gru", memory_size=8), minibatches=2, **SIZES
+    ),
     "a2c": lambda env: A2c(env, SMALL, **SIZES),
     "pqn": lambda env: Pqn(env, SMALL, minibatches=2, **SIZES),
     "qmix": lambda env: Pqn(env, SMALL, minibatches=2, decomposition="qmix", **SIZES),
-    "dqn": lambda env: Dqn(env, SMALL, gradient_steps=2, batch_size=4, capacity=16, warmup=8, **SIZES),
+    "dqn": lambda env: Dqn(
+        env, SMALL, gradient_steps=2, batch_size=4, capacity=16, warmup=8, **SIZES
+    ),
 }
-IN_CI = {("ppo", "multi.combat"), ("qmix", "multi.combat")}  # masks, agents that end before the others
+IN_CI = {
+    ("ppo", "multi.combat"),
+    ("qmix", "multi.combat"),
+}  # masks, agents that end before the others
 
 
 @pytest.mark.parametrize(  # 25 minutes for all on busy cores

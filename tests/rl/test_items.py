@@ -32,7 +32,9 @@ def outputs(agent, weights, obs, mask=None):
 def weights_of(agent):
     """Weights far from the start, where all heads are nearly 0."""
     begun, rng = jit(agent.init)(jax.random.key(0)), np.random.default_rng(1)
-    return jax.tree.map(lambda x: jnp.asarray(np.float64(x) + 0.5 * rng.standard_normal(x.shape)), begun)
+    return jax.tree.map(
+        lambda x: jnp.asarray(np.float64(x) + 0.5 * rng.standard_normal(x.shape)), begun
+    )
 
 
 def test_pairs_of_a_space_and_an_item_are_what_the_packing_takes():
@@ -53,13 +55,20 @@ def test_pairs_of_a_space_and_an_item_are_what_the_packing_takes():
 def test_items_in_another_order_give_the_same_logits_in_that_order(x64, name):
     agent, _ = agent_of(name)
     weights, shape = weights_of(agent), item_shape(agent.env)
-    obs, order = np.random.default_rng(0).random(shape), np.random.default_rng(1).permutation(shape[0])
+    obs, order = (
+        np.random.default_rng(0).random(shape),
+        np.random.default_rng(1).permutation(shape[0]),
+    )
 
     def both(weights, obs):
         return outputs(agent, weights, jnp.asarray(obs))
 
     (logits, value), (moved, same) = (jit(both)(weights, x) for x in (obs, obs[order]))
-    assert_close({"logits": moved, "value": same}, {"logits": logits[order], "value": value}, EXACT_MATHS["float64"])
+    assert_close(
+        {"logits": moved, "value": same},
+        {"logits": logits[order], "value": value},
+        EXACT_MATHS["float64"],
+    )
     assert np.ptp(logits) > 1e-2 and value.shape == ()
 
 
@@ -75,7 +84,10 @@ def plain(weights, net, obs, moves):
     def norm(x):
         at = w[next(norms)]
         centred = x - x.mean(-1, keepdims=True)
-        return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * at["scale"] + at["bias"]
+        return (
+            centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * at["scale"]
+            + at["bias"]
+        )
 
     def act(x):
         return x / (1 + np.exp(-x))
@@ -130,7 +142,11 @@ def test_a_learner_updates_every_part_of_the_network():
     state = jit(learner.init)(jax.random.key(0), params)
     after, info = jit(learner.step)(jax.random.key(1), state, params)
     moved = jax.tree.map(lambda a, b: np.abs(np.asarray(a - b)).max(), after.weights, state.weights)
-    still = [jax.tree_util.keystr(path) for path, x in jax.tree_util.tree_leaves_with_path(moved) if not x > 0]
+    still = [
+        jax.tree_util.keystr(path)
+        for path, x in jax.tree_util.tree_leaves_with_path(moved)
+        if not x > 0
+    ]
     assert still == [] and float(info["ratio_error"]) < 1e-4
 
 
@@ -142,7 +158,10 @@ def test_a_learner_updates_every_part_of_the_network():
         (lambda: agent_of("Sokoban-6x6"), r"Sokoban-6x6 observes .* no rows of items"),
         (lambda: agent_of("Spread-3"), "has several agents; a network of items serves one"),
         (lambda: Pqn(envs.make("TSP-10")[0], SMALL), "for Ppo and A2c alone"),
-        (lambda: make_learner(compose("env=TSP-10", "algorithm=pqn", "items.width=8")), "legal: ppo, a2c"),
+        (
+            lambda: make_learner(compose("env=TSP-10", "algorithm=pqn", "items.width=8")),
+            "legal: ppo, a2c",
+        ),
         (lambda: make_learner(compose("preset=puzzle_tsp", "hidden=[8]")), "hidden does not apply"),
         (lambda: make_learner(compose("preset=puzzle_tsp", "items.depth=8")), "items.depth"),
     ],

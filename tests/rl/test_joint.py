@@ -9,7 +9,18 @@ import numpy as np
 import pytest
 from fast import jit
 from forks import perturbed
-from tapes import ENDS, Hand, Tape, Tapes, advantages, lambda_returns, ppo_loss, q_loss, returns, slope
+from tapes import (
+    ENDS,
+    Hand,
+    Tape,
+    Tapes,
+    advantages,
+    lambda_returns,
+    ppo_loss,
+    q_loss,
+    returns,
+    slope,
+)
 from tolerance import assert_close
 
 from jaxpar.optim import Joined
@@ -30,7 +41,11 @@ class Plain:
         return Joined(weights, state, lambda weights: weights, lambda state: state)
 
     def update(self, grads, state, weights, *, rate, max_norm):
-        said = {"grad_norm": jnp.float32(1), "learning_rate": jnp.float32(RATE), "skipped": jnp.float32(0)}
+        said = {
+            "grad_norm": jnp.float32(1),
+            "learning_rate": jnp.float32(RATE),
+            "skipped": jnp.float32(0),
+        }
         return jax.tree.map(lambda w, g: w - RATE * g, weights, grads), state, said
 
 
@@ -44,9 +59,14 @@ class PlainPqn(Pqn):
 
 SIZES = {"num_envs": 16, "num_steps": STEPS, "epochs": 2, "minibatches": 2}
 PPO = PlainPpo(
-    Tapes(), NETWORK, PpoRates(clip=0.02, entropy_coef=0.3, value_coef=0.7, gae_lambda=0.7, **DECIDED), **SIZES
+    Tapes(),
+    NETWORK,
+    PpoRates(clip=0.02, entropy_coef=0.3, value_coef=0.7, gae_lambda=0.7, **DECIDED),
+    **SIZES,
 )
-PQN = PlainPqn(Tapes(), NETWORK, PqnRates(epsilon_start=0.5, epsilon_end=0.5, q_lambda=0.7, **DECIDED), **SIZES)
+PQN = PlainPqn(
+    Tapes(), NETWORK, PqnRates(epsilon_start=0.5, epsilon_end=0.5, q_lambda=0.7, **DECIDED), **SIZES
+)
 
 
 def updated(learner, hand, key, weights):
@@ -61,7 +81,9 @@ def updated(learner, hand, key, weights):
         rows["target"], loss = lambda_returns(rows, rates.discount, rates.q_lambda), q_loss
     told = []
     for epoch in jax.random.split(deal_key, learner.epochs):
-        order = np.asarray(jax.random.permutation(epoch, learner.num_envs)).reshape(learner.minibatches, -1)
+        order = np.asarray(jax.random.permutation(epoch, learner.num_envs)).reshape(
+            learner.minibatches, -1
+        )
         for envs in order:
             told.append(loss(weights, rows, envs, rates))
             moves = slope(lambda w, envs=envs: loss(w, rows, envs, rates), weights)
@@ -71,12 +93,21 @@ def updated(learner, hand, key, weights):
 
 def small_gates(weights):
     """Gates' biases are drawn as far as -5, where float32 rounds what they move by, 1e-3, to the next 5e-7."""
-    return jax.tree.map_with_path(lambda path, x: x / 8 if path[-1] == jax.tree_util.DictKey("bz") else x, weights)
+    return jax.tree.map_with_path(
+        lambda path, x: x / 8 if path[-1] == jax.tree_util.DictKey("bz") else x, weights
+    )
 
 
 @pytest.mark.parametrize(
     "learner",
-    [PPO, PQN, *(pytest.param(dataclasses.replace(x, env=Tape()), marks=pytest.mark.slow) for x in (PPO, PQN))],
+    [
+        PPO,
+        PQN,
+        *(
+            pytest.param(dataclasses.replace(x, env=Tape()), marks=pytest.mark.slow)
+            for x in (PPO, PQN)
+        ),
+    ],
     ids=["ppo-team", "pqn-team", "ppo", "pqn"],
 )
 def test_updates_equal_those_by_hand(learner):
@@ -90,9 +121,15 @@ def test_updates_equal_those_by_hand(learner):
         key, before = jax.random.key(10 + update), state
         state, info = step(key, state, None)
         then, told = updated(learner, hand, key, weights)
-        names = ("policy_loss", "value_loss", "entropy") if isinstance(learner, Ppo) else ("q_loss", "q_mean")
+        names = (
+            ("policy_loss", "value_loss", "entropy")
+            if isinstance(learner, Ppo)
+            else ("q_loss", "q_mean")
+        )
         told = told[1:] if isinstance(learner, Ppo) else told
-        np.testing.assert_allclose([info[name] for name in names], told, atol=2e-5, err_msg=f"update {update}")
+        np.testing.assert_allclose(
+            [info[name] for name in names], told, atol=2e-5, err_msg=f"update {update}"
+        )
         moved, wanted = (
             jax.tree.map(lambda a, b: np.asarray(a, np.float64) - b, *pair)
             for pair in ((state.weights[part], before.weights[part]), (then, weights))
@@ -104,7 +141,9 @@ def test_updates_equal_those_by_hand(learner):
     assert hand.lone or {(row, "agent_done") for row in range(STEPS)} <= hand.seen
 
 
-@pytest.mark.parametrize("env", [Tapes(), pytest.param(Tape(), marks=pytest.mark.slow)], ids=["team", "alone"])
+@pytest.mark.parametrize(
+    "env", [Tapes(), pytest.param(Tape(), marks=pytest.mark.slow)], ids=["team", "alone"]
+)
 def test_what_is_replayed_equals_what_happened_by_hand(env):
     rates = DqnRates(discount=0.9, epsilon_start=0.5, epsilon_end=0.5, reward_scale=0.5)
     network = Network(encoder=(4,), hidden=())
@@ -135,7 +174,10 @@ def test_what_is_replayed_equals_what_happened_by_hand(env):
     size = int(state.buffer.size)
     assert size == len(found) < 256
     for name in found[0]:
-        want, got = (np.stack([row[name] for row in found]), np.asarray(getattr(state.buffer.rows, name))[:size])
+        want, got = (
+            np.stack([row[name] for row in found]),
+            np.asarray(getattr(state.buffer.rows, name))[:size],
+        )
         got, on = got.reshape(want.shape), np.stack([row["weight"] for row in found])
         np.testing.assert_allclose(got if name == "weight" else got[on], want if name == "weight" else want[on],
                                    rtol=1e-5, err_msg=name)  # fmt: skip

@@ -38,11 +38,17 @@ def test_weights_of_two_updates_ago_act(walked):
     for place, state in enumerate([*states, last]):
         for row, ago in enumerate((2, 1)):
             want = states[max(place - ago, 0)].weights
-            jax.tree.map(lambda x, y, row=row: np.testing.assert_array_equal(x[row], y), state.older, want)
+            jax.tree.map(
+                lambda x, y, row=row: np.testing.assert_array_equal(x[row], y), state.older, want
+            )
     act_key = jax.random.split(jax.random.key(4))[0]
-    env_state, _ = rollout(act_key, states[3].env_state, CART, PARAMS, LATE.agent(), states[1].weights, 5)
+    env_state, _ = rollout(
+        act_key, states[3].env_state, CART, PARAMS, LATE.agent(), states[1].weights, 5
+    )
     np.testing.assert_array_equal(env_state.obs, last.env_state.obs)
-    assert info["ratio_error"] <= 16 * EXACT_MATHS["float32"]  # what is learned from is of the weights before
+    assert (
+        info["ratio_error"] <= 16 * EXACT_MATHS["float32"]
+    )  # what is learned from is of the weights before
 
 
 def test_a_batch_of_older_weights_is_v_traces_by_the_weights_that_learn(walked):
@@ -68,7 +74,9 @@ def test_a_batch_of_older_weights_is_v_traces_by_the_weights_that_learn(walked):
     assert steps.truncated.any()
     np.testing.assert_allclose(steps.bootstrap, np.where(steps.truncated, led_to, 0), atol=1e-5)
     following = next_values(batch.value, last, steps.ended, steps.bootstrap)
-    want = vtrace(now - by_older.log_prob, steps.reward, batch.value, following, steps.ended, 0.99, 1.0)
+    want = vtrace(
+        now - by_older.log_prob, steps.reward, batch.value, following, steps.ended, 0.99, 1.0
+    )
     assert_close((batch.target, batch.advantage), want, 100 * EXACT_MATHS["float32"])
 
 
@@ -91,7 +99,11 @@ def test_the_first_update_of_a_lag_is_that_of_none(kind):
     ppo = Ppo(CART, Network(hidden=(4,)), num_envs=3, num_steps=4, epochs=1, minibatches=2)
     at_once = AT_ONCE if kind == "a2c" else ppo
     made = []
-    for learner in (at_once, dataclasses.replace(at_once, lag=1), dataclasses.replace(at_once, lag=1, correct=False)):
+    for learner in (
+        at_once,
+        dataclasses.replace(at_once, lag=1),
+        dataclasses.replace(at_once, lag=1, correct=False),
+    ):
         state = jit(learner.init)(jax.random.key(0), PARAMS)
         made.append(jit(learner.step)(jax.random.key(1), state, PARAMS)[0])
     assert made[0].older is None

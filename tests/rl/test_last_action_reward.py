@@ -22,12 +22,17 @@ def test_it_steps_as_the_one_inside_and_tells(name):
     jax.tree.map(np.testing.assert_array_equal, obs["obs"], bare)
     assert not np.any(obs["after"]) and not np.any(obs["reward"])
     action = env.action_space(params).sample(jax.random.key(1))
-    made, wanted = step(key, env, state, action, params), step(key, inner, bare_state, action, params)
+    made, wanted = (
+        step(key, env, state, action, params),
+        step(key, inner, bare_state, action, params),
+    )
     jax.tree.map(np.testing.assert_array_equal, made._replace(obs=made.obs["obs"]), wanted)
     np.testing.assert_array_equal(made.obs["action"], action)
     np.testing.assert_array_equal(made.obs["reward"], wanted.reward)
     assert np.all(made.obs["after"] == 1) and env.observation_space(params).contains(made.obs)
-    assert hasattr(env, "action_mask") == hasattr(inner, "action_mask") and not hasattr(env, "transition")
+    assert hasattr(env, "action_mask") == hasattr(inner, "action_mask") and not hasattr(
+        env, "transition"
+    )
     assert env == LastActionReward(envs.make(name)[0])
 
 
@@ -35,8 +40,15 @@ def test_learners_read_it_flat():
     env, params = envs.make("CartPole-v1")
     space = LastActionReward(env).observation_space(params)
     assert feature_shape(space) == (4 + 2 + 1 + 2,)
-    obs = {"obs": jnp.arange(4.0), "action": jnp.int32(1), "reward": jnp.float32(0.5), "after": jnp.int32(1)}
-    np.testing.assert_array_equal(features(space, obs), [0, 1, 0, 1, 0, 1, 2, 3, 0.5])  # action, after, obs, reward
+    obs = {
+        "obs": jnp.arange(4.0),
+        "action": jnp.int32(1),
+        "reward": jnp.float32(0.5),
+        "after": jnp.int32(1),
+    }
+    np.testing.assert_array_equal(
+        features(space, obs), [0, 1, 0, 1, 0, 1, 2, 3, 0.5]
+    )  # action, after, obs, reward
 
 
 def test_what_each_trial_earned():

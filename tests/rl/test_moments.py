@@ -11,7 +11,15 @@ from tolerance import EXACT_MATHS, assert_close
 
 import envs
 from jaxpar.rl import A2c, Items, Network, Ppo, Sac, Td3
-from jaxpar.rl.moments import Returns, discounted, no_moments, reward_factor, seen_returns, standardised, with_batch
+from jaxpar.rl.moments import (
+    Returns,
+    discounted,
+    no_moments,
+    reward_factor,
+    seen_returns,
+    standardised,
+    with_batch,
+)
 from jaxpar.rl.twin_critics import standard_rows
 from jaxpar.types import UsageError
 
@@ -27,7 +35,10 @@ def drawn(seed, *shape):
 
 
 def test_batches_merge_into_the_moments_of_all(x64):
-    parts = [(drawn(i, 3, 2 + i, 4), np.random.default_rng(i).integers(0, 2, (3, 2 + i)) * 1.0) for i in range(4)]
+    parts = [
+        (drawn(i, 3, 2 + i, 4), np.random.default_rng(i).integers(0, 2, (3, 2 + i)) * 1.0)
+        for i in range(4)
+    ]
 
     def fold(parts):
         moments = no_moments((4,))
@@ -41,7 +52,9 @@ def test_batches_merge_into_the_moments_of_all(x64):
     assert_close(vars(got), want, EXACT_MATHS["float64"])
     obs = drawn(9, 5, 2, 4) * 4
     scaled = np.clip((obs - rows.mean(0)) / np.sqrt(rows.var(0) + 1e-6), -10, 10)
-    assert_close({"obs": standardised(got, jnp.asarray(obs))}, {"obs": scaled}, EXACT_MATHS["float64"])
+    assert_close(
+        {"obs": standardised(got, jnp.asarray(obs))}, {"obs": scaled}, EXACT_MATHS["float64"]
+    )
     assert (np.abs(scaled) == 10).any() and (np.abs(scaled) < 10).any()
 
 
@@ -70,21 +83,41 @@ def test_returns_are_discounted_within_episodes(x64):
     args = jnp.asarray(reward), jnp.asarray(done)
     got = jit(lambda: seen_returns(start, args[0], args[1], jnp.asarray(weight), 0.9))()
     kept = np.array(sums)[weight > 0]
-    want = {"running": running, "count": float(len(kept)), "mean": kept.mean(), "variance": kept.var()}
+    want = {
+        "running": running,
+        "count": float(len(kept)),
+        "mean": kept.mean(),
+        "variance": kept.var(),
+    }
     assert_close({"running": got.running, **vars(got.moments)}, want, EXACT_MATHS["float64"])
-    assert_close({"factor": reward_factor(got)}, {"factor": 1 / np.sqrt(kept.var() + 1e-6)}, EXACT_MATHS["float64"])
-    halves = discounted(discounted(start.running, args[0][:3], args[1][:3], 0.9)[0], args[0][3:], args[1][3:], 0.9)[0]
-    assert_close({"running": halves}, {"running": discounted(start.running, *args, 0.9)[0]}, EXACT_MATHS["float64"])
+    assert_close(
+        {"factor": reward_factor(got)},
+        {"factor": 1 / np.sqrt(kept.var() + 1e-6)},
+        EXACT_MATHS["float64"],
+    )
+    halves = discounted(
+        discounted(start.running, args[0][:3], args[1][:3], 0.9)[0], args[0][3:], args[1][3:], 0.9
+    )[0]
+    assert_close(
+        {"running": halves},
+        {"running": discounted(start.running, *args, 0.9)[0]},
+        EXACT_MATHS["float64"],
+    )
 
 
 @pytest.mark.parametrize("name", LEARNERS)
 def test_a_learner_sees_every_step_once_and_scales_after(name):
     env, params = envs.make("Pendulum-v1")
-    plain, learner = LEARNERS[name](env), LEARNERS[name](env, normalize_obs=True, normalize_returns=True)
+    plain, learner = (
+        LEARNERS[name](env),
+        LEARNERS[name](env, normalize_obs=True, normalize_returns=True),
+    )
     states = [jit(which.init)(jax.random.key(0), params) for which in (plain, learner)]
     assert "moments" not in states[0].weights and states[0].returns is None
     steps = [jit(which.step) for which in (plain, learner)]
-    (first, _), (one, info) = (step(jax.random.key(1), s, params) for step, s in zip(steps, states, strict=True))
+    (first, _), (one, info) = (
+        step(jax.random.key(1), s, params) for step, s in zip(steps, states, strict=True)
+    )
     # Nothing was seen before the first update, so that it is the one without moments.
     rest = {key: part for key, part in one.weights.items() if key != "moments"}
     assert_close(rest, first.weights, 1e-6)
@@ -100,10 +133,14 @@ def test_a_learner_sees_every_step_once_and_scales_after(name):
     agent, obs = learner.agent(greedy=True), jnp.array([0.5, 0.5, 3.0])
     act = agent(jax.random.key(0), two.weights, obs, agent.first_carry())[0]
     bare = {key: part for key, part in two.weights.items() if key != "moments"}
-    by_hand = agent(jax.random.key(0), bare, standardised(two.weights["moments"], obs), agent.first_carry())[0]
+    by_hand = agent(
+        jax.random.key(0), bare, standardised(two.weights["moments"], obs), agent.first_carry()
+    )[0]
     assert_close({"action": act}, {"action": by_hand}, 1e-6)
     assert jax.tree.structure(learner.axes(), is_leaf=lambda x: isinstance(x, tuple)) is not None
-    assert learner.axes().returns.running == ("envs",) and learner.axes().weights["moments"].mean == (None,)
+    assert learner.axes().returns.running == ("envs",) and learner.axes().weights[
+        "moments"
+    ].mean == (None,)
 
 
 def test_drawn_experience_is_scaled_by_what_was_seen_since():
@@ -113,8 +150,13 @@ def test_drawn_experience_is_scaled_by_what_was_seen_since():
     state, _ = jit(learner.step)(jax.random.key(1), state, params)
     rows = state.buffer.rows
     scaled = standard_rows(state.weights, rows)
-    assert_close({"obs": scaled.obs}, {"obs": standardised(state.weights["moments"], rows.obs)}, 0.0)
-    assert set(state.target_weights) == {"actor", "critics"} and set(state.opt_state) == {"actor", "critics"}
+    assert_close(
+        {"obs": scaled.obs}, {"obs": standardised(state.weights["moments"], rows.obs)}, 0.0
+    )
+    assert set(state.target_weights) == {"actor", "critics"} and set(state.opt_state) == {
+        "actor",
+        "critics",
+    }
     assert standard_rows({}, rows).obs is rows.obs
 
 
@@ -124,16 +166,27 @@ def test_agents_that_ended_are_not_counted():
                   normalize_returns=True)  # fmt: skip
     state = jit(learner.init)(jax.random.key(0), params)
     going = state.env_state.replace(start=jnp.zeros(2, bool))
-    gone = dataclasses.replace(state, agent_done=state.agent_done.at[0, 0].set(True), env_state=going)
+    gone = dataclasses.replace(
+        state, agent_done=state.agent_done.at[0, 0].set(True), env_state=going
+    )
     state, _ = jit(learner.step)(jax.random.key(1), gone, params)
-    assert state.returns.running.shape == (2, 3) and float(state.weights["moments"].count) == 2 * 3 * 3 - 1
+    assert (
+        state.returns.running.shape == (2, 3)
+        and float(state.weights["moments"].count) == 2 * 3 * 3 - 1
+    )
 
 
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: A2c(envs.make("Sokoban-6x6")[0], normalize_obs=True), "Sokoban-6x6 .* takes a Box of floats"),
-        (lambda: Ppo(envs.make("TSP-10")[0], Items(8, 2), normalize_obs=True), "leave it False with Items"),
+        (
+            lambda: A2c(envs.make("Sokoban-6x6")[0], normalize_obs=True),
+            "Sokoban-6x6 .* takes a Box of floats",
+        ),
+        (
+            lambda: Ppo(envs.make("TSP-10")[0], Items(8, 2), normalize_obs=True),
+            "leave it False with Items",
+        ),
         (lambda: Sac(envs.make("CartPole-v1")[0], normalize_obs=True), "bounds"),
     ],
 )

@@ -27,7 +27,9 @@ def saved(learner, folder):
 def test_a_team_is_refused_by_name(tmp_path):
     state, hooks = saved(Ppo(Forks(), **SMALL), tmp_path)
     assert state.agent_done.shape == (8, 2) and not state.agent_done.any()
-    with pytest.raises(RunMismatchError, match=r"this run: agent_done is absent there and bool\[8,2\] here"):
+    with pytest.raises(
+        RunMismatchError, match=r"this run: agent_done is absent there and bool\[8,2\] here"
+    ):
         resume(Ppo(Forks(), **SMALL), hooks)
     hooks.checkpoints.close()
 
@@ -46,10 +48,14 @@ def test_a_run_with_the_attention_of_then_is_refused_with_what_to_do(tmp_path):
     state = jit(learner.init)(jax.random.key(0), None)
     rows = jnp.zeros((8, 64, 4))
     then = {"k": rows, "v": rows, "there": rows[..., 0]}
-    weights = state.weights | {"actor": state.weights["actor"] | {"memory": dict.fromkeys("qkvo", jnp.zeros((4, 4)))}}
+    weights = state.weights | {
+        "actor": state.weights["actor"] | {"memory": dict.fromkeys("qkvo", jnp.zeros((4, 4)))}
+    }
     env_state = state.env_state.replace(carry=then, first_carry=jax.tree.map(lambda x: x[0], then))
     opt_state = learner.optimizer.init(weights)
-    checkpoints.save(3, state.replace(weights=weights, opt_state=opt_state, env_state=env_state), {}, {})
+    checkpoints.save(
+        3, state.replace(weights=weights, opt_state=opt_state, env_state=env_state), {}, {}
+    )
     checkpoints.wait()
     refused = r"does not fit this run: .*memory.* is .* there and .* here; start anew with resume=false, or go on with"
     with pytest.raises(RunMismatchError, match=refused):
@@ -58,7 +64,10 @@ def test_a_run_with_the_attention_of_then_is_refused_with_what_to_do(tmp_path):
 
 
 def test_ends_are_split_over_devices_as_their_environments():
-    assert Ppo(Forks(), **SMALL).axes().agent_done == ("envs", None) and Ppo(Fork(), **SMALL).axes().agent_done is None
+    assert (
+        Ppo(Forks(), **SMALL).axes().agent_done == ("envs", None)
+        and Ppo(Fork(), **SMALL).axes().agent_done is None
+    )
 
 
 @pytest.mark.slow
@@ -71,12 +80,18 @@ def test_a_team_learns_on_eight_devices():
 
 def of_then(tree):
     """The state as nested dicts under the names that it had before they were those of the field."""
-    older = {new.split("/")[-1]: old.split("/")[-1] for new, old in RENAMED.items() if "action" not in new}
+    older = {
+        new.split("/")[-1]: old.split("/")[-1]
+        for new, old in RENAMED.items()
+        if "action" not in new
+    }
     named: dict = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
         is_row = names[:2] == ["buffer", "rows"]
-        names = ["drawn" if is_row and name == "action" else older.get(name, name) for name in names]
+        names = [
+            "drawn" if is_row and name == "action" else older.get(name, name) for name in names
+        ]
         node = named
         for name in names[:-1]:
             node = node.setdefault(name, {})
@@ -90,7 +105,9 @@ def of_then(tree):
         Ppo(Forks(), **SMALL),
         A2c(Fork(), network=SMALL["network"], num_envs=8, num_steps=2),
         Pqn(Forks(), decomposition="qmix", decomposition_size=2, **SMALL),
-        Dqn(Fork(), num_envs=8, num_steps=2, capacity=32, warmup=16, gradient_steps=1, batch_size=2),
+        Dqn(
+            Fork(), num_envs=8, num_steps=2, capacity=32, warmup=16, gradient_steps=1, batch_size=2
+        ),
     ],
     ids=["ppo", "a2c", "pqn", "dqn"],
 )
@@ -104,7 +121,9 @@ def test_a_state_under_the_names_of_then_is_restored(learner, tmp_path):
         resume(learner, Hooks(checkpoints=checkpoints))
     step, restored = resume(learner, Hooks(checkpoints=checkpoints, renamed=RENAMED))
     assert step == 3
-    for (path, got), want in zip(jax.tree_util.tree_leaves_with_path(restored), jax.tree.leaves(state), strict=True):
+    for (path, got), want in zip(
+        jax.tree_util.tree_leaves_with_path(restored), jax.tree.leaves(state), strict=True
+    ):
         np.testing.assert_array_equal(got, want, err_msg=jax.tree_util.keystr(path))
     checkpoints.close()
 
@@ -115,6 +134,8 @@ def test_a_wanted_name_of_today_is_told_where_neither_was_saved(tmp_path):
     then["rates"].pop("trace")
     checkpoints.save(3, then, {}, {})
     checkpoints.wait()
-    with pytest.raises(RunMismatchError, match=r"rates/gae_lambda is absent there and float32\[\] here"):
+    with pytest.raises(
+        RunMismatchError, match=r"rates/gae_lambda is absent there and float32\[\] here"
+    ):
         resume(learner, Hooks(checkpoints=checkpoints, renamed=RENAMED))
     checkpoints.close()

@@ -16,17 +16,25 @@ from jaxpar.types import UsageError
 CART, CART_PARAMS = envs.make("CartPole-v1")
 PARAMS = CART_PARAMS.replace(max_steps=3)
 LEARNER = A2c(CART, Network(hidden=(3,)), A2cRates(anneal=100.0), num_envs=2, num_steps=4)
-POPULATION = Pbt(LEARNER, 4, period=2, perturb=("learning_rate", "entropy_coef"), factor=1.5, spread=2.0)
+POPULATION = Pbt(
+    LEARNER, 4, period=2, perturb=("learning_rate", "entropy_coef"), factor=1.5, spread=2.0
+)
 
 
 def test_the_worst_take_after_the_best_alone():
     score = jnp.array([5.0, jnp.nan, 1.0, 9.0, 7.0, 3.0, 2.0, 8.0])
-    taken = np.stack(jax.vmap(lambda key: taken_after(key, score, 2))(jax.random.split(jax.random.key(0), 50)))
-    np.testing.assert_array_equal(taken[:, [0, 3, 4, 5, 6, 7]], np.tile([0, 3, 4, 5, 6, 7], (50, 1)))
+    taken = np.stack(
+        jax.vmap(lambda key: taken_after(key, score, 2))(jax.random.split(jax.random.key(0), 50))
+    )
+    np.testing.assert_array_equal(
+        taken[:, [0, 3, 4, 5, 6, 7]], np.tile([0, 3, 4, 5, 6, 7], (50, 1))
+    )
     assert set(taken[:, 1]) == set(taken[:, 2]) == {3, 7} and (taken[:, 1] != taken[:, 2]).any()
     nobody = taken_after(jax.random.key(0), jnp.array([2.0, 2.0, jnp.nan, jnp.nan]), 2)
     assert set(np.asarray(nobody[2:])) <= {0, 1}
-    np.testing.assert_array_equal(taken_after(jax.random.key(1), jnp.full(4, jnp.nan), 2), np.arange(4))
+    np.testing.assert_array_equal(
+        taken_after(jax.random.key(1), jnp.full(4, jnp.nan), 2), np.arange(4)
+    )
     np.testing.assert_array_equal(taken_after(jax.random.key(1), jnp.ones(4), 2), np.arange(4))
 
 
@@ -54,7 +62,9 @@ def test_every_second_update_the_worst_goes_on_from_the_best_with_other_rates():
                 getattr(state, name), getattr(want, name),
             )  # fmt: skip
         for each in dataclasses.fields(LEARNER.rates):
-            times = np.asarray(getattr(state.rates, each.name) / getattr(want.rates, each.name)[source])
+            times = np.asarray(
+                getattr(state.rates, each.name) / getattr(want.rates, each.name)[source]
+            )
             np.testing.assert_allclose(times[:3], 1, rtol=1e-6)
             moved = update and each.name in POPULATION.perturb
             assert np.isclose(times[3], [1.5, 1 / 1.5] if moved else [1.0], rtol=1e-5).any()

@@ -25,7 +25,10 @@ from jaxpar.types import UsageError
 CART, CART_PARAMS = envs.make("CartPole-v1")
 SMALL = Network(hidden=(8,))
 TINY = Ppo(CART, SMALL, num_envs=8, num_steps=4, epochs=2, minibatches=2)
-LOSSES = {"ppo": (ppo_loss, PpoRates(clip=0.1, entropy_coef=0.02)), "a2c": (a2c_loss, A2cRates(entropy_coef=0.02))}
+LOSSES = {
+    "ppo": (ppo_loss, PpoRates(clip=0.1, entropy_coef=0.02)),
+    "a2c": (a2c_loss, A2cRates(entropy_coef=0.02)),
+}
 STEP = jit(TINY.step)
 
 
@@ -53,7 +56,10 @@ def batch_of(seed, dtype):
 def by_hand(name, logits, value, batch, rates):
     """The losses as the papers write them, a step at a time."""
     counted = [i for i in np.ndindex(*batch.weight.shape) if batch.weight[i]]
-    mean, deviation = np.mean([batch.advantage[i] for i in counted]), np.std([batch.advantage[i] for i in counted])
+    mean, deviation = (
+        np.mean([batch.advantage[i] for i in counted]),
+        np.std([batch.advantage[i] for i in counted]),
+    )
     policy = values = spread = 0.0
     for i in counted:
         p = np.exp(logits[i] - logits[i].max())
@@ -96,7 +102,9 @@ def test_a_ratio_that_is_nan_is_reported(name):
     """XLA for CPUs leaves NaN out of a maximum over 36,000 samples."""
     loss, rates = LOSSES[name]
     agent = types.SimpleNamespace(action_space=Discrete(3))
-    many = jax.tree.map(lambda x: jnp.tile(x, (100, 30) + (1,) * (x.ndim - 2)), batch_of(0, np.float32))
+    many = jax.tree.map(
+        lambda x: jnp.tile(x, (100, 30) + (1,) * (x.ndim - 2)), batch_of(0, np.float32)
+    )
     batch, logits, value = many
 
     def info_of(logits):
@@ -118,7 +126,10 @@ def stepped():
 def test_a_fresh_policy_has_ratio_one(stepped):
     info, later = stepped[2], stepped[3][1]
     # The same weights on the same steps: only how rows are laid out in products differs.
-    assert info["ratio_error"] <= 16 * EXACT_MATHS["float32"] and later["ratio_error"] <= 16 * EXACT_MATHS["float32"]
+    assert (
+        info["ratio_error"] <= 16 * EXACT_MATHS["float32"]
+        and later["ratio_error"] <= 16 * EXACT_MATHS["float32"]
+    )
     assert info["approx_kl"] > 1e-9, "later minibatches are after a step, so there ratios differ"
 
 
@@ -131,7 +142,9 @@ def test_an_update_ends_where_the_policy_is_too_far_from_the_one_that_acted(step
     @jit
     def pieces(state):
         plain, stopless = TINY.step(key, state, CART_PARAMS)[0], wide.step(key, state, CART_PARAMS)
-        batch = collect(act_key, state.env_state, None, TINY.agent(), CART_PARAMS, state.weights, state.rates, 4)[1]
+        batch = collect(
+            act_key, state.env_state, None, TINY.agent(), CART_PARAMS, state.weights, state.rates, 4
+        )[1]
 
         def bounded(too_far):
             loss = functools.partial(ppo_loss, rates=state.rates)
@@ -139,7 +152,12 @@ def test_an_update_ends_where_the_policy_is_too_far_from_the_one_that_acted(step
 
         free = bounded(lambda info: jnp.bool_(False))
         second = free[2]["approx_kl"][0, 1]  # a distance that no later minibatch has
-        return plain, stopless, free, bounded(lambda info: jnp.abs(info["approx_kl"] / second - 1) < 1e-4)
+        return (
+            plain,
+            stopless,
+            free,
+            bounded(lambda info: jnp.abs(info["approx_kl"] / second - 1) < 1e-4),
+        )
 
     plain, (stopless, said), free, bounded = pieces(fast)
     assert_close(stopless.weights, plain.weights, EXACT_MATHS["float32"])
@@ -149,7 +167,11 @@ def test_an_update_ends_where_the_policy_is_too_far_from_the_one_that_acted(step
     assert (np.abs(later - 1) > 1e-3).all(), "the bound is passed once"
     # One step of Adam, and no more: each weight by the rate at most.
     furthest = [
-        np.max(jax.tree.leaves(jax.tree.map(lambda a, b: float(np.abs(a - b).max()), weights, fast.weights)))
+        np.max(
+            jax.tree.leaves(
+                jax.tree.map(lambda a, b: float(np.abs(a - b).max()), weights, fast.weights)
+            )
+        )
         for weights in (bounded[0], plain.weights)
     ]
     assert 0.009 < furthest[0] < 0.0101 and furthest[1] > 0.02
@@ -183,7 +205,9 @@ def test_seeds_side_by_side_are_each_alone():
     one = jit(TINY.init)(jax.random.fold_in(jax.random.key(0), 1), CART_PARAMS)
     one, _ = jit(TINY.step)(jax.random.fold_in(jax.random.key(1), 1), one, CART_PARAMS)
     np.testing.assert_array_equal(state.env_state.obs[1], one.env_state.obs)
-    assert_close(jax.tree.map(lambda x: x[1], state.weights), one.weights, 100 * EXACT_MATHS["float32"])
+    assert_close(
+        jax.tree.map(lambda x: x[1], state.weights), one.weights, 100 * EXACT_MATHS["float32"]
+    )
     assert {"seed_00", "seed_01"} <= set(info)
 
 
@@ -198,7 +222,10 @@ def test_it_balances_the_pole():
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: Ppo(CART, num_envs=4, num_steps=5, minibatches=3), "minibatches=3 does not divide 20 steps"),
+        (
+            lambda: Ppo(CART, num_envs=4, num_steps=5, minibatches=3),
+            "minibatches=3 does not divide 20 steps",
+        ),
         (
             lambda: Ppo(CART, Network(memory="gru"), num_envs=4, minibatches=3),
             "minibatches=3 does not divide 4 environments; the nearest legal are 1, 2, 4",
@@ -226,6 +253,8 @@ def test_seeds_begin_in_the_environment_that_is_asked_for():
     params = params.replace(start_spread=3.0)
     learner, key = Ppo(env, SMALL, num_envs=2, num_steps=4, minibatches=2), jax.random.key(3)
     made = jit(lambda: Seeds(learner, 1, params).init(key, None).env_state)()  # as `fit` begins
-    asked, usual = (jit(learner.init)(jax.random.fold_in(key, 0), x).env_state for x in (params, None))
+    asked, usual = (
+        jit(learner.init)(jax.random.fold_in(key, 0), x).env_state for x in (params, None)
+    )
     np.testing.assert_array_equal(made.obs[0], asked.obs)
     assert np.abs(np.asarray(usual.obs) - asked.obs).max() > 0.1

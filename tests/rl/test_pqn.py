@@ -16,14 +16,27 @@ from jaxpar.rl.pqn import lambda_targets
 from jaxpar.rollout import rollout
 from jaxpar.types import UsageError
 
-RATES = PqnRates(learning_rate=0.01, discount=0.9, q_lambda=0.6, max_grad_norm=0.3, reward_scale=0.5)
+RATES = PqnRates(
+    learning_rate=0.01, discount=0.9, q_lambda=0.6, max_grad_norm=0.3, reward_scale=0.5
+)
 SMALL = Network(hidden=(8,), activation="relu", layer_norm=True)
-GAMES = {None: (Fork(), "none"), "none": (Forks(), "none"), "vdn": (Forks(), "vdn"), "qmix": (Forks(), "qmix")}
+GAMES = {
+    None: (Fork(), "none"),
+    "none": (Forks(), "none"),
+    "vdn": (Forks(), "vdn"),
+    "qmix": (Forks(), "qmix"),
+}
 
 
 def learner_of(kind, **more):
     env, joint = GAMES[kind]
-    fields = {"num_envs": 3, "num_steps": 14, "epochs": 1, "minibatches": 1, "decomposition_size": 4}
+    fields = {
+        "num_envs": 3,
+        "num_steps": 14,
+        "epochs": 1,
+        "minibatches": 1,
+        "decomposition_size": 4,
+    }
     return Pqn(env, SMALL, RATES, decomposition=joint, **(fields | more))
 
 
@@ -40,7 +53,9 @@ def walked(learner, epsilon=1.0):
         env_state, steps = rollout(jax.random.split(jax.random.key(1))[0], state.env_state, learner.env,
                               learner.env.default_params, agent, acting, learner.num_steps, value=agent.value,
                               prng="env")  # fmt: skip
-        mask = jax.vmap(learner.env.action_mask, (0, None))(env_state.state, learner.env.default_params)
+        mask = jax.vmap(learner.env.action_mask, (0, None))(
+            env_state.state, learner.env.default_params
+        )
         last = jax.vmap(agent.value, (None, 0, 0, 0))(acting, env_state.obs, env_state.carry, mask)
         return steps, lambda_targets(agent, steps, last, env_state.carry, state.rates)
 
@@ -63,7 +78,9 @@ def targets(weights, kind, steps):
             if over or cut or s == count - 1:
                 break
         seen.add((over, cut))
-        return total + (0.0 if over else power * np.asarray(best(weights, kind, led_to, legal(led_to))))
+        return total + (
+            0.0 if over else power * np.asarray(best(weights, kind, led_to, legal(led_to)))
+        )
 
     def target(t, index):
         ends = (any(after(obs[s, index], action[s, index])[1:]) for s in range(t, count))
@@ -94,7 +111,11 @@ def loss(weights, kind, steps, target):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind in ("none", "vdn") else []) for kind in GAMES]
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.slow] if kind in ("none", "vdn") else [])
+        for kind in GAMES
+    ],
 )
 def test_an_update_equals_its_equations(kind):
     learner = learner_of(kind)
@@ -103,9 +124,9 @@ def test_an_update_equals_its_equations(kind):
     assert_close(batch.target, want, 10 * EXACT_MATHS["float32"])
     assert bool(jnp.all(batch.weight == 1))
     want_loss, want_grads = loss(state.weights, kind, steps, want)
-    (got_loss, _), grads = jit(jax.value_and_grad(lambda w: q_loss(w, learner.agent(), batch), has_aux=True))(
-        state.weights
-    )
+    (got_loss, _), grads = jit(
+        jax.value_and_grad(lambda w: q_loss(w, learner.agent(), batch), has_aux=True)
+    )(state.weights)
     assert_close(got_loss, want_loss, 10 * EXACT_MATHS["float32"])
     assert_close(grads, want_grads, 1e-5)  # float32 on both sides
     norm = np.sqrt(sum(np.sum(g**2) for g in jax.tree.leaves(want_grads)))
@@ -146,7 +167,9 @@ def test_gradients_through_a_memory_equal_backpropagation_through_time():
             for t in range(7):
                 h = h * (not starts[t, index])
                 x = jnp.maximum(batch.obs[t, index] @ dense["kernel"] + dense["bias"], 0)
-                h = cell.step(parts["memory"], h[None], cell.input_projections(parts["memory"], x[None]))[0]
+                h = cell.step(
+                    parts["memory"], h[None], cell.input_projections(parts["memory"], x[None])
+                )[0]
                 q = (h @ out["kernel"] + out["bias"])[batch.action[t, index]]
                 total += batch.weight[t, index] * (q - batch.target[t, index]) ** 2
         return 0.5 * total / 13
@@ -172,25 +195,34 @@ def test_epsilon_greedy_is_legal_and_as_random_as_told():
     greedy = learner.agent(greedy=True)
     for place in range(3):
         row = np.flatnonzero(obs[:, :4].argmax(-1) == place)[0]
-        act = greedy(jax.random.key(0), state.weights, jnp.asarray(obs[row]), (), jnp.asarray(mask[row]))[0]
+        act = greedy(
+            jax.random.key(0), state.weights, jnp.asarray(obs[row]), (), jnp.asarray(mask[row])
+        )[0]
         assert int(act) == q[row].argmax()
 
 
 def test_epsilon_and_learning_rate_fall_in_lines():
-    rates = PqnRates(learning_rate=1.0, anneal=4.0, epsilon_start=0.9, epsilon_end=0.1, epsilon_anneal=2.0)
+    rates = PqnRates(
+        learning_rate=1.0, anneal=4.0, epsilon_start=0.9, epsilon_end=0.1, epsilon_anneal=2.0
+    )
     learner = Pqn(Fork(), SMALL, rates, num_envs=2, num_steps=2, epochs=1, minibatches=1)
     state, step, seen = jit(learner.init)(jax.random.key(0), None), jit(learner.step), []
     for update in range(5):
         state, info = step(jax.random.key(update), state, None)
         seen.append((float(info["epsilon"]), float(info["learning_rate"])))
-    np.testing.assert_allclose(seen, [(0.9, 1.0), (0.5, 0.75), (0.1, 0.5), (0.1, 0.25), (0.1, 0)], atol=1e-6)
+    np.testing.assert_allclose(
+        seen, [(0.9, 1.0), (0.5, 0.75), (0.1, 0.5), (0.1, 0.25), (0.1, 0)], atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(
     "fields, sentence",
     [
         ({"minibatches": 5}, "minibatches=5 does not divide 42 steps of all environments"),
-        ({"network": Network(memory="min_gru"), "minibatches": 2}, "minibatches=2 does not divide 3 environments"),
+        (
+            {"network": Network(memory="min_gru"), "minibatches": 2},
+            "minibatches=2 does not divide 3 environments",
+        ),
         ({"decomposition": "sum"}, "decomposition='sum' is unknown; legal are none, vdn, qmix"),
         ({"decomposition": "vdn"}, "decomposition='vdn' needs several agents; Fork has one"),
         ({"decomposition_size": 0}, "decomposition_size=0 must be at least 1"),

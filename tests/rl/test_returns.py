@@ -38,8 +38,13 @@ def by_definition(reward, value, next_value, cut, n):
     for t in range(count):
         n_step.append(rewards_to(reward, next_value, cut, t, n))
         left = steps_left(cut, t)
-        parts = [(1 - TRACE) * TRACE ** (k - 1) * rewards_to(reward, next_value, cut, t, k) for k in range(1, left)]
-        joint_value.append(sum(parts) + TRACE ** (left - 1) * rewards_to(reward, next_value, cut, t, left))
+        parts = [
+            (1 - TRACE) * TRACE ** (k - 1) * rewards_to(reward, next_value, cut, t, k)
+            for k in range(1, left)
+        ]
+        joint_value.append(
+            sum(parts) + TRACE ** (left - 1) * rewards_to(reward, next_value, cut, t, left)
+        )
         errors = [reward[s] + DISCOUNT * next_value[s] - value[s] for s in range(t, t + left)]
         advantage.append(sum((DISCOUNT * TRACE) ** i * error for i, error in enumerate(errors)))
     return n_step, joint_value, advantage
@@ -58,13 +63,25 @@ def check(ends, n, seed=0):
         got = (
             n_step_returns(jnp.asarray(reward), following, jnp.asarray(cut), DISCOUNT, n),
             lambda_returns(jnp.asarray(reward), following, jnp.asarray(cut), DISCOUNT, TRACE),
-            advantages(jnp.asarray(reward), jnp.asarray(value), following, jnp.asarray(cut), DISCOUNT, TRACE),
+            advantages(
+                jnp.asarray(reward),
+                jnp.asarray(value),
+                following,
+                jnp.asarray(cut),
+                DISCOUNT,
+                TRACE,
+            ),
         )
     want_next = np.concatenate([value[1:], last[None]])
     want_next[ends == TERMINATES] = 0
     want_next[ends == IS_CUT] = bootstrap[ends == IS_CUT]
-    envs = [by_definition(reward[:, b], value[:, b], want_next[:, b], cut[:, b], n) for b in range(ends.shape[1])]
-    assert_close(got, tuple(np.stack([one[i] for one in envs], 1) for i in range(3)), EXACT_MATHS["float64"])
+    envs = [
+        by_definition(reward[:, b], value[:, b], want_next[:, b], cut[:, b], n)
+        for b in range(ends.shape[1])
+    ]
+    assert_close(
+        got, tuple(np.stack([one[i] for one in envs], 1) for i in range(3)), EXACT_MATHS["float64"]
+    )
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 9])
@@ -72,7 +89,9 @@ def test_returns_equal_their_definitions_with_ends_in_every_position(n):
     check(np.array(list(itertools.product(range(3), repeat=4))).T, n)
 
 
-@hypothesis.given(st.lists(st.integers(0, 2), min_size=17, max_size=17), st.integers(1, 18), st.integers(0, 99))
+@hypothesis.given(
+    st.lists(st.integers(0, 2), min_size=17, max_size=17), st.integers(1, 18), st.integers(0, 99)
+)
 @hypothesis.settings(max_examples=10, deadline=None)
 def test_returns_equal_their_definitions_on_longer_walks(ends, n, seed):
     check(np.array(ends)[:, None], n, seed)
@@ -84,7 +103,9 @@ def test_a_lambda_return_of_lambda_0_is_one_step_and_of_lambda_1_is_all():
     cut = jnp.zeros((6, 2), bool).at[2, 0].set(True)
     for lambda_, n in ((0.0, 1), (1.0, 6)):
         got = lambda_returns(reward, following, cut, DISCOUNT, lambda_)
-        assert_close(got, n_step_returns(reward, following, cut, DISCOUNT, n), EXACT_MATHS["float32"])
+        assert_close(
+            got, n_step_returns(reward, following, cut, DISCOUNT, n), EXACT_MATHS["float32"]
+        )
 
 
 def numbers_of_vtrace(ends, seed=0):
@@ -148,10 +169,18 @@ def test_vtrace_equals_its_sums_and_its_steps_in_value_and_gradient(x64):
 
 
 def test_vtrace_of_the_policy_that_acted_is_generalised_advantages_and_lambda_returns(x64):
-    _, reward, value, next_value, cut = map(jnp.asarray, numbers_of_vtrace(np.array([[0], [2], [0], [1], [0], [0]])))
-    value = jnp.where(jnp.roll(cut, 1, 0).at[0].set(True), value, jnp.roll(next_value, 1, 0))  # what goes on is one
-    target, advantage = vtrace(jnp.zeros_like(value), reward, value, next_value, cut, DISCOUNT, TRACE)
-    np.testing.assert_array_equal(advantage, advantages(reward, value, next_value, cut, DISCOUNT, TRACE))
+    _, reward, value, next_value, cut = map(
+        jnp.asarray, numbers_of_vtrace(np.array([[0], [2], [0], [1], [0], [0]]))
+    )
+    value = jnp.where(
+        jnp.roll(cut, 1, 0).at[0].set(True), value, jnp.roll(next_value, 1, 0)
+    )  # what goes on is one
+    target, advantage = vtrace(
+        jnp.zeros_like(value), reward, value, next_value, cut, DISCOUNT, TRACE
+    )
+    np.testing.assert_array_equal(
+        advantage, advantages(reward, value, next_value, cut, DISCOUNT, TRACE)
+    )
     want = lambda_returns(reward, next_value, cut, DISCOUNT, TRACE)
     np.testing.assert_allclose(target, want, rtol=1e-12, atol=1e-12)
 
@@ -164,7 +193,9 @@ def test_gradients_of_returns_stop_at_a_cut():
 
     by_reward, by_value = jax.grad(first, (0, 1))(jnp.ones((4, 1)), jnp.ones((4, 1)))
     np.testing.assert_allclose(by_reward[:, 0], [1, DISCOUNT * TRACE, 0, 0], rtol=1e-6)
-    np.testing.assert_allclose(by_value[:, 0], [DISCOUNT * (1 - TRACE), DISCOUNT**2 * TRACE, 0, 0], rtol=1e-6)
+    np.testing.assert_allclose(
+        by_value[:, 0], [DISCOUNT * (1 - TRACE), DISCOUNT**2 * TRACE, 0, 0], rtol=1e-6
+    )
 
 
 def test_no_returns_over_no_steps():
@@ -172,10 +203,16 @@ def test_no_returns_over_no_steps():
         n_step_returns(jnp.zeros((2, 1)), jnp.zeros((2, 1)), jnp.zeros((2, 1), bool), 0.9, 0)
 
 
-def test_a_return_that_is_no_number_is_told_and_an_update_without_an_end_keeps_the_last(monkeypatch):
+def test_a_return_that_is_no_number_is_told_and_an_update_without_an_end_keeps_the_last(
+    monkeypatch,
+):
     before = {"return_mean": jnp.float32(3), "length_mean": jnp.float32(9)}
     for count, value, want in ((2, np.nan, np.nan), (0, np.nan, 3.0), (1, 5.0, 5.0)):
-        made = {"return_mean": jnp.float32(value), "length_mean": jnp.float32(1), "num_episodes": jnp.int32(count)}
+        made = {
+            "return_mean": jnp.float32(value),
+            "length_mean": jnp.float32(1),
+            "num_episodes": jnp.int32(count),
+        }
         monkeypatch.setattr(collect, "episode_stats", lambda steps, made=made: made)
         info, after = collect.update_episode_stats({}, before, None)
         np.testing.assert_equal(float(info["return_mean"]), want)

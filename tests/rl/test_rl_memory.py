@@ -26,7 +26,9 @@ from jaxpar.types import UsageError
 
 STEPS, NUM_ENVS, WIDTH = 6, 3, 4
 STARTS = np.zeros((STEPS, NUM_ENVS), bool)
-STARTS[0, 0] = STARTS[2, 1] = STARTS[3, 1] = STARTS[5, 2] = True  # at the first, in a row, at the last; none else
+STARTS[0, 0] = STARTS[2, 1] = STARTS[3, 1] = STARTS[5, 2] = (
+    True  # at the first, in a row, at the last; none else
+)
 
 
 def stack_of(mixer, layers=2, width=WIDTH, **options):
@@ -50,7 +52,9 @@ def memory_in_float64(name, method=None):
 
 
 def wide(tree):
-    return jax.tree.map(lambda x: x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+    return jax.tree.map(
+        lambda x: x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
+    )
 
 
 def types(tree):
@@ -58,7 +62,9 @@ def types(tree):
 
 
 def inputs(*shape):
-    return np.random.default_rng(1).standard_normal(shape).astype(jax.dtypes.canonicalize_dtype(float))
+    return (
+        np.random.default_rng(1).standard_normal(shape).astype(jax.dtypes.canonicalize_dtype(float))
+    )
 
 
 def params_of(memory, width=5):
@@ -66,7 +72,10 @@ def params_of(memory, width=5):
     rng = np.random.default_rng(0)
     leaves = jax.eval_shape(lambda: memory.init(jax.random.key(0), width))
     return jax.tree.map(
-        lambda leaf: (0.5 * rng.standard_normal(leaf.shape)).astype(jax.dtypes.canonicalize_dtype(float)), leaves
+        lambda leaf: (0.5 * rng.standard_normal(leaf.shape)).astype(
+            jax.dtypes.canonicalize_dtype(float)
+        ),
+        leaves,
     )
 
 
@@ -77,7 +86,9 @@ def one_after_another(memory, params, xs, carry, starts):
     def step(carry, row):
         x, start = row
         carry = jax.tree.map(
-            lambda new, old: jnp.where(start.reshape(-1, *[1] * (old.ndim - 1)), new, old), nothing, carry
+            lambda new, old: jnp.where(start.reshape(-1, *[1] * (old.ndim - 1)), new, old),
+            nothing,
+            carry,
         )
         y, carry, _ = memory.apply(params, x[None], np.zeros((1, NUM_ENVS), bool), carry)
         return carry, y[0]
@@ -101,7 +112,9 @@ def test_a_whole_unroll_equals_its_steps(name, x64):
     @jit
     def begun(params, xs):
         """What environments remember from before; the third uses it to the end."""
-        return stepwise.apply(params, xs * 0.5, np.zeros((1, NUM_ENVS), bool), wide(memory.initial(NUM_ENVS)))[1]
+        return stepwise.apply(
+            params, xs * 0.5, np.zeros((1, NUM_ENVS), bool), wide(memory.initial(NUM_ENVS))
+        )[1]
 
     carry = begun(params, xs[:1])
     leaves, tree = jax.tree.flatten(carry)
@@ -110,7 +123,9 @@ def test_a_whole_unroll_equals_its_steps(name, x64):
 
     def loss(run, params, xs, given):
         given = iter(given)
-        carry = tree.unflatten([next(given) if own else x for x, own in zip(leaves, floats, strict=True)])
+        carry = tree.unflatten(
+            [next(given) if own else x for x, own in zip(leaves, floats, strict=True)]
+        )
         ys = run(params, xs, carry)
         return jnp.sum(ys * jnp.cos(jnp.arange(ys.size).reshape(ys.shape))), ys
 
@@ -160,8 +175,13 @@ def attention_by_hand(params, x, episode, window):
             q, total, mixed = x[t] @ params["wq"][:, h], 0, 0
             for j in range(max(0, t - window + 1), t + 1):
                 if episode[j] == episode[t]:
-                    score = (x[j] @ params["wk"][:, g]) @ q / np.sqrt(width) - 2.0 ** (-8 * (h + 1) / heads) * (t - j)
-                    total, mixed = total + np.exp(score), mixed + np.exp(score) * (x[j] @ params["wv"][:, g])
+                    score = (x[j] @ params["wk"][:, g]) @ q / np.sqrt(width) - 2.0 ** (
+                        -8 * (h + 1) / heads
+                    ) * (t - j)
+                    total, mixed = (
+                        total + np.exp(score),
+                        mixed + np.exp(score) * (x[j] @ params["wv"][:, g]),
+                    )
             y = y + (mixed / total) @ params["wo"][h]
         out.append(y)
     return np.stack(out)
@@ -176,11 +196,16 @@ def formula(heads, groups):
     """The mixer, what it is given, and the value and gradient of its formula."""
     rng, window = np.random.default_rng(0), 3
     mixer = Attention(heads, groups, 2, positions=Alibi(), visible=Visible(window=window))
-    given = {name: rng.standard_normal(leaf.shape) for name, leaf in mixer.leaves(3, 1.0, 1.0).items()}
+    given = {
+        name: rng.standard_normal(leaf.shape) for name, leaf in mixer.leaves(3, 1.0, 1.0).items()
+    }
     given["x"] = rng.standard_normal((2, 7, 3))
 
     def by_hand(given):
-        ys = [attention_by_hand(given, x, np.cumsum(new), window) for x, new in zip(given["x"], EPISODES, strict=True)]
+        ys = [
+            attention_by_hand(given, x, np.cumsum(new), window)
+            for x, new in zip(given["x"], EPISODES, strict=True)
+        ]
         return (np.stack(ys) * WEIGHTS).sum()
 
     return mixer, given, {"value": by_hand(given)} | slopes(by_hand, given)
@@ -196,7 +221,9 @@ def test_attention_is_its_formula_in_value_and_gradient(heads, groups, parts, x6
         def part(cache, x, starts):
             context = stack.context(x, starts=starts, cache=cache)
             y, layer, _ = mixer.apply(given, x, cache.layers[0], context)
-            return cache.replace(layers=(layer,), seen=cache.seen + x.shape[1], first=context.first[:, -1]), y
+            return cache.replace(
+                layers=(layer,), seen=cache.seen + x.shape[1], first=context.first[:, -1]
+            ), y
 
         cache, out = stack.init_cache(2, 7), []
         if set(parts) == {1}:  # steps, in a loop
@@ -215,7 +242,11 @@ def test_attention_is_its_formula_in_value_and_gradient(heads, groups, parts, x6
 def test_the_past_before_a_start_is_forgotten():
     memory = memory_of("min_gru", WIDTH)
     params, xs = params_of(memory), inputs(STEPS, NUM_ENVS, 5)
-    slope = jit(jax.grad(lambda xs: memory.apply(params, xs, STARTS, memory.initial(NUM_ENVS))[0][3, 1].sum()))(xs)
+    slope = jit(
+        jax.grad(
+            lambda xs: memory.apply(params, xs, STARTS, memory.initial(NUM_ENVS))[0][3, 1].sum()
+        )
+    )(xs)
     slope = np.asarray(slope)
     assert np.abs(slope[3, 1]).max() > 0 and np.abs(slope[:3]).max() == 0
 
@@ -223,17 +254,24 @@ def test_the_past_before_a_start_is_forgotten():
 def test_attention_sees_its_window_and_nothing_before():
     memory = StackMemory(stack_of(NEAR, 1))
     params, starts = params_of(memory), np.zeros((6, 1), bool)
-    slope = jit(jax.grad(lambda xs: memory.apply(params, xs, starts, memory.initial(1))[0][4, 0].sum()))
+    slope = jit(
+        jax.grad(lambda xs: memory.apply(params, xs, starts, memory.initial(1))[0][4, 0].sum())
+    )
     seen = np.abs(slope(inputs(6, 1, 5))[:, 0]).max(1) > 0
     np.testing.assert_array_equal(seen, [False, False, True, True, True, False])
 
 
 def test_a_solver_that_did_not_converge_is_told():
     xs, starts = inputs(STEPS, 2, 5), np.zeros((STEPS, 2), bool)
-    few, enough = (StackMemory(stack_of(Recurrent(GRU(4), method))) for method in (Newton(max_iters=1), Newton()))
+    few, enough = (
+        StackMemory(stack_of(Recurrent(GRU(4), method)))
+        for method in (Newton(max_iters=1), Newton())
+    )
 
     def told(memory):
-        return jit(lambda params: memory.apply(params, xs, starts, memory.initial(2))[2])(params_of(enough))
+        return jit(lambda params: memory.apply(params, xs, starts, memory.initial(2))[2])(
+            params_of(enough)
+        )
 
     assert not told(few) and told(enough)
 
@@ -250,7 +288,9 @@ def test_environments_on_eight_devices_are_those_of_one(x64):
 
     def walked(params, xs):
         def one(x):
-            return memory.apply(params, x[:, None], jnp.zeros((STEPS, 1), bool), memory.initial(1))[0]
+            return memory.apply(params, x[:, None], jnp.zeros((STEPS, 1), bool), memory.initial(1))[
+                0
+            ]
 
         return jax.vmap(one, 1, 1)(xs)
 
@@ -265,15 +305,21 @@ def test_environments_on_eight_devices_are_those_of_one(x64):
 
 def test_a_stack_that_cannot_act_for_ever_is_refused():
     everything = dataclasses.replace(NEAR, visible=Visible())
-    with pytest.raises(UsageError, match=r"sees all of the past; give it a window, such as Visible\(window=64\)"):
+    with pytest.raises(
+        UsageError, match=r"sees all of the past; give it a window, such as Visible\(window=64\)"
+    ):
         Network(memory=stack_of(everything))
     both_ways = dataclasses.replace(NEAR, positions=None, visible=Visible(causal=False))
-    with pytest.raises(UsageError, match="a memory sees no later step, but this stack's mixer is not causal"):
+    with pytest.raises(
+        UsageError, match="a memory sees no later step, but this stack's mixer is not causal"
+    ):
         Network(memory=stack_of(both_ways))
     for dropping in (stack_of(NEAR, dropout=0.1), stack_of(dataclasses.replace(NEAR, dropout=0.1))):
         with pytest.raises(UsageError, match="a memory's stack has dropout=0, not 0.1"):
             StackMemory(dropping)
-    assert memory_of("transformer", 12).stack.mixer.num_heads == 1  # four heads of 3 have no halves to rotate
+    assert (
+        memory_of("transformer", 12).stack.mixer.num_heads == 1
+    )  # four heads of 3 have no halves to rotate
     with pytest.raises(UsageError, match="head_dim=5 must be even for rope"):
         memory_of("transformer", 5)
 
@@ -289,12 +335,30 @@ def test_a_network_starts_orthogonal():
 
 
 def test_kernels_of_every_shape_are_orthonormal_times_their_gain():
-    shapes = {"tall": (9, 3), "wide": (2, 9), "square": (64, 64), "more": (64, 64), "board": (3, 3, 2, 4), "bias": (7,)}
-    gains = {"tall": np.sqrt(2), "wide": 0.01, "square": 1.0, "more": 3.0, "board": 0.5, "bias": 0.0}
+    shapes = {
+        "tall": (9, 3),
+        "wide": (2, 9),
+        "square": (64, 64),
+        "more": (64, 64),
+        "board": (3, 3, 2, 4),
+        "bias": (7,),
+    }
+    gains = {
+        "tall": np.sqrt(2),
+        "wide": 0.01,
+        "square": 1.0,
+        "more": 3.0,
+        "board": 0.5,
+        "bias": 0.0,
+    }
     first = {name: jnp.full(shape, gains[name], jnp.float32) for name, shape in shapes.items()}
     keys = jax.random.split(jax.random.key(3), 3)
-    alone, seeds = jit(lambda keys: (drawn(keys[1], first), jax.vmap(lambda key: drawn(key, first))(keys)))(keys)
-    assert {name: kernel.shape for name, kernel in alone.items()} == shapes and not alone["bias"].any()
+    alone, seeds = jit(
+        lambda keys: (drawn(keys[1], first), jax.vmap(lambda key: drawn(key, first))(keys))
+    )(keys)
+    assert {name: kernel.shape for name, kernel in alone.items()} == shapes and not alone[
+        "bias"
+    ].any()
     for name in sorted(set(shapes) - {"bias"}):
         for kernel in (alone[name], *seeds[name]):
             sides = np.asarray(kernel / gains[name]).reshape(-1, kernel.shape[-1])

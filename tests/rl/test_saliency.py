@@ -21,7 +21,9 @@ SMALL = Network(encoder=(6,), hidden=(), memory="min_gru", memory_size=4)
 def test_it_equals_finite_differences(kind, x64):
     env, steps, num_envs = Arcade(BattleShip(), "partial"), 5, 2
     agent, rng = kind(env, SMALL), np.random.default_rng(0)
-    weights = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), perturbed(agent.init(jax.random.key(0))))
+    weights = jax.tree.map(
+        lambda x: jnp.asarray(x, jnp.float64), perturbed(agent.init(jax.random.key(0)))
+    )
     obs = rng.integers(0, 256, (steps, num_envs, 24, 24, 3)).astype(np.uint8)
     starts = np.zeros((steps, num_envs), bool)
     starts[2, 1] = True
@@ -34,7 +36,9 @@ def test_it_equals_finite_differences(kind, x64):
     def value(seen):
         if kind is ActorCritic:
             return agent.apply(weights, seen, starts, carry, mask).value[3]
-        return jnp.max(jnp.where(mask, agent.apply(weights, seen, starts, carry).q, -jnp.inf), -1)[3]
+        return jnp.max(jnp.where(mask, agent.apply(weights, seen, starts, carry).q, -jnp.inf), -1)[
+            3
+        ]
 
     for s in range(steps):
         for index in range(num_envs):
@@ -63,4 +67,10 @@ def test_what_has_no_gradient_is_refused():
     with pytest.raises(UsageError, match="own value: give one of decomposition='none'"):
         saliency(team, {}, jnp.zeros((3, 1, 3, 4)), jnp.zeros((3, 1), bool), ())
     with pytest.raises(UsageError, match="own value: give one of decomposition='none'"):
-        saliency(Ppo(team.env, central=True).agent(), {}, jnp.zeros((3, 1, 3, 4)), jnp.zeros((3, 1), bool), ())
+        saliency(
+            Ppo(team.env, central=True).agent(),
+            {},
+            jnp.zeros((3, 1, 3, 4)),
+            jnp.zeros((3, 1), bool),
+            (),
+        )

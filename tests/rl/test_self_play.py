@@ -16,7 +16,9 @@ from jaxpar.rollout import init as start
 from jaxpar.rollout import rollout
 from jaxpar.types import UsageError
 
-PAYOFF = np.array([[0, -1, 2], [1, 0, -1], [-2, 1, 0]], np.float32)  # rock, paper, scissors, where rock wins 2
+PAYOFF = np.array(
+    [[0, -1, 2], [1, 0, -1], [-2, 1, 0]], np.float32
+)  # rock, paper, scissors, where rock wins 2
 BALANCED = np.array([1, 2, 1]) / 4  # whose payoff against any action is 0
 NETWORK = Network(hidden=())
 
@@ -89,12 +91,16 @@ def test_the_pool_is_a_list_of_past_weights():
         if (n + 1) % 2 == 0:
             past.append(learner.weights)
     jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), state.learner.weights, learner.weights
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
+        state.learner.weights,
+        learner.weights,
     )
     assert len(set(ages)) > 1 and int(state.filled) == len(past) == 5
     for n, weights in list(enumerate(past))[-3:]:
         kept = jax.tree.map(lambda x, n=n: x[n % 3], state.pool)
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), kept, weights)
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), kept, weights
+        )
 
 
 @pytest.mark.parametrize("seat", [1, pytest.param(0, marks=pytest.mark.slow)])  # 3 s each
@@ -111,34 +117,44 @@ def test_rewards_are_the_payoffs_against_the_rivals_policy(seat):
     for rival, want in ((weights, [0, 0, 1]), (None, [1 / 3] * 3)):
         params = env.default_params.replace(rival=rival)
         state = start(jax.random.key(2), env, params, 512, agent.first_carry())
-        _, seen = jit(lambda state, params=params: rollout(jax.random.key(3), state, env, params, agent, chance, 4))(
-            state
-        )
+        _, seen = jit(
+            lambda state, params=params: rollout(
+                jax.random.key(3), state, env, params, agent, chance, 4
+            )
+        )(state)
         action, reward = np.asarray(seen.action), np.asarray(seen.reward)
         for mine in range(3):
             of_mine = reward[action == mine]
-            np.testing.assert_allclose(of_mine.mean(), PAYOFF[mine] @ want, atol=0 if rival else 0.2)
+            np.testing.assert_allclose(
+                of_mine.mean(), PAYOFF[mine] @ want, atol=0 if rival else 0.2
+            )
 
 
 @pytest.mark.slow  # 30 s
 def test_the_average_of_the_pool_nears_the_equilibrium():
     """What a best answer earns: 0.14 against the average of 2,000 updates, 0.56 against one of them, in the mean."""
     np.testing.assert_allclose(PAYOFF @ BALANCED, 0)
-    learner = learner_of(rates=A2cRates(learning_rate=0.02, entropy_coef=0.2), num_envs=64, num_steps=1)
+    learner = learner_of(
+        rates=A2cRates(learning_rate=0.02, entropy_coef=0.2), num_envs=64, num_steps=1
+    )
     play = SelfPlay(learner, pool=2000)
     keys = jax.random.split(jax.random.key(1), 2000)
     whole = jit(lambda state: jax.lax.scan(lambda s, key: play.step(key, s, None), state, keys))
     state, _ = whole(play.init(jax.random.key(0), None))
     obs, starts = jnp.ones((1, 1, 1)), jnp.ones((1, 1), bool)
     carry = jax.tree.map(lambda x: x[None], learner.agent().first_carry())
-    logits = jax.vmap(lambda weights: learner.agent().apply(weights, obs, starts, carry).policy[0, 0])(state.pool)
+    logits = jax.vmap(
+        lambda weights: learner.agent().apply(weights, obs, starts, carry).policy[0, 0]
+    )(state.pool)
     policies = np.asarray(jax.nn.softmax(logits))
     of_average, of_each = (PAYOFF @ policies.mean(0)).max(), (policies @ PAYOFF.T).max(1).mean()
     assert of_average < 0.3 and of_each > 2 * of_average, (of_average, of_each)
 
 
 def test_what_cannot_play_itself_is_told():
-    with pytest.raises(UsageError, match="CartPole-v1 has one agent; self-play needs a game of two or more"):
+    with pytest.raises(
+        UsageError, match="CartPole-v1 has one agent; self-play needs a game of two or more"
+    ):
         Against(envs.make("CartPole-v1")[0])
     with pytest.raises(UsageError, match="seat=2 is none of matrix's; legal are 0 to 1"):
         Against(Matrix(), NETWORK, 2)
@@ -146,7 +162,9 @@ def test_what_cannot_play_itself_is_told():
         Against(dataclasses.replace(envs.make("Spread-3")[0], continuous=True))
     with pytest.raises(UsageError, match="rivals carry no memory"):
         Against(Matrix(), Network(memory="gru"))
-    with pytest.raises(UsageError, match=r"needs an env that is `Against\(game, network\)`, not CartPole"):
+    with pytest.raises(
+        UsageError, match=r"needs an env that is `Against\(game, network\)`, not CartPole"
+    ):
         SelfPlay(Ppo(envs.make("CartPole-v1")[0]))
     with pytest.raises(UsageError, match="the learner and its rivals have the same weights"):
         SelfPlay(A2c(Against(Matrix(), NETWORK), Network(hidden=(8,))))

@@ -21,9 +21,18 @@ from jaxpar.types import UsageError
 
 PENDULUM, PARAMS = envs.make("Pendulum-v1")
 SHORT = PARAMS.replace(max_steps=5)
-SIZES = {"num_envs": 2, "num_steps": 8, "gradient_steps": 1, "batch_size": 6, "capacity": 64, "warmup": 12}
+SIZES = {
+    "num_envs": 2,
+    "num_steps": 8,
+    "gradient_steps": 1,
+    "batch_size": 6,
+    "capacity": 64,
+    "warmup": 12,
+}
 NETWORK = Network(hidden=(5,))
-TD3_RATES = Td3Rates(learning_rate=0.01, discount=0.9, tau=0.25, target_noise=0.7, noise_clip=0.4, reward_scale=0.5)
+TD3_RATES = Td3Rates(
+    learning_rate=0.01, discount=0.9, tau=0.25, target_noise=0.7, noise_clip=0.4, reward_scale=0.5
+)
 SAC_RATES = SacRates(learning_rate=0.01, discount=0.9, tau=0.25, temperature=0.3, reward_scale=0.5)
 TD3 = Td3(PENDULUM, NETWORK, TD3_RATES, policy_period=1, **SIZES)
 SAC = Sac(PENDULUM, NETWORK, SAC_RATES, **SIZES)
@@ -41,7 +50,9 @@ def plain(weights, name, x):
 
 def plain_q(critics, obs, action):
     x = np.concatenate([obs, action], -1)
-    return np.stack([plain(jax.tree.map(lambda w, i=i: w[i], critics), "value", x)[..., 0] for i in range(2)])
+    return np.stack(
+        [plain(jax.tree.map(lambda w, i=i: w[i], critics), "value", x)[..., 0] for i in range(2)]
+    )
 
 
 def plain_squashed(head, noise):
@@ -74,7 +85,9 @@ def plain_sac(weights, target, rows, after, now):
     q = plain_q(weights["critics"], rows.obs, rows.action)
     critics = sum(np.mean((each - wanted)[counted] ** 2) for each in q)
     own, log_p = plain_squashed(plain(weights["actor"], "policy", rows.obs), now)
-    actor = np.mean((temperature * log_p - plain_q(weights["critics"], rows.obs, own).min(0))[counted])
+    actor = np.mean(
+        (temperature * log_p - plain_q(weights["critics"], rows.obs, own).min(0))[counted]
+    )
     entropy = -np.mean(log_p[counted])
     return wanted, critics, actor, temperature * (entropy + 1.0), entropy
 
@@ -113,8 +126,12 @@ def test_td3_by_hand_in_value_and_gradient(x64):
     @jit
     def found(weights, target, rows, noise):
         wanted = td3_targets(agent, target, rows, noise, rates)
-        critics = jax.value_and_grad(lambda part: critic_loss(part, agent, rows, wanted)[0])(weights["critics"])
-        actor = jax.value_and_grad(lambda part: td3_actor_loss(part, agent, weights["critics"], rows)[0])
+        critics = jax.value_and_grad(lambda part: critic_loss(part, agent, rows, wanted)[0])(
+            weights["critics"]
+        )
+        actor = jax.value_and_grad(
+            lambda part: td3_actor_loss(part, agent, weights["critics"], rows)[0]
+        )
         return wanted, critics, actor(weights["actor"])
 
     wanted, (of_critics, critics), (of_actor, actor) = found(weights, target, rows, noise)
@@ -122,7 +139,10 @@ def test_td3_by_hand_in_value_and_gradient(x64):
     for got, number in zip((wanted, of_critics, of_actor), want, strict=True):
         np.testing.assert_allclose(got, number, rtol=1e-10)
     for name, grads, place in (("critics", critics, 1), ("actor", actor, 2)):
-        loss = lambda part, n=name, p=place: plain_td3(weights | {n: part}, target, rows, noise, rates)[p]  # noqa: E731
+
+        def loss(part, n=name, p=place):
+            return plain_td3(weights | {n: part}, target, rows, noise, rates)[p]
+
         check_slopes(grads, weights[name], loss)
 
 
@@ -133,11 +153,21 @@ def test_sac_by_hand_in_value_and_gradient(x64):
     @jit
     def found(weights, target, rows, after, now):
         wanted = sac_targets(agent, weights, target, rows, after)
-        critics = jax.value_and_grad(lambda part: critic_loss(part, agent, rows, wanted)[0])(weights["critics"])
-        actor = jax.value_and_grad(lambda part: sac_actor_loss(part, agent, weights, rows, now), has_aux=True)
+        critics = jax.value_and_grad(lambda part: critic_loss(part, agent, rows, wanted)[0])(
+            weights["critics"]
+        )
+        actor = jax.value_and_grad(
+            lambda part: sac_actor_loss(part, agent, weights, rows, now), has_aux=True
+        )
         (of_actor, info), actor_grads = actor(weights["actor"])
         cooling = jax.value_and_grad(lambda part: temperature_loss(part, info["entropy"], -1.0)[0])
-        return wanted, critics, (of_actor, actor_grads), cooling(weights["log_temperature"]), info["entropy"]
+        return (
+            wanted,
+            critics,
+            (of_actor, actor_grads),
+            cooling(weights["log_temperature"]),
+            info["entropy"],
+        )
 
     wanted, (of_critics, critics), (of_actor, actor), (cooling, heat), entropy = found(
         weights, target, rows, after, now
@@ -147,7 +177,10 @@ def test_sac_by_hand_in_value_and_gradient(x64):
         np.testing.assert_allclose(got, number, rtol=1e-10)
     np.testing.assert_allclose(heat, want[3], rtol=1e-10)  # of exp(x) c, which is itself
     for name, grads, place in (("critics", critics, 1), ("actor", actor, 2)):
-        loss = lambda part, n=name, p=place: plain_sac(weights | {n: part}, target, rows, after, now)[p]  # noqa: E731
+
+        def loss(part, n=name, p=place):
+            return plain_sac(weights | {n: part}, target, rows, after, now)[p]
+
         check_slopes(grads, weights[name], loss)
 
 
@@ -156,14 +189,22 @@ def test_a_squashed_density_sums_to_one_and_has_no_end(x64):
     head = jnp.broadcast_to(jnp.array([0.3, -0.4]), (20001, 2))
     action, log_p = draw_squashed(head, u)
     assert float(jnp.trapezoid(jnp.exp(log_p), action[:, 0])) == pytest.approx(1, abs=1e-6)
-    far = draw_squashed(jnp.array([300.0, 9.0]), jnp.array([50.0]))[1]  # log 1 - a^2 would be that of 0
-    assert far == pytest.approx(-1250 - 2 - 0.5 * np.log(2 * np.pi) + 2 * (300 + 50 * np.exp(2) - np.log(2)), rel=1e-12)
+    far = draw_squashed(jnp.array([300.0, 9.0]), jnp.array([50.0]))[
+        1
+    ]  # log 1 - a^2 would be that of 0
+    assert far == pytest.approx(
+        -1250 - 2 - 0.5 * np.log(2 * np.pi) + 2 * (300 + 50 * np.exp(2) - np.log(2)), rel=1e-12
+    )
 
 
-@pytest.mark.parametrize("learner", [TD3, pytest.param(SAC, marks=pytest.mark.slow)], ids=["td3", "sac"])
+@pytest.mark.parametrize(
+    "learner", [TD3, pytest.param(SAC, marks=pytest.mark.slow)], ids=["td3", "sac"]
+)
 def test_an_update_is_made_of_its_parts(learner):
     state, key = jit(learner.init)(jax.random.key(0), SHORT), jax.random.key(1)
-    state = state.replace(weights=jax.tree.map(lambda x: x + 0.1, state.weights))  # no longer the target's
+    state = state.replace(
+        weights=jax.tree.map(lambda x: x + 0.1, state.weights)
+    )  # no longer the target's
 
     @jit
     def pieces(state):
@@ -184,12 +225,19 @@ def test_an_update_is_made_of_its_parts(learner):
             actor = jax.grad(lambda part: td3_actor_loss(part, agent, after["critics"], rows)[0])
         else:
             actor = jax.grad(lambda part: sac_actor_loss(part, agent, after, rows, noise[1])[0])
-        return stepped, info, of_critics, {"critics": critics, "actor": actor(state.weights["actor"])}
+        return (
+            stepped,
+            info,
+            of_critics,
+            {"critics": critics, "actor": actor(state.weights["actor"])},
+        )
 
     stepped, info, of_critics, grads = pieces(state)
     assert float(info["critic_loss"]) == pytest.approx(float(of_critics), rel=1e-4)
     for name, grad in grads.items():  # Adam's first step is the gradient by its own size
-        for old, new, g in zip(*map(jax.tree.leaves, (state.weights[name], stepped.weights[name], grad)), strict=True):
+        for old, new, g in zip(
+            *map(jax.tree.leaves, (state.weights[name], stepped.weights[name], grad)), strict=True
+        ):
             clear = np.abs(g) > 1e-4
             np.testing.assert_allclose((new - old)[clear], -0.01 * np.sign(g)[clear], rtol=1e-2)
             assert clear.any()
@@ -230,7 +278,9 @@ def test_the_actor_waits_for_its_period_and_all_for_the_warmup():
 
 
 @pytest.mark.slow  # two minutes
-@pytest.mark.parametrize("kind, rates", [(Td3, Td3Rates(reward_scale=0.1)), (Sac, SacRates(1e-3, reward_scale=0.1))])
+@pytest.mark.parametrize(
+    "kind, rates", [(Td3, Td3Rates(reward_scale=0.1)), (Sac, SacRates(1e-3, reward_scale=0.1))]
+)
 def test_it_swings_the_pendulum_up(kind, rates):
     learner = kind(PENDULUM, Network(hidden=(64, 64), activation="relu"), rates)
     infos = jax.jit(lambda key: train(learner, key, None, 200)[1])(jax.random.key(0))
@@ -240,12 +290,21 @@ def test_it_swings_the_pendulum_up(kind, rates):
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: Td3(envs.make("CartPole-v1")[0]), "CartPole-v1 takes actions of Discrete.* float Box with bounds"),
-        (lambda: Sac(PENDULUM, Network(memory="gru")), "memory='gru' has no place in a buffer of single experiences"),
+        (
+            lambda: Td3(envs.make("CartPole-v1")[0]),
+            "CartPole-v1 takes actions of Discrete.* float Box with bounds",
+        ),
+        (
+            lambda: Sac(PENDULUM, Network(memory="gru")),
+            "memory='gru' has no place in a buffer of single experiences",
+        ),
         (lambda: Sac(PENDULUM, capacity=32), "capacity=32 is too small"),
         (lambda: Td3(PENDULUM, policy_period=0), "policy_period=0 must be at least 1"),
         (lambda: Sac(PENDULUM, rates=SacRates(temperature=0.0)), "rates.temperature=0.0 must be"),
-        (lambda: Td3(envs.make("Spread-3")[0]), "Spread.* has several agents; Td3 and Sac learn for one"),
+        (
+            lambda: Td3(envs.make("Spread-3")[0]),
+            "Spread.* has several agents; Td3 and Sac learn for one",
+        ),
     ],
 )
 def test_mistakes_are_told(make, words):
@@ -254,7 +313,9 @@ def test_mistakes_are_told(make, words):
 
 
 def test_actions_are_uniform_until_it_is_warm_and_then_the_actors():
-    learner = dataclasses.replace(TD3, rates=dataclasses.replace(TD3_RATES, noise=0.0, learning_rate=1e-6))
+    learner = dataclasses.replace(
+        TD3, rates=dataclasses.replace(TD3_RATES, noise=0.0, learning_rate=1e-6)
+    )
     state, found = learner.init(jax.random.key(0), PARAMS), []
     step = jit(learner.step)
     for i in range(2):
@@ -262,4 +323,6 @@ def test_actions_are_uniform_until_it_is_warm_and_then_the_actors():
         state, _ = step(jax.random.key(i), state, PARAMS)
         found.append(np.abs(state.buffer.rows.action[before : int(state.buffer.size)]))
     uniform, own = found  # the last layer of an actor begins with weights of 0.01
-    assert before >= learner.warmup and uniform.max() > 0.5 and uniform.std() > 0.1 and own.max() < 0.1
+    assert (
+        before >= learner.warmup and uniform.max() > 0.5 and uniform.std() > 0.1 and own.max() < 0.1
+    )

@@ -9,14 +9,27 @@ POLICY, STEP, RESET = range(3)
 
 
 def key_of(root, step_number, use, index):
-    return jax.random.fold_in(jax.random.split(jax.random.fold_in(root, step_number), 3)[use], index)
+    return jax.random.fold_in(
+        jax.random.split(jax.random.fold_in(root, step_number), 3)[use], index
+    )
 
 
 def first_key_of(root, index):
     return jax.random.fold_in(jax.random.split(jax.random.fold_in(root, 2**32 - 1), 1)[0], index)
 
 
-def walk(root, env, params, policy, policy_params, num_envs, num_steps, first_carry, when="same", value=None):
+def walk(
+    root,
+    env,
+    params,
+    policy,
+    policy_params,
+    num_envs,
+    num_steps,
+    first_carry,
+    when="same",
+    value=None,
+):
     """Rows by environment: a list of dictionaries an environment. `when` is "same", "next" or "never"."""
     rows = [[] for _ in range(num_envs)]
     for index in range(num_envs):
@@ -25,8 +38,16 @@ def walk(root, env, params, policy, policy_params, num_envs, num_steps, first_ca
         for s in range(num_steps):
             if start:
                 carry, total, length = first_carry, 0.0, 0
-            action, carry, extras = policy(key_of(root, s, POLICY, index), policy_params, obs, carry)
-            row = {"obs": obs, "action": action, "start": start, "valid": not waiting, "extras": extras}
+            action, carry, extras = policy(
+                key_of(root, s, POLICY, index), policy_params, obs, carry
+            )
+            row = {
+                "obs": obs,
+                "action": action,
+                "start": start,
+                "valid": not waiting,
+                "extras": extras,
+            }
             row |= {"reward": 0.0, "terminated": False, "truncated": False, "bootstrap": 0.0}
             start = False
             if waiting:
@@ -37,7 +58,11 @@ def walk(root, env, params, policy, policy_params, num_envs, num_steps, first_ca
                 obs, state, reward, terminated, truncated, _ = step(
                     key_of(root, s, STEP, index), env, state, action, params
                 )
-                row |= {"reward": reward, "terminated": bool(terminated), "truncated": bool(truncated)}
+                row |= {
+                    "reward": reward,
+                    "terminated": bool(terminated),
+                    "truncated": bool(truncated),
+                }
                 total, length = total + reward, length + 1
                 if value and truncated and not terminated:
                     row["bootstrap"] = value(policy_params, obs, carry)
@@ -46,7 +71,11 @@ def walk(root, env, params, policy, policy_params, num_envs, num_steps, first_ca
                     if when == "same":
                         obs, state = reset(key_of(root, s, RESET, index), env, params)
                         start = True
-            row |= {"episode_return": total, "episode_length": length, "ended": row["terminated"] or row["truncated"]}
+            row |= {
+                "episode_return": total,
+                "episode_length": length,
+                "ended": row["terminated"] or row["truncated"],
+            }
             rows[index].append(row)
     return rows
 

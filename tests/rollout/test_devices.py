@@ -33,7 +33,12 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "case", ["chunked", pytest.param("next", marks=pytest.mark.slow), pytest.param("level", marks=pytest.mark.slow)]
+    "case",
+    [
+        "chunked",
+        pytest.param("next", marks=pytest.mark.slow),
+        pytest.param("level", marks=pytest.mark.slow),
+    ],
 )
 def test_same_bits_on_one_and_on_eight_devices(case):
     reset, prng = CASES[case]
@@ -50,17 +55,31 @@ def test_devices_do_not_talk(prng):
     with use_mesh(make_mesh()):
         env_state = init(KEY, ENV, PARAMS, 32, 0)
         options = {"value": value, "prng": prng}
-        go = jax.jit(lambda key, env_state: rollout(key, env_state, ENV, PARAMS, linear, WEIGHTS, 15, **options))
+        go = jax.jit(
+            lambda key, env_state: rollout(
+                key, env_state, ENV, PARAMS, linear, WEIGHTS, 15, **options
+            )
+        )
         text = go.lower(KEY, env_state).compile().as_text()
     assert "while" in text
-    for kind in ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all", "send(", "recv("):
+    for kind in (
+        "all-reduce",
+        "all-gather",
+        "reduce-scatter",
+        "collective-permute",
+        "all-to-all",
+        "send(",
+        "recv(",
+    ):
         assert kind not in text
 
 
 @pytest.mark.slow
 def test_gradient_on_the_mesh():
     def total(weights):
-        return rollout(KEY, init(KEY, ENV, PARAMS, 8, 0), ENV, PARAMS, linear, weights, 6)[1].reward.sum()
+        return rollout(KEY, init(KEY, ENV, PARAMS, 8, 0), ENV, PARAMS, linear, weights, 6)[
+            1
+        ].reward.sum()
 
     one = jax.jit(jax.grad(total))(WEIGHTS)
     with use_mesh(make_mesh()):
@@ -69,7 +88,10 @@ def test_gradient_on_the_mesh():
 
 
 def test_environments_that_do_not_divide_are_refused():
-    with use_mesh(make_mesh()), pytest.raises(UsageError, match="num_envs=12 does not divide over data=8 .* 8 or 16"):
+    with (
+        use_mesh(make_mesh()),
+        pytest.raises(UsageError, match="num_envs=12 does not divide over data=8 .* 8 or 16"),
+    ):
         init(KEY, ENV, PARAMS, 12)
     env_state = init(KEY, ENV, PARAMS, 12, 0)
     with use_mesh(make_mesh()), pytest.raises(UsageError, match="num_envs=12 does not divide"):

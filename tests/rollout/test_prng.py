@@ -16,7 +16,9 @@ each_prng = pytest.mark.parametrize("prng", PRNGS)
 def drawn(prng, fn, steps=T, env_state=B):
     """`fn` of the first key of every step and environment, `[T, B, ...]`."""
     bases = step_keys(KEY, jnp.arange(steps), 2, prng)
-    return jax.jit(jax.vmap(lambda base: jax.vmap(fn)(env_keys(base[0], jnp.arange(env_state)))))(bases)
+    return jax.jit(jax.vmap(lambda base: jax.vmap(fn)(env_keys(base[0], jnp.arange(env_state)))))(
+        bases
+    )
 
 
 def child(key):
@@ -29,9 +31,16 @@ def child(key):
 @each_prng
 def test_uniform_over_environments_time_and_kin(prng):
     x = np.asarray(drawn(prng, child))
-    for one in (x.ravel(), *x.reshape(-1, 4).T, *x[:3].reshape(3, -1), *x[:, :3].transpose(1, 0, 2).reshape(3, -1)):
+    for one in (
+        x.ravel(),
+        *x.reshape(-1, 4).T,
+        *x[:3].reshape(3, -1),
+        *x[:, :3].transpose(1, 0, 2).reshape(3, -1),
+    ):
         assert stats.kstest(one, "uniform").pvalue > 1e-4
-    assert len(np.unique(x)) > 0.99 * x.size  # float32 has 2^23 values, of which 80,000 draws coincide in 0.5 %
+    assert (
+        len(np.unique(x)) > 0.99 * x.size
+    )  # float32 has 2^23 values, of which 80,000 draws coincide in 0.5 %
 
 
 @each_prng
@@ -58,10 +67,17 @@ def test_bits_are_even_and_unrelated(prng):
 @each_prng
 def test_families_have_the_distributions_of_jax(prng):
     steps, env_state = 10, 1000
-    action = np.asarray(drawn(prng, lambda key: jax.random.randint(key, (), 0, 5), steps, env_state))
+    action = np.asarray(
+        drawn(prng, lambda key: jax.random.randint(key, (), 0, 5), steps, env_state)
+    )
     assert stats.chisquare(np.bincount(action.ravel(), minlength=5)).pvalue > 1e-4
-    assert stats.kstest(np.ravel(drawn(prng, jax.random.normal, steps, env_state)), "norm").pvalue > 1e-4
-    order = np.asarray(drawn(prng, lambda key: jax.random.permutation(key, 3), steps, env_state)).reshape(-1, 3)
+    assert (
+        stats.kstest(np.ravel(drawn(prng, jax.random.normal, steps, env_state)), "norm").pvalue
+        > 1e-4
+    )
+    order = np.asarray(
+        drawn(prng, lambda key: jax.random.permutation(key, 3), steps, env_state)
+    ).reshape(-1, 3)
     assert stats.chisquare(np.unique(order @ [9, 3, 1], return_counts=True)[1]).pvalue > 1e-4
 
 
@@ -97,7 +113,9 @@ def test_loops_that_run_on_for_other_environments_repeat_nothing(prng):
 @each_prng
 def test_words_of_every_width(prng, x64):
     for width in (8, 16, 32, 64):
-        bits = drawn(prng, lambda key, width=width: jax.random.bits(key, (4,), f"uint{width}"), 5, 200)
+        bits = drawn(
+            prng, lambda key, width=width: jax.random.bits(key, (4,), f"uint{width}"), 5, 200
+        )
         assert bits.dtype == f"uint{width}"
         top = np.asarray(bits >> (width - 4)).ravel()
         assert stats.chisquare(np.bincount(top.astype(int), minlength=16)).pvalue > 1e-4
@@ -108,12 +126,16 @@ def test_children_of_environment_keys_never_coincide():
     children = jax.random.key_data(jax.random.split(key, 200_000))
     assert len(np.unique(np.asarray(children), axis=0)) == 200_000
     assert (children[:, 2] == 1).all()
-    grand = jax.random.key_data(jax.vmap(lambda k: jax.random.split(k, 300))(jax.random.split(key, 300))).reshape(-1, 3)
+    grand = jax.random.key_data(
+        jax.vmap(lambda k: jax.random.split(k, 300))(jax.random.split(key, 300))
+    ).reshape(-1, 3)
     assert len(np.unique(np.asarray(grand), axis=0)) == len(grand)
 
 
 def test_steps_uses_and_beginnings_have_keys_of_their_own():
     for prng in PRNGS:
         keys = jax.random.key_data(step_keys(KEY, jnp.arange(50), 3, prng)).reshape(150, -1)
-        first = jax.random.key_data(jnp.stack([first_key(KEY, prng), first_key(KEY, prng, of_pool=True)]))
+        first = jax.random.key_data(
+            jnp.stack([first_key(KEY, prng), first_key(KEY, prng, of_pool=True)])
+        )
         assert len(np.unique(np.concatenate([keys, first]), axis=0)) == 152

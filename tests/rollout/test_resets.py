@@ -10,7 +10,17 @@ import pytest
 from scipy import stats
 from toys import Clock, Walk, linear
 
-from jaxpar.rollout import Chunked, GivenLevel, NextStep, NoReset, Pool, SameStep, init, random_policy, rollout
+from jaxpar.rollout import (
+    Chunked,
+    GivenLevel,
+    NextStep,
+    NoReset,
+    Pool,
+    SameStep,
+    init,
+    random_policy,
+    rollout,
+)
 from jaxpar.rollout.costs import operations
 from jaxpar.rollout.env_state import vmapped_reset
 from jaxpar.rollout.prng import env_keys, step_keys
@@ -27,12 +37,18 @@ PARAMS = ENV.default_params
 def test_chunks_give_each_finished_environment_its_own_start_and_leave_the_others(prng, size):
     base, index = step_keys(KEY, jnp.arange(1), 3, prng)[0, 2], jnp.arange(50, 90)
     finished = jax.random.bernoulli(KEY, 0.4, (40,))
-    before = jax.tree.map(lambda x: x - 100, vmapped_reset(ENV, PARAMS, env_keys(base, index - 50), None))
-    go = jax.jit(lambda policy, flags: reset_finished(policy, ENV, PARAMS, base, index, flags, None, before))
+    before = jax.tree.map(
+        lambda x: x - 100, vmapped_reset(ENV, PARAMS, env_keys(base, index - 50), None)
+    )
+    go = jax.jit(
+        lambda policy, flags: reset_finished(policy, ENV, PARAMS, base, index, flags, None, before)
+    )
     want = go(SameStep(), finished)
     chex.assert_trees_all_equal(go(Chunked(size), finished), want)
     chex.assert_trees_all_equal(go(Chunked(size), jnp.zeros(40, bool)), before)
-    chex.assert_trees_all_equal(go(Chunked(size), jnp.ones(40, bool)), go(SameStep(), jnp.ones(40, bool)))
+    chex.assert_trees_all_equal(
+        go(Chunked(size), jnp.ones(40, bool)), go(SameStep(), jnp.ones(40, bool))
+    )
     fresh = want[1].time == 0
     np.testing.assert_array_equal(fresh, finished)
 
@@ -59,7 +75,9 @@ def test_every_finished_environment_is_reset_once_and_nothing_without_one():
         env_state = init(KEY, env, params, 6)
         jax.effects_barrier()
         TOLD.clear()
-        jax.block_until_ready(rollout(KEY, env_state, env, params, random_policy(env), params, num_steps, reset=reset))
+        jax.block_until_ready(
+            rollout(KEY, env_state, env, params, random_policy(env), params, num_steps, reset=reset)
+        )
         jax.effects_barrier()
         return len(TOLD)
 
@@ -73,7 +91,9 @@ def test_every_finished_environment_is_reset_once_and_nothing_without_one():
 @pytest.mark.parametrize("prng", ["batch", pytest.param("env", marks=pytest.mark.slow)])
 def test_levels_after_chunked_resets_have_their_frequencies(prng):
     env_state = init(KEY, ENV, PARAMS, 64, 0)
-    _, steps = rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 300, reset=Chunked(3), prng=prng)
+    _, steps = rollout(
+        KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 300, reset=Chunked(3), prng=prng
+    )
     began = np.asarray(steps.start)
     assert began[1:].sum() > 2000
     levels = np.asarray(steps.obs[..., 2])[began].astype(int)
@@ -107,14 +127,21 @@ def test_only_legal_policies():
     for make, said in (
         (lambda: Chunked(0), "Chunked.size=0 must be at least 1"),
         (lambda: Pool(-1), "Pool.size=-1 must be at least 1"),
-        (lambda: NextStep(NoReset()), r"NextStep\(by=NoReset\) contradicts itself; legal are Chunked, SameStep"),
+        (
+            lambda: NextStep(NoReset()),
+            r"NextStep\(by=NoReset\) contradicts itself; legal are Chunked, SameStep",
+        ),
         (lambda: NextStep(NextStep()), "contradicts itself"),
     ):
         with pytest.raises(UsageError, match=said):
             make()
-    with pytest.raises(UsageError, match="reset='same' is no reset policy; legal are Chunked, GivenLevel"):
+    with pytest.raises(
+        UsageError, match="reset='same' is no reset policy; legal are Chunked, GivenLevel"
+    ):
         rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 3, reset="same")
-    with pytest.raises(UsageError, match=r"level: itself of shape \(3,\) is not a level of Walk; legal are \(\)"):
+    with pytest.raises(
+        UsageError, match=r"level: itself of shape \(3,\) is not a level of Walk; legal are \(\)"
+    ):
         init(KEY, ENV, PARAMS, 4, level=jnp.zeros(3, jnp.int32))
     env = Clock()
     with pytest.raises(UsageError, match="Clock takes no level"):
@@ -126,5 +153,7 @@ def test_operations_of_a_program():
     assert operations(lambda x: x + 1, x) == 12
     assert operations(lambda x: x @ x.T, x) == 12 + 2 * 9 * 4
     assert operations(lambda x: jax.lax.fori_loop(0, 5, lambda i, x: x * 2, x), x) >= 60
-    assert operations(lambda x: jax.lax.cond(True, lambda x: x, lambda x: jnp.sin(x) + 1, x), x) >= 24
+    assert (
+        operations(lambda x: jax.lax.cond(True, lambda x: x, lambda x: jnp.sin(x) + 1, x), x) >= 24
+    )
     assert operations(lambda key: jax.random.bits(key, (7,)), KEY) == 700

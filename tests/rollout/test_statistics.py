@@ -27,7 +27,9 @@ PARAMS = ENV.default_params.replace(noise=0.6)
 
 @pytest.fixture(scope="module")
 def steps():
-    return rollout(KEY, init(KEY, ENV, PARAMS, 20, 0), ENV, PARAMS, linear, WEIGHTS, 30, reset=NextStep())[1]
+    return rollout(
+        KEY, init(KEY, ENV, PARAMS, 20, 0), ENV, PARAMS, linear, WEIGHTS, 30, reset=NextStep()
+    )[1]
 
 
 def test_summary_is_that_of_the_episodes_one_by_one(steps):
@@ -37,13 +39,21 @@ def test_summary_is_that_of_the_episodes_one_by_one(steps):
         for t in range(30):
             if not steps.valid[t, index]:
                 continue
-            sums, count, total = sums + float(steps.reward[t, index]), count + 1, total + float(steps.reward[t, index])
+            sums, count, total = (
+                sums + float(steps.reward[t, index]),
+                count + 1,
+                total + float(steps.reward[t, index]),
+            )
             if steps.terminated[t, index] or steps.truncated[t, index]:
                 returns.append(sums), lengths.append(count)
                 cut += bool(steps.truncated[t, index]) and not bool(steps.terminated[t, index])
                 sums = count = 0
     found = {name: float(x) for name, x in episode_stats(steps).items()}
-    want = {"num_episodes": len(returns), "num_steps": int(steps.valid.sum()), "truncated": cut / len(returns)}
+    want = {
+        "num_episodes": len(returns),
+        "num_steps": int(steps.valid.sum()),
+        "truncated": cut / len(returns),
+    }
     want |= {"reward": total / int(steps.valid.sum())}
     for name, x in (("return", returns), ("length", lengths)):
         for of in ("mean", "std", "min", "max"):
@@ -76,7 +86,11 @@ def test_no_episode_gives_no_mean():
     params = ClockParams(length=100)
     steps = rollout(KEY, init(KEY, env, params, 3), env, params, random_policy(env), params, 5)[1]
     found = episode_stats(steps)
-    assert found["num_episodes"] == 0 and jnp.isnan(found["return_mean"]) and jnp.isnan(found["length_max"])
+    assert (
+        found["num_episodes"] == 0
+        and jnp.isnan(found["return_mean"])
+        and jnp.isnan(found["length_max"])
+    )
     assert not first_episodes(steps).finished.any()
 
 
@@ -104,13 +118,20 @@ def test_returns_of_several_agents():
 
 def test_faults_are_told_with_step_and_environment(steps):
     check_trajectory(steps)
-    with pytest.raises(UsageError, match=r"at step 2 of environment 7 \(the first of 2 such steps\) the reward is nan"):
-        check_trajectory(steps.replace(reward=steps.reward.at[2, 7].set(jnp.nan).at[5, 1].set(jnp.inf)))
+    with pytest.raises(
+        UsageError,
+        match=r"at step 2 of environment 7 \(the first of 2 such steps\) the reward is nan",
+    ):
+        check_trajectory(
+            steps.replace(reward=steps.reward.at[2, 7].set(jnp.nan).at[5, 1].set(jnp.inf))
+        )
     with pytest.raises(UsageError, match="at step 33 of environment 7"):
         check_trajectory(steps.replace(reward=steps.reward.at[3, 7].set(jnp.nan)), first_step=30)
     env = Clock()
     params = env.default_params
     clock = rollout(KEY, init(KEY, env, params, 3), env, params, random_policy(env), params, 4)[1]
     check_trajectory(clock, env, params)
-    with pytest.raises(UsageError, match=r"at step 1 of environment 2 .* the action 3 is not in Discrete\(n=3"):
+    with pytest.raises(
+        UsageError, match=r"at step 1 of environment 2 .* the action 3 is not in Discrete\(n=3"
+    ):
         check_trajectory(clock.replace(action=clock.action.at[1, 2].set(3)), env, params)

@@ -25,7 +25,16 @@ def value(params, obs, carry):
     return obs @ params["w"] + carry
 
 
-def walked(num_envs=3, num_steps=12, env=ENV, params=PARAMS, policy=linear, weights=WEIGHTS, carry=0, **options):
+def walked(
+    num_envs=3,
+    num_steps=12,
+    env=ENV,
+    params=PARAMS,
+    policy=linear,
+    weights=WEIGHTS,
+    carry=0,
+    **options,
+):
     env_state = init(KEY, env, params, num_envs, carry)
     return rollout(KEY, env_state, env, params, policy, weights, num_steps, **options)
 
@@ -45,9 +54,13 @@ def test_equals_a_plain_loop(when, reset):
     for name in ("obs", "action", "reward", "bootstrap", "episode_return"):
         got, want = getattr(steps, name), column(rows, name)
         mask = valid if got.ndim == 2 else valid[..., None]
-        np.testing.assert_allclose(jnp.where(mask, got, 0), jnp.where(mask, want, 0), 1e-5, 1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            jnp.where(mask, got, 0), jnp.where(mask, want, 0), 1e-5, 1e-6, err_msg=name
+        )
     counts = [[row["extras"]["count"] for row in index] for index in rows]
-    np.testing.assert_array_equal(jnp.where(valid, steps.extras["count"], 0), jnp.where(valid, np.array(counts).T, 0))
+    np.testing.assert_array_equal(
+        jnp.where(valid, steps.extras["count"], 0), jnp.where(valid, np.array(counts).T, 0)
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,27 +85,35 @@ def test_two_unrolls_of_one_key_are_one_long_one(prng):
     _, whole = rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 10, **options)
     env_state, first = rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 6, **options)
     env_state, second = rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 4, **options)
-    chex.assert_trees_all_equal(jax.tree.map(lambda a, b: jnp.concatenate([a, b]), first, second), whole)
+    chex.assert_trees_all_equal(
+        jax.tree.map(lambda a, b: jnp.concatenate([a, b]), first, second), whole
+    )
     assert env_state.step == 10
     _, none = rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 0, **options)
     assert none.reward.shape == (0, 4)
 
 
-@pytest.mark.parametrize(("ends", "expected"), [("terminated", 0.0), ("truncated", 4.0), ("both", 0.0)])
+@pytest.mark.parametrize(
+    ("ends", "expected"), [("terminated", 0.0), ("truncated", 4.0), ("both", 0.0)]
+)
 def test_truncation_bootstraps_and_termination_does_not(ends, expected):
     env = Clock(ends)
     _, steps = walked(
         2, 9, env, env.default_params, random_policy(env), env.default_params, (),
         value=lambda params, obs, carry: obs.astype(jnp.float32),
     )  # fmt: skip
-    assert steps.truncated[3].all() == (ends != "terminated") and steps.terminated[3].all() == (ends != "truncated")
+    assert steps.truncated[3].all() == (ends != "terminated") and steps.terminated[3].all() == (
+        ends != "truncated"
+    )
     np.testing.assert_array_equal(steps.bootstrap[:, 0], [0, 0, 0, expected, 0, 0, 0, expected, 0])
     np.testing.assert_array_equal(steps.obs[:, 0], [0, 1, 2, 3, 0, 1, 2, 3, 0])
 
 
 def test_next_step_gives_the_last_observation_and_then_ignores_an_action():
     env = Clock()
-    _, steps = walked(1, 8, env, ClockParams(3), random_policy(env), env.default_params, (), reset=NextStep())
+    _, steps = walked(
+        1, 8, env, ClockParams(3), random_policy(env), env.default_params, (), reset=NextStep()
+    )
     np.testing.assert_array_equal(steps.obs[:, 0], [0, 1, 2, 3, 0, 1, 2, 3])
     np.testing.assert_array_equal(steps.reward[:, 0], [1, 2, 3, 0, 1, 2, 3, 0])
     np.testing.assert_array_equal(steps.valid[:, 0], [1, 1, 1, 0, 1, 1, 1, 0])
@@ -103,7 +124,14 @@ def test_next_step_gives_the_last_observation_and_then_ignores_an_action():
 def test_an_episode_of_several_agents_ends_with_the_last():
     env = Pair()
     _, steps = walked(
-        2, 7, env, env.default_params, random_policy(env), env.default_params, (), value=lambda p, o, c: o * 1.0
+        2,
+        7,
+        env,
+        env.default_params,
+        random_policy(env),
+        env.default_params,
+        (),
+        value=lambda p, o, c: o * 1.0,
     )
     np.testing.assert_array_equal(steps.ended[:, 0], [0, 0, 1, 0, 0, 1, 0])
     np.testing.assert_array_equal(steps.terminated[:3, 0], [[0, 0], [1, 0], [1, 0]])
@@ -115,7 +143,9 @@ def test_an_episode_of_several_agents_ends_with_the_last():
 @pytest.mark.parametrize("prng", ["env", "batch"])
 def test_random_actions_are_legal_and_even(prng):
     env = Clock()
-    _, steps = walked(200, 60, env, env.default_params, random_policy(env), env.default_params, (), prng=prng)
+    _, steps = walked(
+        200, 60, env, env.default_params, random_policy(env), env.default_params, (), prng=prng
+    )
     assert not (steps.action == steps.obs % 3).any()
     higher = (steps.action == (steps.obs + 1) % 3).mean()
     assert abs(higher - 0.5) < 4 * 0.5 / np.sqrt(12000)
@@ -127,12 +157,16 @@ def test_keep_says_what_is_stacked():
     chex.assert_trees_all_equal(kept, (steps.reward, steps.valid))
 
 
-@pytest.mark.parametrize("name", ["Pendulum-v1", pytest.param("Catch-bsuite", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["Pendulum-v1", pytest.param("Catch-bsuite", marks=pytest.mark.slow)]
+)
 def test_gymnax_environments_run_and_keep_their_types(name):
     env, params = gymnax.make(name)
     env = Gymnax(env)
     env_state = init(KEY, env, params, 5)
-    after, steps = rollout(KEY, env_state, env, params, random_policy(env), params, 40, prng="batch")
+    after, steps = rollout(
+        KEY, env_state, env, params, random_policy(env), params, 40, prng="batch"
+    )
     assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, env_state)
     assert jnp.isfinite(steps.reward).all() and steps.reward.shape == (40, 5)
 
@@ -147,9 +181,19 @@ def test_one_trace_whatever_the_numbers_and_instances():
     for i in range(3):
         env_state = init(jax.random.key(i), Walk(), PARAMS, 3, 0)
         for _ in range(2):
-            env_state, _ = rollout(jax.random.key(i), env_state, Walk(), PARAMS, counting, WEIGHTS, 4)
+            env_state, _ = rollout(
+                jax.random.key(i), env_state, Walk(), PARAMS, counting, WEIGHTS, 4
+            )
     once = len(traced)
-    rollout(KEY, init(KEY, Walk(), PARAMS.replace(noise=0.1), 3, 0), Walk(), PARAMS, counting, WEIGHTS, 4)
+    rollout(
+        KEY,
+        init(KEY, Walk(), PARAMS.replace(noise=0.1), 3, 0),
+        Walk(),
+        PARAMS,
+        counting,
+        WEIGHTS,
+        4,
+    )
     assert len(traced) == once <= 2
 
 
@@ -158,7 +202,9 @@ def test_parameters_can_be_mapped():
 
     def total(noise):
         params = PARAMS.replace(noise=noise)
-        return rollout(KEY, init(KEY, ENV, params, 4, 0), ENV, params, linear, WEIGHTS, 15)[1].reward.sum()
+        return rollout(KEY, init(KEY, ENV, params, 4, 0), ENV, params, linear, WEIGHTS, 15)[
+            1
+        ].reward.sum()
 
     alone = jnp.stack([total(noise) for noise in noises])
     np.testing.assert_allclose(jax.jit(jax.vmap(total))(noises), alone, 1e-5)
@@ -167,7 +213,9 @@ def test_parameters_can_be_mapped():
 @pytest.mark.parametrize("unroll", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_steps_an_iteration_change_nothing(unroll):
     """Up to rounding: the compiler may fuse across steps; 12 steps, 3 an iteration, and more than there are."""
-    for got, want in zip(jax.tree.leaves(walked(unroll=unroll)), jax.tree.leaves(walked(unroll=1)), strict=True):
+    for got, want in zip(
+        jax.tree.leaves(walked(unroll=unroll)), jax.tree.leaves(walked(unroll=1)), strict=True
+    ):
         np.testing.assert_allclose(got, want, 1e-5, 1e-6)
 
 
@@ -180,7 +228,9 @@ def test_mistakes_end_in_one_sentence():
     go = functools.partial(rollout, KEY, env_state, ENV)
     with pytest.raises(UsageError, match="num_envs=0 is not"):
         init(KEY, ENV, PARAMS, 0)
-    with pytest.raises(UsageError, match="Walk takes parameters of type WalkParams .*not ClockParams"):
+    with pytest.raises(
+        UsageError, match="Walk takes parameters of type WalkParams .*not ClockParams"
+    ):
         init(KEY, ENV, ClockParams(), 4)
     with pytest.raises(UsageError, match="Walk takes parameters of type WalkParams"):
         go(ClockParams(), linear, WEIGHTS, 3)
@@ -203,5 +253,7 @@ def test_who_names_the_mask_is_told_it():
             return obs
 
     told = Told()
-    assert all(map(takes_mask, (told, told.value, random_policy(ENV), functools.partial(told, None))))
+    assert all(
+        map(takes_mask, (told, told.value, random_policy(ENV), functools.partial(told, None)))
+    )
     assert not any(map(takes_mask, (linear, value, functools.partial(linear, KEY))))

@@ -53,7 +53,9 @@ class Walk:
         return WalkState(x, state.level, state.time + 1)
 
     def observe(self, key, state, action, params):
-        return jnp.stack([state.x + jax.random.uniform(key) - 0.5, state.x**2, state.level.astype(jnp.float32)])
+        return jnp.stack(
+            [state.x + jax.random.uniform(key) - 0.5, state.x**2, state.level.astype(jnp.float32)]
+        )
 
     def reward(self, state, action, next_state, params):
         return -(next_state.x**2) - 0.1 * action**2

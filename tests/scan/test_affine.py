@@ -48,7 +48,9 @@ def test_equals_the_loop(data):
         axis = data.draw(st.integers(0, len(batch)), "axis")
         length = data.draw(st.sampled_from((1, 3, 7, 26)), "length")
         entries = () if kind == "diag" else (data.draw(st.integers(1, 3), "k"),)
-        reverse, starts, impl = (data.draw(st.sampled_from(x)) for x in ((False, True), (False, True), PLAIN))
+        reverse, starts, impl = (
+            data.draw(st.sampled_from(x)) for x in ((False, True), (False, True), PLAIN)
+        )
         shape = (*batch[:axis], length, *batch[axis:], *entries)
         a, b, h0 = draw(shape, kind, axis)
         how = {"kind": kind, "axis": axis, "reverse": reverse, "impl": impl}
@@ -74,12 +76,23 @@ def test_derivatives_are_those_of_the_loop(impl, kind, reverse, starts, x64):
 
     def derivatives(f):
         def g(*args):
-            return loss(f(args[0], args[1], args[2] if starts else 0 * args[2], kind=kind, axis=1, reverse=reverse))
+            return loss(
+                f(
+                    args[0],
+                    args[1],
+                    args[2] if starts else 0 * args[2],
+                    kind=kind,
+                    axis=1,
+                    reverse=reverse,
+                )
+            )
 
         def second(*args):
             return jax.jvp(jax.grad(g, (0, 1, 2)), args, args)[1]
 
-        return jit(lambda *x: (jax.value_and_grad(g, (0, 1, 2))(*x), jax.jvp(g, x, x)[1], second(*x)))(*args)
+        return jit(
+            lambda *x: (jax.value_and_grad(g, (0, 1, 2))(*x), jax.jvp(g, x, x)[1], second(*x))
+        )(*args)
 
     def f(a, b, h0, **how):
         return affine_scan(a, b, h0 if starts else None, impl=impl, **how)
@@ -92,7 +105,11 @@ def test_a_cotangent_and_a_tangent_agree(x64):
     f = functools.partial(affine_scan, reverse=True, impl="chunked")
     out, pushed = jit(lambda x, v: jax.jvp(f, x, v))(args, tangent)
     back = jit(lambda x, u: jax.vjp(f, *x)[1](u))(args, np.cos(out))
-    assert_close(jnp.vdot(np.cos(out), pushed), sum(jnp.vdot(x, y) for x, y in zip(back, tangent, strict=True)), EXACT)
+    assert_close(
+        jnp.vdot(np.cos(out), pushed),
+        sum(jnp.vdot(x, y) for x, y in zip(back, tangent, strict=True)),
+        EXACT,
+    )
 
 
 def test_a_gradient_is_one_scan_in_the_other_direction():
@@ -127,7 +144,9 @@ def test_half_precision_is_carried_in_float32(impl):
 def test_half_precision_errs_by_one_rounding(impl):
     a, b, h0 = (jnp.asarray(x, jnp.bfloat16) for x in draw((200, 4), scale=0.99))
     exact = loop(*(np.asarray(x, np.float64) for x in (a, b, h0)))
-    error = np.abs(np.asarray(jit(functools.partial(affine_scan, impl=impl))(a, b, h0), np.float64) - exact)
+    error = np.abs(
+        np.asarray(jit(functools.partial(affine_scan, impl=impl))(a, b, h0), np.float64) - exact
+    )
     assert (error <= 2.0**-8 * np.abs(exact) + 1e-5).all()
 
 
@@ -152,7 +171,9 @@ def test_without_a_start_the_first_transition_is_not_used(impl):
     a, b, _ = draw((9, 2), dtype="float32")
     a[0], a[-1] = np.inf, 0.5
     assert np.isfinite(jit(functools.partial(affine_scan, impl=impl))(a, b)).all()
-    assert np.isfinite(jit(functools.partial(affine_scan, reverse=True, impl=impl))(a[::-1], b)).all()
+    assert np.isfinite(
+        jit(functools.partial(affine_scan, reverse=True, impl=impl))(a[::-1], b)
+    ).all()
 
 
 def test_states_inside_a_chunk_do_not_come_from_products():
@@ -192,7 +213,9 @@ def test_it_runs_eagerly_compiled_in_loops_and_is_traced_once(x64):
 
 def test_complex_numbers(x64):
     a, b, h0 = (x + 1j * y for x, y in zip(draw((9, 2)), draw((9, 2), seed=1), strict=True))
-    assert_close(jnp.abs(affine_scan(a, b, h0, impl="chunked") - loop(a, b, h0)), np.zeros((9, 2)), EXACT)
+    assert_close(
+        jnp.abs(affine_scan(a, b, h0, impl="chunked") - loop(a, b, h0)), np.zeros((9, 2)), EXACT
+    )
     gradient = lambda f: jit(jax.grad(lambda *x: jnp.abs(f(*x)).sum(), (0, 1, 2)))(a, b, h0)  # noqa: E731
     ours, theirs = gradient(affine_scan), gradient(scan)
     chex.assert_trees_all_close(ours, theirs, atol=1e-13)
@@ -209,12 +232,18 @@ def test_the_result_has_the_dtype_of_b():
 @pytest.mark.parametrize("kind", ["diag", "block", "dense"])
 def test_short_sequences(kind):
     a, b, h0 = draw((2, 1, 1), kind, 1, dtype="float32")
-    assert_close(affine_scan(a, b, h0, kind=kind, axis=1), loop(a, b, h0, kind, 1), EXACT_MATHS["float32"])
+    assert_close(
+        affine_scan(a, b, h0, kind=kind, axis=1), loop(a, b, h0, kind, 1), EXACT_MATHS["float32"]
+    )
     np.testing.assert_array_equal(affine_scan(a, b, kind=kind, axis=1), b)
-    empty = jax.grad(lambda b: affine_scan(a[:, :0], b, h0, kind=kind, axis=1).sum())(jnp.asarray(b[:, :0]))
+    empty = jax.grad(lambda b: affine_scan(a[:, :0], b, h0, kind=kind, axis=1).sum())(
+        jnp.asarray(b[:, :0])
+    )
     assert empty.shape == (2, 0, 1)
     for impl in PLAIN:
-        assert affine_scan(a[:0].repeat(9, 1), b[:0].repeat(9, 1), h0[:0], kind=kind, axis=1, impl=impl).shape == (
+        assert affine_scan(
+            a[:0].repeat(9, 1), b[:0].repeat(9, 1), h0[:0], kind=kind, axis=1, impl=impl
+        ).shape == (
             0,
             9,
             1,
@@ -232,22 +261,54 @@ ONES = np.ones((4, 2), np.float32)
             (ONES, ONES),
             {"kind": "full"},
         ),
-        ("impl='fast' is unknown; legal are 'auto', 'kernel', 'seq", (ONES, ONES), {"impl": "fast"}),
+        (
+            "impl='fast' is unknown; legal are 'auto', 'kernel', 'seq",
+            (ONES, ONES),
+            {"impl": "fast"},
+        ),
         (r"takes a of shape \(4, 2, 2\), but a has \(4, 2\)", (ONES, ONES), {"kind": "block"}),
         (r"takes a of shape \(4, 2\), but a has \(4, 1\)", (ONES[:, :1], ONES), {}),
         ("axis=2 is no time axis of b .* legal are 0 to 1", (ONES, ONES), {"axis": 2}),
-        ("axis=-1 is no time axis of b .* legal are 0 to 0", (np.ones((4, 2, 2)), ONES), {"axis": -1, "kind": "dense"}),
+        (
+            "axis=-1 is no time axis of b .* legal are 0 to 0",
+            (np.ones((4, 2, 2)), ONES),
+            {"axis": -1, "kind": "dense"},
+        ),
         (
             r"kind='row' with b of shape \(4, 2\) takes a of shape \(4,\), but a has \(4, 2\)",
             (ONES,) * 2,
             {"kind": "row"},
         ),
-        (r"takes a of shape \(1, 4, 4\), but a has \(1, 4, 2\)", (ONES[None], ONES[None]), {"kind": "matrix"}),
-        ("axis=1 is no time axis of b .* legal are 0 to 0", (ONES[:, 0], ONES), {"axis": 1, "kind": "row"}),
-        ("axis=1 is no time axis of b .* legal are 0 to 0", (ONES[None], ONES[None]), {"axis": 1, "kind": "matrix"}),
-        (r"no time axis of b with shape \(4, 2\); it takes one before the 2", (ONES, ONES), {"kind": "matrix"}),
-        (r"h0 takes b's shape without time, \(2,\), but has \(4,\)", (ONES[:, 0], ONES, ONES[:, 0]), {"kind": "row"}),
-        ("b is of int32|a takes floating or complex numbers, but is of int32", (ONES.astype(int), ONES), {}),
+        (
+            r"takes a of shape \(1, 4, 4\), but a has \(1, 4, 2\)",
+            (ONES[None], ONES[None]),
+            {"kind": "matrix"},
+        ),
+        (
+            "axis=1 is no time axis of b .* legal are 0 to 0",
+            (ONES[:, 0], ONES),
+            {"axis": 1, "kind": "row"},
+        ),
+        (
+            "axis=1 is no time axis of b .* legal are 0 to 0",
+            (ONES[None], ONES[None]),
+            {"axis": 1, "kind": "matrix"},
+        ),
+        (
+            r"no time axis of b with shape \(4, 2\); it takes one before the 2",
+            (ONES, ONES),
+            {"kind": "matrix"},
+        ),
+        (
+            r"h0 takes b's shape without time, \(2,\), but has \(4,\)",
+            (ONES[:, 0], ONES, ONES[:, 0]),
+            {"kind": "row"},
+        ),
+        (
+            "b is of int32|a takes floating or complex numbers, but is of int32",
+            (ONES.astype(int), ONES),
+            {},
+        ),
         ("b takes floating or complex numbers, but is of int32", (ONES, ONES.astype(int)), {}),
         (r"h0 takes b's shape without time, \(2,\), but has \(4,\)", (ONES, ONES, ONES[:, 0]), {}),
         ("a or h0 is complex; make b complex", (ONES.astype(np.complex64), ONES), {}),
@@ -262,7 +323,10 @@ def test_mistakes_are_told_in_a_sentence(sentence, args, how):
 @pytest.mark.parametrize(
     ("sentence", "args"),
     [
-        (r"2 lanes of b take a square of as many rows in a, but a has \[2\]", (((ONES, ONES),), (ONES, ONES))),
+        (
+            r"2 lanes of b take a square of as many rows in a, but a has \[2\]",
+            (((ONES, ONES),), (ONES, ONES)),
+        ),
         ("lanes of b take one dtype and b's shape", ([[ONES] * 2] * 2, (ONES, ONES[:2]))),
         ("lanes of a take one dtype", ([[ONES, ONES.astype(np.float16)]] * 2, (ONES, ONES))),
         ("h0 takes one array a lane of b, 1, but has 2", (((ONES,),), (ONES,), (ONES[0], ONES[0]))),
@@ -310,7 +374,9 @@ before = set(sys.modules)
 program.trace(*args)
 print(*sorted(name for name in set(sys.modules) - before if name.startswith(("jax.", "jax._src."))))
 """
-    traced = subprocess.run([sys.executable, "-c", code, package], capture_output=True, text=True, check=True)
+    traced = subprocess.run(
+        [sys.executable, "-c", code, package], capture_output=True, text=True, check=True
+    )
     assert traced.stdout.split() == []
 
 

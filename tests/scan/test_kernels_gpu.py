@@ -21,9 +21,15 @@ def kernels(monkeypatch):
 
 def loop(a, b, start, axis, reverse, adjoint):
     """The recurrence in float64, blocks last."""
-    a = np.moveaxis(np.stack([np.stack([np.asarray(x, float) for x in row], -1) for row in a], -2), axis, 0)
+    a = np.moveaxis(
+        np.stack([np.stack([np.asarray(x, float) for x in row], -1) for row in a], -2), axis, 0
+    )
     b = np.moveaxis(np.stack([np.asarray(x, float) for x in b], -1), axis, 0)
-    h = np.zeros(b.shape[1:]) if start is None else np.stack([np.asarray(x, float) for x in start], -1)
+    h = (
+        np.zeros(b.shape[1:])
+        if start is None
+        else np.stack([np.asarray(x, float) for x in start], -1)
+    )
     out, before = np.empty(b.shape), None
     for t in reversed(range(len(b))) if reverse else range(len(b)):
         matrix = a[t] if not adjoint else np.zeros(a[t].shape) if before is None else a[before]
@@ -36,7 +42,10 @@ def loop(a, b, start, axis, reverse, adjoint):
 def draw(k, shape, axis, dtype="float32"):
     keys = jax.random.split(jax.random.key(0), k * k + 2 * k)
     rest = shape[:axis] + shape[axis + 1 :]
-    a = [[jax.random.uniform(keys[i * k + j], shape) * (0.9 if i == j else 0.3) for j in range(k)] for i in range(k)]
+    a = [
+        [jax.random.uniform(keys[i * k + j], shape) * (0.9 if i == j else 0.3) for j in range(k)]
+        for i in range(k)
+    ]
     b = [jax.random.normal(key, shape) for key in keys[k * k : k * k + k]]
     start = [jax.random.normal(key, rest) for key in keys[k * k + k :]]
     return jax.tree.map(lambda x: x.astype(dtype), (a, b, start))

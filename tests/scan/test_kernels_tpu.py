@@ -18,7 +18,9 @@ SHAPE = (2, 256, 256)
 
 
 def plain(a, b, h0, *, axis, reverse):
-    return _xla.sequential(LANE_RING, a, b, h0, axis=axis, reverse=reverse, carry=jnp.dtype("float32"))
+    return _xla.sequential(
+        LANE_RING, a, b, h0, axis=axis, reverse=reverse, carry=jnp.dtype("float32")
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -43,10 +45,15 @@ def test_the_kernel_is_the_loop(shape, starts, dtypes, reverse):
     a, b, h0 = draw(shape, axis=axis, dtype="float32")
     args = ((jnp.asarray(a, dtypes[0]),),), (jnp.asarray(b, dtypes[1]),), (h0,) if starts else None
     kernel = functools.partial(_pallas.affine, axis=axis, reverse=reverse, interpret=True)
-    (got,), (want,) = jit(kernel)(*args), jit(functools.partial(plain, axis=axis, reverse=reverse))(*args)
+    (got,), (want,) = (
+        jit(kernel)(*args),
+        jit(functools.partial(plain, axis=axis, reverse=reverse))(*args),
+    )
     assert got.dtype == want.dtype
     rounding = 1e-5 if got.dtype == "float32" else 0.01  # of a product and a sum, together or apart
-    np.testing.assert_allclose(*(x.astype("float32") for x in (got, want)), rtol=rounding, atol=1e-6)
+    np.testing.assert_allclose(
+        *(x.astype("float32") for x in (got, want)), rtol=rounding, atol=1e-6
+    )
 
 
 def test_an_infinite_first_transition_is_not_used():
@@ -59,7 +66,12 @@ def test_an_infinite_first_transition_is_not_used():
 
 @pytest.mark.parametrize("axes", [(0, 0, None), (None, 1, 1)])
 def test_a_batch_is_one_kernel(axes):
-    rows = list(zip(*(draw((1, 40, 128), axis=1, seed=seed, dtype="float32") for seed in range(2)), strict=True))
+    rows = list(
+        zip(
+            *(draw((1, 40, 128), axis=1, seed=seed, dtype="float32") for seed in range(2)),
+            strict=True,
+        )
+    )
     a, b, h0 = (x[0] if i is None else np.stack(x, i) for x, i in zip(rows, axes, strict=True))
     kernel = functools.partial(_pallas.affine, interpret=True)
 
@@ -68,7 +80,9 @@ def test_a_batch_is_one_kernel(axes):
 
     f = jax.vmap(run, axes)
     assert str(jax.make_jaxpr(f)(a, b, h0)).count("pallas_call[") == 1
-    want = jax.vmap(lambda *x: affine_scan(*x, axis=1, reverse=True, impl="sequential"), axes)(a, b, h0)
+    want = jax.vmap(lambda *x: affine_scan(*x, axis=1, reverse=True, impl="sequential"), axes)(
+        a, b, h0
+    )
     np.testing.assert_allclose(jit(f)(a, b, h0), want, rtol=1e-5, atol=1e-6)
 
 

@@ -14,7 +14,10 @@ from jaxpar.scan import LOGSUMEXP, LogSumExp, Monoid, attention_scan, attention_
 from jaxpar.types import UsageError
 
 EXACT = EXACT_MATHS["float64"]
-AFFINE = Monoid(lambda x, y: (y[0] * x[0], y[0] * x[1] + y[1]), lambda x: (jnp.ones_like(x[0]), jnp.zeros_like(x[1])))
+AFFINE = Monoid(
+    lambda x, y: (y[0] * x[0], y[0] * x[1] + y[1]),
+    lambda x: (jnp.ones_like(x[0]), jnp.zeros_like(x[1])),
+)
 TREE = LOGSUMEXP._replace(scan=None)
 
 
@@ -67,8 +70,13 @@ def test_the_log_of_the_sum_is_differentiated_exactly(x64):
 
 def test_the_fast_scan_is_the_tree(x64):
     scores, values = masked(1)
-    elements = LogSumExp(scores, (scores > -np.inf) * 2.5, np.where(scores[..., None] > -np.inf, values, 0))
-    f = jit(lambda monoid, reverse: scan_monoid(monoid, elements, axis=1, reverse=reverse), static_argnums=(0, 1))
+    elements = LogSumExp(
+        scores, (scores > -np.inf) * 2.5, np.where(scores[..., None] > -np.inf, values, 0)
+    )
+    f = jit(
+        lambda monoid, reverse: scan_monoid(monoid, elements, axis=1, reverse=reverse),
+        static_argnums=(0, 1),
+    )
     for reverse in (False, True):
         got, want = f(LOGSUMEXP, reverse), f(TREE, reverse)
         np.testing.assert_array_equal(got.max, want.max)
@@ -92,7 +100,9 @@ def test_streaming_gives_the_same_numbers(x64):
     for t in range(scores.shape[1]):
         state, y = step(state, scores[:, t], values[:, t])
         out.append(y)
-    assert_close(jnp.stack(out, 1), jit(functools.partial(attention_scan, axis=1))(scores, values), EXACT)
+    assert_close(
+        jnp.stack(out, 1), jit(functools.partial(attention_scan, axis=1))(scores, values), EXACT
+    )
     assert [x.shape for x in state] == [(3,), (3,), (3, 2)]
 
 
@@ -129,10 +139,22 @@ def test_empty_sequences_and_half_precision():
 @pytest.mark.parametrize(
     ("sentence", "call"),
     [
-        (r"values take the shape of scores, \(3,\), and one", lambda: attention_scan(jnp.ones(3), jnp.ones((4, 1)))),
-        ("axis=-1 counts from the back", lambda: scan_monoid(AFFINE, (jnp.ones(3), jnp.ones((3, 1))), axis=-1)),
-        ("axis=1 is no axis of every element", lambda: scan_monoid(AFFINE, (jnp.ones(3), jnp.ones((3, 1))), axis=1)),
-        (r"one length of time, but have \[3, 4\] at axis 0", lambda: scan_monoid(AFFINE, (jnp.ones(3), jnp.ones(4)))),
+        (
+            r"values take the shape of scores, \(3,\), and one",
+            lambda: attention_scan(jnp.ones(3), jnp.ones((4, 1))),
+        ),
+        (
+            "axis=-1 counts from the back",
+            lambda: scan_monoid(AFFINE, (jnp.ones(3), jnp.ones((3, 1))), axis=-1),
+        ),
+        (
+            "axis=1 is no axis of every element",
+            lambda: scan_monoid(AFFINE, (jnp.ones(3), jnp.ones((3, 1))), axis=1),
+        ),
+        (
+            r"one length of time, but have \[3, 4\] at axis 0",
+            lambda: scan_monoid(AFFINE, (jnp.ones(3), jnp.ones(4))),
+        ),
         ("at least one array", lambda: scan_monoid(AFFINE, ())),
     ],
 )

@@ -26,7 +26,9 @@ def mesh_of(pieces):
 def split(f, pieces, specs, check=True):
     """Runs `f(*args, axis_name="context")` with rows and time split over eight devices."""
     f = functools.partial(f, axis_name="context")
-    return jax.shard_map(f, mesh=mesh_of(pieces), in_specs=specs, out_specs=SEQUENCE, check_vma=check)
+    return jax.shard_map(
+        f, mesh=mesh_of(pieces), in_specs=specs, out_specs=SEQUENCE, check_vma=check
+    )
 
 
 def derivatives(f, args):
@@ -53,7 +55,9 @@ def derivatives(f, args):
 def test_pieces_equal_the_whole(pieces, kind, reverse, impl, check, x64):
     args = draw((8, 24, 2, 3)[: 4 if kind in ("row", "matrix") else 3], kind, 1)
     f = functools.partial(affine_scan, kind=kind, axis=1, reverse=reverse)
-    got = derivatives(split(functools.partial(f, impl=impl), pieces, (SEQUENCE, SEQUENCE, START), check), args)
+    got = derivatives(
+        split(functools.partial(f, impl=impl), pieces, (SEQUENCE, SEQUENCE, START), check), args
+    )
     assert_close(got, derivatives(functools.partial(f, impl="sequential"), args), 1e-12)
 
 
@@ -61,7 +65,9 @@ def test_without_a_start(x64):
     a, b, _ = draw((8, 24, 2), axis=1)
     a[:, 0] = 1.0  # would show, were anything but zeros to enter
     f = functools.partial(affine_scan, axis=1)
-    assert_close(derivatives(split(f, 8, (SEQUENCE, SEQUENCE)), (a, b)), derivatives(f, (a, b)), 1e-12)
+    assert_close(
+        derivatives(split(f, 8, (SEQUENCE, SEQUENCE)), (a, b)), derivatives(f, (a, b)), 1e-12
+    )
 
 
 def test_a_later_piece_cannot_harm_an_earlier_one():
@@ -70,11 +76,15 @@ def test_a_later_piece_cannot_harm_an_earlier_one():
     clean = f(a, b)
     a[:, 13] = np.inf
     out = jit(split(f, 8, (SEQUENCE, SEQUENCE)))(a, b)
-    np.testing.assert_array_equal(np.isfinite(out), np.arange(24)[None, :, None].repeat(8, 0).repeat(2, 2) < 13)
+    np.testing.assert_array_equal(
+        np.isfinite(out), np.arange(24)[None, :, None].repeat(8, 0).repeat(2, 2) < 13
+    )
     assert_close(out[:, :13], clean[:, :13], EXACT_MATHS["float32"])
 
 
-@pytest.mark.parametrize(("pieces", "reverse"), [(4, True), pytest.param(8, False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("pieces", "reverse"), [(4, True), pytest.param(8, False, marks=pytest.mark.slow)]
+)
 def test_attention_in_pieces(pieces, reverse, x64):
     scores, values, _ = draw((8, 16), axis=1, scale=20)[0], draw((8, 16, 2), axis=1)[1], None
     scores[0, :5] = scores[1, 9:] = scores[2] = -np.inf

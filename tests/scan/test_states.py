@@ -58,7 +58,11 @@ def test_values_and_derivatives_are_those_of_the_loop(kind, impl, axis, reverse,
     def f(a, b, h0, **how):
         return affine_scan(a, b, h0 if starts else None, impl=impl, **how)
 
-    assert_close(jit(functools.partial(f, **how))(*args), loop(args[0], args[1], starts * args[2], **how), EXACT)
+    assert_close(
+        jit(functools.partial(f, **how))(*args),
+        loop(args[0], args[1], starts * args[2], **how),
+        EXACT,
+    )
     assert_close(derivatives(f), derivatives(scan), 1e-12)
 
 
@@ -108,7 +112,9 @@ def test_a_decay_of_zero_starts_anew(impl):
     a, b, h0 = draw((11, 2, 3), "row", dtype="float32")
     a[6, 1] = 0.0
     f = functools.partial(affine_scan, kind="row", impl=impl)
-    out, grad = jit(lambda *x: (f(*x), jax.grad(lambda h0: jnp.sum(f(x[0], x[1], h0)[6:, 1]))(x[2])))(a, b, h0)
+    out, grad = jit(
+        lambda *x: (f(*x), jax.grad(lambda h0: jnp.sum(f(x[0], x[1], h0)[6:, 1]))(x[2]))
+    )(a, b, h0)
     np.testing.assert_array_equal(out[6, 1], b[6, 1])
     np.testing.assert_array_equal(grad, np.zeros((2, 3)))
 
@@ -132,20 +138,30 @@ def test_one_trace(x64):
     once = jax.jit(chex.assert_max_traces(f, n=1))
     for seed in range(3):
         args = [draw((5, 2, 3), kind, seed=seed) for kind in KINDS]
-        assert_close(once(*args), tuple(loop(*x, kind) for x, kind in zip(args, KINDS, strict=True)), EXACT)
+        assert_close(
+            once(*args), tuple(loop(*x, kind) for x, kind in zip(args, KINDS, strict=True)), EXACT
+        )
 
 
 def spread(text, times):
     """Returns the instructions outside fusions that make an array `times` as large as any that they read, or larger."""
     found = []
     for head, body in re.findall(r"^(\S.*) \{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL):
-        lines = [re.match(r"\s+(?:ROOT )?%(\S+) = \w+\[([\d,]*)\]\S* ([\w-]+)\((.*?)\)", x) for x in body.splitlines()]
+        lines = [
+            re.match(r"\s+(?:ROOT )?%(\S+) = \w+\[([\d,]*)\]\S* ([\w-]+)\((.*?)\)", x)
+            for x in body.splitlines()
+        ]
         sizes = {x[1]: math.prod(map(int, filter(None, x[2].split(",")))) for x in lines if x}
         if f"calls={head.split()[0]}," in text or f"calls={head.split()[0]}\n" in text:
             continue
         for line in filter(None, lines):
-            read = max((sizes.get(name, math.inf) for name in re.findall(r"%([^\s,)]+)", line[4])), default=math.inf)
-            if 1 < read * times <= sizes[line[1]] and read > 1:  # numbers, as zeros to start from, may be spread
+            read = max(
+                (sizes.get(name, math.inf) for name in re.findall(r"%([^\s,)]+)", line[4])),
+                default=math.inf,
+            )
+            if (
+                1 < read * times <= sizes[line[1]] and read > 1
+            ):  # numbers, as zeros to start from, may be spread
                 found.append(line[0].strip())
     return found
 
@@ -160,7 +176,9 @@ def test_rows_never_make_an_array_of_the_states_size_of_the_decays(impl):
 
     assert spread(compiled(functools.partial(affine_scan, kind="row", impl=impl)), 96) == []
     if impl == "sequential":  # what would be found: decays made as large as the states
-        assert spread(compiled(lambda a, b: affine_scan(jnp.tile(a[..., None], 96), b, impl=impl)), 96)
+        assert spread(
+            compiled(lambda a, b: affine_scan(jnp.tile(a[..., None], 96), b, impl=impl)), 96
+        )
 
 
 def test_a_gradient_copies_no_matrix_and_multiplies_at_full_precision():

@@ -41,7 +41,10 @@ def once_each(methods):
     pairs = []
     for number, name in enumerate(methods):
         cells = ("rnn", "lstm")[:: 1 if number % 2 else -1]
-        pairs += [pytest.param(name, cells[0]), pytest.param(name, cells[1], marks=pytest.mark.slow)]
+        pairs += [
+            pytest.param(name, cells[0]),
+            pytest.param(name, cells[1], marks=pytest.mark.slow),
+        ]
     return pytest.mark.parametrize("name, cell", pairs)
 
 

@@ -196,7 +196,11 @@ def huber(h, x):
 def moments(h, x):
     mean = h["mean"] + 0.05 * (x - h["mean"])
     spread = 0.95 * h["spread"] + 0.05 * jnp.square(x - mean)
-    return {"mean": mean, "spread": spread, "score": 0.5 * h["score"] + (x - mean) / jnp.sqrt(spread + 1e-3)}
+    return {
+        "mean": mean,
+        "spread": spread,
+        "score": 0.5 * h["score"] + (x - mean) / jnp.sqrt(spread + 1e-3),
+    }
 
 
 def tally(h, x):
@@ -208,7 +212,9 @@ def tallied(dtype):
 
 
 def row(name, kind, step, start, inputs, why, smooth=True):
-    return Recurrence(name=name, kind=kind, step=step, start=start, inputs=inputs, smooth=smooth, why=why)
+    return Recurrence(
+        name=name, kind=kind, step=step, start=start, inputs=inputs, smooth=smooth, why=why
+    )
 
 
 def ones(*shape):
@@ -222,10 +228,41 @@ def zeros(*shape):
 
 
 RECURRENCES = (
-    row("dollars", "ledger", dollars, starting(interest=0, cash=1e4), normal(101), "cents are rounded", False),
-    row("visits", "counter", visits, starting(mood=0, count=500), normal(102), "counts by whole numbers", False),
-    row("grid_state", "quantised", grid_state, starting(fast=0, grid=0.5), normal(103), "a derivative of zero", False),
-    row("fast_and_slow", "slow", fast_and_slow, lambda d: jnp.asarray([0, 1], d), normal(104), "one rate for all"),
+    row(
+        "dollars",
+        "ledger",
+        dollars,
+        starting(interest=0, cash=1e4),
+        normal(101),
+        "cents are rounded",
+        False,
+    ),
+    row(
+        "visits",
+        "counter",
+        visits,
+        starting(mood=0, count=500),
+        normal(102),
+        "counts by whole numbers",
+        False,
+    ),
+    row(
+        "grid_state",
+        "quantised",
+        grid_state,
+        starting(fast=0, grid=0.5),
+        normal(103),
+        "a derivative of zero",
+        False,
+    ),
+    row(
+        "fast_and_slow",
+        "slow",
+        fast_and_slow,
+        lambda d: jnp.asarray([0, 1], d),
+        normal(104),
+        "one rate for all",
+    ),
     row(
         "slow_in_a_crowd",
         "slow",
@@ -234,17 +271,49 @@ RECURRENCES = (
         normal(105),
         "one slow entry of twenty moves by roundings",
     ),
-    row("leaky_memory", "slow", leaky_memory, zeros(3), normal(106, 3), "remembers for 10,000 steps"),
+    row(
+        "leaky_memory", "slow", leaky_memory, zeros(3), normal(106, 3), "remembers for 10,000 steps"
+    ),
     row("nanomoles", "chemistry", enzyme, concentrations(1e-9), enzymes(1e-9), "small states"),
     row("megamoles", "chemistry", enzyme, concentrations(1e6), enzymes(1e6), "large states"),
-    row("trigger", "hysteresis", trigger, starting(level=0, on=0), normal(107), "a switch that remembers", False),
+    row(
+        "trigger",
+        "hysteresis",
+        trigger,
+        starting(level=0, on=0),
+        normal(107),
+        "a switch that remembers",
+        False,
+    ),
     row("alarm", "hysteresis", alarm, alarmed, normal(108), "an integer that feeds a float", False),
     row("saturating", "clipping", saturating, zeros(), normal(109), "forgets where it is clipped"),
-    row("running_max", "clipping", running_max, starting(best=0, mean=0), normal(110), "a kink that stays"),
-    row("fires", "spikes", fires, starting(potential=0, trace=0), normal(111), "jumps without a derivative", False),
+    row(
+        "running_max",
+        "clipping",
+        running_max,
+        starting(best=0, mean=0),
+        normal(110),
+        "a kink that stays",
+    ),
+    row(
+        "fires",
+        "spikes",
+        fires,
+        starting(potential=0, trace=0),
+        normal(111),
+        "jumps without a derivative",
+        False,
+    ),
     row("lorenz", "chaotic", lorenz, ones(3), normal(112), "errors grow for ever"),
     row("expanding", "expanding", expanding, zeros(), normal(113), "errors grow slowly"),
-    row("turning", "rotation", turning, lambda d: jnp.asarray([1, 0], d), normal(114), "nothing is forgotten"),
+    row(
+        "turning",
+        "rotation",
+        turning,
+        lambda d: jnp.asarray([1, 0], d),
+        normal(114),
+        "nothing is forgotten",
+    ),
     row("document", "resets", document, zeros(), documents, "starts again now and then"),
     row("gru", "network", gru, zeros(6), normal(118, 6), "what everybody runs"),
     row(
@@ -256,12 +325,40 @@ RECURRENCES = (
         "two leaves",
     ),
     row("biquad", "filter", biquad, zeros(2), normal(120), "rings"),
-    row("predator", "biology", predator, starting(prey=4, predator=2), normal(121), "circles without an end"),
+    row(
+        "predator",
+        "biology",
+        predator,
+        starting(prey=4, predator=2),
+        normal(121),
+        "circles without an end",
+    ),
     row("pendulum", "mechanics", pendulum, starting(angle=1, speed=0), normal(122), "oscillates"),
     row("shares", "softmax", shares, lambda d: jnp.full(4, 0.25, d), normal(123, 4), "sums to one"),
-    row("fast_weights", "matrix", fast_weights, zeros(3, 3), normal(124, 3), "a state that is a matrix"),
-    row("momentum", "optimiser", momentum, starting(place=0, speed=0), normal(125), "two coupled entries"),
-    row("moments", "statistics", moments, starting(mean=0, spread=1, score=0), normal(126), "roots of small numbers"),
+    row(
+        "fast_weights",
+        "matrix",
+        fast_weights,
+        zeros(3, 3),
+        normal(124, 3),
+        "a state that is a matrix",
+    ),
+    row(
+        "momentum",
+        "optimiser",
+        momentum,
+        starting(place=0, speed=0),
+        normal(125),
+        "two coupled entries",
+    ),
+    row(
+        "moments",
+        "statistics",
+        moments,
+        starting(mean=0, spread=1, score=0),
+        normal(126),
+        "roots of small numbers",
+    ),
     row("tally", "counter", tally, tallied, normal(127), "an integer that only counts"),
     row("huber", "tracking", huber, zeros(), normal(128), "a bounded step"),
 )

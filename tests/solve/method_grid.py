@@ -101,7 +101,9 @@ def judged(row):
     with jax.enable_x64(row.dtype == "float64"):
         recurrence, start, inputs, weights = case(row.recurrence, row.dtype, row.length)
         method = METHODS[row.method]
-        (_, (states, report)), gradient = with_gradient(solver(recurrence.step, method), start, inputs, weights)
+        (_, (states, report)), gradient = with_gradient(
+            solver(recurrence.step, method), start, inputs, weights
+        )
         rtol = 1.5 * float(jnp.finfo(row.dtype).eps) ** 0.75
         value = excess(states, loop, exact, rtol)
         slope = 0.0
@@ -195,7 +197,9 @@ def with_gradient(solve, start, inputs, weights):
     """
     leaves, tree = jax.tree.flatten((start, inputs))
     num_start = len(jax.tree.leaves(start))
-    floating = [number for number, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    floating = [
+        number for number, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
 
     def loss(values):
         filled = list(leaves)
@@ -211,5 +215,8 @@ def with_gradient(solve, start, inputs, weights):
     values = [leaves[number] for number in floating]
     found, gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(values)
     # Time is first in what the judge sees, also of a start.
-    gradient = [leaf[None] if number < num_start else leaf for number, leaf in zip(floating, gradient, strict=True)]
+    gradient = [
+        leaf[None] if number < num_start else leaf
+        for number, leaf in zip(floating, gradient, strict=True)
+    ]
     return found, gradient

@@ -9,7 +9,14 @@ from tolerance import assert_close
 
 from jaxpar.solve import Newton, parallel_scan
 from jaxpar.solve.gauss_seidel import GaussSeidel
-from jaxpar.solve.systems import intervals, langevin_step, leapfrog, leapfrog_step, ode_step, sde_step
+from jaxpar.solve.systems import (
+    intervals,
+    langevin_step,
+    leapfrog,
+    leapfrog_step,
+    ode_step,
+    sde_step,
+)
 from jaxpar.types import UsageError
 
 NUM = 48
@@ -51,7 +58,9 @@ def irregular(num, mean=0.1, seed=9):
 
 def neural_field(params):
     """A driven and damped network that knows the time."""
-    return lambda t, h, x: params["v"] @ jnp.tanh(params["w"] @ h + params["b"] * jnp.sin(t)) - h + x
+    return lambda t, h, x: (
+        params["v"] @ jnp.tanh(params["w"] @ h + params["b"] * jnp.sin(t)) - h + x
+    )
 
 
 NEURAL = {"w": 0.7 * normal(0, 5, 2), "v": 0.7 * normal(1, 2, 5), "b": jnp.ones(5)}
@@ -69,8 +78,14 @@ def test_a_neural_ode_at_times_of_its_own(x64):
 
         return jit(jax.value_and_grad(value, (0, 1, 2), has_aux=True))
 
-    args = jax.tree.map(lambda a: a.astype(jnp.float64), NEURAL), jnp.asarray(irregular(num)), jnp.ones(2)
-    (_, (got, (stats,))), got_grad = make(lambda *args: parallel_scan(*args, with_stats=True, method=Newton()))(*args)
+    args = (
+        jax.tree.map(lambda a: a.astype(jnp.float64), NEURAL),
+        jnp.asarray(irregular(num)),
+        jnp.ones(2),
+    )
+    (_, (got, (stats,))), got_grad = make(
+        lambda *args: parallel_scan(*args, with_stats=True, method=Newton())
+    )(*args)
     (_, (want, _)), want_grad = make(jax.lax.scan)(*args)
     assert stats.converged and stats.iterations < 12
     assert_close(got, want, 1e-10)
@@ -82,7 +97,9 @@ def test_steps_are_of_order_four_in_their_length(x64):
 
     def error(ts):
         xs = jnp.full(len(ts) - 1, 1.5)
-        step = jax.jit(lambda h, over: jax.lax.scan(ode_step(lambda t, h, x: x * h * jnp.cos(t)), h, over)[1])
+        step = jax.jit(
+            lambda h, over: jax.lax.scan(ode_step(lambda t, h, x: x * h * jnp.cos(t)), h, over)[1]
+        )
         got = step(jnp.exp(1.5 * jnp.sin(ts[0])), intervals(ts, xs))
         return np.abs(np.asarray(got) - np.exp(1.5 * np.sin(ts[1:]))).max()
 
@@ -95,7 +112,9 @@ def test_steps_are_of_order_four_in_their_length(x64):
 def test_inputs_are_held_between_times(x64):
     """dh/dt = -h + x has an exact step."""
     ts, xs = irregular(16, 0.02), np.arange(16.0)
-    got = jax.lax.scan(ode_step(lambda t, h, x: x - h), jnp.array(2.0), intervals(ts, jnp.asarray(xs)))[1]
+    got = jax.lax.scan(
+        ode_step(lambda t, h, x: x - h), jnp.array(2.0), intervals(ts, jnp.asarray(xs))
+    )[1]
     want, h = [], 2.0
     for dt, x in zip(np.diff(ts), xs, strict=True):
         h = x + (h - x) * np.exp(-dt)
@@ -106,7 +125,9 @@ def test_inputs_are_held_between_times(x64):
 def test_late_times_keep_their_distance():
     """In float32 the times around 1e6 are 0.06 apart."""
     ts = irregular(32)
-    run = jax.jit(lambda over: jax.lax.scan(ode_step(lambda t, h, x: -h), jnp.ones(2, jnp.bfloat16), over)[1])
+    run = jax.jit(
+        lambda over: jax.lax.scan(ode_step(lambda t, h, x: -h), jnp.ones(2, jnp.bfloat16), over)[1]
+    )
     assert_close(run(intervals(1e6 + ts)), run(intervals(ts)), 1e-6)
     assert run(intervals(ts)).dtype == jnp.bfloat16
 
@@ -119,7 +140,11 @@ def test_late_times_keep_their_distance():
         (np.array([0.0, 2.0, 1.0]), None, "in order"),
         (np.array([0.0, np.nan, 1.0]), None, "finite"),
         (jnp.array([0.0, jnp.inf]), None, "finite"),
-        (np.array([0.0, 1.0, 2.0]), {"u": np.zeros(3)}, r"\['u'\] has shape \(3,\); 3 times leave 2 steps"),
+        (
+            np.array([0.0, 1.0, 2.0]),
+            {"u": np.zeros(3)},
+            r"\['u'\] has shape \(3,\); 3 times leave 2 steps",
+        ),
     ],
 )
 def test_a_grid_that_is_none(ts, xs, sentence):
@@ -133,7 +158,9 @@ def test_a_stochastic_differential_equation(x64):
         drift = lambda h: {"x": -pull * h["x"] ** 3 + h["x"]}  # noqa: E731
         return sde_step(drift, lambda h: {"x": noise * jnp.cos(h["x"])}, 0.05)
 
-    stats = agrees(make, (jnp.array(1.0), jnp.array(0.5)), {"x": jnp.zeros(2)}, {"x": normal(3, NUM, 2)})
+    stats = agrees(
+        make, (jnp.array(1.0), jnp.array(0.5)), {"x": jnp.zeros(2)}, {"x": normal(3, NUM, 2)}
+    )
     assert stats.converged and stats.iterations < 12
 
 
@@ -206,7 +233,9 @@ def test_a_stabilised_observer_of_a_chaotic_system(x64):
     truth = jax.lax.scan(step, jnp.array([1.0, 1.0, 20.0]), intervals(ts))[1]
 
     def observer(gain):
-        return ode_step(lambda t, h, seen: lorenz(h) + gain * jnp.array([0.0, 1.0, 0.0]) * (seen - h[0]))
+        return ode_step(
+            lambda t, h, seen: lorenz(h) + gain * jnp.array([0.0, 1.0, 0.0]) * (seen - h[0])
+        )
 
     seen = intervals(ts, truth[:, 0])
     stats = agrees(observer, jnp.array(30.0), jnp.array([-5.0, 5.0, 15.0]), seen)
@@ -217,7 +246,9 @@ def test_an_unstable_system_is_run_sequentially_and_reported():
     step, over = ode_step(lambda t, h, _: lorenz(h)), intervals(0.02 * np.arange(601))
     init = jnp.array([1.0, 1.0, 20.0])
     want = jax.jit(lambda init: jax.lax.scan(step, init, over)[1])(init)
-    _, got, stats = jax.jit(lambda init: parallel_scan(step, init, over, with_stats=True, method=Newton()))(init)
+    _, got, stats = jax.jit(
+        lambda init: parallel_scan(step, init, over, with_stats=True, method=Newton())
+    )(init)
     assert not stats.converged and 0 < stats.first_bad < 600
     # The part that was iterated on is as close as rounding lets any two evaluations be.
     assert jnp.isfinite(got).all()

@@ -36,12 +36,17 @@ def test_a_predictable_elementwise_cell_is_iterated_on_a_gpu():
     f = gated(0.5)
     choice = choose(f, INIT, XS, platform="gpu")
     assert isinstance(choice.method, Newton | GaussSeidel)
-    assert choice.exponent == pytest.approx(float(jax.jit(lambda: lyapunov(f, INIT, XS[:128]))()), rel=1e-5)
+    assert choice.exponent == pytest.approx(
+        float(jax.jit(lambda: lyapunov(f, INIT, XS[:128]))()), rel=1e-5
+    )
     seconds = [row.seconds for row in choice.table]
     assert seconds == sorted(seconds) and len(seconds) == 5
     newton = next(row for row in choice.table if isinstance(row.method, Newton))
     assert 2 <= newton.iterations <= 8 and "measured" in newton.note
-    assert f"{type(choice.method).__name__} for 4096 steps on gpu" in str(choice) and "exponent -" in choice.reason
+    assert (
+        f"{type(choice.method).__name__} for 4096 steps on gpu" in str(choice)
+        and "exponent -" in choice.reason
+    )
 
 
 def test_shooting_takes_as_many_passes_as_blocks_until_a_start_is_forgotten():
@@ -50,7 +55,9 @@ def test_shooting_takes_as_many_passes_as_blocks_until_a_start_is_forgotten():
         choice = choose(gated(a), INIT, 0 * XS, platform="gpu")
         row = next(row for row in choice.table if isinstance(row.method, GaussSeidel))
         passes.append(row.iterations)
-        _, _, stats = parallel_scan(gated(a), INIT + 0.5, 0 * XS[:2048], method=row.method, with_stats=True, atol=1e-6)
+        _, _, stats = parallel_scan(
+            gated(a), INIT + 0.5, 0 * XS[:2048], method=row.method, with_stats=True, atol=1e-6
+        )
         assert stats.converged and int(stats.iterations) <= row.iterations + 2
     assert passes == [1, 3]
 
@@ -94,7 +101,10 @@ def test_a_wide_dense_cell_is_run_sequentially():
 
     jax.eval_shape(inside, xs)
     newton = next(row for row in seen[0].table if isinstance(row.method, Newton))
-    assert isinstance(seen[0].method, Sequential | ParallelBackward) and newton.seconds > seen[0].table[0].seconds
+    assert (
+        isinstance(seen[0].method, Sequential | ParallelBackward)
+        and newton.seconds > seen[0].table[0].seconds
+    )
 
 
 def test_blocks_are_weighed_where_jacobians_are_too_dear():
@@ -105,7 +115,9 @@ def test_blocks_are_weighed_where_jacobians_are_too_dear():
         h = jnp.tanh(h @ w + x)
         return h, h
 
-    choice = explain(f, jnp.zeros((16, 64)), jnp.zeros((16_384, 16, 64)), platform="gpu", gradient=False)
+    choice = explain(
+        f, jnp.zeros((16, 64)), jnp.zeros((16_384, 16, 64)), platform="gpu", gradient=False
+    )
     newton = next(row for row in choice.table if isinstance(row.method, Newton))
     loop = next(row for row in choice.table if isinstance(row.method, Sequential))
     assert isinstance(choice.method, GaussSeidel) and newton.seconds > loop.seconds
@@ -114,7 +126,9 @@ def test_blocks_are_weighed_where_jacobians_are_too_dear():
         h = jnp.tanh(h @ w + x) + 0.1 * jnp.round(h)
         return h, h
 
-    choice = explain(blind, jnp.zeros((16, 64)), jnp.zeros((16_384, 16, 64)), platform="gpu", gradient=False)
+    choice = explain(
+        blind, jnp.zeros((16, 64)), jnp.zeros((16_384, 16, 64)), platform="gpu", gradient=False
+    )
     assert isinstance(choice.method, Sequential | ParallelBackward)
 
 
@@ -130,7 +144,11 @@ def test_parallel_scan_takes_the_choice_and_says_so():
     eager = parallel_scan(f, INIT, XS[:50], method=Auto(), with_stats=True)
     assert_close(eager[1], want, 1e-5)
     assert eager[2].method == choose(f, INIT, XS[:50]).method
-    traced = jax.jit(lambda xs: parallel_scan(f, INIT, xs, reverse=True, method=Auto(gradient=False), with_stats=True))
+    traced = jax.jit(
+        lambda xs: parallel_scan(
+            f, INIT, xs, reverse=True, method=Auto(gradient=False), with_stats=True
+        )
+    )
     assert_close(traced(XS[:50])[1], jax.lax.scan(f, INIT, XS[:50], reverse=True)[1], 1e-5)
     assert isinstance(traced(XS[:50])[2].method, Sequential | ParallelBackward)
 

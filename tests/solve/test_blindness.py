@@ -81,11 +81,20 @@ BLIND = {
     "a small threshold": (lambda h, x: jnp.where(h > 5e-8, 0.5 * h, 0.25 * h), "a select"),
     "an index": (lambda h, x: h + jnp.arange(3) * jnp.argmax(h), "argmax"),
     "one point": (lambda h, x: jnp.where(h == 0, 1.0, 0.5 * h), "a select"),
-    "a branch": (lambda h, x: jax.lax.cond(h[0] > 0, lambda h: 0.5 * h, lambda h: h + 1, h), "the choice"),
-    "rounds": (lambda h, x: jax.lax.while_loop(lambda c: c[0] > 1, lambda c: c / 2, h), "the number"),
+    "a branch": (
+        lambda h, x: jax.lax.cond(h[0] > 0, lambda h: 0.5 * h, lambda h: h + 1, h),
+        "the choice",
+    ),
+    "rounds": (
+        lambda h, x: jax.lax.while_loop(lambda c: c[0] > 1, lambda c: c / 2, h),
+        "the number",
+    ),
     "an order": (lambda h, x: h[jnp.argsort(x + h)], "sort"),
     "straight through": (lambda h, x: h + jax.lax.stop_gradient(jnp.round(h) - h), "round"),
-    "inside of a scan": (lambda h, x: jax.lax.scan(lambda c, _: (jnp.round(c), None), h, None, 3)[0], "round"),
+    "inside of a scan": (
+        lambda h, x: jax.lax.scan(lambda c, _: (jnp.round(c), None), h, None, 3)[0],
+        "round",
+    ),
 }
 
 

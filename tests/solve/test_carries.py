@@ -90,7 +90,11 @@ def crossings(c, x):
 def nested(c, x):
     (a, n), flags, d = c["a"], c["flags"], c["d"]
     n = {"n": n["n"] + 1, "m": n["m"] * 2 + n["n"].astype(n["m"].dtype)}
-    new = {"a": (moved(a, x, d.sum() / 4), n), "flags": flags ^ (n["m"] % 3 == 0), "d": jnp.where(flags, d, 0.5 * d)}
+    new = {
+        "a": (moved(a, x, d.sum() / 4), n),
+        "flags": flags ^ (n["m"] % 3 == 0),
+        "d": jnp.where(flags, d, 0.5 * d),
+    }
     return new, [new["a"][0], new["flags"], n]
 
 
@@ -140,10 +144,23 @@ CARRIES = {
     ),
     "python's numbers": (plain_numbers, lambda: (0, 1, False), True),
     "no unknown": (only_a_counter, lambda: jnp.int32(0), False),
-    "an empty batch": (only_empty, lambda: {"h": jnp.zeros((0, 2)), "n": jnp.zeros((3, 0), jnp.int32)}, False),
+    "an empty batch": (
+        only_empty,
+        lambda: {"h": jnp.zeros((0, 2)), "n": jnp.zeros((3, 0), jnp.int32)},
+        False,
+    ),
     "an empty leaf": (some_empty, lambda: (H(), jnp.zeros((2, 0))), True),
 }
-METHODS = [Newton(), Newton(window=4), Quasi(), Jacobi(), Picard(), Elk(), GaussSeidel(block=2), ParallelBackward()]
+METHODS = [
+    Newton(),
+    Newton(window=4),
+    Quasi(),
+    Jacobi(),
+    Picard(),
+    Elk(),
+    GaussSeidel(block=2),
+    ParallelBackward(),
+]
 METHODS += [Fused(), Auto(), Sequential(), Newton()]
 """One for each carry, in turn."""
 
@@ -151,7 +168,9 @@ METHODS += [Fused(), Auto(), Sequential(), Newton()]
 def value(scan, init, xs):
     """A loss by everything that has a derivative, and all results; statistics too, where there are any."""
     carry, ys, *stats = scan(init, xs)
-    leaves = [leaf for leaf in jax.tree.leaves((carry, ys)) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    leaves = [
+        leaf for leaf in jax.tree.leaves((carry, ys)) if jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
     loss = sum((jnp.cos(leaf.real) * leaf.real + jnp.sin(leaf.imag)).sum() for leaf in leaves)
     return loss, ((carry, ys), stats)
 
@@ -168,7 +187,9 @@ def same(got, want, tolerance):
 
 
 def gradients(init, xs, scan):
-    return jax.value_and_grad(functools.partial(value, scan), (0, 1), has_aux=True, allow_int=True)(init, xs)
+    return jax.value_and_grad(functools.partial(value, scan), (0, 1), has_aux=True, allow_int=True)(
+        init, xs
+    )
 
 
 def compared(f, init, xs, how, transform=lambda each: each, **options):
@@ -176,7 +197,9 @@ def compared(f, init, xs, how, transform=lambda each: each, **options):
     how = {"method": Newton()} | how
     solve = functools.partial(parallel_scan, f, with_stats=True, **how, **options)
     scans = solve, functools.partial(jax.lax.scan, f, **options)
-    results = jit(lambda *args: [transform(functools.partial(gradients, scan=scan))(*args) for scan in scans])(init, xs)
+    results = jit(
+        lambda *args: [transform(functools.partial(gradients, scan=scan))(*args) for scan in scans]
+    )(init, xs)
     ((got, (got_all, [stats])), got_grad), ((want, (want_all, _)), want_grad) = results
     same((got, got_all, got_grad), (want, want_all, want_grad), 1e-9)
     return stats
@@ -220,14 +243,18 @@ DEPENDS = {
     "a branch": lambda h, n: jax.lax.cond(h[0] > 0, lambda n: n + 1, lambda n: n, n),
     "a switch": lambda h, n: jax.lax.switch(h[0].astype(int), [lambda n: n, lambda n: n + 1], n),
     "a loop's end": loops,
-    "a loop's rounds": lambda h, n: jax.lax.fori_loop(0, h[0].astype(jnp.int32), lambda _, n: n + 1, n),
+    "a loop's rounds": lambda h, n: jax.lax.fori_loop(
+        0, h[0].astype(jnp.int32), lambda _, n: n + 1, n
+    ),
     "a scan": lambda h, n: jax.lax.scan(lambda n, h: (n + (h > 0), None), n, h)[0],
     "a scan, in two rounds": lambda h, n: jax.lax.scan(
         lambda c, _: ((c[0] + c[1], c[2], c[2]), None), (n, n, h.argmax().astype(n.dtype)), None, 3
     )[0][0],
     "a place": lambda h, n: n + h.argmax(),
     "an index": lambda h, n: n + jnp.arange(9)[h.argmax()],
-    "a slice": lambda h, n: n + jax.lax.dynamic_slice(jnp.arange(9), (h[0].astype(jnp.int32),), (1,))[0],
+    "a slice": lambda h, n: (
+        n + jax.lax.dynamic_slice(jnp.arange(9), (h[0].astype(jnp.int32),), (1,))[0]
+    ),
     "an update": lambda h, n: n + jnp.zeros(3, jnp.int32).at[h[0].astype(jnp.int32)].set(1).sum(),
     "rounding, held": lambda h, n: n + jax.lax.stop_gradient(jnp.round(h[0])).astype(jnp.int32),
     "an order": lambda h, n: n + jnp.argsort(h)[0],
@@ -236,9 +263,15 @@ DEPENDS = {
 }
 FREE = {
     "a program": jax.jit(lambda h, n: n + 1),
-    "a branch": lambda h, n: jax.lax.cond(n > 3, lambda h, n: (h, n + 1), lambda h, n: (2 * h, n), h, n)[1],
-    "a loop": lambda h, n: jax.lax.while_loop(lambda p: p[0] < 9, lambda p: (p[0] + 1, jnp.sin(p[1])), (n, h))[0],
-    "a scan": lambda h, n: jax.lax.scan(lambda c, _: ((c[0] + 1, c[1] * 2), None), (n, h), None, 3)[0][0],
+    "a branch": lambda h, n: jax.lax.cond(
+        n > 3, lambda h, n: (h, n + 1), lambda h, n: (2 * h, n), h, n
+    )[1],
+    "a loop": lambda h, n: jax.lax.while_loop(
+        lambda p: p[0] < 9, lambda p: (p[0] + 1, jnp.sin(p[1])), (n, h)
+    )[0],
+    "a scan": lambda h, n: jax.lax.scan(lambda c, _: ((c[0] + 1, c[1] * 2), None), (n, h), None, 3)[
+        0
+    ][0],
     "a shape": lambda h, n: n + len(h),
 }
 
@@ -269,9 +302,15 @@ def test_statistics_say_that_the_whole_was_run_sequentially():
         (h, n), _ = crossings(c, x)
         return (h + 0 * n, n), None
 
-    stats = parallel_scan(fed, (H(), jnp.int32(0)), jnp.ones((T, 2)), method=Quasi(), with_stats=True)[2]
-    assert str(stats).startswith("Sequential (carry leaf [1], int32[], depends on [0]): converged; 0 iterations")
-    stats = parallel_scan(counted, {"h": H(), "n": 0}, jnp.ones((T, 2)), with_stats=True, method=Newton())[2]
+    stats = parallel_scan(
+        fed, (H(), jnp.int32(0)), jnp.ones((T, 2)), method=Quasi(), with_stats=True
+    )[2]
+    assert str(stats).startswith(
+        "Sequential (carry leaf [1], int32[], depends on [0]): converged; 0 iterations"
+    )
+    stats = parallel_scan(
+        counted, {"h": H(), "n": 0}, jnp.ones((T, 2)), with_stats=True, method=Newton()
+    )[2]
     assert str(stats).startswith("Newton: converged") and 0 < stats.iterations < 6
 
 
@@ -294,7 +333,9 @@ def summed(h, x):
 
 def gradient_of_nothing(scan):
     """Of a batch of 0 rows."""
-    return jax.grad(lambda h: value(functools.partial(scan, summed), h, jnp.ones((T, 0, 2)))[0])(jnp.zeros((0, 2)))
+    return jax.grad(lambda h: value(functools.partial(scan, summed), h, jnp.ones((T, 0, 2)))[0])(
+        jnp.zeros((0, 2))
+    )
 
 
 @functools.cache
@@ -346,7 +387,9 @@ def test_a_guess_is_read_where_it_can_be(x64):
 def unrolls(**how):
     """How far every loop over T steps is unrolled."""
     init = {"h": H(), "n": jnp.int32(0)}
-    program = jax.make_jaxpr(lambda xs: parallel_scan(counted, init, xs, **how)[0])(jnp.ones((T, 2)))
+    program = jax.make_jaxpr(lambda xs: parallel_scan(counted, init, xs, **how)[0])(
+        jnp.ones((T, 2))
+    )
 
     def found(jaxpr):
         for eqn in jaxpr.eqns:
@@ -362,7 +405,9 @@ def test_loops_are_unrolled_as_asked():
     assert unrolls(method=Sequential()) == {1}
     assert unrolls(method=Sequential(), unroll=3) == unrolls(method=Sequential(unroll=3)) == {3}
     assert unrolls(method=Sequential(unroll=2), unroll=3) == {3}
-    assert unrolls(method=Sequential(), unroll=True) == {T} and unrolls(method=Sequential(), unroll=False) == {1}
+    assert unrolls(method=Sequential(), unroll=True) == {T} and unrolls(
+        method=Sequential(), unroll=False
+    ) == {1}
     assert unrolls(method=ParallelBackward(unroll=2), unroll=3) == {3}
     assert 3 in unrolls(method=Jacobi(), unroll=3)
 
@@ -374,24 +419,39 @@ def test_a_sequence_split_over_devices(parts, f, x64):
     mesh = make_mesh(MeshSpec(context=parts), devices=jax.devices()[:parts])
 
     def local(init, xs):
-        return parallel_scan(f, init, xs, reverse=reverse, axis_name="context", with_stats=True, method=Newton())
+        return parallel_scan(
+            f, init, xs, reverse=reverse, axis_name="context", with_stats=True, method=Newton()
+        )
 
-    split = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("context")), out_specs=(P(), P("context"), P()))
+    split = jax.shard_map(
+        local, mesh=mesh, in_specs=(P(), P("context")), out_specs=(P(), P("context"), P())
+    )
     xs = jax.random.normal(jax.random.key(0), (8, 2))
     got, want = (
         jit(functools.partial(gradients, scan=scan))(init, xs)
-        for scan in (lambda *args: split(*args)[:2], functools.partial(jax.lax.scan, f, reverse=reverse))
+        for scan in (
+            lambda *args: split(*args)[:2],
+            functools.partial(jax.lax.scan, f, reverse=reverse),
+        )
     )
     same(got, want, 1e-9)
     stats = jit(split)(init, xs)[2]
-    assert stats.converged and stats.first_bad == 8 and isinstance(stats.method, Sequential) == (f is driven)
+    assert (
+        stats.converged
+        and stats.first_bad == 8
+        and isinstance(stats.method, Sequential) == (f is driven)
+    )
 
 
 def test_structure_is_checked_by_the_unknowns():
     carry = {"h": H(), "n": jnp.int32(0), "key": jax.random.key(0)}
 
     def f(c, x):
-        return {"h": moved(c["h"], x, c["n"] * c["h"][::-1]), "n": c["n"] + 1, "key": c["key"]}, None
+        return {
+            "h": moved(c["h"], x, c["n"] * c["h"][::-1]),
+            "n": c["n"] + 1,
+            "key": c["key"],
+        }, None
 
     assert check_structure(f, carry, jnp.ones(2), "auto").groups[0].n == 2
     with pytest.raises(UsageError, match="jac='diag'"):

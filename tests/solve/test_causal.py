@@ -42,7 +42,9 @@ def test_integers_are_those_of_the_loop(method):
         return {"spin": jnp.where(w @ x["spin"].astype(jnp.float32) + noise > 0, 1, -1)}
 
     start = {"spin": jnp.ones(NUM, jnp.int32)}
-    got, stats = jax.jit(lambda x: causal_fixed_point(update, x, method=method, with_stats=True))(start)
+    got, stats = jax.jit(lambda x: causal_fixed_point(update, x, method=method, with_stats=True))(
+        start
+    )
     assert jnp.array_equal(got["spin"], one_by_one(update, start)["spin"])
     assert stats.converged and stats.iterations <= NUM
     if method == Sequential():
@@ -51,7 +53,9 @@ def test_integers_are_those_of_the_loop(method):
 
 def test_weak_couplings_take_fewer_evaluations_than_elements():
     params = couplings(0.01)
-    x, stats = causal_fixed_point(lambda x: float_update(params, x), jnp.zeros(NUM), with_stats=True)
+    x, stats = causal_fixed_point(
+        lambda x: float_update(params, x), jnp.zeros(NUM), with_stats=True
+    )
     assert stats.iterations < NUM and jnp.array_equal(x, float_update(params, x))
 
 
@@ -61,7 +65,9 @@ def test_values_and_derivatives_of_floats(method, x64):
 
     def parallel(params):
         start = jnp.zeros(NUM)
-        return jnp.sin(causal_fixed_point(lambda x: float_update(params, x), start, method=method)).sum()
+        return jnp.sin(
+            causal_fixed_point(lambda x: float_update(params, x), start, method=method)
+        ).sum()
 
     def plain(params):
         return jnp.sin(one_by_one(lambda x: float_update(params, x), jnp.zeros(NUM))).sum()
@@ -69,7 +75,9 @@ def test_values_and_derivatives_of_floats(method, x64):
     assert_close(parallel(params), plain(params), 1e-13)
     assert_close(jax.grad(parallel)(params), jax.grad(plain)(params), 1e-12)
     tangent = jax.tree.map(jnp.cos, params)
-    assert_close(jax.jvp(parallel, (params,), (tangent,))[1], jax.jvp(plain, (params,), (tangent,))[1], 1e-12)
+    assert_close(
+        jax.jvp(parallel, (params,), (tangent,))[1], jax.jvp(plain, (params,), (tangent,))[1], 1e-12
+    )
 
 
 def test_each_sequence_of_a_batch_stops_by_itself():
@@ -77,7 +85,9 @@ def test_each_sequence_of_a_batch_stops_by_itself():
     strength = jnp.array([0.0, 0.01, 1.0])
 
     def solve(s):
-        return causal_fixed_point(lambda x: float_update((s * w, b), x), jnp.zeros(NUM), with_stats=True)
+        return causal_fixed_point(
+            lambda x: float_update((s * w, b), x), jnp.zeros(NUM), with_stats=True
+        )
 
     got, stats = jax.vmap(solve)(strength)
     alone = [solve(s) for s in strength]
@@ -124,7 +134,9 @@ def test_a_tolerance_ends_earlier_and_too_few_evaluations_are_reported():
     params = couplings(0.3)
 
     def solve(**options):
-        return causal_fixed_point(lambda x: float_update(params, x), jnp.zeros(NUM), with_stats=True, **options)
+        return causal_fixed_point(
+            lambda x: float_update(params, x), jnp.zeros(NUM), with_stats=True, **options
+        )
 
     exact, loose, short = solve(), solve(tol=1e-3), solve(max_iters=2)
     assert loose[1].iterations < exact[1].iterations and loose[1].converged

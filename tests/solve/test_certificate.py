@@ -79,7 +79,9 @@ def spiking(v, x):
 
 
 def solved(f, init, xs, method, **options):
-    run = jit(lambda init, xs: parallel_scan(f, init, xs, method=method, with_stats=True, **options))
+    run = jit(
+        lambda init, xs: parallel_scan(f, init, xs, method=method, with_stats=True, **options)
+    )
     return run(init, xs)
 
 
@@ -137,7 +139,13 @@ def test_the_gradient_of_a_blind_solution_is_the_loop_s():
     np.testing.assert_allclose(got, want, rtol=1e-4)
 
 
-METHODS = [Jacobi(), Quasi(), Newton(damping=0.5), GaussSeidel(block=16), Elk(lam=100.0, adaptive=False)]
+METHODS = [
+    Jacobi(),
+    Quasi(),
+    Newton(damping=0.5),
+    GaussSeidel(block=16),
+    Elk(lam=100.0, adaptive=False),
+]
 
 
 @pytest.mark.parametrize("method", [Newton(), *METHODS], ids=repr)
@@ -166,11 +174,15 @@ def test_blocks_of_a_wide_cell_are_certified_by_shooting_too(block):
         assert not stats.converged and stats.first_bad >= 16
 
     # Blocks that have met are the loop's, whatever becomes of the errors behind them.
-    _, _, stats = solved(lambda h, x: wide_and_slow(h, x, 2e-6), init, NOISE, GaussSeidel(block=block))
+    _, _, stats = solved(
+        lambda h, x: wide_and_slow(h, x, 2e-6), init, NOISE, GaussSeidel(block=block)
+    )
     if block == 64:
         assert not stats.converged and stats.first_bad > 2000
 
-    carry, _, stats = solved(lambda h, x: wide_and_slow(h.at[0].set(0.5), x), init, NOISE, GaussSeidel(block=block))
+    carry, _, stats = solved(
+        lambda h, x: wide_and_slow(h.at[0].set(0.5), x), init, NOISE, GaussSeidel(block=block)
+    )
     assert stats.converged and all(error <= 1 for error in stats.error.values())
 
 
@@ -181,7 +193,10 @@ def test_small_states_are_judged_by_their_own_size(method):
 
     solve = lambda *args: parallel_scan(*args, method=method)  # noqa: E731
     scale = jnp.float32(1)
-    pairs = [jit(jax.value_and_grad(lambda scale, scan=scan: value(scan, scale))) for scan in (solve, jax.lax.scan)]
+    pairs = [
+        jit(jax.value_and_grad(lambda scale, scan=scan: value(scan, scale)))
+        for scan in (solve, jax.lax.scan)
+    ]
     got, want = (pair(scale) for pair in pairs)
     np.testing.assert_allclose(got, want, rtol=1e-4)
 
@@ -226,7 +241,9 @@ def test_the_default_says_what_it_took():
 
 def test_states_of_padding_have_no_part_in_a_size():
     size = jnp.concatenate([jnp.array([3.0, 1.0, 2.0]), jnp.full(5, 0.5)])
-    problem = Problem(lambda h, x: h, (jnp.float32(0),), (), 8, elementwise([()]), valid=jnp.int32(3))
+    problem = Problem(
+        lambda h, x: h, (jnp.float32(0),), (), 8, elementwise([()]), valid=jnp.int32(3)
+    )
     assert typical_size(problem, size) == 2
     assert typical_size(dataclasses.replace(problem, valid=None), size) == 0.5
 
@@ -343,7 +360,9 @@ def test_no_window_goes_on_from_a_state_that_is_not_trusted(window):
     """Errors of chaos grow from window to window; each window alone would converge."""
     f = lambda h, _: (3.9 * h * (1 - h),) * 2  # noqa: E731
     init = jnp.float32(0.3)
-    run = functools.partial(parallel_scan, f, init, None, 300, method=Newton(window=window), with_stats=True)
+    run = functools.partial(
+        parallel_scan, f, init, None, 300, method=Newton(window=window), with_stats=True
+    )
     _, ys, stats = jit(functools.partial(run, on_fail="nan"))()
     first_bad = int(stats.first_bad)
     assert not stats.converged and 5 < first_bad < 100

@@ -17,7 +17,11 @@ TIME, N = 9, 3
 def system(n=N):
     keys = jax.random.split(jax.random.key(0), 3)
     a = 1.5 * jax.random.normal(keys[0], (TIME, n, n))
-    return a, jnp.exp(2 * jax.random.normal(keys[1], (TIME,))), jax.random.normal(keys[2], (TIME, n))
+    return (
+        a,
+        jnp.exp(2 * jax.random.normal(keys[1], (TIME,))),
+        jax.random.normal(keys[2], (TIME, n)),
+    )
 
 
 def filtered(a, lam):
@@ -53,7 +57,9 @@ def test_the_filter_is_the_levenberg_marquardt_step(x64):
         ]
         big = np.block(rows)
         weights = np.repeat(np.asarray(lam[: t + 1]), N)
-        dense = np.linalg.solve(big.T @ big + np.diag(weights), big.T @ np.asarray(r[: t + 1]).reshape(-1))
+        dense = np.linalg.solve(
+            big.T @ big + np.diag(weights), big.T @ np.asarray(r[: t + 1]).reshape(-1)
+        )
         np.testing.assert_allclose(delta, dense[-N:], rtol=1e-9)
 
 
@@ -64,7 +70,10 @@ def test_what_is_not_finite_is_not_trusted():
 
 
 def network(params, h, x):
-    h = {"a": jnp.tanh(params @ jnp.concatenate([h["a"], h["b"]]) + x)[:2], "b": h["b"] * 0.5 + h["a"][:1]}
+    h = {
+        "a": jnp.tanh(params @ jnp.concatenate([h["a"], h["b"]]) + x)[:2],
+        "b": h["b"] * 0.5 + h["a"][:1],
+    }
     return h, h
 
 
@@ -89,7 +98,9 @@ def test_values_and_gradients_are_those_of_the_loop(method, x64):
 
         return jax.jit(jax.value_and_grad(value, (0, 1), has_aux=True))
 
-    (_, (got, (stats,))), got_grad = loss(lambda *a: parallel_scan(*a, method=method, with_stats=True))(params, init)
+    (_, (got, (stats,))), got_grad = loss(
+        lambda *a: parallel_scan(*a, method=method, with_stats=True)
+    )(params, init)
     (_, (want, _)), want_grad = loss(jax.lax.scan)(params, init)
     assert stats.converged and stats.method == method
     assert_close(got, want, 1e-10)
@@ -108,11 +119,17 @@ def test_a_trust_region_shortens_the_way_from_an_unstable_point(x64):
     want = jax.lax.scan(unstable_start, init, xs)[1]
 
     def solve(method):
-        got, stats = jax.jit(lambda xs: parallel_scan(unstable_start, init, xs, method=method, with_stats=True)[1:])(xs)
+        got, stats = jax.jit(
+            lambda xs: parallel_scan(unstable_start, init, xs, method=method, with_stats=True)[1:]
+        )(xs)
         assert_close(got, want, 1e-10)
         return stats
 
-    trusting, newton, none = solve(Elk(max_iters=128)), solve(Newton(max_iters=128)), solve(Elk(lam=0.0, max_iters=128))
+    trusting, newton, none = (
+        solve(Elk(max_iters=128)),
+        solve(Newton(max_iters=128)),
+        solve(Elk(lam=0.0, max_iters=128)),
+    )
     assert trusting.converged and trusting.iterations < newton.iterations / 2
     assert none.iterations == newton.iterations
 
@@ -129,11 +146,19 @@ def test_chaos_is_reported(x64):
             )
         )(jnp.array(0.3))
         assert not stats.converged and stats.first_bad < 100
-        assert jnp.isnan(got[stats.first_bad :]).all() and jnp.isfinite(got[: stats.first_bad]).all()
+        assert (
+            jnp.isnan(got[stats.first_bad :]).all() and jnp.isfinite(got[: stats.first_bad]).all()
+        )
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: Elk(lam=-1.0), lambda: Elk(window=0), lambda: GaussSeidel(0), lambda: GaussSeidel(8, window=4)]
+    "make",
+    [
+        lambda: Elk(lam=-1.0),
+        lambda: Elk(window=0),
+        lambda: GaussSeidel(0),
+        lambda: GaussSeidel(8, window=4),
+    ],
 )
 def test_bad_fields(make):
     with pytest.raises(UsageError):

@@ -9,7 +9,16 @@ import pytest
 from cells_to_solve import CELLS, distance, inputs, once_each, start, weights
 from fast import jit
 
-from jaxpar.solve import Elk, Fused, GaussSeidel, Jacobi, Newton, ParallelBackward, Quasi, parallel_scan
+from jaxpar.solve import (
+    Elk,
+    Fused,
+    GaussSeidel,
+    Jacobi,
+    Newton,
+    ParallelBackward,
+    Quasi,
+    parallel_scan,
+)
 
 METHODS = {
     "newton": Newton(),
@@ -51,11 +60,18 @@ def gradients_of_the_loop(cell):
 def test_gradients_to_everything_are_those_of_the_loop(name, cell, x64):
     scan = functools.partial(parallel_scan, method=METHODS[name])
     got, want = gradients(cell, scan)(*arguments(cell)), gradients_of_the_loop(cell)
-    assert distance(got[0]["a" if cell == "lstm" else "w"], want[0]["a" if cell == "lstm" else "w"]) < 1e-10
+    assert (
+        distance(got[0]["a" if cell == "lstm" else "w"], want[0]["a" if cell == "lstm" else "w"])
+        < 1e-10
+    )
     assert distance(got[1:], want[1:]) < 1e-10
 
 
-TWICE = {"windows": Newton(window=16), "backward": ParallelBackward(), "shot": GaussSeidel(block=7, shot_above=0)}
+TWICE = {
+    "windows": Newton(window=16),
+    "backward": ParallelBackward(),
+    "shot": GaussSeidel(block=7, shot_above=0),
+}
 
 
 def twice(scan):
@@ -72,7 +88,10 @@ def twice_by_the_loop():
 
 @pytest.mark.parametrize("method", TWICE.values(), ids=TWICE)
 def test_forward_and_second_derivatives(method, x64):
-    assert distance(twice(functools.partial(parallel_scan, method=method)), twice_by_the_loop()) < 1e-10
+    assert (
+        distance(twice(functools.partial(parallel_scan, method=method)), twice_by_the_loop())
+        < 1e-10
+    )
 
 
 def test_second_derivatives_inside_a_loop_and_under_vmap(x64):
@@ -83,7 +102,9 @@ def test_second_derivatives_inside_a_loop_and_under_vmap(x64):
 
         def one(xs):
             step = functools.partial(CELLS["gru"], {"a": w})
-            return jax.lax.scan(lambda h, part: (scan(step, h, part)[0], None), h, xs.reshape(2, 6, 3, -1))[0].sum()
+            return jax.lax.scan(
+                lambda h, part: (scan(step, h, part)[0], None), h, xs.reshape(2, 6, 3, -1)
+            )[0].sum()
 
         return jax.vmap(one)(jnp.stack([xs, -xs])).sum()
 
@@ -115,14 +136,21 @@ def exact_gradients(cell, length):
     """Of float32 arguments, by the loop in float64."""
     args = arguments(cell, length)
     with jax.enable_x64(True):
-        return gradients(cell, jax.lax.scan, (0, 2))(*jax.tree.map(lambda leaf: leaf.astype(jnp.float64), args))
+        return gradients(cell, jax.lax.scan, (0, 2))(
+            *jax.tree.map(lambda leaf: leaf.astype(jnp.float64), args)
+        )
 
 
-@pytest.mark.parametrize("name", ["newton", pytest.param("quasi", marks=pytest.mark.slow), "jacobi", "shot"])
+@pytest.mark.parametrize(
+    "name", ["newton", pytest.param("quasi", marks=pytest.mark.slow), "jacobi", "shot"]
+)
 def test_single_precision(name):
     cell, length = "rnn", 200
     scan = functools.partial(parallel_scan, method=METHODS[name])
-    got, want = gradients(cell, scan, (0, 2))(*arguments(cell, length)), exact_gradients(cell, length)
+    got, want = (
+        gradients(cell, scan, (0, 2))(*arguments(cell, length)),
+        exact_gradients(cell, length),
+    )
     with jax.enable_x64(True):
         assert distance(got[0]["w"], want[0]["w"]) < 1e-5 and distance(got[1], want[1]) < 1e-5
 
@@ -132,10 +160,15 @@ def test_memory_grows_with_the_window_and_not_with_the_length():
     method = Newton(window=window)
 
     def value(w, xs):
-        return parallel_scan(lambda h, x: (jnp.tanh(h @ w + x),) * 2, jnp.zeros(n), xs, method=method)[1].sum()
+        return parallel_scan(
+            lambda h, x: (jnp.tanh(h @ w + x),) * 2, jnp.zeros(n), xs, method=method
+        )[1].sum()
 
     def temporary(length):
-        shapes = jax.ShapeDtypeStruct((n, n), jnp.float32), jax.ShapeDtypeStruct((length, n), jnp.float32)
+        shapes = (
+            jax.ShapeDtypeStruct((n, n), jnp.float32),
+            jax.ShapeDtypeStruct((length, n), jnp.float32),
+        )
         memory = jit(jax.value_and_grad(value, (0, 1))).lower(*shapes).compile().memory_analysis()
         return memory.temp_size_in_bytes
 

@@ -13,7 +13,8 @@ from jaxpar.solve import _fused
 from jaxpar.solve._emit import NotElementwise
 
 WEIGHTS = [
-    jax.random.uniform(jax.random.fold_in(jax.random.key(1), i), (5,), minval=-0.9, maxval=0.9) for i in range(3)
+    jax.random.uniform(jax.random.fold_in(jax.random.key(1), i), (5,), minval=-0.9, maxval=0.9)
+    for i in range(3)
 ]
 
 
@@ -34,10 +35,21 @@ def lstm(h, x):
 
 def odds_and_ends(h, x):
     (h,), (a, b, c) = h, x
-    h = jnp.where(a > 0, jnp.maximum(h, b), jnp.minimum(-h, 0.5)) + jnp.abs(c) ** 3 / (1 + jnp.exp(-h))
-    h = jnp.clip(h, -2.0, 2.0) * jnp.float32(a < b) - jnp.sqrt(jnp.square(c) + 1) + jax.lax.rsqrt(1 + h * h)
+    h = jnp.where(a > 0, jnp.maximum(h, b), jnp.minimum(-h, 0.5)) + jnp.abs(c) ** 3 / (
+        1 + jnp.exp(-h)
+    )
+    h = (
+        jnp.clip(h, -2.0, 2.0) * jnp.float32(a < b)
+        - jnp.sqrt(jnp.square(c) + 1)
+        + jax.lax.rsqrt(1 + h * h)
+    )
     h = h + h.astype(bool) * (h > 0)
-    return (jnp.cos(h) * jax.nn.relu(h) + jnp.sin(b) + jnp.log(2 + h * h) + jnp.sign(c) * (1 + h * h) ** -2,)
+    return (
+        jnp.cos(h) * jax.nn.relu(h)
+        + jnp.sin(b)
+        + jnp.log(2 + h * h)
+        + jnp.sign(c) * (1 + h * h) ** -2,
+    )
 
 
 CELLS = {
@@ -103,7 +115,9 @@ def test_statements_compute_the_cell_and_its_jacobian(name):
     got = scope["cell"](*args)
     np.testing.assert_allclose(got if k > 1 else [got], want, rtol=1e-5, atol=1e-6)
     both = scope["cell_and_jacobian"](*args)
-    assert all(np.shape(each) == (2, 5) for each in both)  # Triton's scan takes tiles of one shape only
+    assert all(
+        np.shape(each) == (2, 5) for each in both
+    )  # Triton's scan takes tiles of one shape only
     np.testing.assert_allclose(both[:k], want, rtol=1e-5, atol=1e-6)
     full = jax.jacobian(lambda *h: step(h, first(xs)), argnums=tuple(range(k)))(*start)
     columns = [[np.einsum("abab->ab", np.asarray(full[i][j])) for j in range(k)] for i in range(k)]
@@ -133,12 +147,18 @@ def test_the_fast_functions_are_as_exact_as_float32_allows():
 
 REFUSED = {
     "integers": (lambda h, x: (h[0] + (h[0].astype(jnp.int32) // 2).astype(jnp.float32),), "int32"),
-    "three cases": (lambda h, x: (jax.lax.select_n((h[0] > 0).astype(jnp.int32), h[0], x[0], x[1]),), "int32|two"),
+    "three cases": (
+        lambda h, x: (jax.lax.select_n((h[0] > 0).astype(jnp.int32), h[0], x[0], x[1]),),
+        "int32|two",
+    ),
     "a product": (lambda h, x: (h[0] @ jnp.eye(5),), "dot_general|shape"),
     "a sum over lanes": (lambda h, x: (h[0] + h[0].sum(-1, keepdims=True),), "reduce_sum|shape"),
     "a turn": (lambda h, x: (jnp.roll(h[0], 1, -1),), "slice|shape|concatenate"),
     "a batch weight": (lambda h, x: (h[0] * jnp.arange(2.0)[:, None],), "shape"),
-    "a mix of axes": (lambda h, x: (h[0].reshape(5, 2).reshape(2, 5).T.reshape(2, 5),), "reshape|shape|transpose"),
+    "a mix of axes": (
+        lambda h, x: (h[0].reshape(5, 2).reshape(2, 5).T.reshape(2, 5),),
+        "reshape|shape|transpose",
+    ),
 }
 
 
@@ -152,7 +172,9 @@ def test_what_moves_values_between_lanes_is_refused(name):
 
 def test_a_cell_under_checkpoint_is_the_same_kernel():
     start, xs = draw(1)
-    plain, again = (_fused.lane_cell(step, start, first(xs))[0] for step in (gru, jax.checkpoint(gru)))
+    plain, again = (
+        _fused.lane_cell(step, start, first(xs))[0] for step in (gru, jax.checkpoint(gru))
+    )
     assert again.value == plain.value and again.k == 1
     assert again.linear.count("=") >= plain.linear.count("=") > plain.value.count("=")
 
@@ -162,7 +184,11 @@ def test_a_square_carry_does_not_hide_a_transposition():
         _fused.lane_cell(lambda h, x: (h[0].T,), [jnp.ones((3, 3))], [])
     with pytest.raises(NotElementwise):
         weights = jnp.arange(3.0)
-        _fused.lane_cell(lambda h, x: (h[0] * jax.lax.broadcast_in_dim(weights, (3, 3), (0,)),), [jnp.ones((3, 3))], [])
+        _fused.lane_cell(
+            lambda h, x: (h[0] * jax.lax.broadcast_in_dim(weights, (3, 3), (0,)),),
+            [jnp.ones((3, 3))],
+            [],
+        )
 
 
 @pytest.fixture
@@ -200,7 +226,9 @@ def test_newton_steps_reach_the_scan_and_say_how_far_they_were(kernels, name, re
     states, bound = [jnp.zeros_like(x) for x in want], (1e-3, 1e-2, 0.1)
     for _ in range(6):
         before = states
-        states, updates = _fused.newton_step(cell, states, start, xs, constants, bound=bound, reverse=reverse)
+        states, updates = _fused.newton_step(
+            cell, states, start, xs, constants, bound=bound, reverse=reverse
+        )
         if before[0].any():
             check_measure(step, (before, states), updates, start, xs, bound, reverse)
     np.testing.assert_allclose(states, want, rtol=1e-5, atol=2e-6)
@@ -228,7 +256,9 @@ def test_a_nan_shows_in_the_update(kernels):
     start, xs = draw(1)
     xs = (xs[0].at[9, 1, 2].set(jnp.nan), *xs[1:])
     cell, constants = _fused.lane_cell(gru, start, first(xs))
-    _, updates = _fused.newton_step(cell, [jnp.zeros((23, 2, 5))], start, xs, constants, bound=(1e-5, 1e-6, 1e-7))
+    _, updates = _fused.newton_step(
+        cell, [jnp.zeros((23, 2, 5))], start, xs, constants, bound=(1e-5, 1e-6, 1e-7)
+    )
     bad = np.zeros((2, 5), bool)
     bad[1, 2] = True
     np.testing.assert_array_equal(np.isnan(updates[0]), bad)

@@ -71,8 +71,14 @@ def test_it_goes_on_where_updates_promised_too_much(monkeypatch):
 def test_a_residual_of_rounding_is_not_enough_where_errors_grow(monkeypatch):
     """Along an unstable path every iterate solves the equations but for rounding, and is far from the next one."""
     path = jnp.tile(jnp.sin(jnp.arange(61.0))[:, None], LANES)
-    states, outcome = solve(monkeypatch, lambda h, x: (1.5 * h[0] + x[0],), path[0], path[1:] - 1.5 * path[:-1], most=2)
-    assert outcome.residual <= 1 < outcome.error[0] and outcome.first_bad < 60 and np.isnan(states[-1]).all()
+    states, outcome = solve(
+        monkeypatch, lambda h, x: (1.5 * h[0] + x[0],), path[0], path[1:] - 1.5 * path[:-1], most=2
+    )
+    assert (
+        outcome.residual <= 1 < outcome.error[0]
+        and outcome.first_bad < 60
+        and np.isnan(states[-1]).all()
+    )
 
 
 def test_what_it_does_not_find_is_run_sequentially_or_nan(monkeypatch):
@@ -105,7 +111,9 @@ def test_a_batch_of_sequences_is_more_lanes(monkeypatch, in_axes):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_float16_which_overflows_where_iterates_overshoot_takes_the_way_that_resets(monkeypatch, dtype):
+def test_float16_which_overflows_where_iterates_overshoot_takes_the_way_that_resets(
+    monkeypatch, dtype
+):
     asked = []
 
     def kernels(problem, *rest):
@@ -114,6 +122,10 @@ def test_float16_which_overflows_where_iterates_overshoot_takes_the_way_that_res
 
     monkeypatch.setattr(newton, "takes", lambda problem: True)
     monkeypatch.setattr(newton, "newton_states", kernels)
-    problem = Problem(gated, (jnp.zeros(LANES, dtype),), (XS[:8].astype(dtype),), 8, elementwise([LANES]))
-    jax.make_jaxpr(lambda: newton.Newton().states(problem, None, "nan"))()  # all platforms' ways are traced
+    problem = Problem(
+        gated, (jnp.zeros(LANES, dtype),), (XS[:8].astype(dtype),), 8, elementwise([LANES])
+    )
+    jax.make_jaxpr(
+        lambda: newton.Newton().states(problem, None, "nan")
+    )()  # all platforms' ways are traced
     assert len(asked) == (dtype != "float16")

@@ -32,7 +32,9 @@ def test_a_scalar_system_has_the_mean_of_the_logarithms(x64):
     a = jax.random.normal(jax.random.key(0), (50,))
     want = np.log(np.abs(a))
     np.testing.assert_allclose(jitted(scaled, jnp.ones(1), a), want.mean(), rtol=1e-12)
-    np.testing.assert_allclose(jitted(scaled, jnp.ones(1), a, discard=9), want[9:].mean(), rtol=1e-12)
+    np.testing.assert_allclose(
+        jitted(scaled, jnp.ones(1), a, discard=9), want[9:].mean(), rtol=1e-12
+    )
 
 
 @pytest.mark.parametrize("gain", [0.6, 1.4])

@@ -24,7 +24,9 @@ def excess(states, loop, exact, dtype):
     """The largest |h - h64| / (10 (|h_loop - h64| + rtol |h64| + atol)) of any entry; over one is an error."""
     states, loop, exact = (np.asarray(leaf).astype(np.float64) for leaf in (states, loop, exact))
     rtol = 1.5 * float(jnp.finfo(dtype).eps) ** 0.75
-    return np.max(np.abs(states - exact) / (10 * (np.abs(loop - exact) + rtol * np.abs(exact) + rtol / 10)))
+    return np.max(
+        np.abs(states - exact) / (10 * (np.abs(loop - exact) + rtol * np.abs(exact) + rtol / 10))
+    )
 
 
 def loop(step, init, xs):
@@ -32,7 +34,9 @@ def loop(step, init, xs):
 
 
 def solved(step, init, xs, method=NEWTON):
-    return parallel_scan(lambda h, x: (step(h, x),) * 2, init, xs, method=method, with_stats=True)[1:]
+    return parallel_scan(lambda h, x: (step(h, x),) * 2, init, xs, method=method, with_stats=True)[
+        1:
+    ]
 
 
 def judged(step, init, xs, method, dtype=jnp.float32):
@@ -52,7 +56,11 @@ def large_entry(h, x):
 
 def dense(h, x):
     """Its 16-bit iterates never settle: rounding has the last word."""
-    return 0.5 * h + 0.3 * jnp.tanh(jnp.matmul(h, jnp.asarray(WEIGHTS, h.dtype), precision="highest")) + x
+    return (
+        0.5 * h
+        + 0.3 * jnp.tanh(jnp.matmul(h, jnp.asarray(WEIGHTS, h.dtype), precision="highest"))
+        + x
+    )
 
 
 def settling(h, x):
@@ -69,8 +77,18 @@ ROWS = np.where(np.arange(4) == 0, 1e6, 1.0)[:, None]
 HARD = {
     "an entry": (large_entry, np.zeros(2), normal(400), jnp.float32),
     "a start": (settling, np.array([1e5, 1e6, 1e7]), normal(100, 3), jnp.float32),
-    "a row": (lambda h, x: 0.9 * h + 0.1 * jnp.tanh(h) + x, np.zeros((4, 2)), normal(200, 4, 2) * ROWS, jnp.float32),
-    "a row of a dense cell in bfloat16": (dense, np.zeros((8, 8)), normal(100, 8, 8) * LARGE_ROW, jnp.bfloat16),
+    "a row": (
+        lambda h, x: 0.9 * h + 0.1 * jnp.tanh(h) + x,
+        np.zeros((4, 2)),
+        normal(200, 4, 2) * ROWS,
+        jnp.float32,
+    ),
+    "a row of a dense cell in bfloat16": (
+        dense,
+        np.zeros((8, 8)),
+        normal(100, 8, 8) * LARGE_ROW,
+        jnp.bfloat16,
+    ),
     "a start in bfloat16": (settling, np.full(2, 1000.0), normal(200, 2), jnp.bfloat16),
     "a start in float16": (settling, np.full(2, 1000.0), normal(200, 2), jnp.float16),
 }
@@ -84,7 +102,9 @@ def test_what_is_large_hides_nothing(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [Quasi(), Jacobi(), Picard(), GaussSeidel(block=16), Elk()], ids=repr)
+@pytest.mark.parametrize(
+    "method", [Quasi(), Jacobi(), Picard(), GaussSeidel(block=16), Elk()], ids=repr
+)
 @pytest.mark.parametrize("name", HARD)
 def test_what_is_large_hides_nothing_from_any_method(name, method):
     step, init, xs, dtype = HARD[name]
@@ -96,9 +116,14 @@ def test_gradients_at_a_large_start_are_those_of_the_loop():
     xs, start = normal(200), 1e6
 
     def value(scan, gain, start, xs):
-        return jnp.square(scan(lambda h, x: 0.3 * h + gain * jnp.tanh(h + x), start, xs)[50:]).mean()
+        return jnp.square(
+            scan(lambda h, x: 0.3 * h + gain * jnp.tanh(h + x), start, xs)[50:]
+        ).mean()
 
-    grads = [jit(jax.grad(functools.partial(value, scan))) for scan in (lambda *args: solved(*args)[0], loop)]
+    grads = [
+        jit(jax.grad(functools.partial(value, scan)))
+        for scan in (lambda *args: solved(*args)[0], loop)
+    ]
     got = grads[0](jnp.float32(0.6), jnp.float32(start), jnp.asarray(xs, jnp.float32))
     with jax.enable_x64(True):
         want = grads[1](jnp.float64(0.6), jnp.float64(start), jnp.asarray(xs, jnp.float64))
@@ -120,7 +145,9 @@ def scaled_programs(method):
     def run(solve, init, unit, xs):
         return solve(lambda h, x: scaled((h, unit), x)[0], init, xs)
 
-    return jit(functools.partial(run, functools.partial(solved, method=method))), jit(functools.partial(run, loop))
+    return jit(functools.partial(run, functools.partial(solved, method=method))), jit(
+        functools.partial(run, loop)
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,7 +155,10 @@ def scaled_programs(method):
     [
         Newton(),
         Newton(window=24),
-        *(pytest.param(each, marks=pytest.mark.slow) for each in (Quasi(), Jacobi(), GaussSeidel(block=8), Elk())),
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (Quasi(), Jacobi(), GaussSeidel(block=8), Elk())
+        ),
     ],
     ids=repr,
 )
@@ -156,7 +186,9 @@ def test_a_small_residual_is_not_a_small_error(x64):
         return 0.995 * h + x
 
     args = jnp.zeros(2), jnp.abs(jnp.asarray(normal(400, 2)))
-    solve = functools.partial(parallel_scan, lambda h, x: (step(h, x),) * 2, *args, method=Jacobi(max_iters=400))
+    solve = functools.partial(
+        parallel_scan, lambda h, x: (step(h, x),) * 2, *args, method=Jacobi(max_iters=400)
+    )
     _, ys, stats = jit(lambda: solve(rtol=1e-2, atol=1e-2, with_stats=True))()
     want = loop(step, *args)
     np.testing.assert_allclose(ys, want, rtol=1e-2, atol=1e-2, err_msg=str(stats))
@@ -171,7 +203,11 @@ def test_a_small_update_is_not_a_small_residual():
     count = 4e6 + 1e4 * np.arange(40)
     xs = jnp.asarray(count + normal(40), jnp.float32)
     near = (count + 1e4) * (1 + 6e-6)  # allowed, and 24 off, where tanh is flat
-    guess = jnp.stack([jnp.asarray(near, jnp.float32), jnp.ones(40)], 1).at[0, 1].set(jnp.tanh(4e6 - xs[0]))
+    guess = (
+        jnp.stack([jnp.asarray(near, jnp.float32), jnp.ones(40)], 1)
+        .at[0, 1]
+        .set(jnp.tanh(4e6 - xs[0]))
+    )
     start = jnp.array([4e6, 0.0])
     _, ys, _ = jit(
         lambda guess: parallel_scan(
@@ -186,9 +222,14 @@ def test_an_iterate_that_overflows_is_started_anew():
         h = 0.5 * h - 0.1 * h**3 + x
         return h, h
 
-    xs, guess = jnp.sin(jnp.arange(40.0)), jnp.full(40, 20.0)  # where the Jacobian is -120, and its powers overflow
+    xs, guess = (
+        jnp.sin(jnp.arange(40.0)),
+        jnp.full(40, 20.0),
+    )  # where the Jacobian is -120, and its powers overflow
     solve = jit(
-        lambda xs: parallel_scan(f, jnp.float32(0), xs, guess=guess, with_stats=True, method=Newton(max_iters=60))
+        lambda xs: parallel_scan(
+            f, jnp.float32(0), xs, guess=guess, with_stats=True, method=Newton(max_iters=60)
+        )
     )
     _, ys, stats = solve(xs)
     assert stats.converged and stats.windows == 1, str(stats)
@@ -200,14 +241,22 @@ def test_damping_and_clipping_change_the_jacobian(x64):
 
     def count(method):
         run = jit(
-            lambda xs: parallel_scan(lambda h, x: (jnp.tanh(h + x),) * 2, 0.1, xs, method=method, with_stats=True)
+            lambda xs: parallel_scan(
+                lambda h, x: (jnp.tanh(h + x),) * 2, 0.1, xs, method=method, with_stats=True
+            )
         )
         return int(run(jnp.asarray(normal(60)))[2].iterations)
 
     jacobi = count(Jacobi(max_iters=60))
     assert count(Newton()) < jacobi
-    assert count(Newton(damping=1.0, max_iters=60)) == count(Newton(clip=1e-12, max_iters=60)) == jacobi
-    assert count(Quasi(damping=1.0, max_iters=60)) == count(Quasi(clip=1e-12, max_iters=60)) == jacobi
+    assert (
+        count(Newton(damping=1.0, max_iters=60))
+        == count(Newton(clip=1e-12, max_iters=60))
+        == jacobi
+    )
+    assert (
+        count(Quasi(damping=1.0, max_iters=60)) == count(Quasi(clip=1e-12, max_iters=60)) == jacobi
+    )
 
 
 def test_windows_report_the_worst_of_them():
@@ -221,7 +270,9 @@ def test_windows_report_the_worst_of_them():
 
 def test_looser_tolerances_take_fewer_iterations_and_are_kept(x64):
     xs = jnp.asarray(normal(80))
-    run = functools.partial(parallel_scan, lambda h, x: (jnp.tanh(0.9 * h + x),) * 2, 0.0, method=Jacobi(max_iters=80))
+    run = functools.partial(
+        parallel_scan, lambda h, x: (jnp.tanh(0.9 * h + x),) * 2, 0.0, method=Jacobi(max_iters=80)
+    )
     want, counts = loop(lambda h, x: jnp.tanh(0.9 * h + x), 0.0, xs), []
     for tol in (1e-3, 1e-6, 1e-10):
         _, ys, stats = jit(lambda xs, tol=tol: run(xs, rtol=tol, atol=tol, with_stats=True))(xs)
@@ -232,7 +283,9 @@ def test_looser_tolerances_take_fewer_iterations_and_are_kept(x64):
     assert absolute.converged and absolute.iterations < counts[1]
 
 
-@pytest.mark.parametrize("name, value", [("rtol", float("nan")), ("rtol", 0.0), ("rtol", 1.0), ("atol", -1.0)])
+@pytest.mark.parametrize(
+    "name, value", [("rtol", float("nan")), ("rtol", 0.0), ("rtol", 1.0), ("atol", -1.0)]
+)
 def test_tolerances_that_mean_nothing_are_refused(name, value):
     with pytest.raises(UsageError, match=f"{name}={value} must"):
         parallel_scan(lambda h, x: (h, x), 1.0, jnp.ones(3), **{name: value}, method=Newton())

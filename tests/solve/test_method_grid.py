@@ -25,7 +25,9 @@ def test_some_rows(row):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", [row for place, row in enumerate(COVER) if place % EVERY != 3], ids=name_of)
+@pytest.mark.parametrize(
+    "row", [row for place, row in enumerate(COVER) if place % EVERY != 3], ids=name_of
+)
 def test_all_pairs(row):
     check(row)
 

@@ -42,10 +42,17 @@ METHODS = {
 @once_each(METHODS)
 def test_every_method_gives_the_states_of_the_loop(name, cell, x64):
     step, params, xs = functools.partial(CELLS[cell], weights()), start(cell), inputs(40)
-    got = jit(lambda h, xs: parallel_scan(step, h, xs, method=METHODS[name], with_stats=True))(params, xs)
+    got = jit(lambda h, xs: parallel_scan(step, h, xs, method=METHODS[name], with_stats=True))(
+        params, xs
+    )
     carry, ys, stats = got
     assert distance((carry, ys), jax.lax.scan(step, params, xs)) < 1e-10
-    if name in ("newton", "windows", "backward", "sequential"):  # the others may have to be run sequentially
+    if name in (
+        "newton",
+        "windows",
+        "backward",
+        "sequential",
+    ):  # the others may have to be run sequentially
         assert stats.converged and stats.first_bad == 40 and stats.residual <= 1
     assert (stats.iterations == 0) == (name in ("backward", "sequential"))
 
@@ -55,7 +62,10 @@ CASES = {
     "no outputs": (lambda h, x: (jnp.sin(h) + x, None), lambda: 0.5, np.ones(9), None),
     "python numbers": (lambda h, x: (0.5 * h + x, h), lambda: 0, np.ones(9), None),
     "nested": (
-        lambda h, x: ({"a": (jnp.cos(h["a"][0]) * x["u"], h["b"] * 0.5), "b": h["b"] + h["a"][1]}, [x["n"] + 1, h]),
+        lambda h, x: (
+            {"a": (jnp.cos(h["a"][0]) * x["u"], h["b"] * 0.5), "b": h["b"] + h["a"][1]},
+            [x["n"] + 1, h],
+        ),
         lambda: {"a": (jnp.ones((2, 1)), jnp.zeros(3)), "b": jnp.ones(3)},
         {"u": np.ones(9), "n": np.arange(9)},
         9,
@@ -66,7 +76,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name, reverse", [*((name, False) for name in CASES), ("nested", True), ("no step", True)])
+@pytest.mark.parametrize(
+    "name, reverse", [*((name, False) for name in CASES), ("nested", True), ("no step", True)]
+)
 def test_whatever_a_loop_takes(name, reverse):
     f, init, xs, length = CASES[name]
     want = jax.lax.scan(f, init(), xs, length, reverse)
@@ -82,7 +94,9 @@ def test_random_keys_are_inputs():
         return 0.5 * h + jax.random.normal(key, h.shape), h.sum()
 
     keys = jax.random.split(jax.random.key(0), 10)
-    got = jit(lambda h, keys: parallel_scan(f, h, keys, method=Newton(window=4)))(jnp.zeros(2), keys)
+    got = jit(lambda h, keys: parallel_scan(f, h, keys, method=Newton(window=4)))(
+        jnp.zeros(2), keys
+    )
     assert distance(got, jax.lax.scan(f, jnp.zeros(2), keys)) < 1e-6
 
 
@@ -100,7 +114,9 @@ def test_any_pytree(shapes, length, window, reverse):
         return new, {"y": new[0], "old": state}
 
     init, xs = [jnp.ones(shape) for shape in shapes], jnp.linspace(0, 1, length)
-    got = jit(lambda h, xs: parallel_scan(f, h, xs, reverse=reverse, method=Newton(window=window)))(init, xs)
+    got = jit(lambda h, xs: parallel_scan(f, h, xs, reverse=reverse, method=Newton(window=window)))(
+        init, xs
+    )
     want = jax.lax.scan(f, init, xs, reverse=reverse)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     assert distance(got, want) < 1e-5
@@ -113,7 +129,11 @@ def test_vmap_is_a_loop_with_statistics_of_each_sequence(x64):
     def solve(gain, xs):
         params = jax.tree.map(lambda leaf: gain * leaf, weights())
         return parallel_scan(
-            functools.partial(CELLS["rnn"], params), start("rnn"), xs, with_stats=True, method=Newton()
+            functools.partial(CELLS["rnn"], params),
+            start("rnn"),
+            xs,
+            with_stats=True,
+            method=Newton(),
         )
 
     carry, ys, stats = jit(jax.vmap(solve))(gains, xs)
@@ -129,13 +149,19 @@ def test_vmap_is_a_loop_with_statistics_of_each_sequence(x64):
 def test_a_guess_saves_iterations(x64):
     step, xs = functools.partial(CELLS["rnn"], weights("normal")), inputs(40)
     states = jax.lax.scan(lambda h, x: (step(h, x)[0],) * 2, start("rnn"), xs)[1]
-    solve = jit(lambda guess: parallel_scan(step, start("rnn"), xs, guess=guess, with_stats=True, method=Newton())[2])
+    solve = jit(
+        lambda guess: parallel_scan(
+            step, start("rnn"), xs, guess=guess, with_stats=True, method=Newton()
+        )[2]
+    )
     assert solve(states).iterations == 1 < solve(jnp.zeros_like(states)).iterations
 
 
 def test_what_does_not_converge_is_run_sequentially_or_nan_or_an_error(x64):
     step, xs = functools.partial(CELLS["rnn"], weights("normal")), inputs(40)
-    solve = functools.partial(parallel_scan, step, start("rnn"), xs, method=Newton(max_iters=2), with_stats=True)
+    solve = functools.partial(
+        parallel_scan, step, start("rnn"), xs, method=Newton(max_iters=2), with_stats=True
+    )
     want = jax.lax.scan(step, start("rnn"), xs)
     carry, ys, stats = jit(solve)()
     bad = int(stats.first_bad)
@@ -152,24 +178,38 @@ def wrong_carry(h, x):
 
 
 ERRORS = {
-    r"f takes carry leaf \['a'\] as float32\[2\] but returns it as float16\[2\]": lambda: parallel_scan(
-        wrong_carry, {"a": jnp.ones(2), "b": jnp.ones(2)}, jnp.ones(3), method=Newton()
+    r"f takes carry leaf \['a'\] as float32\[2\] but returns it as float16\[2\]": lambda: (
+        parallel_scan(
+            wrong_carry, {"a": jnp.ones(2), "b": jnp.ones(2)}, jnp.ones(3), method=Newton()
+        )
     ),
     "f takes a carry of structure .* but returns one of": lambda: parallel_scan(
         lambda h, x: ((h, h), x), jnp.ones(2), jnp.ones(3), method=Newton()
     ),
-    "returns it as float32": lambda: parallel_scan(lambda h, x: (h[:1], x), jnp.ones(2), jnp.ones(3), method=Newton()),
-    "must return a pair": lambda: parallel_scan(lambda h, x: [h, x], jnp.ones(2), jnp.ones(3), method=Newton()),
-    "length must be given": lambda: parallel_scan(lambda h, x: (h, x), jnp.ones(2), None, method=Newton()),
-    "must agree on T": lambda: parallel_scan(lambda h, x: (h, x), jnp.ones(2), jnp.ones(3), 4, method=Newton()),
-    "is a scalar": lambda: parallel_scan(lambda h, x: (h, x), jnp.ones(2), jnp.float32(1), method=Newton()),
+    "returns it as float32": lambda: parallel_scan(
+        lambda h, x: (h[:1], x), jnp.ones(2), jnp.ones(3), method=Newton()
+    ),
+    "must return a pair": lambda: parallel_scan(
+        lambda h, x: [h, x], jnp.ones(2), jnp.ones(3), method=Newton()
+    ),
+    "length must be given": lambda: parallel_scan(
+        lambda h, x: (h, x), jnp.ones(2), None, method=Newton()
+    ),
+    "must agree on T": lambda: parallel_scan(
+        lambda h, x: (h, x), jnp.ones(2), jnp.ones(3), 4, method=Newton()
+    ),
+    "is a scalar": lambda: parallel_scan(
+        lambda h, x: (h, x), jnp.ones(2), jnp.float32(1), method=Newton()
+    ),
     "on_fail='maybe' is unknown": lambda: parallel_scan(
         lambda h, x: (h, x), 1.0, jnp.ones(3), on_fail="maybe", method=Newton()
     ),
     "guess leaf .* needs": lambda: parallel_scan(
         lambda h, x: (h, x), 1.0, jnp.ones(3), guess=jnp.ones(2), method=Newton()
     ),
-    "custom_vjp": lambda: parallel_scan(lambda h, x: (OPAQUE(h), x), 1.0, jnp.ones(3), method=Newton()),
+    "custom_vjp": lambda: parallel_scan(
+        lambda h, x: (OPAQUE(h), x), 1.0, jnp.ones(3), method=Newton()
+    ),
     "window=0 must be": lambda: Newton(window=0),
     "max_iters=0 must be": lambda: Jacobi(max_iters=0),
     "clip=0 must be": lambda: Newton(clip=0),
@@ -178,7 +218,9 @@ ERRORS = {
     "diagonal='all' is unknown": lambda: Quasi("all"),
     "samples=0 must be": lambda: Quasi("hutchinson", samples=0),
     "unroll=0 must be": lambda: Sequential(unroll=0),
-    "unroll=-1 must be": lambda: parallel_scan(lambda h, x: (h, x), 1.0, jnp.ones(3), unroll=-1, method=Newton()),
+    "unroll=-1 must be": lambda: parallel_scan(
+        lambda h, x: (h, x), 1.0, jnp.ones(3), unroll=-1, method=Newton()
+    ),
 }
 OPAQUE = jax.custom_vjp(jnp.sin)
 OPAQUE.defvjp(lambda h: (jnp.sin(h), h), lambda h, g: (g * jnp.cos(h),))
@@ -193,7 +235,9 @@ def test_a_mistake_is_told_in_one_sentence(sentence):
 
 @pytest.mark.parametrize("length", [0, 1])
 @pytest.mark.parametrize(
-    "method", [Newton(), Sequential(), ParallelBackward(), Fused(), GaussSeidel(), Elk(), Auto()], ids=repr
+    "method",
+    [Newton(), Sequential(), ParallelBackward(), Fused(), GaussSeidel(), Elk(), Auto()],
+    ids=repr,
 )
 def test_no_step_and_one_step_are_sequences(method, length):
     def f(h, x):
@@ -213,7 +257,9 @@ def test_no_step_and_one_step_are_sequences(method, length):
 
 
 def test_statistics_print():
-    stats = parallel_scan(lambda h, x: (0.5 * h + x, h), 1.0, jnp.ones(5), with_stats=True, method=Newton())[2]
+    stats = parallel_scan(
+        lambda h, x: (0.5 * h + x, h), 1.0, jnp.ones(5), with_stats=True, method=Newton()
+    )[2]
     assert str(stats).startswith("Newton: converged; 2 iterations in 1 windows")
 
 

@@ -36,14 +36,19 @@ def compare(cell, method, length, on_fail="finish"):
     run = jit(both)
     for scale in SCALES:
         got, want, stats = run(weights(scale))
-        cut = [jax.tree.map(lambda leaf, n=int(stats.first_bad): leaf[:n], tree) for tree in (got, want)]
+        cut = [
+            jax.tree.map(lambda leaf, n=int(stats.first_bad): leaf[:n], tree)
+            for tree in (got, want)
+        ]
         yield scale, distance(got, want), distance(*cut), stats
 
 
 def check_table(cell, method, length):
     for scale, error, found_error, stats in compare(cell, method, length):
         where = f"{cell} {method} {scale} {length}: {stats}"
-        assert found_error < 1e-8, where  # what is said to be found is; 1e-8 leaves room for growing rounding errors
+        assert found_error < 1e-8, (
+            where
+        )  # what is said to be found is; 1e-8 leaves room for growing rounding errors
         if stats.converged:
             assert error < 1e-8 and stats.residual <= 1 and stats.first_bad == length, where
         if scale in ("init", "uniform") and isinstance(method, Newton):
@@ -73,7 +78,11 @@ def chaotic(h, x):
 @pytest.mark.parametrize("window", [32, pytest.param(None, marks=pytest.mark.slow)])
 def test_chaos_is_not_called_converged(window, x64):
     xs = 0.1 * jax.random.normal(jax.random.key(0), (1024, 16))
-    solve = jit(lambda xs: parallel_scan(chaotic, jnp.ones(16), xs, method=Newton(window=window), with_stats=True))
+    solve = jit(
+        lambda xs: parallel_scan(
+            chaotic, jnp.ones(16), xs, method=Newton(window=window), with_stats=True
+        )
+    )
     _, ys, stats = solve(xs)
     assert not stats.converged and 0 < stats.first_bad < 1024
     nearby = jax.lax.scan(chaotic, jnp.ones(16) + 1e-12, xs)[1]
@@ -107,9 +116,9 @@ def test_an_observer_of_a_chaotic_system_converges_fast(x64):
         return chaotic(h + 0.9 * (seen - h), x)
 
     rows = xs, jnp.concatenate([jnp.ones((1, 16)), truth[:-1]])
-    _, ys, stats = jit(lambda rows: parallel_scan(observer, jnp.zeros(16), rows, with_stats=True, method=Newton()))(
-        rows
-    )
+    _, ys, stats = jit(
+        lambda rows: parallel_scan(observer, jnp.zeros(16), rows, with_stats=True, method=Newton())
+    )(rows)
     assert stats.converged and stats.iterations < 12
     assert distance(ys, jax.lax.scan(observer, jnp.zeros(16), rows)[1]) < 1e-10
 
@@ -126,11 +135,15 @@ def test_overflow_and_nan_are_those_of_the_loop(x64):
     for step, init, xs in ((f, 0.5, jnp.linspace(0, 1, 100)), (g, 4.0, jnp.linspace(0, 2, 100))):
         want = jax.lax.scan(step, init, xs)[1]
         _, ys, stats = jit(
-            lambda xs, step=step, init=init: parallel_scan(step, init, xs, with_stats=True, method=Newton())
+            lambda xs, step=step, init=init: parallel_scan(
+                step, init, xs, with_stats=True, method=Newton()
+            )
         )(xs)
         first = int(jnp.argmin(jnp.isfinite(want)))
         assert not stats.converged and 0 < stats.first_bad <= first
-        assert bool((jnp.isnan(ys) == jnp.isnan(want)).all()) and bool((jnp.isinf(ys) == jnp.isinf(want)).all())
+        assert bool((jnp.isnan(ys) == jnp.isnan(want)).all()) and bool(
+            (jnp.isinf(ys) == jnp.isinf(want)).all()
+        )
         assert distance(ys[:first], want[:first]) < 1e-10
 
 
@@ -142,9 +155,11 @@ def test_iterates_may_overflow_on_the_way(x64):
         return h, h
 
     xs, guess = jnp.sin(jnp.arange(200.0)), jnp.full(200, 1e60)
-    _, ys, stats = jit(lambda xs: parallel_scan(f, 0.0, xs, guess=guess, with_stats=True, method=Newton(window=200)))(
-        xs
-    )
+    _, ys, stats = jit(
+        lambda xs: parallel_scan(
+            f, 0.0, xs, guess=guess, with_stats=True, method=Newton(window=200)
+        )
+    )(xs)
     assert distance(ys, jax.lax.scan(f, 0.0, xs)[1]) < 1e-10 and 200 > SHORT
 
 
@@ -153,7 +168,9 @@ class Rounded(Newton):
     """Newton whose scan takes and gives bfloat16, as tensor cores might."""
 
     def update(self, problem, h, residual):
-        low = lambda tree: jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(leaf.dtype), tree)  # noqa: E731
+        def low(tree):
+            return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(leaf.dtype), tree)
+
         return low(problem.solve(low(problem.jacobian(h)), low(residual)))
 
 
@@ -171,7 +188,9 @@ def test_a_scan_of_low_precision_costs_iterations_and_no_accuracy(cell):
         exact = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), (params, init, xs))
 
         def loop(params):
-            ys = jax.tree.leaves(jax.lax.scan(functools.partial(CELLS[cell], params), *exact[1:])[1])
+            ys = jax.tree.leaves(
+                jax.lax.scan(functools.partial(CELLS[cell], params), *exact[1:])[1]
+            )
             return ys[0].sum(), ys[0]
 
         want, want_ys = jax.grad(loop, has_aux=True)(exact[0])
@@ -181,9 +200,13 @@ def test_a_scan_of_low_precision_costs_iterations_and_no_accuracy(cell):
 
 
 def test_half_precision_states_stay_within_their_rounding():
-    params, xs = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (weights("init"), inputs(100)))
+    params, xs = jax.tree.map(
+        lambda leaf: leaf.astype(jnp.bfloat16), (weights("init"), inputs(100))
+    )
     step, init = functools.partial(CELLS["gru"], params), start("gru").astype(jnp.bfloat16)
-    _, ys, stats = jit(lambda xs: parallel_scan(step, init, xs, with_stats=True, method=Newton()))(xs)
+    _, ys, stats = jit(lambda xs: parallel_scan(step, init, xs, with_stats=True, method=Newton()))(
+        xs
+    )
     assert ys.dtype == jnp.bfloat16 and stats.converged
     want = jax.lax.scan(step, init, xs)[1]
     assert distance(ys.astype(jnp.float32), want.astype(jnp.float32)) < 0.05
@@ -199,7 +222,9 @@ def test_one_nan_among_many_entries_is_seen(width):
     xs = jnp.zeros((50, width)).at[20, width // 2].set(jnp.nan)
     f = lambda h, x: (jnp.tanh(0.5 * h + x),) * 2  # noqa: E731
     for method in (Newton(), Jacobi(), GaussSeidel(block=16)):
-        run = jit(lambda xs, m=method: parallel_scan(f, jnp.zeros(width), xs, method=m, with_stats=True))
+        run = jit(
+            lambda xs, m=method: parallel_scan(f, jnp.zeros(width), xs, method=m, with_stats=True)
+        )
         _, ys, stats = run(xs)
         assert not stats.converged and stats.first_bad == 20
         np.testing.assert_array_equal(np.isnan(ys).any(1), np.arange(50) >= 20)

@@ -22,7 +22,9 @@ def solver(parts, cell="rnn", reverse=False, method=None):
 
     def local(params, h, xs):
         step = functools.partial(CELLS[cell], params)
-        return parallel_scan(step, h, xs, reverse=reverse, method=method, axis_name="context", with_stats=True)
+        return parallel_scan(
+            step, h, xs, reverse=reverse, method=method, axis_name="context", with_stats=True
+        )
 
     specs = {"in_specs": (P(), P(), P("context")), "out_specs": (P(), P("context"), P())}
     return mesh, jax.shard_map(local, mesh=mesh, **specs)
@@ -34,7 +36,8 @@ def value_and_outputs(solve, params, h, xs):
 
 
 @pytest.mark.parametrize(
-    "parts, cell, reverse", [(1, "rnn", False), (2, "rnn", True), (4, "lstm", False), (8, "rnn", False)]
+    "parts, cell, reverse",
+    [(1, "rnn", False), (2, "rnn", True), (4, "lstm", False), (8, "rnn", False)],
 )
 def test_any_number_of_shards_agrees(parts, cell, reverse, x64):
     args = weights(), start(cell), inputs(LENGTH)
@@ -43,7 +46,9 @@ def test_any_number_of_shards_agrees(parts, cell, reverse, x64):
         return jax.lax.scan(functools.partial(CELLS[cell], params), h, xs, reverse=reverse)
 
     def both(solve):
-        return jit(jax.value_and_grad(functools.partial(value_and_outputs, solve), (0, 1, 2), has_aux=True))(*args)
+        return jit(
+            jax.value_and_grad(functools.partial(value_and_outputs, solve), (0, 1, 2), has_aux=True)
+        )(*args)
 
     (got, (carry, ys, (stats,))), grads = both(solver(parts, cell, reverse)[1])
     (want, (want_carry, want_ys, _)), want_grads = both(loop)
@@ -73,4 +78,6 @@ def test_bytes_sent_do_not_depend_on_the_length():
 
     short, long = sent(64), sent(1024)
     assert short == long and {"collective-permute", "all-gather"} <= {kind for kind, *_ in short}
-    assert max(size for *_, size in short) <= 4 * 4 * 4 * (4 + 1)  # a summary [n, n + 1] of each device
+    assert max(size for *_, size in short) <= 4 * 4 * 4 * (
+        4 + 1
+    )  # a summary [n, n + 1] of each device

@@ -8,7 +8,15 @@ import pytest
 from cells_to_solve import CELLS, distance, inputs, start, weights
 from fast import jit
 
-from jaxpar.solve import Block, Dense, Newton, ParallelBackward, Quasi, check_structure, parallel_scan
+from jaxpar.solve import (
+    Block,
+    Dense,
+    Newton,
+    ParallelBackward,
+    Quasi,
+    check_structure,
+    parallel_scan,
+)
 from jaxpar.solve.structure import MAX_LANES, elementwise, probe, structure_of
 from jaxpar.types import UsageError
 
@@ -54,25 +62,49 @@ def gates(h, x):
 
 ROWS = jnp.ones((4, 3))
 PROGRAMS = {
-    "elementwise": (lambda h, x: jnp.where(h > 0, jax.nn.gelu(h), jax.nn.relu(h) ** 2) * x, ROWS, [((0,), (4, 3), 1)]),
+    "elementwise": (
+        lambda h, x: jnp.where(h > 0, jax.nn.gelu(h), jax.nn.relu(h) ** 2) * x,
+        ROWS,
+        [((0,), (4, 3), 1)],
+    ),
     "scalar": (lambda h, x: jnp.sin(h), 1.0, [((0,), (), 1)]),
     "product": (lambda h, x: jnp.tanh(h @ W + x), ROWS, [((0,), (4,), 3)]),
-    "einsum over the batch": (lambda h, x: jnp.einsum("bi,bc->ci", h, jnp.ones((4, 4))), ROWS, [((0,), (), 12)]),
+    "einsum over the batch": (
+        lambda h, x: jnp.einsum("bi,bc->ci", h, jnp.ones((4, 4))),
+        ROWS,
+        [((0,), (), 12)],
+    ),
     "transpose": (lambda h, x: h.T, jnp.ones((3, 3)), [((0,), (), 9)]),
     "softmax": (lambda h, x: jax.nn.softmax(h), ROWS, [((0,), (4,), 3)]),
-    "norm without a gradient": (lambda h, x: h / jax.lax.stop_gradient(h.sum()), ROWS, [((0,), (4, 3), 1)]),
+    "norm without a gradient": (
+        lambda h, x: h / jax.lax.stop_gradient(h.sum()),
+        ROWS,
+        [((0,), (4, 3), 1)],
+    ),
     "vmap": (lambda h, x: jax.vmap(lambda row: jnp.cumsum(row) * x[0])(h), ROWS, [((0,), (4,), 3)]),
     "loop": (looped, ROWS, [((0,), (4, 3), 1)]),
     "search": (searched, ROWS, [((0,), (4, 3), 1)]),
     "layers": (layers, ROWS, [((0,), (4,), 3)]),
     "branches": (chosen, ROWS, [((0,), (4, 3), 1)]),
     "gates": (gates, ROWS, [((0,), (4,), 3)]),
-    "jit and checkpoint": (jax.jit(jax.checkpoint(lambda h, x: jnp.sin(h) * x)), ROWS, [((0,), (4, 3), 1)]),
+    "jit and checkpoint": (
+        jax.jit(jax.checkpoint(lambda h, x: jnp.sin(h) * x)),
+        ROWS,
+        [((0,), (4, 3), 1)],
+    ),
     "unknown primitive": (lambda h, x: jnp.linalg.inv(h), jnp.ones((2, 2, 2)), [((0,), (), 8)]),
     "unknown places": (lambda h, x: h.at[:, 0].add(h[:, 1]), ROWS, [((0,), (), 12)]),
-    "two apart": (lambda h, x: (h[0] * x, h[1] @ W), (ROWS, ROWS), [((0,), (4, 3), 1), ((1,), (4,), 3)]),
+    "two apart": (
+        lambda h, x: (h[0] * x, h[1] @ W),
+        (ROWS, ROWS),
+        [((0,), (4, 3), 1), ((1,), (4,), 3)],
+    ),
     "two coupled": (lambda h, x: (h[0] * h[1], h[1] + x), (ROWS, ROWS), [((0, 1), (4, 3), 2)]),
-    "a scalar and a vector": (lambda h, x: (h[0] + 1, h[1] * h[0]), (1.0, jnp.ones(3)), [((0, 1), (), 4)]),
+    "a scalar and a vector": (
+        lambda h, x: (h[0] + 1, h[1] * h[0]),
+        (1.0, jnp.ones(3)),
+        [((0, 1), (), 4)],
+    ),
     "constant": (lambda h, x: x, X, [((0,), (1, 3), 1)]),
 }
 
@@ -83,7 +115,9 @@ def test_the_program_shows_what_is_coupled(name):
     assert groups(f, init) == want
 
 
-@pytest.mark.parametrize("name", ["gates", "loop", "a scalar and a vector", pytest.param("layers", marks=SLOW)])
+@pytest.mark.parametrize(
+    "name", ["gates", "loop", "a scalar and a vector", pytest.param("layers", marks=SLOW)]
+)
 def test_what_the_program_shows_is_the_jacobian(name):
     f, init, _ = PROGRAMS[name]
     start = tuple(map(jnp.asarray, jax.tree.leaves(init)))
@@ -113,10 +147,16 @@ def test_dense_keeps_the_batch_and_what_is_declared_stands():
 
 WRONG = {
     "couples entries of carry leaf .* along axis 1 .by dot_general.": ("product", "diag"),
-    "couples entries of carry leaf .* along axis 0 .by dot_general.": ("einsum over the batch", Dense(1)),
+    "couples entries of carry leaf .* along axis 0 .by dot_general.": (
+        "einsum over the batch",
+        Dense(1),
+    ),
     r"leaf number 0 depends on leaf number 1": ("two coupled", "diag"),
     r"Block\(k=2\) needs 2 carry leaves of one shape": ("product", Block(2)),
-    r"Dense\(batch_dims=1\) needs carry leaves that share 1 leading": ("a scalar and a vector", Dense(1)),
+    r"Dense\(batch_dims=1\) needs carry leaves that share 1 leading": (
+        "a scalar and a vector",
+        Dense(1),
+    ),
 }
 
 
@@ -147,9 +187,9 @@ def test_what_cannot_be_decided_is_probed_and_a_wrong_gradient_is_none(x64):
     solve = jit(jax.value_and_grad(functools.partial(loss, scan=diag), 1, has_aux=True))
     for order, is_diagonal in ((jnp.arange(3), True), (jnp.array([1, 2, 0]), False)):
         (value, (stats,)), grad = solve(order, xs)
-        (want, _), want_grad = jax.value_and_grad(functools.partial(loss, scan=jax.lax.scan), 1, has_aux=True)(
-            order, xs
-        )
+        (want, _), want_grad = jax.value_and_grad(
+            functools.partial(loss, scan=jax.lax.scan), 1, has_aux=True
+        )(order, xs)
         assert abs(value - want) < 1e-10  # the residual is judged, not the Jacobian
         assert bool(stats.converged) == is_diagonal == (stats.structure_error < 1e-13)
         assert distance(grad, want_grad) < 1e-12 if is_diagonal else bool(jnp.isnan(grad).all())
@@ -161,13 +201,22 @@ def test_what_cannot_be_decided_is_probed_and_a_wrong_gradient_is_none(x64):
 
 
 @pytest.mark.parametrize(
-    "cell, jac", [("lstm", "dense"), pytest.param("gru", "dense", marks=SLOW), pytest.param("rnn", Dense(), marks=SLOW)]
+    "cell, jac",
+    [
+        ("lstm", "dense"),
+        pytest.param("gru", "dense", marks=SLOW),
+        pytest.param("rnn", Dense(), marks=SLOW),
+    ],
 )
 def test_structures_agree(cell, jac, x64):
     step, xs = functools.partial(CELLS[cell], weights()), inputs(20)
 
     def solve(method):
-        value = lambda xs: sum(map(jnp.sum, jax.tree.leaves(parallel_scan(step, start(cell), xs, method=method))))  # noqa: E731
+        def value(xs):
+            return sum(
+                map(jnp.sum, jax.tree.leaves(parallel_scan(step, start(cell), xs, method=method)))
+            )
+
         return jit(jax.value_and_grad(value))(xs)
 
     assert distance(solve(ParallelBackward(jac=jac)), solve(ParallelBackward())) < 1e-12
@@ -179,5 +228,7 @@ def test_large_blocks_are_matrices(x64):
     f = lambda h, x: (jnp.tanh(h @ w + x), h)  # noqa: E731
     xs = jax.random.normal(jax.random.key(1), (20, 2, n))
     for method in (Newton(), Quasi()):
-        got = jit(lambda xs, method=method: parallel_scan(f, jnp.zeros((2, n)), xs, method=method))(xs)
+        got = jit(lambda xs, method=method: parallel_scan(f, jnp.zeros((2, n)), xs, method=method))(
+            xs
+        )
         assert distance(got, jax.lax.scan(f, jnp.zeros((2, n)), xs)) < 1e-10

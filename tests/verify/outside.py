@@ -408,7 +408,9 @@ def _metrics_of_one_copy(right):
         at = {own[device][place]: device * len(own[0]) + place for device, place in pairs}
         rows = np.array([[at[chunk] for chunk in schedule.path(0)]] * schedule.microbatches)
         columns = np.arange(schedule.microbatches)[:, None]
-        return jax.tree.map(lambda x: x[rows, columns].reshape(len(rows), -1, *x.shape[3:]), metrics)
+        return jax.tree.map(
+            lambda x: x[rows, columns].reshape(len(rows), -1, *x.shape[3:]), metrics
+        )
 
     return in_order_of_layers
 

@@ -271,7 +271,9 @@ def test_every_layout_is_every_factorisation():
     assert Layout(MeshSpec(fsdp=8, inner=4)).num_devices == 8
 
 
-@pytest.mark.parametrize("dtype", ["complex64", "float8_e4m3fn", "bfloat16", "float16", "int8", "bool"])
+@pytest.mark.parametrize(
+    "dtype", ["complex64", "float8_e4m3fn", "bfloat16", "float16", "int8", "bool"]
+)
 def test_no_dtype_escapes_comparison(dtype):
     want = {"a": jnp.ones(4).astype(dtype)}
     got = {"a": jnp.asarray([1, 0, 1, 1]).astype(dtype)}
@@ -499,16 +501,22 @@ def test_memory_has_limits(product):
     memory = types.SimpleNamespace(argument_size_in_bytes=1000, temp_size_in_bytes=500)
     row = judge_program(product, memory)
     assert (row.held, row.temporaries) == (1000, 500) and not row.breaches
-    none = Compiled(run=types.SimpleNamespace(in_avals=()), text="", partitioned="", jaxpr=None, memory=memory)
+    none = Compiled(
+        run=types.SimpleNamespace(in_avals=()), text="", partitioned="", jaxpr=None, memory=memory
+    )
     mesh = make_mesh(MeshSpec(data=8))
 
     row = LayoutReport(DATA8, "float32")
     judge(row, none, product, mesh, Limits(transfers=(), held=999))
-    assert row.breaches == ["a device holds 1,000 bytes of state and batch, where 999 are its share"]
+    assert row.breaches == [
+        "a device holds 1,000 bytes of state and batch, where 999 are its share"
+    ]
 
     row = LayoutReport(DATA8, "float32")
     judge(row, none, product, mesh, Limits(transfers=()), 499)
-    assert row.breaches == ["a device needs 500 bytes beside state and batch, where at most 499 are estimated"]
+    assert row.breaches == [
+        "a device needs 500 bytes beside state and batch, where at most 499 are estimated"
+    ]
 
     row = LayoutReport(DATA8, "float32")
     judge(row, none, product, mesh, Limits(transfers=(), held=1000), 500)

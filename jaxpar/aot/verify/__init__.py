@@ -18,7 +18,14 @@ from jaxpar.aot.verify.collectives import breaches_of, found_transfers
 from jaxpar.aot.verify.compare import FLOOR, NOISE, TOLERANCE, dead_leaves, leaf_errors, of_live
 from jaxpar.aot.verify.judge import LayoutReport, Limits, bytes_on_device, judge
 from jaxpar.aot.verify.layouts import Layout, every_layout
-from jaxpar.aot.verify.program import Compiled, Outcome, Program, compile_program, on_mesh, run_program
+from jaxpar.aot.verify.program import (
+    Compiled,
+    Outcome,
+    Program,
+    compile_program,
+    on_mesh,
+    run_program,
+)
 from jaxpar.aot.verify.run import (
     ROOM_FOR_FLOPS,
     Case,

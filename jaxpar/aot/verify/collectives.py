@@ -84,19 +84,29 @@ def breaches_of(
 _VERB = {"gather": "are gathered", "sum": "are summed", "exchange": "are exchanged"}
 
 
-def _foreign_sizes(kind: str, axis: str, found: Sequence[Transfer], declared: Sequence[Transfer]) -> list[str]:
+def _foreign_sizes(
+    kind: str, axis: str, found: Sequence[Transfer], declared: Sequence[Transfer]
+) -> list[str]:
     """Sentences for arrays over an axis that have the size of none of those that are declared."""
-    legal = [transfer.sizes for transfer in declared if transfer.kind == kind and axis in transfer.axes]
+    legal = [
+        transfer.sizes for transfer in declared if transfer.kind == kind and axis in transfer.axes
+    ]
     if not all(legal):
         return []
     known = {size for sizes in legal for size in sizes}
     strange = [
-        size for one in found if one.kind == kind and axis in one.axes for size in one.sizes if size not in known
+        size
+        for one in found
+        if one.kind == kind and axis in one.axes
+        for size in one.sizes
+        if size not in known
     ]
     if not strange:
         return []
     largest = max(strange)
-    return [f"an array of {largest:,} entries {_VERB[kind].replace('are', 'is')} over {axis}, which is no parameter"]
+    return [
+        f"an array of {largest:,} entries {_VERB[kind].replace('are', 'is')} over {axis}, which is no parameter"
+    ]
 
 
 def _least_of(transfer: Transfer) -> Transfer:

@@ -35,13 +35,17 @@ def leaf_errors(got: PyTree, want: PyTree, floor: float = FLOOR) -> dict[str, fl
     want_leaves = _floats(want)
     if got_leaves.keys() != want_leaves.keys():
         missing = sorted(got_leaves.keys() ^ want_leaves.keys())
-        raise UsageError(f"two trees that differ in structure cannot be compared: {missing[0]} is in one alone.")
+        raise UsageError(
+            f"two trees that differ in structure cannot be compared: {missing[0]} is in one alone."
+        )
     whole = _norm(want_leaves)
     errors = {}
     for name, right in want_leaves.items():
         left = got_leaves[name]
         if left.shape != right.shape:
-            raise UsageError(f"{name} has shape {left.shape} on one side and {right.shape} on the other.")
+            raise UsageError(
+                f"{name} has shape {left.shape} on one side and {right.shape} on the other."
+            )
         scale = max(float(np.linalg.norm(right)), floor * whole) or 1.0
         error = float(np.linalg.norm(left - right)) / scale
         if not math.isfinite(error):
@@ -100,7 +104,10 @@ def _norm(leaves: dict[str, np.ndarray]) -> float:
 def _flat(tree: PyTree) -> list[tuple[str, np.ndarray]]:
     """Paths and arrays of a tree."""
     flat = jax.tree_util.tree_leaves_with_path(tree)
-    return [(jax.tree_util.keystr(path, simple=True, separator="/"), np.asarray(leaf)) for path, leaf in flat]
+    return [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), np.asarray(leaf))
+        for path, leaf in flat
+    ]
 
 
 def _floats(tree: PyTree) -> dict[str, np.ndarray]:
@@ -109,6 +116,8 @@ def _floats(tree: PyTree) -> dict[str, np.ndarray]:
     for name, leaf in _flat(tree):
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             out[name] = leaf.astype(np.complex128)
-        elif jnp.issubdtype(leaf.dtype, jnp.floating):  # 8 and 16 bits among them, which NumPy has no kind for
+        elif jnp.issubdtype(
+            leaf.dtype, jnp.floating
+        ):  # 8 and 16 bits among them, which NumPy has no kind for
             out[name] = leaf.astype(np.float64)
     return out

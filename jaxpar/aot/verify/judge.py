@@ -124,7 +124,9 @@ def _judge_flops(row: LayoutReport, text: str, limits: Limits) -> None:
         row.breaches.append(f"{said}, where at least {limits.least_flops:,.0f} are its share")
 
 
-def _judge_memory(row: LayoutReport, compiled: Compiled, limits: Limits, temporaries: float | None) -> None:
+def _judge_memory(
+    row: LayoutReport, compiled: Compiled, limits: Limits, temporaries: float | None
+) -> None:
     memory = compiled.memory
     if memory is None:
         row.unjudged.append("memory, of which the compiler says nothing")

@@ -38,7 +38,9 @@ class Layout(NamedTuple):
         return f"{axes} {self.name} {self.schedule}".rstrip()
 
 
-def every_layout(num_devices: int, axes: Sequence[str] = ("data", "fsdp", "tensor", "context")) -> list[Layout]:
+def every_layout(
+    num_devices: int, axes: Sequence[str] = ("data", "fsdp", "tensor", "context")
+) -> list[Layout]:
     """Returns every factorisation of the devices over the axes, under the default table."""
     divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
     choices = itertools.product(divisors, repeat=len(axes))

@@ -22,7 +22,9 @@ __all__ = ["Compiled", "Outcome", "Program", "compile_program", "on_mesh", "run_
 
 Rules = Mapping[str, tuple[str, ...]]
 
-_apart = threading.Lock()  # what is set while a program is compiled past the cache holds for all threads
+_apart = (
+    threading.Lock()
+)  # what is set while a program is compiled past the cache holds for all threads
 _running = threading.Lock()  # a program of many simulated devices needs all threads of the process
 
 
@@ -95,7 +97,9 @@ def on_mesh(layout: Layout, rules: Rules, devices: Sequence[Device] | None = Non
     return use_mesh(make_mesh(layout.mesh, devices), rules)
 
 
-def compile_program(program: Program, *, with_gradient: bool = True, is_partitioned_kept: bool = False) -> Compiled:
+def compile_program(
+    program: Program, *, with_gradient: bool = True, is_partitioned_kept: bool = False
+) -> Compiled:
     """Compiles a step for the devices of the ambient mesh; the state is donated, as training does.
 
     Args:
@@ -159,7 +163,8 @@ def _compile_apart(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, st
 def estimated_temporaries(program: Program, compiled: Compiled, mesh: Mesh, rules: Rules) -> float:
     """Returns the bytes that a device needs besides state and batch, by the account of `jaxpar.aot`."""
     batch = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)), program.batch(0)
+        lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)),
+        program.batch(0),
     )
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), program.state)
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -189,7 +194,9 @@ def _shapes_of_batch(program: Program) -> PyTree:
         shardings = jax.tree.map(lambda x: x.sharding, batch)
 
     def shape(x, sharding):
-        return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=sharding)
+        return jax.ShapeDtypeStruct(
+            x.shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=sharding
+        )
 
     return jax.tree.map(shape, batch, shardings)
 

@@ -137,7 +137,9 @@ def verify(
     def flops() -> float:
         alone = Layout(MeshSpec())
         whole = _program_of(model("float32"), alone, batch, batch_axes)
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (whole.state, batch(0)))
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (whole.state, batch(0))
+        )
         return count_flops(whole.step, jax.eval_shape(lambda: jax.random.key(0)), *shapes).total
 
     def limits(layout: Layout, program: Program, dtype: str) -> Limits:
@@ -267,10 +269,14 @@ def _compare_outcomes(row: LayoutReport, got: Outcome, want: Outcome, steps: int
         else:
             row.loss = float("inf")
         if not error <= tolerance:
-            row.breaches.append(f"the loss of step {number + 1} is off by {error:.1e}, over {tolerance:g}")
+            row.breaches.append(
+                f"the loss of step {number + 1} is off by {error:.1e}, over {tolerance:g}"
+            )
     row.worst, row.gradient = _worst(leaf_errors(got.gradient, want.gradient))
     if not row.gradient <= tolerance:
-        row.breaches.append(f"the gradient of {row.worst} is off by {row.gradient:.1e}, over {tolerance:g}")
+        row.breaches.append(
+            f"the gradient of {row.worst} is off by {row.gradient:.1e}, over {tolerance:g}"
+        )
     # Parameters and moments differ in size by orders, so each part is measured by its own norm.
     errors = {}
     for name, part in want.state.items():
@@ -283,11 +289,15 @@ def _compare_outcomes(row: LayoutReport, got: Outcome, want: Outcome, steps: int
     dead = dead_leaves(want.gradient, NOISE[row.dtype])
     row.worst_step, row.steps = _worst(of_live(errors, want.gradient, dead))
     if not row.steps <= tolerance:
-        row.breaches.append(f"{row.worst_step} after {steps} steps is off by {row.steps:.1e}, over {tolerance:g}")
+        row.breaches.append(
+            f"{row.worst_step} after {steps} steps is off by {row.steps:.1e}, over {tolerance:g}"
+        )
     for path, count in count_differences(got.state, want.state).items():
         row.breaches.append(f"{path} after {steps} steps differs in {count} entries")
     if dead:
-        row.unjudged.append(f"steps of {', '.join(sorted(dead))}, whose gradient is zero but for rounding")
+        row.unjudged.append(
+            f"steps of {', '.join(sorted(dead))}, whose gradient is zero but for rounding"
+        )
 
 
 def _judge_bytes(case: Case, dtype: str) -> LayoutReport:
@@ -337,7 +347,9 @@ def _outcome(program: Program, steps: int) -> Outcome:
     return run_program(program, compile_program(program), steps)
 
 
-def _program_of(model: Model, layout: Layout, batch: Callable[[int], PyTree], batch_axes: PyTree) -> Program:
+def _program_of(
+    model: Model, layout: Layout, batch: Callable[[int], PyTree], batch_axes: PyTree
+) -> Program:
     """The training of a model that is a loss with an optimizer."""
 
     def step(key, state, batch):

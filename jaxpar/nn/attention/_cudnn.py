@@ -32,13 +32,19 @@ class Documents(NamedTuple):
 def documents(segments: Int[Array, "B T"], most: int) -> Documents:
     """Returns where documents lie, of which no row has more than `most` and each is a run of tokens."""
     length = segments.shape[1]
-    begins = jnp.concatenate([jnp.ones_like(segments[:, :1], bool), segments[:, 1:] != segments[:, :-1]], 1)
+    begins = jnp.concatenate(
+        [jnp.ones_like(segments[:, :1], bool), segments[:, 1:] != segments[:, :-1]], 1
+    )
     index = jnp.cumsum(begins, 1, dtype=jnp.int32) - 1
-    starts = jax.vmap(lambda row: jnp.nonzero(row, size=most, fill_value=length)[0])(begins).astype(jnp.int32)
+    starts = jax.vmap(lambda row: jnp.nonzero(row, size=most, fill_value=length)[0])(begins).astype(
+        jnp.int32
+    )
     ends = jnp.concatenate([starts[:, 1:], jnp.full_like(starts[:, :1], length)], 1)
     lengths = jnp.where(starts < length, ends - starts, -1)
     counts = (lengths > 0).sum(1, dtype=jnp.int32)
-    before = jnp.cumsum(counts, dtype=jnp.int32) - counts  # cuDNN numbers those of all rows, without gaps
+    before = (
+        jnp.cumsum(counts, dtype=jnp.int32) - counts
+    )  # cuDNN numbers those of all rows, without gaps
     place = jnp.arange(length, dtype=jnp.int32)[None] - jnp.take_along_axis(starts, index, 1)
     starts = jnp.pad(jnp.where(lengths > 0, starts, -1), ((0, 0), (0, 1)), constant_values=-1)
     return Documents(lengths, starts, before[:, None] + index, place)
@@ -48,7 +54,12 @@ Lengths = tuple[Int[Array, " B"], Int[Array, " B"]]
 
 
 def forward(
-    q: Array, k: Array, v: Array, causal: bool, packed: Documents | None = None, lengths: Lengths | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    causal: bool,
+    packed: Documents | None = None,
+    lengths: Lengths | None = None,
 ) -> tuple[Array, Array]:
     """Returns outputs [B, T, H, K] and log-sum-exp [B, T, H] in float32, of all keys or of those no later.
 
@@ -63,7 +74,9 @@ def forward(
     if lengths is not None:
         options = {"q_seqlen": lengths[0], "kv_seqlen": lengths[1]}
     kind, scale = _kind(fused, causal, bool(options)), 1 / math.sqrt(q.shape[-1])
-    both: Any = fused.dot_product_attention(q, k, v, **options, scale=scale, mask_type=kind, return_residual=True)
+    both: Any = fused.dot_product_attention(
+        q, k, v, **options, scale=scale, mask_type=kind, return_residual=True
+    )
     out, log_sum = both
     if packed is None:
         return out, jnp.swapaxes(log_sum, 1, 2)
@@ -84,7 +97,10 @@ def backward(
     """Returns what these keys add to the gradients by q, k and v; `out` and `log_sum` are those over all keys."""
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
-    kind, none = _kind(fused, causal, packed is not None or lengths is not None), jnp.zeros(0, q.dtype)
+    kind, none = (
+        _kind(fused, causal, packed is not None or lengths is not None),
+        jnp.zeros(0, q.dtype),
+    )
     where = none, none, none, none
     log_sums = jnp.swapaxes(log_sum, 1, 2)
     if lengths is not None:
@@ -102,7 +118,11 @@ def backward(
     return dq, dk, dv
 
 
-def _kind(fused: Any, causal: bool, has_lengths: bool) -> Any:  # a private module, and its enumeration
+def _kind(
+    fused: Any,  # a private module of JAX
+    causal: bool,
+    has_lengths: bool,
+) -> Any:  # its enumeration
     kinds = fused.MaskType
     if not has_lengths:
         return kinds.CAUSAL if causal else kinds.NO_MASK

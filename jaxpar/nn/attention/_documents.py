@@ -32,7 +32,9 @@ def forward(q: Array, k: Array, v: Array, causal: bool, segments: Documents) -> 
     """
 
     def by_blocks(q, k, v, *segments):
-        state = in_blocks(q, k, v, _places(q), _places(k), segments=segments, visible=Visible(causal))
+        state = in_blocks(
+            q, k, v, _places(q), _places(k), segments=segments, visible=Visible(causal)
+        )
         return finish(state).astype(q.dtype), state.log_sum
 
     def packed(most, q, k, v, own, _):
@@ -41,28 +43,43 @@ def forward(q: Array, k: Array, v: Array, causal: bool, segments: Documents) -> 
     def rectangle(q, k, v, own, other):
         _, seen, lengths = _common(own, other)
         out, log_sum = _cudnn.forward(q, jnp.flip(k, 1), jnp.flip(v, 1), False, lengths=lengths)
-        return jnp.where(seen[..., None, None], out, 0), jnp.where(seen[..., None], log_sum, -jnp.inf)
+        return jnp.where(seen[..., None, None], out, 0), jnp.where(
+            seen[..., None], log_sum, -jnp.inf
+        )
 
     def nothing(q, *_):
         return jnp.zeros_like(q), jnp.full(q.shape[:3], -jnp.inf, jnp.float32)
 
     if causal:
         return by_number(packed, by_blocks, segments[0], q, k, v, *segments)
-    return jax.lax.switch(_common(*segments)[0], [nothing, rectangle, by_blocks], q, k, v, *segments)
+    return jax.lax.switch(
+        _common(*segments)[0], [nothing, rectangle, by_blocks], q, k, v, *segments
+    )
 
 
 def backward(
-    q: Array, k: Array, v: Array, out: Array, log_sum: Array, g: Array, causal: bool, segments: Documents
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    log_sum: Array,
+    g: Array,
+    causal: bool,
+    segments: Documents,
 ) -> tuple[Array, Array, Array]:
     """Returns what these keys add to the gradients by q, k and v; `out` and `log_sum` are those over all keys."""
 
     def by_blocks(q, k, v, out, log_sum, g, *segments):
         delta = (out.astype(jnp.float32) * g.astype(jnp.float32)).sum(-1)
         places = _places(q), _places(k)
-        return attend_gradient(q, k, v, *places, log_sum, delta, g, segments=segments, visible=Visible(causal))
+        return attend_gradient(
+            q, k, v, *places, log_sum, delta, g, segments=segments, visible=Visible(causal)
+        )
 
     def packed(most, q, k, v, out, log_sum, g, own, _):
-        grads = gradient_by_cudnn(causal, most, q, _copied(q, k), _copied(q, v), own, out, log_sum, g)
+        grads = gradient_by_cudnn(
+            causal, most, q, _copied(q, k), _copied(q, v), own, out, log_sum, g
+        )
         dq, dk, dv = (x.astype(jnp.float32) for x in grads)
         return dq, *(x.reshape(*k.shape[:3], -1, k.shape[3]).sum(3) for x in (dk, dv))
 
@@ -72,7 +89,9 @@ def backward(
         dq, *grads = _cudnn.backward(q, *both, out, log_sum, g, False, lengths=lengths)
         has_any = seen[:, :1]  # of a row that has none, one token each was computed
         read = jnp.flip(has_any & (_places(k) < lengths[1][:, None]), 1)
-        dk, dv = (jnp.where(read[..., None, None], jnp.flip(x, 1), 0).astype(jnp.float32) for x in grads)
+        dk, dv = (
+            jnp.where(read[..., None, None], jnp.flip(x, 1), 0).astype(jnp.float32) for x in grads
+        )
         return jnp.where(seen[..., None, None], dq, 0).astype(jnp.float32), dk, dv
 
     def nothing(q, k, v, *_):
@@ -120,13 +139,18 @@ def _errors() -> list[Array]:
     """Relative errors of two rows in two pieces: a document crosses the border of one of them."""
     draw = np.random.default_rng(0).standard_normal
     q, k, v, g = (jnp.asarray(draw((2, 256, heads, 64)), jnp.bfloat16) for heads in (4, 2, 2, 4))
-    segments = np.stack([np.repeat([1, 2, 3], [28, 190, 38]), np.repeat([7, 8], 128)]).astype(np.int32)
+    segments = np.stack([np.repeat([1, 2, 3], [28, 190, 38]), np.repeat([7, 8], 128)]).astype(
+        np.int32
+    )
     seen = jnp.asarray(np.tril(segments[:, :, None] == segments[:, None]))
     state = attend(q, k, v, seen)
     out, log_sum = finish(state).astype(q.dtype), state.log_sum
     low, high, found, wanted = slice(0, 128), slice(128, 256), [], []
     for rows, columns, causal in ((high, low, False), (high, high, True)):
-        arrays, both = (q[:, rows], k[:, columns], v[:, columns]), tuple(segments[:, x] for x in (rows, columns))
+        arrays, both = (
+            (q[:, rows], k[:, columns], v[:, columns]),
+            tuple(segments[:, x] for x in (rows, columns)),
+        )
         both = jnp.asarray(both[0]), jnp.asarray(both[1])
         more, sums = forward(*arrays, causal, both)
         exact = attend(*arrays, seen[:, rows, columns])
@@ -136,5 +160,7 @@ def _errors() -> list[Array]:
         found += backward(*arrays, *known, causal, both)
         delta = (known[0].astype(jnp.float32) * known[2].astype(jnp.float32)).sum(-1)
         places = _places(arrays[0]), _places(arrays[1])
-        wanted += attend_gradient(*arrays, *places, known[1], delta, known[2], segments=both, visible=Visible(causal))
+        wanted += attend_gradient(
+            *arrays, *places, known[1], delta, known[2], segments=both, visible=Visible(causal)
+        )
     return [relative_error(got, want) for got, want in zip(found, wanted, strict=True)]

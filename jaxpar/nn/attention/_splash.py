@@ -12,13 +12,17 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 if importlib.util.find_spec("libtpu"):  # before anything is traced, as in `jaxpar.scan._kernels`
-    import jax.experimental.pallas.tpu  # noqa: F401
+    import jax.experimental.pallas.tpu
 
 
-def forward(q: Array, k: Array, v: Array, segments: Array | None = None, causal: bool = True) -> Array:
+def forward(
+    q: Array, k: Array, v: Array, segments: Array | None = None, causal: bool = True
+) -> Array:
     """Returns outputs [B, T, H, K]; differentiable."""
     asked = q.shape[1]
-    if segments is None and causal:  # what is filled up comes last, so that no query of ours sees it
+    if (
+        segments is None and causal
+    ):  # what is filled up comes last, so that no query of ours sees it
         q, k, v = (jnp.pad(x, ((0, 0), (0, -asked % 128), (0, 0), (0, 0))) for x in (q, k, v))
     kernel, segment_ids = _kernel(q, k, causal)
     ids = None if segments is None else segment_ids(segments, segments)
@@ -72,7 +76,12 @@ def _kernel(q: Array, k: Array, causal: bool, save_residuals: bool = False):
     # The largest blocks that divide the lengths, as the kernel asks for.
     queries, keys = (next(b for b in (512, 256, 128) if x.shape[1] % b == 0) for x in (q, k))
     blocks = splash.BlockSizes(
-        block_q=queries, block_kv=keys, block_q_dkv=queries, block_kv_dkv=keys, block_q_dq=queries, block_kv_dq=keys
+        block_q=queries,
+        block_kv=keys,
+        block_q_dkv=queries,
+        block_kv_dkv=keys,
+        block_q_dq=queries,
+        block_kv_dq=keys,
     )
     kind = masks.CausalMask if causal else masks.FullMask
     mask = masks.MultiHeadMask([kind((q.shape[1], k.shape[1]))] * q.shape[2])

@@ -62,7 +62,13 @@ def attention_by_blocks(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attention(
-    visible: Visible, cap: float, q: Array, k: Array, v: Array, segments: Array | None, slopes: Array | None
+    visible: Visible,
+    cap: float,
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: Array | None,
+    slopes: Array | None,
 ) -> Array:
     return _forward(visible, cap, q, k, v, segments, slopes)[0]
 
@@ -98,7 +104,12 @@ class _Cut:
         # Else JAX finds that masks depend on nothing in a loop over layers, and makes those of all blocks before it.
         counts = jnp.arange(self.count), jnp.arange(self.length)[None]
         x, (numbers, places) = jax.lax.optimization_barrier((x, counts))
-        return _Piece(jax.tree.map(cut, x), numbers, cut(places, -1), None if segments is None else cut(segments))
+        return _Piece(
+            jax.tree.map(cut, x),
+            numbers,
+            cut(places, -1),
+            None if segments is None else cut(segments),
+        )
 
     def whole(self, x: Array) -> Array:
         x = jnp.moveaxis(x, 0, 1)
@@ -117,7 +128,13 @@ class _Pairs:
         return cls(_Cut.of(length, QUERIES), _Cut.of(length, KEYS))
 
     def over_keys(
-        self, block: Array, visible: Visible, of_keys: Callable, nothing: PyTree, add: Callable, sums: PyTree
+        self,
+        block: Array,
+        visible: Visible,
+        of_keys: Callable,
+        nothing: PyTree,
+        add: Callable,
+        sums: PyTree,
     ) -> PyTree:
         """Returns the sums with `of_keys(j)` of each block of keys of which this block of queries sees anything."""
 
@@ -134,7 +151,9 @@ class _Pairs:
     def is_seen(self, i: Array, j: Array, visible: Visible) -> Array:
         """Whether a causal rule lets a block of queries see anything of a block of keys."""
         seen = j * self.keys.size < (i + 1) * self.queries.size
-        nearest = i * self.queries.size - (j + 1) * self.keys.size + 1  # of the first query and the last key
+        nearest = (
+            i * self.queries.size - (j + 1) * self.keys.size + 1
+        )  # of the first query and the last key
         return seen & (nearest < visible.window) if visible.window else seen
 
 
@@ -153,7 +172,15 @@ def _bias(queries: _Piece, keys: _Piece, slopes: Array | None) -> Array | None:
     return None if slopes is None else slopes_bias(slopes, queries.places, keys.places)
 
 
-def _forward(visible: Visible, cap: float, q: Array, k: Array, v: Array, segments: Array | None, slopes: Array | None):
+def _forward(
+    visible: Visible,
+    cap: float,
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: Array | None,
+    slopes: Array | None,
+):
     pairs = _Pairs.of(q.shape[1])
     keys = pairs.keys.blocks((k, v), segments)
 
@@ -179,7 +206,10 @@ def _backward(visible: Visible, cap: float, kept: tuple, g: Array):
     q, k, v, segments, slopes, out, log_sum = kept
     pairs, wide = _Pairs.of(q.shape[1]), jnp.promote_types(q.dtype, jnp.float32)
     delta = (out.astype(wide) * g.astype(wide)).sum(-1)
-    keys, none = pairs.keys.blocks((k, v), segments), None if slopes is None else jnp.zeros(slopes.shape, wide)
+    keys, none = (
+        pairs.keys.blocks((k, v), segments),
+        None if slopes is None else jnp.zeros(slopes.shape, wide),
+    )
 
     def some(sums, queries):
         q, log_sum, delta, g = queries.x
@@ -187,7 +217,9 @@ def _backward(visible: Visible, cap: float, kept: tuple, g: Array):
         def of_keys(j):
             part = _at(keys, j)
             (k, v), seen, bias = part.x, _seen(queries, part, visible), _bias(queries, part, slopes)
-            dq, dk, dv, dscores = block_gradient(q, k, v, seen, log_sum, delta, g, bias=bias, cap=cap)
+            dq, dk, dv, dscores = block_gradient(
+                q, k, v, seen, log_sum, delta, g, bias=bias, cap=cap
+            )
             if slopes is None:
                 return dq, dk, dv, None
             distance = slopes_bias(-jnp.ones_like(slopes), queries.places, part.places)
@@ -207,7 +239,13 @@ def _backward(visible: Visible, cap: float, kept: tuple, g: Array):
     zeros = [jnp.zeros(x.shape, wide) for x in keys.x]
     (dk, dv, dslopes), dq = jax.lax.scan(some, (*zeros, none), queries)
     dk, dv = (pairs.keys.whole(x).astype(k.dtype) for x in (dk, dv))
-    return pairs.queries.whole(dq), dk, dv, None, None if slopes is None else jnp.asarray(dslopes, slopes.dtype)
+    return (
+        pairs.queries.whole(dq),
+        dk,
+        dv,
+        None,
+        None if slopes is None else jnp.asarray(dslopes, slopes.dtype),
+    )
 
 
 _attention.defvjp(_forward, _backward)
@@ -224,7 +262,12 @@ def block_gradient(
     *,
     bias: Float[Array, "B H T S"] | None = None,
     cap: float = 0.0,
-) -> tuple[Float[Array, "B T H K"], Float[Array, "B S G K"], Float[Array, "B S G K"], Float[Array, "B H T S"]]:
+) -> tuple[
+    Float[Array, "B T H K"],
+    Float[Array, "B S G K"],
+    Float[Array, "B S G K"],
+    Float[Array, "B H T S"],
+]:
     """Computes what these keys add to the gradients of attention, in float32 at least.
 
     The weights are those of the whole softmax, exp(score - log_sum): the log-sum-exp of these keys alone would give
@@ -253,7 +296,9 @@ def block_gradient(
         return x.reshape(x.shape[0], -1, *x.shape[3:])
 
     q, g = grouped(q), grouped(g).astype(v.dtype)
-    log_sum, delta = (jnp.moveaxis(grouped(x), 1, -1)[..., None] for x in (log_sum, delta))  # [B, G, H/G, T, 1]
+    log_sum, delta = (
+        jnp.moveaxis(grouped(x), 1, -1)[..., None] for x in (log_sum, delta)
+    )  # [B, G, H/G, T, 1]
     scores = jnp.einsum("btgrk,bsgk->bgrts", q, k, preferred_element_type=wide) / math.sqrt(width)
     slope, scores = 1 - jnp.square(jnp.tanh(scores / cap)) if cap else 1.0, capped(scores, cap)
     if bias is not None:

@@ -34,7 +34,9 @@ class PositionRule(NamedTuple):
     positions: Rope | Alibi | None = None
     cap: float = 0.0
 
-    def rotate(self, x: Float[Array, "B T H K"], positions: Int[Array, "B T"]) -> Float[Array, "B T H K"]:
+    def rotate(
+        self, x: Float[Array, "B T H K"], positions: Int[Array, "B T"]
+    ) -> Float[Array, "B T H K"]:
         """Rotates queries or keys to their positions, where positions are rotary."""
         return self.positions.rotate(x, positions) if isinstance(self.positions, Rope) else x
 
@@ -50,7 +52,9 @@ class Cache(Protocol):
     keys lie.
     """
 
-    def fill(self, k: Float[Array, "B T G K"], v: Float[Array, "B T G K"], context: Context) -> Self:
+    def fill(
+        self, k: Float[Array, "B T G K"], v: Float[Array, "B T G K"], context: Context
+    ) -> Self:
         """Returns the empty cache with a prompt's tokens, their keys rotated; what of them does not count is unseen."""
         ...
 
@@ -79,7 +83,9 @@ class LinearCache:
     values: Array
 
     @classmethod
-    def empty(cls, batch: int, num_heads: int, slots: int, head_dim: int, dtype: DTypeLike) -> "LinearCache":
+    def empty(
+        cls, batch: int, num_heads: int, slots: int, head_dim: int, dtype: DTypeLike
+    ) -> "LinearCache":
         """Returns a cache of zeros."""
         zeros = jnp.zeros((batch, num_heads, slots, head_dim), dtype)
         return cls(zeros, zeros)
@@ -118,7 +124,11 @@ class LinearCache:
         q, k = (rule.rotate(x, context.positions) for x in (q, k))
         seen: Any = context.seen
         new = seen[:, None] + jnp.arange(q.shape[1])[None]
-        options: dict[str, Any] = {"first": context.first, "visible": rule.visible, "slopes": rule.slopes(q.shape[2])}
+        options: dict[str, Any] = {
+            "first": context.first,
+            "visible": rule.visible,
+            "slopes": rule.slopes(q.shape[2]),
+        }
         options["cap"] = rule.cap
         # Written first, a step reads one array; but what a window still sees must not be overwritten before it is read.
         window = rule.visible.window

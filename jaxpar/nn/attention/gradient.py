@@ -70,7 +70,9 @@ def attend_gradient(
 
 def _cut(x: Array) -> Array:
     """[B, T, ...] -> [T / QUERIES, B, QUERIES, ...]; places that fill the last piece up are of nothing."""
-    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % QUERIES)] + [(0, 0)] * (x.ndim - 2), constant_values=-1)
+    x = jnp.pad(
+        x, [(0, 0), (0, -x.shape[1] % QUERIES)] + [(0, 0)] * (x.ndim - 2), constant_values=-1
+    )
     return jnp.moveaxis(x.reshape(x.shape[0], -1, QUERIES, *x.shape[2:]), 1, 0)
 
 

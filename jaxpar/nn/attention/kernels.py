@@ -72,14 +72,31 @@ def attention(
     # Projected where their tokens are; a split sequence is gathered here and nowhere earlier.
     rows, tokens = inside[0], None if prompt else inside[1]
     whole, kv_whole = (rows, None, "heads", "head_dim"), (rows, None, "kv_heads", "head_dim")
-    q, k, v = (constrain(x, rows, tokens, *axes[2:]) for x, axes in ((q, whole), (k, kv_whole), (v, kv_whole)))
-    if mesh_axes("kv_heads") != mesh_axes("heads"):  # then each device's queries need their own copies of the keys
+    q, k, v = (
+        constrain(x, rows, tokens, *axes[2:])
+        for x, axes in ((q, whole), (k, kv_whole), (v, kv_whole))
+    )
+    if mesh_axes("kv_heads") != mesh_axes(
+        "heads"
+    ):  # then each device's queries need their own copies of the keys
         k, v, kv_whole = *(jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v)), whole
     rate = dropout_rate if dropout_key is not None else 0.0
-    impl = _choose(impl, q, rate, segments is not None, prompt, visible, among is None and slopes is None and not cap)
+    impl = _choose(
+        impl,
+        q,
+        rate,
+        segments is not None,
+        prompt,
+        visible,
+        among is None and slopes is None and not cap,
+    )
     impl = _linear(impl, rate) if blockwise and among is None else impl
     # One seed a row and head, drawn over the whole batch, so that a mesh does not change what is dropped.
-    seeds = None if dropout_key is None or not rate else jax.random.bits(dropout_key, (q.shape[0], q.shape[2]))
+    seeds = (
+        None
+        if dropout_key is None or not rate
+        else jax.random.bits(dropout_key, (q.shape[0], q.shape[2]))
+    )
     options = {
         "segments": (segments, (rows, None)),
         "among": (among, (rows, None, None)),
@@ -92,10 +109,14 @@ def attention(
 
     def block(q, k, v, *arrays):
         given = dict(zip(options, arrays, strict=True))
-        return _on_device(q, k, v, given, impl=impl, visible=visible, rate=rate, prompt=prompt, cap=cap)
+        return _on_device(
+            q, k, v, given, impl=impl, visible=visible, rate=rate, prompt=prompt, cap=cap
+        )
 
     # A kernel's result has no type of its own for the check of what varies over which axis.
-    out = local(block, [whole, kv_whole, kv_whole, *axes], whole, check=impl == "xla")(q, k, v, *arrays)
+    out = local(block, [whole, kv_whole, kv_whole, *axes], whole, check=impl == "xla")(
+        q, k, v, *arrays
+    )
     return constrain(out, rows, tokens, *whole[2:])
 
 
@@ -105,16 +126,22 @@ def _on_device(
     """Attention of one device's rows and heads."""
     segments, among, slopes = (given.get(name) for name in ("segments", "among", "slopes"))
     if impl == "cudnn":
-        return jax.nn.dot_product_attention(q, k, v, is_causal=visible.causal, implementation="cudnn")
+        return jax.nn.dot_product_attention(
+            q, k, v, is_causal=visible.causal, implementation="cudnn"
+        )
     if impl == "packed":
         assert segments is not None  # as `_choose` says
         return attention_of_documents(q, k, v, segments, visible.causal)
     if impl == "splash":
         return _splash.forward(q, k, v, segments, visible.causal)
     if impl == "blocks":
-        return attention_by_blocks(q, k, v, segments=segments, visible=visible, slopes=slopes, cap=cap)
+        return attention_by_blocks(
+            q, k, v, segments=segments, visible=visible, slopes=slopes, cap=cap
+        )
     places = jnp.arange(q.shape[1])[None]
-    if prompt and segments is None and among is None:  # a block of queries at a time, as no gradient is wanted
+    if (
+        prompt and segments is None and among is None
+    ):  # a block of queries at a time, as no gradient is wanted
         state = in_blocks(q, k, v, places, places, visible=visible, slopes=slopes, cap=cap)
         return finish(state).astype(q.dtype)
     seen = visible(places, places)
@@ -168,7 +195,13 @@ def in_blocks(
         bias = None if slopes is None else slopes_bias(slopes, queries, keys)
         return attend(q, k, v, seen if among is None else seen & among, bias=bias, cap=cap)
 
-    parts = q, jnp.broadcast_to(queries, (batch, length)), first, among, None if segments is None else segments[0]
+    parts = (
+        q,
+        jnp.broadcast_to(queries, (batch, length)),
+        first,
+        among,
+        None if segments is None else segments[0],
+    )
     if length <= QUERIES:
         return some(parts)
 
@@ -184,7 +217,13 @@ def in_blocks(
 
 
 def _choose(
-    impl: str, q: jax.Array, rate: float, has_segments: bool, prompt: bool, visible: Visible, plain: bool
+    impl: str,
+    q: jax.Array,
+    rate: float,
+    has_segments: bool,
+    prompt: bool,
+    visible: Visible,
+    plain: bool,
 ) -> str:
     """Resolves "auto", and refuses a kernel that cannot do what is asked; a prompt's length is filled up for splash."""
     length, width = q.shape[1], q.shape[3]
@@ -198,7 +237,10 @@ def _choose(
         ],
         "splash": [
             (q.dtype in (jnp.bfloat16, jnp.float32), f"dtype bfloat16 or float32, not {q.dtype}"),
-            (prompt and visible.causal or length % 128 == 0, f"a length that is a multiple of 128, not {length}"),
+            (
+                prompt and visible.causal or length % 128 == 0,
+                f"a length that is a multiple of 128, not {length}",
+            ),
             (width % 64 == 0, f"head_dim a multiple of 64, not {width}"),
             (rate == 0.0, "dropout 0"),
             *rule,
@@ -214,7 +256,9 @@ def _choose(
         return kernel
     for ok, need in limits[impl]:
         if not ok:
-            raise UsageError(f"attention={impl} needs {need}; take attention=auto, which falls back to xla.")
+            raise UsageError(
+                f"attention={impl} needs {need}; take attention=auto, which falls back to xla."
+            )
     if impl == "cudnn" and has_segments:
         if not packing_is_right():
             raise UsageError(

@@ -83,11 +83,18 @@ class WholeSequence:
         inside = mesh_axes("seq_layer")
         head = sizes.tokens * mixer.head_dim * sizes.width / num_shares(*mesh_axes("heads"))
         queries, keys = head * mixer.num_heads, head * mixer.num_kv_heads
-        moved = (("queries", sizes.again, queries), ("keys", 2, keys), ("values", 2, keys), ("mixed", 1, queries))
+        moved = (
+            ("queries", sizes.again, queries),
+            ("keys", 2, keys),
+            ("values", 2, keys),
+            ("mixed", 1, queries),
+        )
         for what, count, size in moved:
             arrays = sizes.layers * count
             if inside:
-                yield Transfer("gather", inside, arrays, int(arrays * size), f"{what} of the whole sequence")
+                yield Transfer(
+                    "gather", inside, arrays, int(arrays * size), f"{what} of the whole sequence"
+                )
 
 
 WHOLE = WholeSequence()
@@ -157,9 +164,15 @@ class Attention:
     def leaves(self, embed_dim: int, std: float, out_std: float) -> dict[str, PyTree]:
         """Declares wq [D, H, K], wk, wv [D, G, K], wo [H, K, D] and their biases, and q_norm, k_norm."""
         heads, kv = (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
-        axes = {"q": INTO, "k": ("embed", "kv_heads", "head_dim"), "v": ("embed", "kv_heads", "head_dim")}
+        axes = {
+            "q": INTO,
+            "k": ("embed", "kv_heads", "head_dim"),
+            "v": ("embed", "kv_heads", "head_dim"),
+        }
         sizes = {"q": heads, "k": kv, "v": kv}
-        out: dict[str, PyTree] = {f"w{name}": Leaf((embed_dim, *sizes[name]), axes[name], std) for name in axes}
+        out: dict[str, PyTree] = {
+            f"w{name}": Leaf((embed_dim, *sizes[name]), axes[name], std) for name in axes
+        }
         out["wo"] = Leaf((*heads, embed_dim), OUT, out_std)
         if self.bias or self.qkv_bias:
             out |= {f"b{name}": Leaf(sizes[name], axes[name][1:], "zeros") for name in axes}
@@ -175,7 +188,9 @@ class Attention:
         Left alone where a mesh splits heads, whose shares would not be those of the three, and where a weight is no
         array.
         """
-        names = [f"{kind}{name}" for kind in ("w", "b") for name in "qkv" if f"{kind}{name}" in params]
+        names = [
+            f"{kind}{name}" for kind in ("w", "b") for name in "qkv" if f"{kind}{name}" in params
+        ]
         split = any(mesh_axes(name) for name in ("embed_weight", "heads", "kv_heads", "head_dim"))
         if split or not all(isinstance(params[name], jax.Array) for name in names):
             return params
@@ -190,7 +205,9 @@ class Attention:
         """Returns an empty cache of `slots` tokens, or of the window if that is smaller."""
         del width
         if not self.causal:
-            raise UsageError("attention that is not causal has no cache; give causal=true, or apply it to whole rows.")
+            raise UsageError(
+                "attention that is not causal has no cache; give causal=true, or apply it to whole rows."
+            )
         room = min(slots, self.visible.window or slots)
         return LinearCache.empty(batch, self.num_kv_heads, room, self.head_dim, dtype)
 
@@ -205,7 +222,12 @@ class Attention:
 
         def product(equation, x, name, axes):
             return contract(
-                equation, x, params[f"w{name}"], axes, bias=params.get(f"b{name}"), apart=context.rules.apart
+                equation,
+                x,
+                params[f"w{name}"],
+                axes,
+                bias=params.get(f"b{name}"),
+                apart=context.rules.apart,
             )
 
         if "wqkv" in params:
@@ -213,9 +235,15 @@ class Attention:
             q, k, v = jnp.split(product("btd,dhk->bthk", x, "qkv", INTO), ends, axis=2)
         else:
             q = product("btd,dhk->bthk", x, "q", INTO)
-            k, v = (product("btd,dgk->btgk", x, name, ("embed", "kv_heads", "head_dim")) for name in "kv")
+            k, v = (
+                product("btd,dgk->btgk", x, name, ("embed", "kv_heads", "head_dim"))
+                for name in "kv"
+            )
         if self.qk_norm is not None:
-            q, k = (self.qk_norm.apply(params[name], part) for name, part in (("q_norm", q), ("k_norm", k)))
+            q, k = (
+                self.qk_norm.apply(params[name], part)
+                for name, part in (("q_norm", q), ("k_norm", k))
+            )
         if self.score_dim:
             q = q * math.sqrt(self.head_dim / self.score_dim)
         out, cache = self.mix(q, k, v, cache, context)
@@ -253,4 +281,6 @@ class Attention:
         if self.qk_norm is not None and mesh_axes("heads"):
             axes = (*mesh_axes("batch"), *mesh_axes("seq_layer"), *mesh_axes("heads"))
             size = 2 * sizes.layers * self.head_dim * max(sizes.width, 4)
-            yield Transfer("sum", axes, 2 * sizes.layers, size, "gradients of q_norm and k_norm, over heads")
+            yield Transfer(
+                "sum", axes, 2 * sizes.layers, size, "gradients of q_norm and k_norm, over heads"
+            )

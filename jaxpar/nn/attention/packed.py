@@ -47,7 +47,11 @@ def attention_of_documents(
     Cost: 4 H K operations a pair of tokens of one document, half of it if causal. Memory: O(B T H K), and while it is
     computed 4 M B H T bytes; its gradient as much as 4 max(8, M / G) B H T K. Reverse mode only.
     """
-    if jax.__version_info__ < (0, 11, 2):  # jax 0.10 finds packed keys by the number of queries' heads
+    if jax.__version_info__ < (
+        0,
+        11,
+        2,
+    ):  # jax 0.10 finds packed keys by the number of queries' heads
         k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     return _attention(causal, q, k, v, segments)
 
@@ -75,7 +79,9 @@ def _backward(causal: bool, kept: tuple, g: Array):
 
     def by_blocks(q, k, v, segments, out, log_sum, g):
         del out, log_sum
-        _, pull = jax.vjp(lambda *x: attention_by_blocks(*x, segments=segments, visible=Visible(causal)), q, k, v)
+        _, pull = jax.vjp(
+            lambda *x: attention_by_blocks(*x, segments=segments, visible=Visible(causal)), q, k, v
+        )
         return pull(g.astype(q.dtype))
 
     return *by_number(by_cudnn, by_blocks, kept[3], *kept, g), None
@@ -85,7 +91,15 @@ _attention.defvjp(_forward, _backward)
 
 
 def gradient_by_cudnn(
-    causal: bool, most: int, q: Array, k: Array, v: Array, segments: Array, out: Array, log_sum: Array, g: Array
+    causal: bool,
+    most: int,
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: Array,
+    out: Array,
+    log_sum: Array,
+    g: Array,
 ) -> tuple[Array, ...]:
     """Returns the gradients by q, k and v of rows with at most so many documents, some heads at a time."""
     packed = _cudnn.documents(segments, most)
@@ -97,12 +111,16 @@ def gradient_by_cudnn(
         return _cudnn.backward(q, k, v, out, log_sum, g, causal, packed)
 
     grads = jax.lax.map(some_heads, arrays)
-    return tuple(jnp.moveaxis(x, 0, 2).reshape(like.shape) for x, like in zip(grads, (q, k, v), strict=True))
+    return tuple(
+        jnp.moveaxis(x, 0, 2).reshape(like.shape) for x, like in zip(grads, (q, k, v), strict=True)
+    )
 
 
 def _pieces(groups: int, most: int) -> int:
     """In how many parts the key heads are taken: as few as hold `AT_ONCE` documents for all heads, or each alone."""
-    return next(n for n in range(1, groups + 1) if groups % n == 0 and (n == groups or n * AT_ONCE >= most))
+    return next(
+        n for n in range(1, groups + 1) if groups % n == 0 and (n == groups or n * AT_ONCE >= most)
+    )
 
 
 def _in_pieces(x: Array, pieces: int) -> Array:
@@ -118,7 +136,9 @@ def by_number(by_cudnn, by_blocks, segments: Array, *args):
     most = [min(number, length) for number in MOST if number < 2 * length]
     is_run = (steps >= 0).all()
     which = jnp.where(is_run, (count > jnp.array(most)).sum(), len(most))
-    return jax.lax.switch(which, [*(functools.partial(by_cudnn, number) for number in most), by_blocks], *args)
+    return jax.lax.switch(
+        which, [*(functools.partial(by_cudnn, number) for number in most), by_blocks], *args
+    )
 
 
 @functools.cache
@@ -131,7 +151,9 @@ def _errors() -> list[Array]:
     """Relative errors of outputs and gradients of two rows with four documents, against the dense form."""
     draw = np.random.default_rng(0).standard_normal
     q, k, v, g = (jnp.asarray(draw((2, 256, heads, 64)), jnp.bfloat16) for heads in (4, 2, 2, 4))
-    segments = jnp.asarray(np.stack([np.repeat([1, 2, 3], [1, 100, 155]), np.full(256, 7)]), jnp.int32)
+    segments = jnp.asarray(
+        np.stack([np.repeat([1, 2, 3], [1, 100, 155]), np.full(256, 7)]), jnp.int32
+    )
     seen = jnp.tril(jnp.ones((1, 256, 256), bool)) & (segments[:, :, None] == segments[:, None, :])
 
     def dense(q, k, v):

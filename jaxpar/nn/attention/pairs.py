@@ -98,7 +98,9 @@ def attend_pair_gradient(
     if impl == "xla":
         delta = (out.astype(wide) * g.astype(wide)).sum(-1)
         places = _places(q), _places(k)
-        return attend_gradient(q, k, v, *places, log_sum, delta, g, segments=segments, visible=Visible(causal))
+        return attend_gradient(
+            q, k, v, *places, log_sum, delta, g, segments=segments, visible=Visible(causal)
+        )
     if segments is not None:
         return _documents.backward(q, k, v, out, log_sum, g, causal, segments)
     dq, dk, dv = (grad.astype(wide) for grad in BACKWARD[impl](q, k, v, out, log_sum, g, causal))
@@ -147,7 +149,14 @@ def _errors(name: str) -> list[Array]:
             return attend_pair(q[:, rows], k[:, columns], v[:, columns], causal, impl)
 
         def gradient(rows, columns, causal):
-            arrays = q[:, rows], k[:, columns], v[:, columns], out[:, rows], log_sum[:, rows], g[:, rows]
+            arrays = (
+                q[:, rows],
+                k[:, columns],
+                v[:, columns],
+                out[:, rows],
+                log_sum[:, rows],
+                g[:, rows],
+            )
             return attend_pair_gradient(*arrays, causal, impl)
 
         low, high = slice(0, half), slice(half, None)

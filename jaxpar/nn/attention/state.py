@@ -51,7 +51,9 @@ def attend(
     groups = k.shape[2]
     shape = (batch, length, groups, heads // groups)
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    scores = jnp.einsum("btgrk,bsgk->bgrts", q.reshape(*shape, width), k, preferred_element_type=wide)
+    scores = jnp.einsum(
+        "btgrk,bsgk->bgrts", q.reshape(*shape, width), k, preferred_element_type=wide
+    )
     scores = capped(scores / math.sqrt(width), cap)
     if bias is not None:
         bias = jnp.broadcast_to(bias.astype(wide), (bias.shape[0], heads, *bias.shape[2:]))
@@ -64,9 +66,13 @@ def attend(
     total = weights.sum(-1)
     if seeds is not None:
         sizes = weights.shape[3:]
-        keep = jax.vmap(jax.vmap(lambda s: jax.random.bernoulli(jax.random.key(s), 1 - dropout_rate, sizes)))(seeds)
+        keep = jax.vmap(
+            jax.vmap(lambda s: jax.random.bernoulli(jax.random.key(s), 1 - dropout_rate, sizes))
+        )(seeds)
         weights = jnp.where(keep.reshape(weights.shape), weights / (1 - dropout_rate), 0)
-    values = jnp.einsum("bgrts,bsgk->btgrk", weights.astype(v.dtype), v, preferred_element_type=wide)
+    values = jnp.einsum(
+        "bgrts,bsgk->btgrk", weights.astype(v.dtype), v, preferred_element_type=wide
+    )
     flat = (batch, length, heads)
     top, total = (jnp.moveaxis(x, 3, 1).reshape(flat) for x in (top, total))
     return LogSumExp(top, total, values.reshape(*flat, width))

@@ -27,7 +27,9 @@ class Visible:
         """Refuses a window that looks both ways."""
         check_fields(self)
         if self.window and not self.causal:
-            raise UsageError(f"window={self.window} is of causal attention; give window=0, or causal=true.")
+            raise UsageError(
+                f"window={self.window} is of causal attention; give window=0, or causal=true."
+            )
 
     def __call__(
         self,

@@ -45,7 +45,10 @@ class Index(NamedTuple):
 
 def launches(dtype: DTypeLike) -> bool:
     """Whether the kernels can be launched for this dtype; how fast is another question."""
-    return jnp.dtype(dtype) in (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32")) and available()
+    return (
+        jnp.dtype(dtype) in (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32"))
+        and available()
+    )
 
 
 def cut_for(rows: int, columns: int, terms: int, dtype: DTypeLike) -> Cut:
@@ -102,7 +105,11 @@ def product(
 
 
 def weight_gradient(
-    x: Float[Array, "N D"], g: Float[Array, "L F"], sizes: Int[Array, " E"], read: Index, write: Index
+    x: Float[Array, "N D"],
+    g: Float[Array, "L F"],
+    sizes: Int[Array, " E"],
+    read: Index,
+    write: Index,
 ) -> Float[Array, "E D F"]:
     """Returns of each group the sum over its rows of x^T g; of a group without rows exactly 0.
 

@@ -55,7 +55,9 @@ def sort_choices(expert: Int[Array, "N k"], num_experts: int) -> Plan:
     flat = expert.reshape(-1).astype(jnp.int32)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     place = jnp.argsort(order).astype(jnp.int32)
-    ends = jnp.searchsorted(flat[order], jnp.arange(num_experts, dtype=jnp.int32), side="right").astype(jnp.int32)
+    ends = jnp.searchsorted(
+        flat[order], jnp.arange(num_experts, dtype=jnp.int32), side="right"
+    ).astype(jnp.int32)
     return Plan(order, place.reshape(expert.shape), jnp.diff(ends, prepend=0))
 
 
@@ -143,7 +145,9 @@ def cut_tiles(num_rows: int, sizes: Int[Array, " E"], most: int) -> tuple[Array,
     tiles = -(-sizes // most)
     tile_ends = jnp.cumsum(tiles)
     tile = jnp.arange(count, dtype=sizes.dtype)
-    group = jnp.minimum(jnp.searchsorted(tile_ends, tile, side="right"), num_groups - 1).astype(jnp.int32)
+    group = jnp.minimum(jnp.searchsorted(tile_ends, tile, side="right"), num_groups - 1).astype(
+        jnp.int32
+    )
     start = (ends - sizes)[group] + (tile - (tile_ends - tiles)[group]) * most
     start = jnp.where(tile < tile_ends[-1], start, num_rows)
     return group, start, jnp.clip(ends[group] - start, 0, most)
@@ -164,20 +168,32 @@ rows_of.defvjp(lambda x, plan: (rows_of(x, plan), plan), _rows_backward)
 
 
 @jax.custom_vjp
-def combine(rows: Float[Array, "M D"], weight: Float[Array, "N k"], plan: Plan) -> Float[Array, "N D"]:
+def combine(
+    rows: Float[Array, "M D"], weight: Float[Array, "N k"], plan: Plan
+) -> Float[Array, "N D"]:
     """Returns of each token the weighted sum of its k rows, summed in the weights' dtype. Reverse mode only.
 
     Rows of choices that are of no expert count as they are: `grouped_matmul` makes them 0.
     """
-    return jnp.einsum("nk,nkd->nd", weight, _read(rows, plan.place).astype(weight.dtype)).astype(rows.dtype)
+    return jnp.einsum("nk,nkd->nd", weight, _read(rows, plan.place).astype(weight.dtype)).astype(
+        rows.dtype
+    )
 
 
 def _combine_backward(kept: tuple, g: jax.Array):
     rows, weight, plan = kept
     k = weight.shape[1]
-    drows = _read(g, plan.order // k).astype(weight.dtype) * _read(weight.reshape(-1), plan.order)[:, None]
-    dweight = jnp.einsum("nkd,nd->nk", _read(rows, plan.place).astype(weight.dtype), g.astype(weight.dtype))
+    drows = (
+        _read(g, plan.order // k).astype(weight.dtype)
+        * _read(weight.reshape(-1), plan.order)[:, None]
+    )
+    dweight = jnp.einsum(
+        "nkd,nd->nk", _read(rows, plan.place).astype(weight.dtype), g.astype(weight.dtype)
+    )
     return drows.astype(rows.dtype), dweight, None
 
 
-combine.defvjp(lambda rows, weight, plan: (combine(rows, weight, plan), (rows, weight, plan)), _combine_backward)
+combine.defvjp(
+    lambda rows, weight, plan: (combine(rows, weight, plan), (rows, weight, plan)),
+    _combine_backward,
+)

@@ -124,19 +124,25 @@ def _checked(x: Array, w: Array, sizes: Array, read, write, summed: int, impl: s
             f"x {x.shape}, w {w.shape} and group_sizes {sizes.shape} do not fit; legal are [M, D], [E, D, F] and [E]."
         )
     rows = (x if read is None else read).shape[0]
-    if any(index is not None and index.shape != (rows,) for index in (read, write)) or rows % max(1, x.shape[0]):
+    if any(index is not None and index.shape != (rows,) for index in (read, write)) or rows % max(
+        1, x.shape[0]
+    ):
         shapes = [None if index is None else index.shape for index in (read, write)]
         raise UsageError(
             f"read {shapes[0]} and write {shapes[1]} do not fit x {x.shape}; legal are [M] of both, M a multiple of "
             f"{x.shape[0]} rows, and that itself without read."
         )
     if summed < 1 or rows % summed or (summed > 1 and write is None):
-        raise UsageError(f"summed={summed} is not a divisor of the {rows} rows that `write` places.")
+        raise UsageError(
+            f"summed={summed} is not a divisor of the {rows} rows that `write` places."
+        )
     return rows
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(way: Way, x: Array, w: Array, sizes: Array, read: Array | None, write: Array | None) -> Array:
+def _product(
+    way: Way, x: Array, w: Array, sizes: Array, read: Array | None, write: Array | None
+) -> Array:
     num_rows, width = x.shape[0] * way.copies, w.shape[1 if way.transposed else 2]
     if 0 in (x.size, w.size):
         return jnp.zeros((num_rows // way.summed, width), x.dtype)
@@ -145,7 +151,9 @@ def _product(way: Way, x: Array, w: Array, sizes: Array, read: Array | None, wri
     else:
         x, w = _rows(x, read, way.copies), w.swapaxes(1, 2) if way.transposed else w
         if way.impl == "ragged":
-            y = jax.lax.ragged_dot(x, w, sizes, preferred_element_type=wide_dtype(x)).astype(x.dtype)
+            y = jax.lax.ragged_dot(x, w, sizes, preferred_element_type=wide_dtype(x)).astype(
+                x.dtype
+            )
         else:
             y = _by_tiles(x, w, sizes)
         y = _mask(y, sizes)
@@ -155,7 +163,9 @@ def _product(way: Way, x: Array, w: Array, sizes: Array, read: Array | None, wri
     return jnp.sum(y.reshape(-1, way.summed, width), 1, dtype=wide_dtype(y)).astype(y.dtype)
 
 
-def _product_forward(way: Way, x: Array, w: Array, sizes: Array, read: Array | None, write: Array | None):
+def _product_forward(
+    way: Way, x: Array, w: Array, sizes: Array, read: Array | None, write: Array | None
+):
     return _product(way, x, w, sizes, read, write), (x, w, sizes, read, write)
 
 
@@ -177,7 +187,9 @@ def _weight_gradient(impl: str, w: Array, sizes: Array, left: tuple, right: tupl
     if 0 in (x.size, w.size):
         return jnp.zeros_like(w)
     if impl == "kernel":
-        return by_index.weight_gradient(x, g, sizes, by_index.Index(*left[1:]), by_index.Index(*right[1:]))
+        return by_index.weight_gradient(
+            x, g, sizes, by_index.Index(*left[1:]), by_index.Index(*right[1:])
+        )
     x, g = _rows(*left), _rows(*right)
     if impl == "tiles":
         return _weight_gradient_by_tiles(x, g, sizes)
@@ -228,7 +240,9 @@ def _weight_gradient_by_tiles(x: Array, g: Array, sizes: Array) -> Array:
     def one(dw, tile):
         group, start, count = tile
         is_mine = (jnp.arange(rows) < count)[:, None]
-        mine, theirs = (jnp.where(is_mine, jax.lax.dynamic_slice_in_dim(a, start, rows), 0) for a in (x, g))
+        mine, theirs = (
+            jnp.where(is_mine, jax.lax.dynamic_slice_in_dim(a, start, rows), 0) for a in (x, g)
+        )
         share = jnp.matmul(mine.T, theirs, preferred_element_type=dw.dtype)
         return dw.at[group].add(share), None
 
@@ -242,19 +256,27 @@ def _is_right() -> bool:
 
     def errors() -> list[Array]:
         keys = jax.random.split(jax.random.key(0), 4)
-        tokens, sizes = 300, jnp.array([200, 0, 331, 60], jnp.int32)  # the last 9 of 600 rows are nobody's
+        tokens, sizes = (
+            300,
+            jnp.array([200, 0, 331, 60], jnp.int32),
+        )  # the last 9 of 600 rows are nobody's
         shapes = (
             (tokens, by_index.DEEP),
             (4, by_index.DEEP, 256),
             (tokens, by_index.DEEP),
         )  # so that all tiles are tried
-        x, w, g = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=False))
+        x, w, g = (
+            jax.random.normal(key, shape, jnp.bfloat16)
+            for key, shape in zip(keys, shapes, strict=False)
+        )
         order = jax.random.permutation(keys[3], 2 * tokens)
 
         def both(impl):
             def run(x, w):
                 rows = grouped_matmul(x, w, sizes, read=order, impl=impl)
-                return grouped_matmul(rows, w.swapaxes(1, 2), sizes, write=order, summed=2, impl=impl)
+                return grouped_matmul(
+                    rows, w.swapaxes(1, 2), sizes, write=order, summed=2, impl=impl
+                )
 
             y, pull = jax.vjp(run, x, w)
             return y, *pull(g)

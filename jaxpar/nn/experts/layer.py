@@ -121,7 +121,9 @@ class Experts:
         """
         out = {"w_router": Leaf((embed_dim, self.num_experts), ("embed", None), std, raw=True)}
         for name, leaf in Mlp(self.size, self.activation).leaves(embed_dim, std, out_std).items():
-            out[name] = Leaf((self.num_experts, *leaf.shape), ("experts", *leaf.axes), leaf.init, raw=True)
+            out[name] = Leaf(
+                (self.num_experts, *leaf.shape), ("experts", *leaf.axes), leaf.init, raw=True
+            )
         if self.bias:
             out["b_router"] = Leaf((self.num_experts,), (None,), "zeros")
         if self.shared:
@@ -129,7 +131,9 @@ class Experts:
             out |= {name.replace("w_", "w_shared_"): leaf for name, leaf in shared.items()}
         return out
 
-    def apply(self, params: dict, x: Float[Array, "B T D"], context: Context) -> tuple[Float[Array, "B T D"], Aux]:
+    def apply(
+        self, params: dict, x: Float[Array, "B T D"], context: Context
+    ) -> tuple[Float[Array, "B T D"], Aux]:
         """Returns the mixture, with the losses of the router over all tokens.
 
         It tells "expert_load" and "expert_load_min", the largest and the smallest load of an expert over the mean one,
@@ -142,9 +146,13 @@ class Experts:
         """
         whole, x = x.shape, self._in_groups(x, context)
         if any(isinstance(params[name], Weight) for name in self.leaves(x.shape[-1], 1.0, 1.0)):
-            raise UsageError("weights of experts are arrays; adapters and eight bits are for other products.")
+            raise UsageError(
+                "weights of experts are arrays; adapters and eight bits are for other products."
+            )
         if context.rules.blockwise:
-            raise UsageError("a mixture of experts has no remat=blockwise; legal are the others, such as full.")
+            raise UsageError(
+                "a mixture of experts has no remat=blockwise; legal are the others, such as full."
+            )
         logits, routing = self._route(params, x, context)
         expert, weight = self._heard(routing, context)
         kept = self._kept(expert, context)
@@ -152,7 +160,12 @@ class Experts:
         y = self._compute(params, x, expert, weight, context)
         if self.shared:
             names = self._shared.leaves(1, 1.0, 1.0)
-            y = y + self._shared.apply({name: params[name.replace("w_", "w_shared_")] for name in names}, x, context)[0]
+            y = (
+                y
+                + self._shared.apply(
+                    {name: params[name.replace("w_", "w_shared_")] for name in names}, x, context
+                )[0]
+            )
         bias = None
         if self.bias:
             bias = params["b_router"]
@@ -185,7 +198,9 @@ class Experts:
         axes = (*mesh_axes("batch"), *mesh_axes("seq_layer"))
         if axes:
             why = "means over all tokens of the router's choices"
-            yield Transfer("sum", axes, 8 * sizes.layers, 8 * sizes.layers * 8 * self.num_experts, why)
+            yield Transfer(
+                "sum", axes, 8 * sizes.layers, 8 * sizes.layers * 8 * self.num_experts, why
+            )
         if self.capacity is not None and self.capacity_group:
             sizes = sizes._replace(rows=sizes.tokens / self.capacity_group)
         yield from self.transport.transfers(self, sizes)
@@ -195,21 +210,32 @@ class Experts:
         axes, k = context.rules.inside, self.experts_per_token
         of, wide = ("embed", None), wide_dtype(x)
         router = params["w_router"].astype(x.dtype)
-        router = gather(router, in_role(of, "weight"), in_role(of, "use"), in_role(of, "grad"), "w_router")
+        router = gather(
+            router, in_role(of, "weight"), in_role(of, "use"), in_role(of, "grad"), "w_router"
+        )
         given = {"x": (x, axes), "router": (router, in_role(of, "use"))}
         if self.bias:
             given["bias"] = (params["b_router"].astype(wide), (None,))
         if self.noise and context.key is not None:
             nothing = jnp.zeros((*x.shape[:2], self.num_experts), wide)
-            given["noise"] = (constrain(noisy(jax.random.fold_in(context.key, 0), nothing, self.noise), *axes), axes)
+            given["noise"] = (
+                constrain(noisy(jax.random.fold_in(context.key, 0), nothing, self.noise), *axes),
+                axes,
+            )
 
         def choose(*arrays):
             mine = dict(zip(given, arrays, strict=True))
             logits = jnp.einsum(
-                "btd,de->bte", mine["x"], mine["router"], precision="highest", preferred_element_type=wide
+                "btd,de->bte",
+                mine["x"],
+                mine["router"],
+                precision="highest",
+                preferred_element_type=wide,
             )
             logits = logits + mine["noise"] if "noise" in mine else logits
-            routing = route(logits, k, scores=self.scores, normalise=self.normalise, bias=mine.get("bias"))
+            routing = route(
+                logits, k, scores=self.scores, normalise=self.normalise, bias=mine.get("bias")
+            )
             return logits, *routing
 
         arrays, split = zip(*given.values(), strict=True)
@@ -224,7 +250,9 @@ class Experts:
         shape = (rows, 1, self.num_experts)
         answers = jax.random.uniform(jax.random.fold_in(context.key, 1), shape) >= self.failures
         answers = constrain(jnp.broadcast_to(answers, routing.scores.shape), *axes)
-        return tuple(local(heard, [axes] * 3, (axes, axes))(routing.expert, routing.weight, answers))
+        return tuple(
+            local(heard, [axes] * 3, (axes, axes))(routing.expert, routing.weight, answers)
+        )
 
     def _kept(self, expert: jax.Array, context: Context) -> jax.Array | None:
         """Tells which choices the capacity keeps; None for all."""
@@ -249,7 +277,9 @@ class Experts:
 
         return local(keep_by_rank, [axes, axes[:2]], axes)(expert, rank)
 
-    def _compute(self, params: dict, x: jax.Array, expert: jax.Array, weight: jax.Array, context: Context):
+    def _compute(
+        self, params: dict, x: jax.Array, expert: jax.Array, weight: jax.Array, context: Context
+    ):
         """The chosen experts of every token, to which the transport brings it."""
         leaves = self.leaves(x.shape[-1], 1.0, 1.0)
         names = [*(f"w_{part}" for part in self.parts), "w_down"]
@@ -329,6 +359,8 @@ def dense_mixture(
     """
     names = [f"w_{part}" for part in Mlp(1, activation).parts]
     inside = [jnp.einsum("...d,edf->...ef", x, params[name].astype(x.dtype)) for name in names]
-    each = jnp.einsum("...ef,efd->...ed", ACTIVATIONS[activation](*inside), params["w_down"].astype(x.dtype))
+    each = jnp.einsum(
+        "...ef,efd->...ed", ACTIVATIONS[activation](*inside), params["w_down"].astype(x.dtype)
+    )
     weights = weights_by_expert(routing)
     return jnp.einsum("...e,...ed->...d", weights, each.astype(weights.dtype)).astype(x.dtype)

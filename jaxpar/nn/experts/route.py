@@ -99,7 +99,11 @@ def route(
     logs = log_scores(logits, scores)
     values = jnp.exp(logs)
     # Logits differ where scores have been rounded to the same number.
-    rank = logits.astype(values.dtype) if bias is None else values + jnp.broadcast_to(bias, values.shape)
+    rank = (
+        logits.astype(values.dtype)
+        if bias is None
+        else values + jnp.broadcast_to(bias, values.shape)
+    )
     _, expert = jax.lax.top_k(jax.lax.stop_gradient(rank), k)
     if normalise:  # never 0 / 0, however small the scores
         weight = jax.nn.softmax(jnp.take_along_axis(logs, expert, -1))
@@ -131,13 +135,19 @@ def heard(
       Experts, E in the place of silent ones, and weights. All are 0 where nobody answers who counts anything.
     """
     num_experts = answers.shape[-1]
-    known = jnp.take_along_axis(answers, jnp.minimum(expert, num_experts - 1), -1) & (expert < num_experts)
+    known = jnp.take_along_axis(answers, jnp.minimum(expert, num_experts - 1), -1) & (
+        expert < num_experts
+    )
     left = jnp.where(known, weight, 0)
     total, rest = weight.sum(-1, keepdims=True), left.sum(-1, keepdims=True)
-    return jnp.where(known, expert, num_experts), left * jnp.where(rest > 0, total / jnp.where(rest > 0, rest, 1), 0)
+    return jnp.where(known, expert, num_experts), left * jnp.where(
+        rest > 0, total / jnp.where(rest > 0, rest, 1), 0
+    )
 
 
-def expert_choice(logits: Float[Array, "N E"], capacity: int, *, scores: str = "softmax") -> ExpertChoice:
+def expert_choice(
+    logits: Float[Array, "N E"], capacity: int, *, scores: str = "softmax"
+) -> ExpertChoice:
     """Lets each expert take the C tokens that score it highest (arXiv:2202.09368); some tokens get none.
 
     Whether a token is taken depends on all others, later ones as well: not for models that predict the next token.
@@ -167,4 +177,6 @@ def weights_by_expert(routing: Routing) -> Float[Array, "*N E"]:
 def _check_count(name: str, count: int, most: int, of: str) -> None:
     check_value(name, count, AtLeast(1), int)
     if count > most:
-        raise UsageError(f"{name}={count} is over the {most} {of} that there are; legal are 1 to {most}.")
+        raise UsageError(
+            f"{name}={count} is over the {most} {of} that there are; legal are 1 to {most}."
+        )

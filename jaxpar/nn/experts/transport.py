@@ -24,7 +24,16 @@ from jaxpar.transfers import Transfer
 if TYPE_CHECKING:
     from jaxpar.nn.experts.layer import Experts
 
-__all__ = ["SUM", "Transport", "Weights", "WholeBatch", "mine_of", "mixture", "on_devices", "products"]
+__all__ = [
+    "SUM",
+    "Transport",
+    "Weights",
+    "WholeBatch",
+    "mine_of",
+    "mixture",
+    "on_devices",
+    "products",
+]
 
 Weights = dict[str, jax.Array]
 """w_up, w_gate, w_down of a layer as products want them: [E, D, F] split over "experts" and "mlp" alone."""
@@ -98,18 +107,46 @@ class WholeBatch:
         axes = mesh_axes("experts")
         if not axes:
             return
-        split = tuple(axis for axis in axes if axis in (*mesh_axes("batch"), *mesh_axes("seq_layer")))
+        split = tuple(
+            axis for axis in axes if axis in (*mesh_axes("batch"), *mesh_axes("seq_layer"))
+        )
         tokens = sizes.tokens * num_shares(*split) / num_shares(*mesh_axes("seq_layer"))
         row, few = sizes.embed_dim * sizes.width, layer.experts_per_token
         each = int(tokens * row)
         small = int(tokens * few * max(4, sizes.width))
-        over = (*axes, *mesh_axes("mlp")) if split else axes  # what it is of tokens that are not split, the stack says
-        yield Transfer("sum", over, sizes.layers * sizes.again, sizes.layers * sizes.again * each, "of the experts")
-        yield Transfer("sum", over, 2 * sizes.layers, sizes.layers * (each + small), "into the experts, backward")
+        over = (
+            (*axes, *mesh_axes("mlp")) if split else axes
+        )  # what it is of tokens that are not split, the stack says
+        yield Transfer(
+            "sum",
+            over,
+            sizes.layers * sizes.again,
+            sizes.layers * sizes.again * each,
+            "of the experts",
+        )
+        yield Transfer(
+            "sum",
+            over,
+            2 * sizes.layers,
+            sizes.layers * (each + small),
+            "into the experts, backward",
+        )
         if split:
             times = sizes.layers * (sizes.again + 1)
-            yield Transfer("gather", split, 3 * times, times * (each + 2 * small), "tokens of the experts and choices")
-            yield Transfer("gather", split, sizes.layers, sizes.layers * each, "gradients of the experts' results")
+            yield Transfer(
+                "gather",
+                split,
+                3 * times,
+                times * (each + 2 * small),
+                "tokens of the experts and choices",
+            )
+            yield Transfer(
+                "gather",
+                split,
+                sizes.layers,
+                sizes.layers * each,
+                "gradients of the experts' results",
+            )
 
 
 SUM = WholeBatch()
@@ -144,7 +181,12 @@ def mixture(
 
 
 def products(
-    activation: str, rows: Float[Array, "M D"], sizes: Int[Array, " E"], weights: Weights, *, kept: bool = True
+    activation: str,
+    rows: Float[Array, "M D"],
+    sizes: Int[Array, " E"],
+    weights: Weights,
+    *,
+    kept: bool = True,
 ) -> Float[Array, "M D"]:
     """Computes each row by its expert; rows lie expert after expert, and those beyond the sum of the sizes become 0."""
 
@@ -175,7 +217,9 @@ def _without_copies(
     inside = [product(w) for name, w in weights.items() if name != "w_down"]
     share = weight.at[order].get(unique_indices=True)[:, None]
     rows = (ACTIVATIONS[activation](*inside).astype(weight.dtype) * share).astype(x.dtype)
-    return grouped_matmul(rows, weights["w_down"], plan.sizes, write=order, summed=plan.place.shape[1])
+    return grouped_matmul(
+        rows, weights["w_down"], plan.sizes, write=order, summed=plan.place.shape[1]
+    )
 
 
 def mine_of(expert: Int[Array, "*N"], weights: Weights) -> Int[Array, "*N"]:
@@ -213,7 +257,9 @@ def on_devices(
     leaves = layer.leaves(x.shape[-1], 1.0, 1.0)
     used = [in_role(leaves[name].axes, "use") for name in weights]
     shares = (*sums, *mesh_axes("mlp"))
-    over = frozenset((*mesh_axes("experts"), *shares)).union(*(mesh_axes(name) for name in axes if name))
+    over = frozenset((*mesh_axes("experts"), *shares)).union(
+        *(mesh_axes(name) for name in axes if name)
+    )
 
     def on_device(x, expert, weight, *held):
         # Typed as different on all devices, so that gradients are summed over those that held the same.

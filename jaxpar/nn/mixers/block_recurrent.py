@@ -125,12 +125,18 @@ class BlockRecurrent:
         """
         heads = (self.num_heads, self.head_dim)
         names = ["wq", "wk", "wv"] + ["wq_states", *STATE_PRODUCTS] * bool(self.num_states)
-        leaves = {name: Leaf((embed_dim, *heads), INTO, std, raw=name in STATE_PRODUCTS) for name in names}
+        leaves = {
+            name: Leaf((embed_dim, *heads), INTO, std, raw=name in STATE_PRODUCTS) for name in names
+        }
         leaves["wo"] = Leaf((1 + bool(self.num_states), *heads, embed_dim), OUT, out_std)
         if self.num_states:
             gates = 3 if self.gate == "lstm" else 1
-            leaves["ids"] = Leaf((self.num_states, embed_dim), (None, None), 1.0)  # as loud as what a state says
-            leaves["wz"] = Leaf((2, *heads, gates, embed_dim), (*OUT[:3], None, "embed"), embed_dim**-0.5, raw=True)
+            leaves["ids"] = Leaf(
+                (self.num_states, embed_dim), (None, None), 1.0
+            )  # as loud as what a state says
+            leaves["wz"] = Leaf(
+                (2, *heads, gates, embed_dim), (*OUT[:3], None, "embed"), embed_dim**-0.5, raw=True
+            )
             leaves["bz"] = Leaf((gates, embed_dim), (None, None), "zeros")
             if self.gate == "fixed":
                 leaves["gate"] = Leaf((embed_dim,), (None,), "ones")
@@ -177,7 +183,9 @@ class BlockRecurrent:
         out = checkpoint_name(out, "attention")
         return contract("btahk,ahkd->btd", out, params["wo"], OUT, apart=apart), after, NOTHING
 
-    def _states(self, params: dict, q, k, v, cache: BlockRecurrentCache | None, context: Context, wide):
+    def _states(
+        self, params: dict, q, k, v, cache: BlockRecurrentCache | None, context: Context, wide
+    ):
         """Returns what tokens read of the states, and states, keys and values after the windows that are complete."""
         batch, length, width = *q.shape[:2], params["ids"].shape[-1]
         names = (*STATE_PRODUCTS, "ids", "wz", "bz", "gate")
@@ -191,7 +199,10 @@ class BlockRecurrent:
             return self._step(weights, q, k, v, kept, context, reset, first)
         windows = self._windows(q, k, v, kept, context, places, first)
         c = kept.states if later else jnp.zeros((batch, self.num_states, width), wide)
-        axes = [("batch", None, *names) for names in ((None, "heads", None),) * 3 + ((None,),) * 2 + ((),)]
+        axes = [
+            ("batch", None, *names)
+            for names in ((None, "heads", None),) * 3 + ((None,),) * 2 + ((),)
+        ]
         axes += [STATES, *(in_role(declared[name].axes, "use") for name in weights)]
         zero = context.starts is not None or later
 
@@ -199,13 +210,15 @@ class BlockRecurrent:
             given = dict(zip(weights, arrays[7:], strict=True))
             return self._recur(given, arrays[6], Window(*arrays[:6]), zero)
 
-        out, states = local(block, axes, (("batch", None, None, "heads", None), ("batch", None, None, None)))(
-            *windows, c, *weights.values()
-        )
+        out, states = local(
+            block, axes, (("batch", None, None, "heads", None), ("batch", None, None, None))
+        )(*windows, c, *weights.values())
         out = out.reshape(batch, -1, *out.shape[3:])
         seen: Any = context.seen if later else jnp.zeros((batch,), jnp.int32)
         if later:
-            out = jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, length))(out, seen % self.window)
+            out = jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, length))(
+                out, seen % self.window
+            )
         if cache is None:
             return out[:, :length], None
         count = length if context.valid is None else context.valid
@@ -213,7 +226,9 @@ class BlockRecurrent:
         keys, values = _products(weights, states, STATE_PRODUCTS[:2], q.dtype)
         return out[:, :length], (states, keys, values)
 
-    def _windows(self, q, k, v, cache: BlockRecurrentCache | None, context: Context, places, first) -> Window:
+    def _windows(
+        self, q, k, v, cache: BlockRecurrentCache | None, context: Context, places, first
+    ) -> Window:
         """Lays tokens into windows: from a window's start on, or after what the cache holds of the same window."""
         size, start = self.window, places[:, :1] // self.window * self.window
         if cache is None:
@@ -229,12 +244,17 @@ class BlockRecurrent:
                     old = jnp.moveaxis(old.reshape(*old.shape[:2], 2, size, -1), 2, 1)
                     old = jnp.moveaxis(old[jnp.arange(len(old)), now], 1, 2)
                     room = jnp.concatenate([old, room[:, size:]], 1)
-                room = jax.vmap(lambda row, x, at: jax.lax.dynamic_update_slice_in_dim(row, x, at, 0))(
-                    room, x, seen % size
-                )
+                room = jax.vmap(
+                    lambda row, x, at: jax.lax.dynamic_update_slice_in_dim(row, x, at, 0)
+                )(room, x, seen % size)
                 return into_windows(room, size)
 
-            q, k, v, first = put(q), put(k, cache.tokens.keys), put(v, cache.tokens.values), put(first)
+            q, k, v, first = (
+                put(q),
+                put(k, cache.tokens.keys),
+                put(v, cache.tokens.values),
+                put(first),
+            )
         begins = start + size * jnp.arange(q.shape[1], dtype=jnp.int32)[None]
         place = begins[:, :, None] + jnp.arange(size, dtype=jnp.int32)[None, None]
         last = first[:, :, -1:]
@@ -254,7 +274,9 @@ class BlockRecurrent:
                 out = jnp.where(now.reset[:, :, None, None], _read(now.q, *none[:2]), out)
             return (new := self._renewed(weights, c, own, none, now, heads)), (out, new)
 
-        _, (out, states) = jax.lax.scan(step, c, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), windows))
+        _, (out, states) = jax.lax.scan(
+            step, c, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), windows)
+        )
         return jnp.moveaxis(out, 0, 1), jnp.moveaxis(jnp.concatenate([c[None], states]), 0, 1)
 
     def _zero(self, weights: dict, dtype: DTypeLike, heads: tuple[str, ...] = ()) -> list[Array]:
@@ -262,16 +284,29 @@ class BlockRecurrent:
         zeros = jnp.zeros_like(weights["ids"], jnp.promote_types(dtype, jnp.float32))[None]
         return _products(weights, zeros, STATE_PRODUCTS, dtype, heads)
 
-    def _renewed(self, weights: dict, c: Array, own: list, none: list | None, now: Window, heads: tuple[str, ...] = ()):
+    def _renewed(
+        self,
+        weights: dict,
+        c: Array,
+        own: list,
+        none: list | None,
+        now: Window,
+        heads: tuple[str, ...] = (),
+    ):
         """Returns the states after a window, from their own products and from those of states of zero."""
         if none is not None:
             begun = now.begun[:, None, None]
-            own = [jnp.where(begun[..., None], zero, each) for zero, each in zip(none, own, strict=True)]
+            own = [
+                jnp.where(begun[..., None], zero, each)
+                for zero, each in zip(none, own, strict=True)
+            ]
             c = jnp.where(begun, 0, c)
         keys, values, to_states, to_tokens = own
         seen = now.kept[:, None]
         h = jnp.stack([_read(to_states, keys, values), _read(to_tokens, now.k, now.v, seen)], 2)
-        z = jnp.einsum("bsahk,ahkgd->bsgd", h, weights["wz"].astype(h.dtype), preferred_element_type=c.dtype)
+        z = jnp.einsum(
+            "bsahk,ahkgd->bsgd", h, weights["wz"].astype(h.dtype), preferred_element_type=c.dtype
+        )
         z = (jax.lax.psum(z, heads) if heads else z) + weights["bz"].astype(c.dtype)[None, None]
         if self.gate == "lstm":
             z, remember, enter = z[:, :, 0], z[:, :, 1], z[:, :, 2]
@@ -279,7 +314,9 @@ class BlockRecurrent:
         share = jax.nn.sigmoid(weights["gate"].astype(c.dtype))[None, None]
         return share * c + (1 - share) * z[:, :, 0]
 
-    def _step(self, weights: dict, q, k, v, cache: BlockRecurrentCache, context: Context, reset, first):
+    def _step(
+        self, weights: dict, q, k, v, cache: BlockRecurrentCache, context: Context, reset, first
+    ):
         """One token a row; the states are renewed where one completes its window, and not looked at elsewhere."""
         seen: Any = context.seen
         ends = (seen + 1) % self.window == 0
@@ -287,7 +324,9 @@ class BlockRecurrent:
         shape = (1, *cache.keys.shape[1:])
         none = jax.lax.cond(
             jnp.any(reset),
-            lambda: _products(weights, jnp.zeros_like(cache.states[:1]), STATE_PRODUCTS[:2], q.dtype),
+            lambda: _products(
+                weights, jnp.zeros_like(cache.states[:1]), STATE_PRODUCTS[:2], q.dtype
+            ),
             lambda: [jnp.zeros(shape, q.dtype)] * 2,
         )
         keys, values = (
@@ -297,13 +336,17 @@ class BlockRecurrent:
 
         def renewed():
             place = seen[:, None] + jnp.zeros_like(first)
-            now = jax.tree.map(lambda x: x[:, 0], self._windows(q, k, v, cache, context, place, first))
+            now = jax.tree.map(
+                lambda x: x[:, 0], self._windows(q, k, v, cache, context, place, first)
+            )
             own = _products(weights, cache.states, STATE_PRODUCTS, q.dtype)
             states = self._renewed(weights, cache.states, own, self._zero(weights, q.dtype), now)
             states = jnp.where(ends[:, None, None], states, cache.states)
             return (states, *_products(weights, states, STATE_PRODUCTS[:2], q.dtype))
 
-        kept = jax.lax.cond(jnp.any(ends), renewed, lambda: (cache.states, cache.keys, cache.values))
+        kept = jax.lax.cond(
+            jnp.any(ends), renewed, lambda: (cache.states, cache.keys, cache.values)
+        )
         return _read(q, keys, values), kept
 
     def transfers(self, sizes: ActivationSizes) -> Iterator[Transfer]:
@@ -315,19 +358,34 @@ class BlockRecurrent:
             one = sizes.rows * self.num_states * sizes.embed_dim * max(sizes.width, 4)
             count = sizes.layers * windows
             yield Transfer(
-                "sum", axes, count * sizes.again, int(count * sizes.again * one * gates), "states, over heads"
+                "sum",
+                axes,
+                count * sizes.again,
+                int(count * sizes.again * one * gates),
+                "states, over heads",
             )
             yield Transfer("sum", axes, count, int(count * one), "gradients of states, over heads")
 
 
-def _products(weights: dict, c: Float[Array, "B S D"], names: tuple[str, ...], dtype, heads=()) -> list[Array]:
+def _products(
+    weights: dict, c: Float[Array, "B S D"], names: tuple[str, ...], dtype, heads=()
+) -> list[Array]:
     """Returns products of rms(c) + ids, each [B, S, H, K]."""
-    s = c * jax.lax.rsqrt(jnp.square(c).mean(-1, keepdims=True) + EPS) + weights["ids"].astype(c.dtype)[None]
-    s = varying_over(s, frozenset(heads)) if heads else s  # once: its gradient is one sum over heads
-    return [jnp.einsum("bsd,dhk->bshk", s.astype(dtype), weights[name].astype(dtype)) for name in names]
+    s = (
+        c * jax.lax.rsqrt(jnp.square(c).mean(-1, keepdims=True) + EPS)
+        + weights["ids"].astype(c.dtype)[None]
+    )
+    s = (
+        varying_over(s, frozenset(heads)) if heads else s
+    )  # once: its gradient is one sum over heads
+    return [
+        jnp.einsum("bsd,dhk->bshk", s.astype(dtype), weights[name].astype(dtype)) for name in names
+    ]
 
 
-def _read(q: Array, k: Array, v: Array, seen: Bool[Array, "B 1 S"] | None = None) -> Float[Array, "B T H K"]:
+def _read(
+    q: Array, k: Array, v: Array, seen: Bool[Array, "B 1 S"] | None = None
+) -> Float[Array, "B T H K"]:
     """Softmax attention of queries to all of few keys, or to those that are seen."""
     k, v = (jnp.broadcast_to(x, (q.shape[0], *x.shape[1:])) for x in (k, v))
     seen = jnp.ones((1, 1, k.shape[1]), bool) if seen is None else seen

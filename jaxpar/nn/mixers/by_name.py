@@ -41,7 +41,9 @@ def layer_size(name: str, embed_dim: int, heads: int, num_params: int, key_dim: 
     """Returns the size at which a mixer has nearly `num_params` parameters: a multiple of 4 H."""
 
     def gap(size: int) -> int:
-        leaves = MatrixState(layer_of(name, size, heads, key_dim)).leaves(embed_dim, 1.0, 1.0)["mixer"]
+        leaves = MatrixState(layer_of(name, size, heads, key_dim)).leaves(embed_dim, 1.0, 1.0)[
+            "mixer"
+        ]
         return abs(sum(math.prod(leaf.shape) for leaf in leaves.values()) - num_params)
 
     size = unit = 4 * heads

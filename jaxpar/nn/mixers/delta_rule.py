@@ -69,10 +69,14 @@ def delta_rule(
     if v.size == 0:  # no token, or no row: there is no chunk to read a last state from
         return jnp.zeros_like(v), state
     log_decay = jnp.zeros(v.shape[:3], wide) if log_decay is None else log_decay.astype(wide)
-    (q, k, v, beta, log_decay), starts = only_valid((q, k, v, beta.astype(wide), log_decay), starts, valid)
+    (q, k, v, beta, log_decay), starts = only_valid(
+        (q, k, v, beta.astype(wide), log_decay), starts, valid
+    )
     if impl == "sequential" or (impl == "auto" and v.shape[1] == 1 and axis_name is None):
         if axis_name is not None:
-            raise UsageError("impl='sequential' runs along the whole sequence; take impl='chunked' where it is split.")
+            raise UsageError(
+                "impl='sequential' runs along the whole sequence; take impl='chunked' where it is split."
+            )
         return _steps(q, k, v, beta, log_decay, state, starts)
     # Keeps its arguments alone, whatever encloses it keeps.
     run = jax.checkpoint(_documents, static_argnums=(7, 8))
@@ -158,8 +162,12 @@ def _inverse(below: Float[Array, "... C C"]) -> Float[Array, "... C C"]:
     inverse, wide = jnp.ones((*below.shape[:-2], size, 1, 1), below.dtype), below.dtype
     while (rows := inverse.shape[-1]) < size:
         pairs = size // (2 * rows)
-        first, second = jnp.unstack(inverse.reshape(*below.shape[:-2], pairs, 2, rows, rows), axis=-3)
-        blocks = below.reshape(*below.shape[:-2], pairs, 2, rows, pairs, 2, rows)[..., 1, :, :, 0, :]
+        first, second = jnp.unstack(
+            inverse.reshape(*below.shape[:-2], pairs, 2, rows, rows), axis=-3
+        )
+        blocks = below.reshape(*below.shape[:-2], pairs, 2, rows, pairs, 2, rows)[
+            ..., 1, :, :, 0, :
+        ]
         across = jnp.stack([blocks[..., i, :, i, :] for i in range(pairs)], -3)
         across = -dot(dot(second, across, wide, wide), first, wide, wide)
         top = jnp.concatenate([first, jnp.zeros_like(first)], -1)
@@ -169,7 +177,9 @@ def _inverse(below: Float[Array, "... C C"]) -> Float[Array, "... C C"]:
 
 def _identity(like: Array) -> Array:
     """Returns an identity matrix for the last two axes."""
-    return jnp.eye(like.shape[-1], dtype=like.dtype).reshape((1,) * (like.ndim - 2) + like.shape[-2:])
+    return jnp.eye(like.shape[-1], dtype=like.dtype).reshape(
+        (1,) * (like.ndim - 2) + like.shape[-2:]
+    )
 
 
 def _check(q, k, v, beta, log_decay, state) -> None:
@@ -179,4 +189,6 @@ def _check(q, k, v, beta, log_decay, state) -> None:
     wanted |= {"log_decay": (log_decay, heads), "state": (state, shape)}
     for name, (x, legal) in wanted.items():
         if x is not None and x.shape != legal:
-            raise UsageError(f"{name} of shape {x.shape} does not fit q of {q.shape} and v of {v.shape}; give {legal}.")
+            raise UsageError(
+                f"{name} of shape {x.shape} does not fit q of {q.shape} and v of {v.shape}; give {legal}."
+            )

@@ -63,7 +63,9 @@ def exponential_attention(
     largest, before = _running_maximum(log_forget, log_input, first, starts, valid, axis_name)
     scale, before = jnp.round(largest), jnp.round(before)
     # Of an empty state nothing is kept, whatever its decay.
-    decay = jnp.where(jnp.isneginf(before), 0, log_forget + (jnp.where(jnp.isneginf(before), 0, before) - scale))
+    decay = jnp.where(
+        jnp.isneginf(before), 0, log_forget + (jnp.where(jnp.isneginf(before), 0, before) - scale)
+    )
     if starts is not None:
         decay = jnp.where(starts[..., None], 0, decay)
     weight = jnp.exp(log_input - scale)
@@ -72,7 +74,11 @@ def exponential_attention(
         q.astype(v.dtype), weighted.astype(v.dtype), v, decay, state=matrix, starts=starts, valid=valid,
         chunk=chunk, axis_name=axis_name, impl=impl, floor=jnp.exp(-scale),
     )  # fmt: skip
-    last = largest[:, -1] if valid is None else jnp.where((valid > 0)[:, None], _at(largest, valid), first)
+    last = (
+        largest[:, -1]
+        if valid is None
+        else jnp.where((valid > 0)[:, None], _at(largest, valid), first)
+    )
     return out, (matrix, last)
 
 
@@ -88,7 +94,9 @@ def _running_maximum(log_forget, log_input, first, starts, valid, axis_name):
     log_input = jnp.concatenate([entered[:, None], log_input[:, 1:]], 1)
     largest = scan_monoid(MAX_PLUS, (log_forget, log_input), axis=1, axis_name=axis_name)[1]
     if axis_name is not None:
-        first = jnp.where(is_first(axis_name, False), first, from_earlier(largest[:, -1], axis_name, False))
+        first = jnp.where(
+            is_first(axis_name, False), first, from_earlier(largest[:, -1], axis_name, False)
+        )
     return largest, jnp.concatenate([first[:, None], largest[:, :-1]], 1)
 
 
@@ -106,5 +114,7 @@ def _combine(earlier, later):
     return sums, jnp.where(forgets, other, jnp.maximum(top + more, other))
 
 
-MAX_PLUS = Monoid(_combine, lambda element: (jnp.zeros_like(element[0]), jnp.full_like(element[1], -jnp.inf)))
+MAX_PLUS = Monoid(
+    _combine, lambda element: (jnp.zeros_like(element[0]), jnp.full_like(element[1], -jnp.inf))
+)
 """Sums and maxima: m[t] = max(a[t] + m[t-1], b[t])."""

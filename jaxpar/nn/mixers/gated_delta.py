@@ -48,7 +48,10 @@ class GatedDelta:
         out |= {name: Leaf((embed_dim, heads), HEADS[:2], std) for name in ("w_a", "w_b")}
         for name, width in (("conv_q", keys), ("conv_k", keys), ("conv_v", values)):
             out[name] = Leaf((self.taps, heads, width), (None, *HEADS[1:]), self.taps**-0.5)
-        out |= {"b_a": Leaf((heads,), HEADS[1:2], "rate"), "a_log": Leaf((heads,), HEADS[1:2], "log_count")}
+        out |= {
+            "b_a": Leaf((heads,), HEADS[1:2], "rate"),
+            "a_log": Leaf((heads,), HEADS[1:2], "log_count"),
+        }
         return out | {"norm_scale": Leaf((heads, values), HEADS[1:], "ones")}
 
     def initial(self, batch: int, embed_dim: int, dtype: DTypeLike) -> dict[str, Array]:
@@ -69,7 +72,9 @@ class GatedDelta:
     ) -> tuple[dict[str, tuple[Array, Names]], dict[str, Array]]:
         """Returns the products of queries, keys, values, the output's gate, and the logits of both gates."""
         del state
-        q, k, v, r, a, b = project(params, x, context, "w_q", "w_k", "w_v", "w_r", numbers=("w_a", "w_b"))
+        q, k, v, r, a, b = project(
+            params, x, context, "w_q", "w_k", "w_v", "w_r", numbers=("w_a", "w_b")
+        )
         wide = jnp.promote_types(x.dtype, jnp.float32)
         a = a.astype(wide) + params["b_a"].astype(wide)[None, None]
         out = {"q": q, "k": k, "v": v, "r": r, "a": a, "b": b.astype(wide)}
@@ -88,7 +93,13 @@ class GatedDelta:
         decay = -jnp.exp(params["a_log"].astype(wide))[None, None] * jax.nn.softplus(inputs["a"])
         beta = jax.nn.sigmoid(inputs["b"])
         out, after["matrix"] = delta_rule(
-            q * self.key_dim**-0.5, k, lanes["v"], beta, decay, state=state["matrix"], **time.options
+            q * self.key_dim**-0.5,
+            k,
+            lanes["v"],
+            beta,
+            decay,
+            state=state["matrix"],
+            **time.options,
         )
         out = head_norm(out.astype(wide), params["norm_scale"])
         return out * jax.nn.silu(inputs["r"].astype(wide)), after

@@ -63,7 +63,10 @@ class GatedLinear:
             out["w_gate_out"] = Leaf((self.rank, heads, keys), (None, *HEADS[1:]), std)
             out["b_gate"] = Leaf((heads, keys), HEADS[1:], "zeros")
         elif self.gate == "heads":
-            out |= {"w_gate": Leaf((embed_dim, heads), HEADS[:2], std), "b_gate": Leaf((heads,), HEADS[1:2], "zeros")}
+            out |= {
+                "w_gate": Leaf((embed_dim, heads), HEADS[:2], std),
+                "b_gate": Leaf((heads,), HEADS[1:2], "zeros"),
+            }
         return out
 
     def initial(self, batch: int, embed_dim: int, dtype: DTypeLike) -> dict[str, Array]:
@@ -83,7 +86,13 @@ class GatedLinear:
         q, k, v, r = project(params, x, context, "w_q", "w_k", "w_v", "w_r")
         if self.positions is not None:
             q, k = (self.positions.rotate(part, context.positions) for part in (q, k))
-        out = {"q": q * self.key_dim**-0.5, "k": k, "v": v, "r": r, "decay": self._log_decay(params, x, context)}
+        out = {
+            "q": q * self.key_dim**-0.5,
+            "k": k,
+            "v": v,
+            "r": r,
+            "decay": self._log_decay(params, x, context),
+        }
         return {name: (lane, HEADS[1 : lane.ndim - 1]) for name, lane in out.items()}, {}
 
     def _log_decay(self, params: dict, x: Array, context: Context) -> Array:
@@ -96,7 +105,9 @@ class GatedLinear:
         else:
             apart = context.rules.apart
             inner = contract("btd,dr->btr", x, params["w_gate_in"], ("embed", None), apart=apart)
-            logits = contract("btr,rhk->bthk", inner, params["w_gate_out"], (None, *HEADS[1:]), apart=apart)
+            logits = contract(
+                "btr,rhk->bthk", inner, params["w_gate_out"], (None, *HEADS[1:]), apart=apart
+            )
         logits = logits.astype(wide) + params["b_gate"].astype(wide)[None, None]
         return jax.nn.log_sigmoid(logits) / self.temperature
 
@@ -106,5 +117,9 @@ class GatedLinear:
         """Runs the recurrence."""
         q, k, v, r, decay = (inputs[name] for name in ("q", "k", "v", "r", "decay"))
         wide = state["matrix"].dtype
-        out, matrix = linear_attention(q, k, v, decay, state=state["matrix"], dtype=wide, **time.options)
-        return head_norm(out, params["norm_scale"]) * jax.nn.silu(r.astype(wide)), {"matrix": matrix}
+        out, matrix = linear_attention(
+            q, k, v, decay, state=state["matrix"], dtype=wide, **time.options
+        )
+        return head_norm(out, params["norm_scale"]) * jax.nn.silu(r.astype(wide)), {
+            "matrix": matrix
+        }

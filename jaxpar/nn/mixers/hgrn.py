@@ -72,7 +72,9 @@ class Hgrn:
         out = {"w_out": Leaf((self.size, embed_dim), ("mlp", "embed"), out_std)}
         return {"mixer": self.cell.leaves(embed_dim) | into | out}
 
-    def init_cache(self, batch: int, slots: int, width: int, dtype: DTypeLike) -> Float[Array, "B n"]:
+    def init_cache(
+        self, batch: int, slots: int, width: int, dtype: DTypeLike
+    ) -> Float[Array, "B n"]:
         """Returns the state before the first token, zeros in float32 at least; it has no slots."""
         del slots, width
         return self.cell.initial((batch,), jnp.promote_types(dtype, jnp.float32))
@@ -82,7 +84,11 @@ class Hgrn:
         return ("batch", "mlp")
 
     def apply(
-        self, params: dict, x: Float[Array, "B T D"], cache: Float[Array, "B n"] | None, context: Context
+        self,
+        params: dict,
+        x: Float[Array, "B T D"],
+        cache: Float[Array, "B n"] | None,
+        context: Context,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B n"] | None, Aux]:
         """Returns outputs, the state after the last token that counts, and nothing to tell.
 
@@ -95,12 +101,16 @@ class Hgrn:
 
         def product(gate: str) -> jax.Array:
             bias = params.get(f"b{gate}")
-            y = contract("tbd,dn->tbn", x, params[f"w{gate}"], ("embed", "mlp"), bias=bias, apart=apart)
+            y = contract(
+                "tbd,dn->tbn", x, params[f"w{gate}"], ("embed", "mlp"), bias=bias, apart=apart
+            )
             return checkpoint_name(y, "qkv")
 
         lanes = {gate: product(gate) for gate in "fi"}
         starts = None if context.starts is None else context.starts.T
-        h, state = sharded_recurrence(self.cell, params, lanes, cache, resets=starts, valid=context.valid)
+        h, state = sharded_recurrence(
+            self.cell, params, lanes, cache, resets=starts, valid=context.valid
+        )
         out = checkpoint_name(self._gated(h, product("g")), "attention")
         y = contract("tbn,nd->btd", out, params["w_out"], ("mlp", "embed"), apart=apart)
         return y, None if cache is None else state, NOTHING
@@ -112,7 +122,13 @@ class Hgrn:
     def transfers(self, sizes: ActivationSizes) -> Iterator[Transfer]:
         """Declares the norm's sums over devices that share units, forward and backward."""
         if mesh_axes("mlp"):
-            count = (2 + sizes.again) * sizes.layers  # the norm makes its forward pass anew in the backward one
+            count = (
+                2 + sizes.again
+            ) * sizes.layers  # the norm makes its forward pass anew in the backward one
             yield Transfer(
-                "sum", mesh_axes("mlp"), count, int(count * sizes.tokens * max(sizes.width, 4)), "norm of the state"
+                "sum",
+                mesh_axes("mlp"),
+                count,
+                int(count * sizes.tokens * max(sizes.width, 4)),
+                "norm of the state",
             )

@@ -26,7 +26,9 @@ def places_of(context: Context) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
     """Returns the place in the row of each token, and that at which its document began."""
     length = context.positions.shape[1]
     seen: Any = 0 if context.seen is None or context.fresh else context.seen[:, None]
-    places = jnp.broadcast_to(seen + jnp.arange(length, dtype=jnp.int32)[None], context.positions.shape)
+    places = jnp.broadcast_to(
+        seen + jnp.arange(length, dtype=jnp.int32)[None], context.positions.shape
+    )
     if context.first is not None:
         return places, context.first
     starts = jnp.zeros(places.shape, bool) if context.starts is None else context.starts
@@ -80,9 +82,14 @@ def attend_windows(
         count = q.shape[1]
         queries = jnp.arange(count * window).reshape(1, count, window)
         if before:
-            k, v = (jnp.concatenate([jnp.pad(x, [(0, 0), (1, 0)] + [(0, 0)] * 3)[:, :-1], x], 2) for x in (k, v))
+            k, v = (
+                jnp.concatenate([jnp.pad(x, [(0, 0), (1, 0)] + [(0, 0)] * 3)[:, :-1], x], 2)
+                for x in (k, v)
+            )
         keys = queries[:, :, :1] + jnp.arange(-before * window, window)[None, None]
-        rows = [jnp.broadcast_to(x, (q.shape[0], *x.shape[1:])) for x in (q, k, v, queries, keys, first)]
+        rows = [
+            jnp.broadcast_to(x, (q.shape[0], *x.shape[1:])) for x in (q, k, v, queries, keys, first)
+        ]
         q, k, v, queries, keys, first = (x.reshape(-1, *x.shape[2:]) for x in rows)
         sums = in_blocks(q, k, v, queries, keys, first=first, slopes=slopes[0] if slopes else None)
         return finish(sums).astype(q.dtype).reshape(-1, count * window, *q.shape[2:])

@@ -102,7 +102,9 @@ def memory(
         return jnp.zeros((*u.shape, size), u.dtype)
     if form == "fft":
         if before is not None or starts is not None:
-            raise UsageError("form=fft begins with an empty memory and one document a row; take form=chunks.")
+            raise UsageError(
+                "form=fft begins with an empty memory and one document a row; take form=chunks."
+            )
         return _by_transform(u, size, theta)
     if form == "affine":
         return _of_documents(_by_tree, u, before, starts, size, theta)
@@ -188,7 +190,9 @@ def _by_tree(u, before, starts, size, theta):
         return jnp.swapaxes(affine_scan(kept, drive, before, kind="matrix", axis=1), 2, 3)
     columns = lambda x: jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], batch * channels)  # noqa: E731
     before = None if before is None else columns(before)
-    m = affine_scan(jnp.broadcast_to(a[None], (length, size, size)), columns(drive), before, kind="matrix")
+    m = affine_scan(
+        jnp.broadcast_to(a[None], (length, size, size)), columns(drive), before, kind="matrix"
+    )
     return jnp.transpose(m.reshape(length, size, batch, channels), (2, 0, 3, 1))
 
 
@@ -196,5 +200,8 @@ def _by_transform(u, size, theta):
     length = u.shape[1]
     response = jnp.asarray(impulse_response(size, theta, length), u.dtype)
     # Twice as long, so that what leaves at the end does not come in again at the start.
-    product = jnp.fft.rfft(u, 2 * length, axis=1)[..., None] * jnp.fft.rfft(response, 2 * length, axis=0)[None, :, None]
+    product = (
+        jnp.fft.rfft(u, 2 * length, axis=1)[..., None]
+        * jnp.fft.rfft(response, 2 * length, axis=0)[None, :, None]
+    )
     return jnp.fft.irfft(product, 2 * length, axis=1)[:, :length]

@@ -82,7 +82,9 @@ def linear_attention(
       UsageError: For shapes that do not fit, an unknown `impl`, or a kernel where there is none.
     """
     normaliser = normaliser or floor is not None
-    impl = _form(k, v, log_decay, bonus, normaliser) if impl == "auto" and axis_name is None else impl
+    impl = (
+        _form(k, v, log_decay, bonus, normaliser) if impl == "auto" and axis_name is None else impl
+    )
     columns, dtype = v.shape[-1], jnp.dtype(v.dtype if dtype is None else dtype)
     if normaliser:
         v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], -1)
@@ -95,14 +97,34 @@ def linear_attention(
         return out, last
     if impl == "kernel":
         v = v[..., :columns]
-        return _by_kernel(q, k, v, log_decay, bonus, state, starts, valid, normaliser, floor, chunk, axis_name, dtype)
+        return _by_kernel(
+            q,
+            k,
+            v,
+            log_decay,
+            bonus,
+            state,
+            starts,
+            valid,
+            normaliser,
+            floor,
+            chunk,
+            axis_name,
+            dtype,
+        )
     wide = jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
-    first = jnp.zeros((len(v), heads, k.shape[-1], v.shape[-1]), wide) if state is None else state.astype(wide)
+    first = (
+        jnp.zeros((len(v), heads, k.shape[-1], v.shape[-1]), wide)
+        if state is None
+        else state.astype(wide)
+    )
     log_decay = _decays(log_decay, v.shape[:3], k.shape[-1], bonus).astype(wide)
     (q, k, v, log_decay), starts = only_valid((q, k, v, log_decay), starts, valid)
     if impl == "sequential":
         if axis_name is not None:
-            raise UsageError("impl='sequential' runs along the whole sequence; take impl='chunked' where it is split.")
+            raise UsageError(
+                "impl='sequential' runs along the whole sequence; take impl='chunked' where it is split."
+            )
         out, last = _steps(q, k, v, log_decay, bonus, first, starts)
     else:
         # Keeps its arguments alone, whatever encloses it keeps.
@@ -151,7 +173,9 @@ def _fenced(q, k, v, log_decay, state, floor, starts, axis_name=None) -> tuple[t
     return (q, k, v, log_decay, state, floor), marks
 
 
-def _decays(log_decay: Array | None, shape: tuple[int, ...], depth: int, bonus: Array | None) -> Array:
+def _decays(
+    log_decay: Array | None, shape: tuple[int, ...], depth: int, bonus: Array | None
+) -> Array:
     """Returns log decays, zeros where there are none; with a bonus those of rows."""
     log_decay = jnp.zeros(shape, jnp.float32) if log_decay is None else log_decay
     by_rows = bonus is None or log_decay.ndim == 4
@@ -162,7 +186,9 @@ def _divided(out: Array, floor: Array | None) -> Array:
     """Divides by the last column, which is left out; by nothing without a floor."""
     if floor is None:
         return out
-    return _quotient(out[..., :-1], jnp.maximum(jnp.abs(out[..., -1:]), jax.lax.stop_gradient(floor)[..., None]))
+    return _quotient(
+        out[..., :-1], jnp.maximum(jnp.abs(out[..., -1:]), jax.lax.stop_gradient(floor)[..., None])
+    )
 
 
 @jax.custom_jvp
@@ -178,31 +204,45 @@ def _quotient_derivative(primals, tangents):
     return ratio, (dx - ratio * dy) / y
 
 
-def _form(k: Array, v: Array, log_decay: Array | None, bonus: Array | None, normaliser: bool) -> str:
+def _form(
+    k: Array, v: Array, log_decay: Array | None, bonus: Array | None, normaliser: bool
+) -> str:
     """Returns what "auto" is."""
     if v.shape[1] == 1:
         return "sequential"
     return "kernel" if has_linear_kernel(k, v, log_decay, bonus, normaliser) else "chunked"
 
 
-def has_linear_kernel(k: Array, v: Array, log_decay: Array | None, bonus: Array | None, normaliser: bool) -> bool:
+def has_linear_kernel(
+    k: Array, v: Array, log_decay: Array | None, bonus: Array | None, normaliser: bool
+) -> bool:
     """Whether "auto" is the kernel for more than one token: 16 bits, sizes in tiles, a CUDA GPU with jax_triton.
 
     Before its first use for such decays in this process it has to pass a trial against chunks; if it fails, one warning
     tells of it. Where a mesh splits rows or heads, it is taken inside `jaxpar.mesh.local` alone, as GSPMD cannot split
     it.
     """
-    fits = kernels.fits(k.shape[-1], v.shape[-1]) and v.dtype.itemsize == 2 and kernels.launches(v.dtype)
+    fits = (
+        kernels.fits(k.shape[-1], v.shape[-1])
+        and v.dtype.itemsize == 2
+        and kernels.launches(v.dtype)
+    )
     if platform() != "gpu" or not fits:
         return False
     split = any(mesh_axes(name) for name in ("batch", "heads", "seq")) and not varying_axes(v)
-    return not split and _is_right(0 if log_decay is None else log_decay.ndim, bonus is not None, normaliser)
+    return not split and _is_right(
+        0 if log_decay is None else log_decay.ndim, bonus is not None, normaliser
+    )
 
 
-def _by_kernel(q, k, v, log_decay, bonus, state, starts, valid, normaliser, floor, chunk, axis_name, dtype):
+def _by_kernel(
+    q, k, v, log_decay, bonus, state, starts, valid, normaliser, floor, chunk, axis_name, dtype
+):
     """Prepares what the kernels read; a state of V + 1 columns has the normaliser's as its last."""
     wide, columns = jnp.float32, v.shape[-1]
-    if axis_name is not None or not (kernels.launches(v.dtype) and kernels.fits(k.shape[-1], columns)):
+    if axis_name is not None or not (
+        kernels.launches(v.dtype) and kernels.fits(k.shape[-1], columns)
+    ):
         raise UsageError(
             f"impl='kernel' needs a CUDA GPU with jax_triton, bfloat16, float16 or float32, keys and values of a "
             f"multiple of 16 columns up to {kernels.MOST_COLUMNS} and no axis_name (keys have {k.shape[-1]}, values "
@@ -213,17 +253,25 @@ def _by_kernel(q, k, v, log_decay, bonus, state, starts, valid, normaliser, floo
     if bonus is not None:
         log_decay, bonus = _decays(log_decay, v.shape[:3], k.shape[-1], bonus), bonus.astype(wide)
     given = (q.astype(v.dtype), k.astype(v.dtype), v)
-    (q, k, v, *decay), starts = only_valid(given if log_decay is None else (*given, log_decay), starts, valid)
+    (q, k, v, *decay), starts = only_valid(
+        given if log_decay is None else (*given, log_decay), starts, valid
+    )
     marks = None
     if starts is not None:
         arrays, marks = _fenced(q, k, v, (*decay, None)[0], first, floor, starts)
         q, k, v, finite_decay, first, floor = arrays
         decay = [finite_decay][: len(decay)]
-    documents = None if starts is None else jnp.cumsum(jnp.pad(starts, ((0, 0), (1, 0))), 1, dtype=jnp.int32)
+    documents = (
+        None
+        if starts is None
+        else jnp.cumsum(jnp.pad(starts, ((0, 0), (1, 0))), 1, dtype=jnp.int32)
+    )
     line = first[..., columns] if normaliser else None
     inputs = kernels.Inputs(q, k, v, decay[0] if decay else None, bonus, first[..., :columns], line)
     floor = None if floor is None else floor.astype(wide)
-    results: Any = kernels.attention_by_kernels(chunk, dtype, inputs, documents, floor)  # custom_vjp forgets its type
+    results: Any = kernels.attention_by_kernels(
+        chunk, dtype, inputs, documents, floor
+    )  # custom_vjp forgets its type
     out, norm, last, last_line = results
     if normaliser:
         if floor is None:
@@ -248,7 +296,11 @@ def _is_right(kind: int, exclusive: bool, normaliser: bool) -> bool:
         keys = jax.random.split(jax.random.key(0), 8)
         shape = TRIAL
         q, k, v, g = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys[:4])
-        decay = -jnp.exp(jax.random.uniform(keys[4], shape[: max(kind, 1)], minval=-6, maxval=2)) if kind else None
+        decay = (
+            -jnp.exp(jax.random.uniform(keys[4], shape[: max(kind, 1)], minval=-6, maxval=2))
+            if kind
+            else None
+        )
         bonus = jax.random.normal(keys[5], shape[2:]) if exclusive else None
         state = jax.random.normal(keys[6], (shape[0], *shape[2:], shape[3] + normaliser))
         starts = jax.random.bernoulli(keys[7], 0.01, shape[:2])
@@ -304,7 +356,9 @@ def _chunks(q, k, v, log_decay, bonus, state, starts, chunk, axis_name):
     dtype, wide = v.dtype, state.dtype
     if rows:
         weight = 1 if bonus is None else bonus.astype(wide)[None, :, None, None, None]
-        scores, gates = _scores(q.astype(wide), k.astype(wide), log_decay, weight, bonus is not None)
+        scores, gates = _scores(
+            q.astype(wide), k.astype(wide), log_decay, weight, bonus is not None
+        )
     else:
         gates, pairs = gates_of(log_decay)
         scores = dot(q, jnp.swapaxes(k, -1, -2), dtype, wide) * jnp.exp(pairs)
@@ -313,7 +367,9 @@ def _chunks(q, k, v, log_decay, bonus, state, starts, chunk, axis_name):
     state = state.reshape(batch, groups, repeats, *state.shape[2:])
     kept = kept if rows else jnp.broadcast_to(kept[..., None], drive.shape[:-1])
     states = affine_scan(kept, drive, state, kind="row", axis=3, axis_name=axis_name)
-    out = dot(scores, v, dtype, wide) + dot(read, states_before(states, state, axis_name), dtype, wide)
+    out = dot(scores, v, dtype, wide) + dot(
+        read, states_before(states, state, axis_name), dtype, wide
+    )
     return out_of_chunks(out, length), states[:, :, :, -1].reshape(batch, heads, *states.shape[-2:])
 
 
@@ -336,7 +392,9 @@ class Gates(NamedTuple):
         before, after = (jnp.exp(x).reshape(*x.shape, *tail) for x in (self.before, self.after))
         kept = jnp.exp(self.total)
         if starts is not None:
-            document = jnp.cumsum(in_chunks(starts.astype(jnp.int32)[..., None], 1, chunk), -1)  # [B, 1, 1, N, C]
+            document = jnp.cumsum(
+                in_chunks(starts.astype(jnp.int32)[..., None], 1, chunk), -1
+            )  # [B, 1, 1, N, C]
             last = document[..., -1:]
             scores = jnp.where(document[..., :, None] == document[..., None, :], scores, 0)
             before = jnp.where((document == 0)[..., None], before, 0)
@@ -354,12 +412,16 @@ def gates_of(log_decay: Float[Array, "... C"]) -> tuple[Gates, Float[Array, "...
     before, after = log_decay[..., None], jnp.zeros_like(log_decay)[..., None]
     total, pairs = log_decay, jnp.zeros_like(log_decay)[..., None, None]
     while before.shape[-2] > 1:
-        (a, b), (c, d), (s, t), (p, r) = (_halves(x, log_decay.ndim - 1) for x in (before, after, total, pairs))
+        (a, b), (c, d), (s, t), (p, r) = (
+            _halves(x, log_decay.ndim - 1) for x in (before, after, total, pairs)
+        )
         across = b[..., :, None] + c[..., None, :]
         pairs = _square(p, across, r, -jnp.inf)
         before = jnp.concatenate([a, s[..., None] + b], -1)
         after, total = jnp.concatenate([c + t[..., None], d], -1), s + t
-    return Gates(*(x.squeeze(log_decay.ndim - 1) for x in (before, after, total))), pairs[..., 0, :, :]
+    return Gates(*(x.squeeze(log_decay.ndim - 1) for x in (before, after, total))), pairs[
+        ..., 0, :, :
+    ]
 
 
 def _scores(q, k, log_decay, weight, exclusive):
@@ -395,7 +457,9 @@ def _scores(q, k, log_decay, weight, exclusive):
 def _halves(x, axis):
     """Splits an even number of blocks into first ones and second ones."""
     pairs = x.reshape(*x.shape[:axis], x.shape[axis] // 2, 2, *x.shape[axis + 1 :])
-    return jax.lax.index_in_dim(pairs, 0, axis + 1, False), jax.lax.index_in_dim(pairs, 1, axis + 1, False)
+    return jax.lax.index_in_dim(pairs, 0, axis + 1, False), jax.lax.index_in_dim(
+        pairs, 1, axis + 1, False
+    )
 
 
 def _square(first, across, second, empty):
@@ -408,7 +472,9 @@ def _square(first, across, second, empty):
 def dot(x: Array, y: Array, dtype: jnp.dtype, wide: jnp.dtype) -> Array:
     """Multiplies matrices in `dtype` with sums in `wide`; of float32 at full precision on every platform."""
     precision = None if jnp.dtype(dtype).itemsize < 4 else jax.lax.Precision.HIGHEST
-    return jnp.matmul(x.astype(dtype), y.astype(dtype), precision=precision, preferred_element_type=wide)
+    return jnp.matmul(
+        x.astype(dtype), y.astype(dtype), precision=precision, preferred_element_type=wide
+    )
 
 
 def only_valid(
@@ -418,7 +484,9 @@ def only_valid(
     if valid is None:
         return arrays, starts
     counts = jnp.arange(arrays[0].shape[1])[None] < valid[:, None]
-    zeroed = tuple(jnp.where(counts.reshape(*counts.shape, *(1,) * (x.ndim - 2)), x, 0) for x in arrays)
+    zeroed = tuple(
+        jnp.where(counts.reshape(*counts.shape, *(1,) * (x.ndim - 2)), x, 0) for x in arrays
+    )
     return zeroed, None if starts is None else starts & counts
 
 
@@ -469,7 +537,9 @@ def _heads(q, k, v, log_decay, bonus, state, starts, valid) -> int:
     for name, (x, shapes) in wanted.items():
         if x is not None and x.shape not in shapes:
             legal = " or ".join(map(str, shapes))
-            raise UsageError(f"{name} of shape {x.shape} does not fit q of {q.shape} and v of {v.shape}; give {legal}.")
+            raise UsageError(
+                f"{name} of shape {x.shape} does not fit q of {q.shape} and v of {v.shape}; give {legal}."
+            )
     if heads % q.shape[2]:
         raise UsageError(f"v has {heads} heads, no multiple of the {q.shape[2]} of q and k.")
     return heads

@@ -106,7 +106,10 @@ Chunks of many tokens write fewer states; but with a decay a row their pairs tak
 
 def launches(dtype: DTypeLike) -> bool:
     """Whether the kernels can be launched for this dtype; how fast is another question."""
-    return jnp.dtype(dtype) in (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32")) and available()
+    return (
+        jnp.dtype(dtype) in (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32"))
+        and available()
+    )
 
 
 def fits(depth: int, width: int) -> bool:
@@ -123,7 +126,7 @@ def cut_for(cut: Cut, depth: int, width: int, dtype: DTypeLike) -> Cut:
       width: Columns of values.
       dtype: In which is multiplied.
     """
-    divisor = lambda size, most: math.gcd(size, most)  # noqa: E731 (of a power of two: the largest that divides)
+    divisor = lambda size, most: math.gcd(size, most)  # noqa: E731
     if jnp.dtype(dtype) == jnp.float32:  # without tensor cores, in full precision
         return Cut(divisor(depth, 32), divisor(width, 32), 4, 1)
     return cut._replace(deep=divisor(depth, cut.deep), wide=divisor(width, cut.wide))
@@ -200,17 +203,29 @@ def _gradients(launch: "Launch", x: Inputs, documents, g: Results) -> Inputs:
     chunks, size = launch.chunks, launch.sizes["CHUNK"]
     given = (x.q, x.k, x.v, x.log_decay, x.bonus, documents, out, norm)
     pairs = ((batch, heads, chunks, size, size), x.v.dtype)
-    between = ((batch, length, heads) if x.log_decay is not None and not rows else (1,), jnp.float32)
+    between = (
+        (batch, length, heads) if x.log_decay is not None and not rows else (1,),
+        jnp.float32,
+    )
     shapes = [(x.v.shape, x.v.dtype), pairs, between]
-    dv, scores, dg = launch("value_gradients", (*given, wanted[0]), shapes, 3, batch * heads * chunks)
+    dv, scores, dg = launch(
+        "value_gradients", (*given, wanted[0]), shapes, 3, batch * heads * chunks
+    )
     tiles = depth // launch.cut("key_gradients").deep
     one = (batch, length, heads, depth), x.q.dtype if x.q.shape[2] == heads else jnp.float32
     parts = one[0] if rows else (batch, length, heads, tiles) if x.log_decay is not None else (1,)
-    shapes = [one, one, (parts, jnp.float32), ((1,) if x.bonus is None else (batch, heads, chunks, depth), jnp.float32)]
+    shapes = [
+        one,
+        one,
+        (parts, jnp.float32),
+        ((1,) if x.bonus is None else (batch, heads, chunks, depth), jnp.float32),
+    ]
     given = (*given, *states, *wanted, scores)
     dq, dk, more, dbonus = launch("key_gradients", given, shapes, 4, batch * heads * chunks * tiles)
     groups = x.q.shape[2]
-    dq, dk = (y.reshape(batch, length, groups, -1, depth).sum(3).astype(x.q.dtype) for y in (dq, dk))
+    dq, dk = (
+        y.reshape(batch, length, groups, -1, depth).sum(3).astype(x.q.dtype) for y in (dq, dk)
+    )
     return Inputs(
         dq, dk, dv,
         None if x.log_decay is None else (more if rows else dg + more.sum(-1)).astype(x.log_decay.dtype),
@@ -232,7 +247,9 @@ class Launch:
         self.rows = x.log_decay is not None and x.log_decay.ndim == 4
         most, self.cuts = passes["rows" if self.rows else "heads"]
         most = min(most, PLAIN) if x.v.dtype == jnp.float32 else most
-        size = max(LEAST, min(most, 1 << (min(length, chunk if chunk < PLAIN else most) - 1).bit_length()))
+        size = max(
+            LEAST, min(most, 1 << (min(length, chunk if chunk < PLAIN else most) - 1).bit_length())
+        )
         self.programs, self.chunks = batch * heads, -(-length // size)
         self.sizes: dict[str, Any] = dict(
             LENGTH=length, CHUNKS=self.chunks, GROUPS=x.q.shape[2], HEADS=heads, DEPTH=depth, WIDTH=width, CHUNK=size,
@@ -261,7 +278,9 @@ class Launch:
             **self.sizes, DEEP=cut.deep, WIDE=cut.wide, **more,
         )  # fmt: skip
 
-    def carried(self, state: Array, line: Array | None, out: Array | None = None, norm: Array | None = None):
+    def carried(
+        self, state: Array, line: Array | None, out: Array | None = None, norm: Array | None = None
+    ):
         """Returns the state before each chunk and the last; with gradients of outputs, that behind each and the first.
 
         States are pairs of a matrix and of the column of ones, or None.
@@ -276,5 +295,9 @@ class Launch:
         shapes += [none if line is None else (line.shape, jnp.float32)]
         tiles = sizes["DEPTH"] // cut.deep * (sizes["WIDTH"] // cut.wide)
         given = (*given, x.log_decay, self.documents, state, line)
-        states, lines, last, last_line = self("carry", given, shapes, 4, self.programs * tiles, REVERSE=reverse)
-        return ((states, None), (last, None)) if line is None else ((states, lines), (last, last_line))
+        states, lines, last, last_line = self(
+            "carry", given, shapes, 4, self.programs * tiles, REVERSE=reverse
+        )
+        return (
+            ((states, None), (last, None)) if line is None else ((states, lines), (last, last_line))
+        )

@@ -83,9 +83,15 @@ class Lmu:
         leaves = {
             "w_u": Leaf((embed_dim, self.channels), INTO[:2], into),
             "w_x": Leaf((embed_dim, self.channels, each), INTO, into),
-            "w_m": Leaf((self.channels, self.memory, each), ("heads", None, "head_dim"), 1 / math.sqrt(self.memory)),
+            "w_m": Leaf(
+                (self.channels, self.memory, each),
+                ("heads", None, "head_dim"),
+                1 / math.sqrt(self.memory),
+            ),
             "b": Leaf((self.channels, each), INTO[1:], "zeros"),
-            "w_out": Leaf((self.channels, each, embed_dim), ("heads", "head_dim", "embed"), out_std),
+            "w_out": Leaf(
+                (self.channels, each, embed_dim), ("heads", "head_dim", "embed"), out_std
+            ),
         }
         return {"mixer": leaves}
 
@@ -93,7 +99,10 @@ class Lmu:
         """Returns the empty memory [B, H, d], of spiking units with potentials [B, H], [B, H, P]; wide."""
         del slots, width
         shape = (batch, self.channels)
-        zeros = [jnp.zeros((*shape, *more), jnp.promote_types(dtype, jnp.float32)) for more in self._shapes()]
+        zeros = [
+            jnp.zeros((*shape, *more), jnp.promote_types(dtype, jnp.float32))
+            for more in self._shapes()
+        ]
         return tuple(zeros) if self.spiking else zeros[0]
 
     def cache_axes(self) -> PyTree:
@@ -126,28 +135,49 @@ class Lmu:
         m = _after(m, states, context)
         into = contract("btd,dhp->bthp", x, params["w_x"], INTO, bias=params["b"], apart=apart)
         into = checkpoint_name(into, "qkv").astype(wide)
-        h = into + contract("bthm,hmp->bthp", states, params["w_m"], ("heads", None, "head_dim"), apart=apart)
+        h = into + contract(
+            "bthm,hmp->bthp", states, params["w_m"], ("heads", None, "head_dim"), apart=apart
+        )
         if self.spiking:
             h, potentials = integrate_and_fire(h, v_h, starts, beta=self.beta)
             v_h = _after(v_h, potentials, context)
         else:
             h = jax.nn.gelu(h)
         h = checkpoint_name(h.astype(x.dtype), "attention")
-        y = contract("bthp,hpd->btd", h, params["w_out"], ("heads", "head_dim", "embed"), apart=apart)
+        y = contract(
+            "bthp,hpd->btd", h, params["w_out"], ("heads", "head_dim", "embed"), apart=apart
+        )
         return y, (m, v_u, v_h) if self.spiking and cache is not None else m, NOTHING
 
-    def _memory(self, u: Float[Array, "B T H"], before: Array | None, context: Context) -> Float[Array, "B T H d"]:
+    def _memory(
+        self, u: Float[Array, "B T H"], before: Array | None, context: Context
+    ) -> Float[Array, "B T H d"]:
         """Runs each device's own rows and channels: the transforms and products with constants cross none."""
         before = None if context.fresh else before
-        form = "chunks" if self.form == "fft" and (before is not None or context.starts is not None) else self.form
+        form = (
+            "chunks"
+            if self.form == "fft" and (before is not None or context.starts is not None)
+            else self.form
+        )
         given = {"u": u, "before": before, "starts": context.starts}
-        axes = {"u": ("batch", None, "heads"), "before": ("batch", "heads", None), "starts": ("batch", None)}
+        axes = {
+            "u": ("batch", None, "heads"),
+            "before": ("batch", "heads", None),
+            "starts": ("batch", None),
+        }
         given = {name: array for name, array in given.items() if array is not None}
 
         def block(*arrays):
-            return memory(**dict(zip(given, arrays, strict=True)), size=self.memory, theta=self.theta, form=form)
+            return memory(
+                **dict(zip(given, arrays, strict=True)),
+                size=self.memory,
+                theta=self.theta,
+                form=form,
+            )
 
-        return local(block, [axes[name] for name in given], ("batch", None, "heads", None))(*given.values())
+        return local(block, [axes[name] for name in given], ("batch", None, "heads", None))(
+            *given.values()
+        )
 
     def transfers(self, sizes: ActivationSizes) -> Iterator[Transfer]:
         """Declares nothing: a sequence that is split is refused."""

@@ -154,7 +154,11 @@ class MatrixState:
         params, layer = params["mixer"], self.layer
         axis_name = _sequence_axis(context)
         inputs, renewed = layer.inputs(params, x, cache, context)
-        state = layer.initial(len(x), x.shape[-1], jnp.promote_types(x.dtype, jnp.float32)) if cache is None else cache
+        state = (
+            layer.initial(len(x), x.shape[-1], jnp.promote_types(x.dtype, jnp.float32))
+            if cache is None
+            else cache
+        )
         arrays = {name: checkpoint_name(lane, "qkv") for name, (lane, _) in inputs.items()}
         own, declared = {name: params[name] for name in layer.own}, layer.leaves(x.shape[-1], 1.0)
         time = context.rules.inside[1]
@@ -173,7 +177,11 @@ class MatrixState:
             return out if cache is None else (out, state)
 
         into = ("batch", time, "heads", None)
-        split = local(block, jax.tree.leaves(axes, is_leaf=is_axes), into if cache is None else (into, axes[2]))
+        split = local(
+            block,
+            jax.tree.leaves(axes, is_leaf=is_axes),
+            into if cache is None else (into, axes[2]),
+        )
         out, state = (split(*flat), None) if cache is None else split(*flat)
         out = checkpoint_name(out.astype(x.dtype), "attention")
         y = contract("bthv,hvd->btd", out, params["w_out"], OUT, apart=context.rules.apart)
@@ -190,9 +198,15 @@ class MatrixState:
         size = 4 * rows * sum(leaf.size for leaf in jax.tree.leaves(state))
         # Of both passes, and the forward one once more in the backward pass.
         passes = sizes.layers * (sizes.again + 2)
-        yield Transfer("gather", axes, 3 * passes, int(3 * passes * shares * size), "states of all devices")
         yield Transfer(
-            "exchange", axes, 6 * passes, int(6 * passes * size), "the state and the tokens before a device's"
+            "gather", axes, 3 * passes, int(3 * passes * shares * size), "states of all devices"
+        )
+        yield Transfer(
+            "exchange",
+            axes,
+            6 * passes,
+            int(6 * passes * size),
+            "the state and the tokens before a device's",
         )
 
     def _sums(self, sizes: ActivationSizes) -> Iterator[Transfer]:
@@ -202,12 +216,20 @@ class MatrixState:
             return
         if shared := self.layer.num_shared:
             passes = sizes.layers * (sizes.again + 2)
-            yield Transfer("sum", heads, 3 * passes, int(passes * sizes.tokens * shared * 4), "what all heads read")
+            yield Transfer(
+                "sum",
+                heads,
+                3 * passes,
+                int(passes * sizes.tokens * shared * 4),
+                "what all heads read",
+            )
         declared = self.layer.leaves(sizes.embed_dim, 1.0)
         whole = [declared[name] for name in self.layer.own if "heads" not in declared[name].axes]
         size = 4 * sizes.layers * sum(math.prod(leaf.shape) for leaf in whole)
         axes = (*mesh_axes("batch"), *mesh_axes("seq_layer"), *heads)
-        yield Transfer("sum", axes, sizes.layers * len(whole), size, "gradients of what all heads share")
+        yield Transfer(
+            "sum", axes, sizes.layers * len(whole), size, "gradients of what all heads share"
+        )
 
 
 def _sequence_axis(context: Context) -> str | None:
@@ -220,7 +242,9 @@ def _sequence_axis(context: Context) -> str | None:
     return axes[0] if axes else None
 
 
-def project(params: dict, x: Array, context: Context, *names: str, numbers: tuple[str, ...] = ()) -> list[Array]:
+def project(
+    params: dict, x: Array, context: Context, *names: str, numbers: tuple[str, ...] = ()
+) -> list[Array]:
     """Returns the products of x with weights [D, H, K] of these names, then of `numbers`, weights [D, H]."""
     products = []
     for name in (*names, *numbers):
@@ -231,8 +255,16 @@ def project(params: dict, x: Array, context: Context, *names: str, numbers: tupl
 
 
 def head_norm(
-    x: Float[Array, "B T H V"], scale: Float[Array, "H V"], *, centred: bool = False, eps: float = 1e-5
+    x: Float[Array, "B T H V"],
+    scale: Float[Array, "H V"],
+    *,
+    centred: bool = False,
+    eps: float = 1e-5,
 ) -> Float[Array, "B T H V"]:
     """Normalises each head's outputs, by their mean square or, `centred`, by their variance; of each its own scale."""
     x = x - x.mean(-1, keepdims=True) if centred else x
-    return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps) * scale.astype(x.dtype)[None, None]
+    return (
+        x
+        * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps)
+        * scale.astype(x.dtype)[None, None]
+    )

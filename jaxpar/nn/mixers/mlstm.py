@@ -48,19 +48,31 @@ class MLstm:
         out = {name: Leaf((embed_dim, heads, width), HEADS, std) for name, width in widths.items()}
         out |= {name: Leaf((embed_dim, heads), HEADS[:2], std) for name in ("w_i", "w_f")}
         # Some heads forget within a few tokens, others within a hundred.
-        out |= {"b_i": Leaf((heads,), HEADS[1:2], "zeros"), "b_f": Leaf((heads,), HEADS[1:2], "keep")}
+        out |= {
+            "b_i": Leaf((heads,), HEADS[1:2], "zeros"),
+            "b_f": Leaf((heads,), HEADS[1:2], "keep"),
+        }
         return out | {"norm_scale": Leaf((heads, values), HEADS[1:], "ones")}
 
     def initial(self, batch: int, embed_dim: int, dtype: DTypeLike) -> dict[str, Array]:
         """Returns an empty state: "matrix" [B, H, K, V], of exponential gates V + 1 and "largest" [B, H]."""
         del embed_dim
         extra = self.gate == "exponential"
-        out = {"matrix": jnp.zeros((batch, self.num_heads, self.key_dim, self.value_dim + extra), dtype)}
-        return out | {"largest": jnp.full((batch, self.num_heads), -jnp.inf, dtype)} if extra else out
+        out = {
+            "matrix": jnp.zeros(
+                (batch, self.num_heads, self.key_dim, self.value_dim + extra), dtype
+            )
+        }
+        return (
+            out | {"largest": jnp.full((batch, self.num_heads), -jnp.inf, dtype)} if extra else out
+        )
 
     def state_axes(self) -> dict[str, Names]:
         """Returns the logical axes of the state."""
-        axes: dict[str, Names] = {"matrix": ("batch", "heads", None, None), "largest": ("batch", "heads")}
+        axes: dict[str, Names] = {
+            "matrix": ("batch", "heads", None, None),
+            "largest": ("batch", "heads"),
+        }
         return axes if self.gate == "exponential" else {"matrix": axes["matrix"]}
 
     def inputs(
@@ -68,9 +80,14 @@ class MLstm:
     ) -> tuple[dict[str, tuple[Array, Names]], dict[str, Array]]:
         """Returns queries, keys, values, the output's gate, and both gates' logits."""
         del state
-        q, k, v, r, i, f = project(params, x, context, "w_q", "w_k", "w_v", "w_r", numbers=("w_i", "w_f"))
+        q, k, v, r, i, f = project(
+            params, x, context, "w_q", "w_k", "w_v", "w_r", numbers=("w_i", "w_f")
+        )
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        i, f = (lane.astype(wide) + params[bias].astype(wide)[None, None] for lane, bias in ((i, "b_i"), (f, "b_f")))
+        i, f = (
+            lane.astype(wide) + params[bias].astype(wide)[None, None]
+            for lane, bias in ((i, "b_i"), (f, "b_f"))
+        )
         out = {"q": q * self.key_dim**-0.5, "k": k, "v": v, "r": r, "i": i, "f": f}
         return {name: (lane, HEADS[1 : lane.ndim - 1]) for name, lane in out.items()}, {}
 
@@ -82,11 +99,15 @@ class MLstm:
         matrix, forget = state["matrix"], jax.nn.log_sigmoid(f)
         if self.gate == "exponential":
             old = matrix, state["largest"]
-            out, (matrix, largest) = exponential_attention(q, k, v, forget, i, state=old, **time.options)
+            out, (matrix, largest) = exponential_attention(
+                q, k, v, forget, i, state=old, **time.options
+            )
             after = {"matrix": matrix, "largest": largest}
         else:
             k = (k.astype(i.dtype) * jax.nn.sigmoid(i)[..., None]).astype(k.dtype)
-            out, matrix = linear_attention(q, k, v, forget, state=matrix, dtype=matrix.dtype, **time.options)
+            out, matrix = linear_attention(
+                q, k, v, forget, state=matrix, dtype=matrix.dtype, **time.options
+            )
             after = {"matrix": matrix}
         out = head_norm(out.astype(matrix.dtype), params["norm_scale"], centred=True)
         return out * jax.nn.sigmoid(r.astype(matrix.dtype)), after

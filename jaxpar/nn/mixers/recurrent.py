@@ -53,7 +53,9 @@ def cell_of(name: str, size: int, heads: int) -> Cell | Aaren:
 
 def mixer_leaves(cell: Cell | Aaren, embed_dim: int, out_std: float) -> dict[str, Leaf]:
     """Declares a mixer's parameters: the cell's for inputs of `embed_dim`, and w_out [n, D] back."""
-    return cell.leaves(embed_dim) | {"w_out": Leaf((cell.size, embed_dim), ("mlp", "embed"), out_std)}
+    return cell.leaves(embed_dim) | {
+        "w_out": Leaf((cell.size, embed_dim), ("mlp", "embed"), out_std)
+    }
 
 
 def equal_size(name: str, embed_dim: int, heads: int, num_params: int) -> int:
@@ -130,8 +132,12 @@ class Recurrent:
         options = {"resets": resets, "valid": context.valid, "method": self.method}
         told = NOTHING
         if self.iterates:
-            out, state, info = sharded_recurrence(self.cell, params, projections, cache, with_info=True, **options)
-            told = Aux({}, {name: Min(x) if name == "converged" else Max(x) for name, x in info.items()})
+            out, state, info = sharded_recurrence(
+                self.cell, params, projections, cache, with_info=True, **options
+            )
+            told = Aux(
+                {}, {name: Min(x) if name == "converged" else Max(x) for name, x in info.items()}
+            )
         else:
             out, state = sharded_recurrence(self.cell, params, projections, cache, **options)
         out = checkpoint_name(out, "attention")
@@ -189,7 +195,9 @@ def sharded_recurrence(
     products = {letter + gate for gate in cell.gates for letter in "wb"}
     declared = {name: leaf for name, leaf in cell.leaves(1).items() if name not in products}
     states = jax.tree.map(lambda h: _unit_axes(h.ndim), h0)
-    flat, tree = jax.tree.flatten((projections, {name: params[name] for name in declared}, h0, resets, valid))
+    flat, tree = jax.tree.flatten(
+        (projections, {name: params[name] for name in declared}, h0, resets, valid)
+    )
     axes = (
         dict.fromkeys(projections, (None, "batch", "mlp")),
         {name: in_role(leaf.axes, "use") for name, leaf in declared.items()},
@@ -202,7 +210,9 @@ def sharded_recurrence(
 
     def block(*flat):
         projections, params, h0, resets, valid = tree.unflatten(flat)
-        params = varying_as(params, projections)  # so that gradients are summed over devices once, not in each step
+        params = varying_as(
+            params, projections
+        )  # so that gradients are summed over devices once, not in each step
         hs, stats = cell_states(here, params, projections, h0, method=method, resets=resets)
         last = jax.tree.map(lambda h, h0: _after(h, h0, valid), hs, h0)
         out = here.output(params, hs).astype(lane.dtype), last
@@ -226,7 +236,11 @@ def _after(states: jax.Array, h0: jax.Array, valid: jax.Array | None) -> jax.Arr
 def _worst(stats: Stats | None) -> Info:
     """Returns the scalars of `sharded_recurrence`, the same on every device."""
     if stats is None:
-        return {"iterations": jnp.float32(0), "residual": jnp.float32(0), "converged": jnp.float32(1)}
+        return {
+            "iterations": jnp.float32(0),
+            "residual": jnp.float32(0),
+            "converged": jnp.float32(1),
+        }
     values = stats.iterations.max(), largest(stats.residual), -1.0 * stats.converged.min()
     values = jax.lax.stop_gradient(values)
     axes = (*mesh_axes("batch"), *mesh_axes("mlp"))

@@ -77,15 +77,27 @@ class Rwkv6:
         """Returns keys, values, what reads, the gate and the log decays."""
         before, last = _before(x, state, context)
         apart, change = context.rules.apart, before - x
-        first, mu = params["mu_mix"].astype(x.dtype)[None, None], params["mu"].astype(x.dtype)[:, None, None]
+        first, mu = (
+            params["mu_mix"].astype(x.dtype)[None, None],
+            params["mu"].astype(x.dtype)[:, None, None],
+        )
         whole = {"mix_in": ("embed", None, None), "mix_out": (None, None, "embed")}
-        inner = jnp.tanh(contract("btd,dnr->btnr", x + change * first, params["mix_in"], whole["mix_in"], apart=apart))
-        mixes = contract("btnr,nrd->nbtd", inner, params["mix_out"], whole["mix_out"], apart=apart) + mu
+        inner = jnp.tanh(
+            contract(
+                "btd,dnr->btnr", x + change * first, params["mix_in"], whole["mix_in"], apart=apart
+            )
+        )
+        mixes = (
+            contract("btnr,nrd->nbtd", inner, params["mix_out"], whole["mix_out"], apart=apart) + mu
+        )
         mixed = {name: x + change * mix for name, mix in zip(LANES, mixes, strict=True)}
         out = {
-            name: contract("btd,dhk->bthk", mixed[name], params[f"w_{name}"], HEADS, apart=apart) for name in LANES[1:]
+            name: contract("btd,dhk->bthk", mixed[name], params[f"w_{name}"], HEADS, apart=apart)
+            for name in LANES[1:]
         }
-        inner = contract("btd,dr->btr", mixed["w"], params["w_decay_in"], ("embed", None), apart=apart)
+        inner = contract(
+            "btd,dr->btr", mixed["w"], params["w_decay_in"], ("embed", None), apart=apart
+        )
         into = (None, *HEADS[1:])
         decay = contract("btr,rhk->bthk", jnp.tanh(inner), params["w_decay_out"], into, apart=apart)
         wide = jnp.promote_types(x.dtype, jnp.float32)
@@ -112,12 +124,16 @@ def _before(x: Array, state: dict | None, context: Context) -> tuple[Array, Arra
     last = jnp.zeros_like(x[:, :1]) if state is None else state["last"]
     flat, tree = jax.tree.flatten((x, last, context.starts, context.valid))
     names = [("batch", time, None), ("batch", None, None)]
-    names += [("batch", time)] * (context.starts is not None) + [("batch",)] * (context.valid is not None)
+    names += [("batch", time)] * (context.starts is not None) + [("batch",)] * (
+        context.valid is not None
+    )
 
     def block(*flat):
         x, last, starts, valid = tree.unflatten(flat)
         weight = jnp.zeros((2, x.shape[-1]), x.dtype).at[0].set(1)
-        out, tail = short_conv(x, weight, last, starts=starts, valid=valid, axis_name=axes[0] if axes else None)
+        out, tail = short_conv(
+            x, weight, last, starts=starts, valid=valid, axis_name=axes[0] if axes else None
+        )
         return out if state is None else (out, tail.astype(last.dtype))
 
     if state is None:

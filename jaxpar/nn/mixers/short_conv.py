@@ -36,7 +36,11 @@ def short_conv(
     """
     batch, length, reach = x.shape[0], x.shape[1], len(weight) - 1
     tail = (1,) * (x.ndim - 2)
-    before = jnp.zeros((batch, reach, *x.shape[2:]), x.dtype) if before is None else before.astype(x.dtype)
+    before = (
+        jnp.zeros((batch, reach, *x.shape[2:]), x.dtype)
+        if before is None
+        else before.astype(x.dtype)
+    )
     if axis_name is not None:
         if length < reach:
             raise UsageError(
@@ -44,7 +48,9 @@ def short_conv(
             )
         last = x[:, length - reach :]
         if starts is not None:
-            last = jnp.where(_lives(starts)[:, length - reach :].reshape(batch, reach, *tail), last, 0)
+            last = jnp.where(
+                _lives(starts)[:, length - reach :].reshape(batch, reach, *tail), last, 0
+            )
         before = from_earlier(last, axis_name, False)
     weight = varying_as(weight, x)  # so that devices sum its gradient once, and not tap by tap
     line: Array = jnp.concatenate([jnp.asarray(before), x], 1)

@@ -52,7 +52,9 @@ class SpikingMlp:
         }
         return {"mixer": leaves}
 
-    def init_cache(self, batch: int, slots: int, width: int, dtype: DTypeLike) -> Float[Array, "B F"]:
+    def init_cache(
+        self, batch: int, slots: int, width: int, dtype: DTypeLike
+    ) -> Float[Array, "B F"]:
         """Returns potentials of zero, in float32 at least; they have no slots."""
         del slots, width
         return jnp.zeros((batch, self.size), jnp.promote_types(dtype, jnp.float32))
@@ -62,7 +64,11 @@ class SpikingMlp:
         return ("batch", "mlp")
 
     def apply(
-        self, params: dict, x: Float[Array, "B T D"], cache: Float[Array, "B F"] | None, context: Context
+        self,
+        params: dict,
+        x: Float[Array, "B T D"],
+        cache: Float[Array, "B F"] | None,
+        context: Context,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B F"] | None, Aux]:
         """Returns outputs, the potentials after the last token that counts, and nothing to tell.
 
@@ -72,11 +78,19 @@ class SpikingMlp:
         context.refuse("a spiking mlp", "visible")
         context.refuse_split("a spiking mlp")
         params, apart = params["mixer"], context.rules.apart
-        up = contract("btd,df->btf", x, params["w_up"], ("embed", "mlp"), bias=params["b_up"], apart=apart)
+        up = contract(
+            "btd,df->btf", x, params["w_up"], ("embed", "mlp"), bias=params["b_up"], apart=apart
+        )
         up = checkpoint_name(up, "mlp").astype(wide_dtype(x))
         fired, potentials = integrate_and_fire(up, cache, context.starts, beta=self.beta)
-        y = contract("btf,fd->btd", fired.astype(x.dtype), params["w_down"], ("mlp", "embed"), apart=apart)
-        after = None if cache is None else context.last(jnp.concatenate([cache[:, None], potentials], 1))
+        y = contract(
+            "btf,fd->btd", fired.astype(x.dtype), params["w_down"], ("mlp", "embed"), apart=apart
+        )
+        after = (
+            None
+            if cache is None
+            else context.last(jnp.concatenate([cache[:, None], potentials], 1))
+        )
         return y, after, NOTHING
 
     def transfers(self, sizes: ActivationSizes) -> Iterator[Transfer]:

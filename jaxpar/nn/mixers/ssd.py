@@ -46,14 +46,26 @@ class Mamba2:
     taps: int = field(4, AtLeast(2))
     eps: float = field(1e-5, Positive())
 
-    own = ("norm_scale", "conv_x", "conv_b", "conv_c", "bias_x", "bias_b", "bias_c", "a_log", "d_skip")
+    own = (
+        "norm_scale",
+        "conv_x",
+        "conv_b",
+        "conv_c",
+        "bias_x",
+        "bias_b",
+        "bias_c",
+        "a_log",
+        "d_skip",
+    )
     num_inputs = 5
 
     def __post_init__(self):
         """Refuses groups that do not divide the heads."""
         check_fields(self)
         if self.num_heads % self.num_groups:
-            raise UsageError(f"num_groups={self.num_groups} must divide num_heads={self.num_heads}.")
+            raise UsageError(
+                f"num_groups={self.num_groups} must divide num_heads={self.num_heads}."
+            )
 
     @property
     def num_shared(self) -> int:
@@ -82,13 +94,20 @@ class Mamba2:
         del embed_dim
         heads, values, grouped = self.num_heads, self.value_dim, (self.num_groups, self.key_dim)
         tails = {"x": (heads, values), "b": grouped, "c": grouped}
-        out = {name: jnp.zeros((batch, self.taps - 1, *shape), dtype) for name, shape in tails.items()}
+        out = {
+            name: jnp.zeros((batch, self.taps - 1, *shape), dtype) for name, shape in tails.items()
+        }
         return out | {"matrix": jnp.zeros((batch, heads, self.key_dim, values), dtype)}
 
     def state_axes(self) -> dict[str, Names]:
         """Returns the logical axes of the state."""
         whole: Names = ("batch", None, None, None)
-        return {"x": ("batch", None, "heads", None), "b": whole, "c": whole, "matrix": ("batch", "heads", None, None)}
+        return {
+            "x": ("batch", None, "heads", None),
+            "b": whole,
+            "c": whole,
+            "matrix": ("batch", "heads", None, None),
+        }
 
     def inputs(
         self, params: dict, x: Float[Array, "B T D"], state: dict | None, context: Context
@@ -105,11 +124,20 @@ class Mamba2:
             )
         v, z, dt = project(params, x, context, "w_x", "w_z", numbers=("w_dt",))
         apart = context.rules.apart
-        b, c = (contract("btd,dgn->btgn", x, params[name], GROUPED, apart=apart) for name in ("w_b", "w_c"))
+        b, c = (
+            contract("btd,dgn->btgn", x, params[name], GROUPED, apart=apart)
+            for name in ("w_b", "w_c")
+        )
         wide = jnp.promote_types(x.dtype, jnp.float32)
         dt = jax.nn.softplus(dt.astype(wide) + params["b_dt"].astype(wide)[None, None])
         whole: Names = (None, None)
-        return {"x": (v, HEADS[1:]), "z": (z, HEADS[1:]), "b": (b, whole), "c": (c, whole), "dt": (dt, HEADS[1:2])}, {}
+        return {
+            "x": (v, HEADS[1:]),
+            "z": (z, HEADS[1:]),
+            "b": (b, whole),
+            "c": (c, whole),
+            "dt": (dt, HEADS[1:2]),
+        }, {}
 
     def mix(
         self, params: dict, inputs: dict[str, Array], state: dict[str, Array], time: Time
@@ -131,6 +159,9 @@ class Mamba2:
         grouped = out.reshape(*out.shape[:2], self.num_groups, -1, self.value_dim)
         squares = jnp.square(grouped).sum((-1, -2), keepdims=True)
         squares = jax.lax.psum(squares, mesh_axes("heads")) if mesh_axes("heads") else squares
-        size, scale = self.num_heads * self.value_dim // self.num_groups, params["norm_scale"].astype(wide)
+        size, scale = (
+            self.num_heads * self.value_dim // self.num_groups,
+            params["norm_scale"].astype(wide),
+        )
         grouped = grouped * jax.lax.rsqrt(squares / size + self.eps)
         return grouped.reshape(out.shape) * scale[None, None], after

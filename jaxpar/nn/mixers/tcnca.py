@@ -85,15 +85,21 @@ class Tcnca:
         leaves = {name: Leaf((embed_dim, *heads), INTO, std) for name in ("wq", "wk", "wv")}
         leaves["wo"] = Leaf((*heads, embed_dim), OUT, out_std)
         if count:
-            leaves["taps"] = Leaf((count, self.taps, embed_dim), (None, None, None), self.taps**-0.5)
+            leaves["taps"] = Leaf(
+                (count, self.taps, embed_dim), (None, None, None), self.taps**-0.5
+            )
             leaves["shift"] = Leaf((count, embed_dim), (None, None), "zeros")
         return {"mixer": leaves}
 
     def init_cache(self, batch: int, slots: int, width: int, dtype: DTypeLike) -> TcncaCache:
         """Returns the cache before the first token; its size does not depend on `slots`."""
         del slots
-        lines = tuple(jnp.zeros((batch, (self.taps - 1) * each, width), dtype) for each in self.dilations)
-        return TcncaCache(lines, LinearCache.empty(batch, self.num_heads, self.chunk, self.head_dim, dtype))
+        lines = tuple(
+            jnp.zeros((batch, (self.taps - 1) * each, width), dtype) for each in self.dilations
+        )
+        return TcncaCache(
+            lines, LinearCache.empty(batch, self.num_heads, self.chunk, self.head_dim, dtype)
+        )
 
     def cache_axes(self) -> TcncaCache:
         """Returns the logical axes of the cache."""
@@ -113,12 +119,17 @@ class Tcnca:
         context.refuse_split("a mixer of convolutions and chunks")
         params, apart = params["mixer"], context.rules.apart
         x, lines = self._convolve(params, x, cache, context)
-        products = [contract("btd,dhk->bthk", x, params[name], INTO, apart=apart) for name in ("wq", "wk", "wv")]
+        products = [
+            contract("btd,dhk->bthk", x, params[name], INTO, apart=apart)
+            for name in ("wq", "wk", "wv")
+        ]
         q, k, v = (checkpoint_name(each, "qkv") for each in products)
         tokens = None if cache is None else cache.tokens
         options: dict[str, Any] = {"window": self.chunk, "before": 0, "positions": self.positions}
         out, tokens = attend_windows(q, k, v, tokens, context, **options)
-        y = contract("bthk,hkd->btd", checkpoint_name(out, "attention"), params["wo"], OUT, apart=apart)
+        y = contract(
+            "bthk,hkd->btd", checkpoint_name(out, "attention"), params["wo"], OUT, apart=apart
+        )
         return y, None if tokens is None or lines is None else TcncaCache(lines, tokens), NOTHING
 
     def _convolve(self, params: dict, x: Array, cache: TcncaCache | None, context: Context):
@@ -131,7 +142,9 @@ class Tcnca:
         befores = befores if cache is None else cache.lines
 
         def block(x, since, taps, shift, *befores):
-            if rows := frozenset(mesh_axes("batch")):  # once, so that the gradients of all taps are one sum
+            if rows := frozenset(
+                mesh_axes("batch")
+            ):  # once, so that the gradients of all taps are one sum
                 taps, shift = varying_over((taps, shift), rows)
             lines = []
             for layer, dilation in enumerate(self.dilations):
@@ -181,4 +194,6 @@ def _last(line: Float[Array, "B S D"], length: int, context: Context) -> Float[A
     size = line.shape[1] - length
     if context.valid is None:
         return line[:, length:]
-    return jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, size))(line, context.valid)
+    return jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, size))(
+        line, context.valid
+    )

@@ -29,7 +29,9 @@ def begun(game, full, state):
         case "Skittles":
             return SkittlesTwin(full)
         case "Navigator":
-            return NavigatorTwin(full, tuple(map(int, state.player)), tuple(map(int, state.goal)), cells(state.pits))
+            return NavigatorTwin(
+                full, tuple(map(int, state.player)), tuple(map(int, state.goal)), cells(state.pits)
+            )
         case "Tetris":
             return TetrisTwin(full, int(state.kind), game.width)
     return BattleShipTwin(full, cells(state.ships))
@@ -49,7 +51,11 @@ def drawn(game, state):
 
 def read(image, side):
     """The board of characters that the pixels show."""
-    tiles = image.reshape(side, TILE, side, TILE, 3).transpose(0, 2, 1, 3, 4).reshape(-1, 1, TILE, TILE, 3)
+    tiles = (
+        image.reshape(side, TILE, side, TILE, 3)
+        .transpose(0, 2, 1, 3, 4)
+        .reshape(-1, 1, TILE, TILE, 3)
+    )
     match = (tiles == SPRITES[None]).all((2, 3, 4))
     assert (match.sum(1) == 1).all(), "a cell shows no sprite, or sprites look alike"
     return "".join(MARKS[i] for i in match.argmax(1))
@@ -75,7 +81,9 @@ def follow(env, num_steps, act=legal_action):
     return np.array(ends)
 
 
-@pytest.mark.parametrize("game", [game() for game in GAMES] + [Tetris(4)], ids=lambda game: type(game).__name__)
+@pytest.mark.parametrize(
+    "game", [game() for game in GAMES] + [Tetris(4)], ids=lambda game: type(game).__name__
+)
 def test_twin(game):
     ends = follow(Arcade(game, "partial"), 1000)
     assert len(ends) > 20 and ends.max() <= 1 + 1e-6 and ends.min() < 0.5
@@ -101,12 +109,30 @@ def test_full_and_partial_share_states_and_rewards(name):
             after = env.transition(key, state, action, params)
             mask = env.action_mask(state, params) if hasattr(env, "action_mask") else None
             cut = env.truncated(after, params) if hasattr(env, "truncated") else None
-            return after, mask, env.reward(state, action, after, params), env.terminal(after, params), cut
+            return (
+                after,
+                mask,
+                env.reward(state, action, after, params),
+                env.terminal(after, params),
+                cut,
+            )
 
-        args = key, jax.eval_shape(env.init, key, params), jax.numpy.int32(0), jax.tree.map(jax.numpy.asarray, params)
+        args = (
+            key,
+            jax.eval_shape(env.init, key, params),
+            jax.numpy.int32(0),
+            jax.tree.map(jax.numpy.asarray, params),
+        )
         parts = (env.init, (key, args[-1])), (moved, args), (env.observe, args)
-        programs = [jax.make_jaxpr(lambda *args, part=part: part(*args))(*args) for part, args in parts]
-        texts.append([(str(program), [np.asarray(const).tolist() for const in program.consts]) for program in programs])
+        programs = [
+            jax.make_jaxpr(lambda *args, part=part: part(*args))(*args) for part, args in parts
+        ]
+        texts.append(
+            [
+                (str(program), [np.asarray(const).tolist() for const in program.consts])
+                for program in programs
+            ]
+        )
     assert texts[0][:2] == texts[1][:2] and texts[0][2] != texts[1][2]
 
 
@@ -117,10 +143,20 @@ def test_the_arcade_has_ten_games_and_more():
 
 def test_every_fleet_is_two_ships_and_every_flag_can_be_reached():
     fleets = _fleets(6)
-    assert len(np.unique(fleets.reshape(len(fleets), -1), axis=0)) > 1000 and (fleets.sum((1, 2)) == 5).all()
+    assert (
+        len(np.unique(fleets.reshape(len(fleets), -1), axis=0)) > 1000
+        and (fleets.sum((1, 2)) == 5).all()
+    )
     starts = jax.vmap(Navigator().start)(jax.random.split(jax.random.key(0), 300))
-    for player, goal, pits in zip(*map(np.asarray, (starts.player, starts.goal, starts.pits)), strict=True):
-        assert pits.sum() == 4 and not pits[tuple(player)] and not pits[tuple(goal)] and (player != goal).any()
+    for player, goal, pits in zip(
+        *map(np.asarray, (starts.player, starts.goal, starts.pits)), strict=True
+    ):
+        assert (
+            pits.sum() == 4
+            and not pits[tuple(player)]
+            and not pits[tuple(goal)]
+            and (player != goal).any()
+        )
         reached, edge = {tuple(player)}, [tuple(player)]
         while edge:
             y, x = edge.pop()

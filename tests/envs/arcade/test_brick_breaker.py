@@ -14,7 +14,11 @@ SYMBOLS = [mark + dot for dot in (" ", ".") for mark in (" ", "1", "2", "3", "="
 
 def read(image):
     """The board of characters that the pixels show."""
-    cells = image.reshape(HEIGHT, TILE, WIDTH, TILE, 3).transpose(0, 2, 1, 3, 4).reshape(-1, 1, TILE, TILE, 3)
+    cells = (
+        image.reshape(HEIGHT, TILE, WIDTH, TILE, 3)
+        .transpose(0, 2, 1, 3, 4)
+        .reshape(-1, 1, TILE, TILE, 3)
+    )
     match = (cells == SPRITES[None]).all((2, 3, 4))
     assert (match.sum(1) == 1).all(), "a cell shows no sprite, or sprites look alike"
     return "".join(SYMBOLS[i] for i in match.argmax(1))
@@ -32,17 +36,24 @@ def catch(key, env, state, params):
 
 def follow(env, num_steps, act, max_steps=1000):
     ends, twin = 0, None
-    for record in steps_of(env, env.default_params.replace(max_steps=max_steps), num_steps, act=act):
+    for record in steps_of(
+        env, env.default_params.replace(max_steps=max_steps), num_steps, act=act
+    ):
         before, after = record["before"], record["after"]
         if record["start"]:
-            twin = BrickBreakerTwin(int(before.x), int(before.dx), env.observed == "full", max_steps)
+            twin = BrickBreakerTwin(
+                int(before.x), int(before.dx), env.observed == "full", max_steps
+            )
             assert read(record["seen"]) == twin.board()
         reward, over, cut = twin.step(int(record["action"]))
         np.testing.assert_allclose(after.reward, reward, rtol=1e-6)
         assert (after.terminated, after.truncated) == (over, cut)
         if not over:  # a lost ball aims below the board
             assert read(after.obs) == twin.board()
-        assert (int(after.state.y), int(after.state.x)) == twin.ball and after.state.bricks.sum() == len(twin.bricks)
+        assert (
+            int(after.state.y),
+            int(after.state.x),
+        ) == twin.ball and after.state.bricks.sum() == len(twin.bricks)
         ends += record["done"]
     return ends
 
@@ -67,9 +78,14 @@ def test_twin_for_long(name, act):
 
 
 def test_full_and_partial_share_states_and_rewards():
-    a, b = (travel(jax.random.key(5), BrickBreaker(view), BrickBreaker().default_params, 1000) for view in VIEWS)
+    a, b = (
+        travel(jax.random.key(5), BrickBreaker(view), BrickBreaker().default_params, 1000)
+        for view in VIEWS
+    )
     jax.tree.map(np.testing.assert_array_equal, a["before"], b["before"])
-    jax.tree.map(np.testing.assert_array_equal, a["after"]._replace(obs=0), b["after"]._replace(obs=0))
+    jax.tree.map(
+        np.testing.assert_array_equal, a["after"]._replace(obs=0), b["after"]._replace(obs=0)
+    )
     assert np.any(np.asarray(a["seen"]) != np.asarray(b["seen"]))
 
 
@@ -93,7 +109,9 @@ def test_the_full_view_tells_states_apart():
     for record in steps_of(env, params, 4000, act=catch):
         if not record["done"]:
             now = (record["seen"].tobytes(), int(record["action"]))
-            assert seen.setdefault(now, record["after"].obs.tobytes()) == record["after"].obs.tobytes()
+            assert (
+                seen.setdefault(now, record["after"].obs.tobytes()) == record["after"].obs.tobytes()
+            )
 
 
 def test_the_curtain_hides_the_ball_only_behind_it():

@@ -22,7 +22,9 @@ def read(image):
     if image.ndim == 2:
         return "".join(SYMBOLS[i] for i in image.ravel())
     n = image.shape[0] // TILE
-    cells = image.reshape(n, TILE, n, TILE, 3).transpose(0, 2, 1, 3, 4).reshape(n * n, 1, TILE, TILE, 3)
+    cells = (
+        image.reshape(n, TILE, n, TILE, 3).transpose(0, 2, 1, 3, 4).reshape(n * n, 1, TILE, TILE, 3)
+    )
     match = (cells == SPRITES[None]).all((2, 3, 4))
     assert (match.sum(1) == 1).all(), "a cell shows no sprite, or sprites look alike"
     return "".join(SYMBOLS[i] for i in match.argmax(1))
@@ -60,7 +62,11 @@ def test_twin(observed):
 def test_twin_in_numbers():
     env = MineSweeper(4, 2, "full", pixels=False)
     space = env.observation_space(env.default_params)
-    assert (space.shape, space.dtype, int(space.high)) == ((4, 4), np.int32, 11) and env.name.endswith("-full-cells")
+    assert (space.shape, space.dtype, int(space.high)) == (
+        (4, 4),
+        np.int32,
+        11,
+    ) and env.name.endswith("-full-cells")
     assert follow(env, 1000) > 50
 
 
@@ -77,9 +83,14 @@ def test_twin_for_long(name):
 
 
 def test_full_and_partial_share_states_and_rewards():
-    a, b = (travel(jax.random.key(5), MineSweeper(4, 2, view), MineSweeper().default_params, 1000) for view in VIEWS)
+    a, b = (
+        travel(jax.random.key(5), MineSweeper(4, 2, view), MineSweeper().default_params, 1000)
+        for view in VIEWS
+    )
     jax.tree.map(np.testing.assert_array_equal, a["before"], b["before"])
-    jax.tree.map(np.testing.assert_array_equal, a["after"]._replace(obs=0), b["after"]._replace(obs=0))
+    jax.tree.map(
+        np.testing.assert_array_equal, a["after"]._replace(obs=0), b["after"]._replace(obs=0)
+    )
     assert np.any(np.asarray(a["seen"]) != np.asarray(b["seen"]))
 
 
@@ -103,7 +114,9 @@ def test_masks_of_ten_thousand_boards():
 
     def tried(mines, opened):
         here = state.replace(mines=mines, opened=opened)
-        after = jax.vmap(lambda action: env.transition(jax.random.key(0), here, action, params))(jnp.arange(9))
+        after = jax.vmap(lambda action: env.transition(jax.random.key(0), here, action, params))(
+            jnp.arange(9)
+        )
         opens = jnp.any(after.opened & ~opened[None], axis=(1, 2))
         return env.action_mask(here, params), opens, env.terminal(here, params)
 
@@ -119,7 +132,9 @@ def test_seeing_the_mines_returns_one():
     env = MineSweeper(4, 2)
     record = travel(jax.random.key(1), env, env.default_params, 140, act)
     np.testing.assert_array_equal(np.flatnonzero(record["done"]), np.arange(13, 140, 14))
-    np.testing.assert_allclose(np.asarray(record["after"].reward).reshape(10, 14).sum(1), 1, rtol=1e-5)
+    np.testing.assert_allclose(
+        np.asarray(record["after"].reward).reshape(10, 14).sum(1), 1, rtol=1e-5
+    )
 
 
 def test_random_play_returns_what_chance_gives():
@@ -138,9 +153,16 @@ def test_random_play_returns_what_chance_gives():
 def test_levels_are_uniform():
     env = MineSweeper(2, 2)
     draw = jax.jit(jax.vmap(lambda key: env.sample_level(key, env.default_params)))
-    levels = np.asarray(draw(jax.random.split(jax.random.key(0), 6000))).reshape(6000, 4) @ [1, 2, 4, 8]
+    levels = np.asarray(draw(jax.random.split(jax.random.key(0), 6000))).reshape(6000, 4) @ [
+        1,
+        2,
+        4,
+        8,
+    ]
     counts = np.unique(levels, return_counts=True)[1]
-    assert len(counts) == 6 and np.sum((counts - 1000) ** 2 / 1000) < 25.7  # chi-square, 5 degrees, p = 1e-4
+    assert (
+        len(counts) == 6 and np.sum((counts - 1000) ** 2 / 1000) < 25.7
+    )  # chi-square, 5 degrees, p = 1e-4
 
 
 @pytest.mark.parametrize(
@@ -179,7 +201,9 @@ def best(size, layouts, opened):
                 seen.setdefault(len(mines & around(cell, size)), []).append(mines)
         for left in seen.values():
             after = opened | {cell}
-            value += len(left) * (1 / safe + (best(size, tuple(left), after)[0] if len(after) < safe else 0.0))
+            value += len(left) * (
+                1 / safe + (best(size, tuple(left), after)[0] if len(after) < safe else 0.0)
+            )
         values[cell] = value / len(layouts)
     cell = max(values, key=values.get)
     return values[cell], cell
@@ -191,7 +215,9 @@ def test_the_best_value_by_enumeration_of_beliefs_is_reached(num_mines):
     env, params = MineSweeper(3, num_mines, "numbers"), MineSweeper().default_params
     sparse = dataclasses.replace(env, rewards="sparse")
     layouts = tuple(frozenset(mines) for mines in itertools.combinations(range(9), num_mines))
-    mines = np.array([[[3 * r + c in each for c in range(3)] for r in range(3)] for each in layouts])
+    mines = np.array(
+        [[[3 * r + c in each for c in range(3)] for r in range(3)] for each in layouts]
+    )
     key = jax.random.key(0)
 
     @jax.jit
@@ -199,13 +225,27 @@ def test_the_best_value_by_enumeration_of_beliefs_is_reached(num_mines):
     def move(state, action):
         after = env.transition(key, state, action, params)
         rewards = [each.reward(state, action, after, params) for each in (env, sparse)]
-        return after, jnp.stack(rewards), env.observe(key, after, action, params), env.terminal(after, params)
+        return (
+            after,
+            jnp.stack(rewards),
+            env.observe(key, after, action, params),
+            env.terminal(after, params),
+        )
 
     states = jax.vmap(lambda level: env.init_level(key, level, params))(mines)
-    beliefs, opened, over = [layouts] * len(layouts), [frozenset()] * len(layouts), np.zeros(len(layouts), bool)
+    beliefs, opened, over = (
+        [layouts] * len(layouts),
+        [frozenset()] * len(layouts),
+        np.zeros(len(layouts), bool),
+    )
     total = np.zeros((len(layouts), 2))
     while not over.all():
-        actions = np.array([0 if end else best(3, b, o)[1] for end, b, o in zip(over, beliefs, opened, strict=True)])
+        actions = np.array(
+            [
+                0 if end else best(3, b, o)[1]
+                for end, b, o in zip(over, beliefs, opened, strict=True)
+            ]
+        )
         states, rewards, obs, ends = move(states, actions.astype(np.int32))
         total += rewards  # a state that is over pays nothing
         for i in np.flatnonzero(~(over | np.asarray(ends))):
@@ -213,7 +253,9 @@ def test_the_best_value_by_enumeration_of_beliefs_is_reached(num_mines):
             shown = read(np.asarray(obs[i]))
             assert "+" not in shown and "*" not in shown
             number, near = int(shown[actions[i]]), around(int(actions[i]), 3)
-            beliefs[i] = tuple(m for m in beliefs[i] if actions[i] not in m and len(m & near) == number)
+            beliefs[i] = tuple(
+                m for m in beliefs[i] if actions[i] not in m and len(m & near) == number
+            )
         over = np.asarray(ends)
     value = best(3, layouts, frozenset())[0]
     np.testing.assert_allclose(total.mean(0), value, rtol=1e-5)
@@ -232,15 +274,24 @@ def test_the_first_cell_is_safe():
         start = env.init(start_key, params)
         first = env.transition(keys[0], start, jnp.int32(1), params)
         second = env.transition(keys[1], first, jnp.int32(0), params)
-        return start.mines, first.mines, env.reward(start, jnp.int32(1), first, params), second.mines
+        return (
+            start.mines,
+            first.mines,
+            env.reward(start, jnp.int32(1), first, params),
+            second.mines,
+        )
 
-    start, mines, reward, later = map(np.asarray, first_two(jax.random.split(jax.random.key(0), 6000)))
+    start, mines, reward, later = map(
+        np.asarray, first_two(jax.random.split(jax.random.key(0), 6000))
+    )
     assert not mines[:, 0, 1].any() and (mines.sum((1, 2)) == 2).all() and (reward == 0.5).all()
     kept = ~start[:, 0, 1]
     np.testing.assert_array_equal(mines[kept], start[kept])
     np.testing.assert_array_equal(later, mines)
     counts = np.unique(mines.reshape(-1, 4) @ [1, 2, 4, 8], return_counts=True)[1]
-    assert len(counts) == 3 and np.sum((counts - 2000) ** 2 / 2000) < 18.5  # chi-square, 2 degrees, p = 1e-4
+    assert (
+        len(counts) == 3 and np.sum((counts - 2000) ** 2 / 2000) < 18.5
+    )  # chi-square, 2 degrees, p = 1e-4
 
 
 def test_sparse_rewards_sum_to_dense_ones_with_illegal_actions_too():
@@ -251,7 +302,8 @@ def test_sparse_rewards_sum_to_dense_ones_with_illegal_actions_too():
     paid = np.asarray(jax.jit(jax.vmap(lambda s, a, n: sparse.reward(s, a, n, params)))(*states))
     ends = np.flatnonzero(record["done"])
     sums = [
-        np.diff(np.cumsum(np.asarray(each, np.float64))[ends], prepend=0) for each in (paid, record["after"].reward)
+        np.diff(np.cumsum(np.asarray(each, np.float64))[ends], prepend=0)
+        for each in (paid, record["after"].reward)
     ]
     np.testing.assert_allclose(*sums, atol=1e-5)
     assert (paid[~np.asarray(record["done"])] == 0).all() and len(ends) > 50

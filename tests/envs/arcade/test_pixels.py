@@ -7,7 +7,15 @@ import pytest
 from journey import assert_pictures, steps_of, travel
 
 import envs
-from envs.arcade.pixels import CARDS, TILE, VARIANTS, CardPixels, CartPolePixels, NoisyCartPolePixels, drawn
+from envs.arcade.pixels import (
+    CARDS,
+    TILE,
+    VARIANTS,
+    CardPixels,
+    CartPolePixels,
+    NoisyCartPolePixels,
+    drawn,
+)
 from envs.classic.cart_pole import CartPoleState
 from envs.memory.card_games import Autoencode, CountRecall, RepeatFirst
 from jaxpar.types import UsageError
@@ -18,7 +26,11 @@ MARKS = " ~?abcdABCD0123456789"
 def read(image):
     """The table of characters that the pixels show, a string a row."""
     rows, columns = image.shape[0] // TILE, image.shape[1] // TILE
-    tiles = image.reshape(rows, TILE, columns, TILE, 3).transpose(0, 2, 1, 3, 4).reshape(-1, 1, TILE, TILE, 3)
+    tiles = (
+        image.reshape(rows, TILE, columns, TILE, 3)
+        .transpose(0, 2, 1, 3, 4)
+        .reshape(-1, 1, TILE, TILE, 3)
+    )
     match = (tiles == CARDS[None]).all((2, 3, 4))
     assert (match.sum(1) == 1).all(), "a cell shows no sprite, or sprites look alike"
     marks = "".join(MARKS[i] for i in match.argmax(1))
@@ -33,13 +45,19 @@ class CodeTwin:
 
     def table(self, full):
         answering = self.time >= self.n - 1
-        front = ("abcd"[self.dealt[self.time]] if self.time < self.n else "~") + ("?" if answering else " ") + "  "
+        front = (
+            ("abcd"[self.dealt[self.time]] if self.time < self.n else "~")
+            + ("?" if answering else " ")
+            + "  "
+        )
         below = ["abcd"[card] for card in self.dealt] + ["~"] * (self.n - len(self.dealt))
         if answering:
             asked = max(2 * (self.n - 1) - self.time, 0)
             below[asked] = below[asked].upper()
         below += [" "] * (-self.n % 4)
-        return [front] + ["".join(below[i : i + 4]) if full else "~~~~" for i in range(0, len(below), 4)]
+        return [front] + [
+            "".join(below[i : i + 4]) if full else "~~~~" for i in range(0, len(below), 4)
+        ]
 
     def step(self, action, state):
         answering, asked = self.time >= self.n - 1, 2 * (self.n - 1) - self.time
@@ -58,7 +76,10 @@ class CountTwin:
 
     def table(self, full):
         front = "abcd"[self.cards[-1]] + " " + "ABCD"[self.queries[-1]] + "  "
-        rows = [f"{'abcd'[kind]}{self.cards.count(kind):02}{self.queries.count(kind):02}" for kind in range(2)]
+        rows = [
+            f"{'abcd'[kind]}{self.cards.count(kind):02}{self.queries.count(kind):02}"
+            for kind in range(2)
+        ]
         return [front, *(rows if full else ["~~~~~"] * 2)]
 
     def step(self, action, state):
@@ -83,7 +104,9 @@ def follow(env, num_steps):
     return ends
 
 
-@pytest.mark.parametrize("env", [CardPixels(Autoencode(10, 2)), CardPixels(CountRecall(24), "partial")])
+@pytest.mark.parametrize(
+    "env", [CardPixels(Autoencode(10, 2)), CardPixels(CountRecall(24), "partial")]
+)
 def test_card_twin(env):
     assert follow(env, 1000) >= 40
 
@@ -116,10 +139,14 @@ def test_the_picture_of_a_cart_pole_shows_its_numbers():
     rng = np.random.default_rng(0)
     x, theta = rng.uniform(-1.5, 1.5, 40), rng.uniform(-0.12, 0.12, 40)
     fast, turn = rng.uniform(-3, 3, (2, 40))
-    states = CartPoleState(*(jnp.asarray(z, jnp.float32) for z in (x, fast, theta, turn)), jnp.zeros(40, jnp.int32))
+    states = CartPoleState(
+        *(jnp.asarray(z, jnp.float32) for z in (x, fast, theta, turn)), jnp.zeros(40, jnp.int32)
+    )
     params = CartPolePixels().default_params
     for velocities in (True, False):
-        pictures = jax.jit(jax.vmap(lambda s, velocities=velocities: drawn(s, params, velocities)))(states)
+        pictures = jax.jit(jax.vmap(lambda s, velocities=velocities: drawn(s, params, velocities)))(
+            states
+        )
         numbers = np.stack([read_pole(image, velocities) for image in np.asarray(pictures)], 1)
         np.testing.assert_allclose(numbers[0], x, atol=0.03)
         np.testing.assert_allclose(numbers[1], theta, atol=0.012)
@@ -137,7 +164,10 @@ def test_noise_moves_what_is_seen_and_nothing_else():
     seen = np.asarray(jax.jit(jax.vmap(lambda key: noisy.observe(key, state, None, params)))(keys))
     shown = np.stack([read_pole(image, False) for image in seen], 1)
     for numbers, exact in zip(shown, (state.x, state.theta), strict=True):
-        assert abs(numbers.mean() - float(exact)) < 4 * 0.1 / np.sqrt(200) and abs(numbers.std() - 0.1) < 0.02
+        assert (
+            abs(numbers.mean() - float(exact)) < 4 * 0.1 / np.sqrt(200)
+            and abs(numbers.std() - 0.1) < 0.02
+        )
     quiet = noisy.observe(keys[0], state, None, params.replace(noise=0.0))
     np.testing.assert_array_equal(quiet, plain.observe(keys[0], state, None, plain.default_params))
     a, b = (travel(jax.random.key(2), env, env.default_params, 100) for env in (noisy, plain))
@@ -145,10 +175,14 @@ def test_noise_moves_what_is_seen_and_nothing_else():
 
 
 def test_what_cannot_be_drawn_is_refused():
-    with pytest.raises(UsageError, match="CardPixels draws Autoencode and CountRecall, not RepeatFirst"):
+    with pytest.raises(
+        UsageError, match="CardPixels draws Autoencode and CountRecall, not RepeatFirst"
+    ):
         CardPixels(RepeatFirst())
     with pytest.raises(UsageError, match="at most 4 kinds and 99 cards, not 5 and 10"):
         CardPixels(Autoencode(10, 5))
     for make in (CardPixels, CartPolePixels):
-        with pytest.raises(UsageError, match="observed='foggy' is unknown; legal are full, partial"):
+        with pytest.raises(
+            UsageError, match="observed='foggy' is unknown; legal are full, partial"
+        ):
             make(observed="foggy")

@@ -86,7 +86,10 @@ class NavigatorTwin(Twin):
         there = self.player[0] + dy, self.player[1] + dx
         if all(0 <= z < 6 for z in there):
             self.player = there
-        return float(self.player == self.goal) - (self.player in self.pits), self.player in {self.goal, *self.pits}
+        return float(self.player == self.goal) - (self.player in self.pits), self.player in {
+            self.goal,
+            *self.pits,
+        }
 
 
 class BattleShipTwin(Twin):
@@ -97,7 +100,9 @@ class BattleShipTwin(Twin):
         self.ships, self.shots = ships, []
 
     def cells(self):
-        return {ship: "#" for ship in self.ships} | {at: "x" if at in self.ships else "." for at in self.shots}
+        return {ship: "#" for ship in self.ships} | {
+            at: "x" if at in self.ships else "." for at in self.shots
+        }
 
     def veiled(self, cells):
         return {at: cells[at] for at in self.shots[-1:]}

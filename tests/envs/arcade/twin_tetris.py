@@ -34,12 +34,19 @@ class TetrisTwin(Twin):
         return {(y + corner[0], x + corner[1]) for y, x in shape}
 
     def free(self, shape, corner):
-        return all(y < 10 and 0 <= x < self.width and (y, x) not in self.resting for y, x in self.placed(shape, corner))
+        return all(
+            y < 10 and 0 <= x < self.width and (y, x) not in self.resting
+            for y, x in self.placed(shape, corner)
+        )
 
     def cells(self):
         shown = {(y, x): "~" for y in range(10) for x in range(self.width, 10)}
         shown |= {(9 - i, 9): "F" for i in range(min(self.lines, 10))}
-        return shown | dict.fromkeys(self.resting, "*") | dict.fromkeys(self.placed(self.shape, self.corner), "@")
+        return (
+            shown
+            | dict.fromkeys(self.resting, "*")
+            | dict.fromkeys(self.placed(self.shape, self.corner), "@")
+        )
 
     def veiled(self, cells):
         return {at: mark for at, mark in cells.items() if mark != "*"}
@@ -55,7 +62,9 @@ class TetrisTwin(Twin):
         if self.free(shape, corner):
             self.shape, self.corner = shape, corner
         fell = 0
-        while self.free(self.shape, (self.corner[0] + 1, self.corner[1])) and (action == 4 or fell == 0):
+        while self.free(self.shape, (self.corner[0] + 1, self.corner[1])) and (
+            action == 4 or fell == 0
+        ):
             self.corner, fell = (self.corner[0] + 1, self.corner[1]), fell + 1
         if fell and action != 4:
             return 0.0, False

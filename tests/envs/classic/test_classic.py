@@ -26,9 +26,17 @@ def around(*values):
 STATES = {
     "CartPole-v1": (
         [(-2.4, 2.4), (-3, 3), (-LIMIT, LIMIT), (-3, 3)],
-        [around(-2.4, 2.4 - 0.02, 2.4), [-1.0, 0.0, 1.0], around(-LIMIT, 0.0, LIMIT - 0.01), [-0.5, 0.0, 0.5]],
+        [
+            around(-2.4, 2.4 - 0.02, 2.4),
+            [-1.0, 0.0, 1.0],
+            around(-LIMIT, 0.0, LIMIT - 0.01),
+            [-0.5, 0.0, 0.5],
+        ],
     ),
-    "Pendulum-v1": ([(-9, 9), (-8, 8)], [around(-math.pi, 0, math.pi, 3 * math.pi), around(-8.0, 0.0, 7.9, 8.0)]),
+    "Pendulum-v1": (
+        [(-9, 9), (-8, 8)],
+        [around(-math.pi, 0, math.pi, 3 * math.pi), around(-8.0, 0.0, 7.9, 8.0)],
+    ),
     "Acrobot-v1": (
         [(-math.pi, math.pi)] * 2 + [(-4 * math.pi, 4 * math.pi), (-9 * math.pi, 9 * math.pi)],
         [[-math.pi, 0.0, math.pi / 3, math.pi], [-math.pi, 0.0, math.pi]]
@@ -89,7 +97,10 @@ def test_transitions_equal_gymnasium_in_double_precision(name, x64):
     def one(state, action):
         state = jax.tree.unflatten(structure, [*state, clock])
         after = env.transition(jax.random.key(0), state, action, params)
-        obs, reward = env.observe(jax.random.key(0), after, action, params), env.reward(state, action, after, params)
+        obs, reward = (
+            env.observe(jax.random.key(0), after, action, params),
+            env.reward(state, action, after, params),
+        )
         return after, obs, reward, env.terminal(after, params), env.terminal(state, params)
 
     after, obs, reward, terminated, was_over = fast.jit(jax.vmap(one))(states, actions)
@@ -97,11 +108,15 @@ def test_transitions_equal_gymnasium_in_double_precision(name, x64):
     theirs = [twin.step(state, action) for state, action in zip(states, actions, strict=True)]
     # Gymnasium rounds the continuous car's state, and every observation, to single precision.
     exact = 1e-7 if name == "MountainCarContinuous-v0" else 1e-12
-    np.testing.assert_allclose(coordinates(after), [row[0] for row in theirs], rtol=exact, atol=exact)
+    np.testing.assert_allclose(
+        coordinates(after), [row[0] for row in theirs], rtol=exact, atol=exact
+    )
     np.testing.assert_allclose(obs, np.stack([row[1] for row in theirs]), rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(terminated, [row[3] for row in theirs])
     live = ~np.asarray(was_over)
-    np.testing.assert_allclose(reward[live], np.asarray([row[2] for row in theirs])[live], rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(
+        reward[live], np.asarray([row[2] for row in theirs])[live], rtol=1e-12, atol=1e-12
+    )
     assert 0 < np.sum(terminated) < len(states) or name == "Pendulum-v1"
 
 
@@ -146,11 +161,17 @@ def test_the_left_wall_stops_the_car_and_the_goal_does_not(name):
     left = jnp.zeros((), jnp.int32) if name == "MountainCar-v0" else -jnp.ones(1)
     state = env.init(jax.random.key(0), params)
     at_wall = env.transition(
-        jax.random.key(0), state.replace(position=jnp.float32(-1.19), velocity=jnp.float32(-0.05)), left, params
+        jax.random.key(0),
+        state.replace(position=jnp.float32(-1.19), velocity=jnp.float32(-0.05)),
+        left,
+        params,
     )
     assert (at_wall.position, at_wall.velocity) == (jnp.float32(-1.2), 0)
     past_goal = env.transition(
-        jax.random.key(0), state.replace(position=jnp.float32(0.48), velocity=jnp.float32(0.04)), left, params
+        jax.random.key(0),
+        state.replace(position=jnp.float32(0.48), velocity=jnp.float32(0.04)),
+        left,
+        params,
     )
     assert past_goal.velocity > 0.03 and env.terminal(past_goal, params)
 
@@ -167,7 +188,9 @@ def test_a_picture_of_every_environment(name):
 def test_physics_are_parameters_to_map_over():
     env, params = envs.make("CartPole-v1")
     state = env.init(jax.random.key(0), params)
-    push = jax.vmap(lambda force: env.transition(jax.random.key(0), state, 1, params.replace(force=force)).x_dot)
+    push = jax.vmap(
+        lambda force: env.transition(jax.random.key(0), state, 1, params.replace(force=force)).x_dot
+    )
     speeds = push(jnp.asarray([5.0, 10.0, 20.0]))
     assert (np.diff(speeds) > 0).all()
 
@@ -185,4 +208,6 @@ def test_swing_up_is_differentiable():
 
     torques, direction = jnp.linspace(-1, 1, 8)[:, None], jnp.ones((8, 1))
     slope = (cost(torques + 1e-2 * direction) - cost(torques - 1e-2 * direction)) / 2e-2
-    assert float(jnp.vdot(jax.grad(cost)(torques), direction)) == pytest.approx(float(slope), rel=1e-2)
+    assert float(jnp.vdot(jax.grad(cost)(torques), direction)) == pytest.approx(
+        float(slope), rel=1e-2
+    )

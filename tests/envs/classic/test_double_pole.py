@@ -45,7 +45,11 @@ def gentle(key, env, state, params):
     """Feedback that balances for long, found by linear-quadratic regulation, with noise: long episodes."""
     gains = jnp.asarray(lqr_gains(), jnp.float32)
     force = -gains @ jnp.stack(state.motion) + 0.1 * jax.random.normal(key)
-    return (force > 0).astype(jnp.int32) if env.discrete else jnp.clip(force / params.max_force, -1, 1)[None]
+    return (
+        (force > 0).astype(jnp.int32)
+        if env.discrete
+        else jnp.clip(force / params.max_force, -1, 1)[None]
+    )
 
 
 @functools.cache
@@ -91,7 +95,9 @@ def test_rk4_has_order_four(x64):
         motion = Motion(*(jnp.asarray(number) for number in (0.0, 0.0, 0.07, 0.0, 0.0, 0.0)))
         state = State(motion, jnp.zeros((), jnp.int32), jnp.zeros(0))
         for _ in range(round(0.08 / (2 * dt))):
-            state = env.transition(jax.random.key(0), state, jnp.ones(1), env.default_params.replace(dt=dt))
+            state = env.transition(
+                jax.random.key(0), state, jnp.ones(1), env.default_params.replace(dt=dt)
+            )
         assert state.motion.x.dtype == jnp.float64
         return np.array(state.motion)
 
@@ -114,7 +120,11 @@ def test_frictionless_cart_conserves_energy():
         ):
             theta, spin = float(theta), float(spin)
             vx, vy = x_dot + half * spin * np.cos(theta), -half * spin * np.sin(theta)
-            total += 0.5 * m * (vx**2 + vy**2) + m * half**2 / 6 * spin**2 + m * 9.8 * half * np.cos(theta)
+            total += (
+                0.5 * m * (vx**2 + vy**2)
+                + m * half**2 / 6 * spin**2
+                + m * 9.8 * half * np.cos(theta)
+            )
         return total
 
     state = env.init_level(jax.random.key(0), Motion(0.0, 0.3, 0.2, -0.5, 0.1, 0.4), params)
@@ -137,7 +147,11 @@ def test_bang_bang_is_full_force():
     params = DoublePole().default_params
     for action in (0, 1):
         key = jax.random.key(0)
-        (_, state), soft, hard = reset(key, DoublePole(), params), DoublePole(), DoublePole(discrete=True)
+        (_, state), soft, hard = (
+            reset(key, DoublePole(), params),
+            DoublePole(),
+            DoublePole(discrete=True),
+        )
         want = step(key, soft, state, jnp.full(1, 2.0 * action - 1), params)
         got = step(key, hard, state, jnp.asarray(action), params)
         jax.tree.map(np.testing.assert_array_equal, got.state, want.state)
@@ -154,12 +168,16 @@ def test_generalisation_starts():
     @jax.jit
     @jax.vmap
     def failed(level):
-        return env.terminal(env.init_level(jax.random.key(0), level, env.default_params), env.default_params)
+        return env.terminal(
+            env.init_level(jax.random.key(0), level, env.default_params), env.default_params
+        )
 
     assert not np.any(failed(starts))
     draw = jax.jit(jax.vmap(lambda key: env.sample_level(key, env.default_params)))
     level = draw(jax.random.split(jax.random.key(1), 512))
-    np.testing.assert_allclose([np.abs(axis).max() for axis in level[:4]], [2.16, 1.35, 0.0628, 0.150], rtol=0.02)
+    np.testing.assert_allclose(
+        [np.abs(axis).max() for axis in level[:4]], [2.16, 1.35, 0.0628, 0.150], rtol=0.02
+    )
 
 
 def test_a_regulator_balances_and_its_return_is_the_damping_fitness():
@@ -176,13 +194,18 @@ def test_a_regulator_balances_and_its_return_is_the_damping_fitness():
 
 def test_observation_is_scaled():
     env = DoublePole()
-    state = env.init_level(jax.random.key(0), Motion(1.0, 2.0, 0.1, 0.2, 0.3, 0.4), env.default_params)
+    state = env.init_level(
+        jax.random.key(0), Motion(1.0, 2.0, 0.1, 0.2, 0.3, 0.4), env.default_params
+    )
     np.testing.assert_allclose(
-        env.observe(jax.random.key(0), state, None, env.default_params), np.divide([1, 2, 0.1, 0.2, 0.3, 0.4], SCALES)
+        env.observe(jax.random.key(0), state, None, env.default_params),
+        np.divide([1, 2, 0.1, 0.2, 0.3, 0.4], SCALES),
     )
 
 
 def test_what_is_no_number_has_failed():
     env = DoublePole()
-    state = env.init_level(jax.random.key(0), Motion(0.0, 0.0, jnp.nan, 0.0, 0.0, 0.0), env.default_params)
+    state = env.init_level(
+        jax.random.key(0), Motion(0.0, 0.0, jnp.nan, 0.0, 0.0, 0.0), env.default_params
+    )
     assert bool(env.terminal(state, env.default_params))

@@ -23,10 +23,14 @@ def follow(env, num_steps):
             *motion, obs, reward = twin.step(before.theta, before.spin, record["action"])
             got = [after.state.theta, after.state.spin]
         else:
-            *motion, obs, reward = twin.step(before.position, before.velocity, before.goal, record["action"])
+            *motion, obs, reward = twin.step(
+                before.position, before.velocity, before.goal, record["action"]
+            )
             got = [after.state.position, after.state.velocity]
             np.testing.assert_array_equal(after.state.goal, before.goal)
-        for value, want in zip((*got, after.obs, after.reward), (*motion, obs, reward), strict=True):
+        for value, want in zip(
+            (*got, after.obs, after.reward), (*motion, obs, reward), strict=True
+        ):
             np.testing.assert_allclose(value, want, **CLOSE)
         time += 1
         assert after.state.time == time and not after.terminated
@@ -62,7 +66,9 @@ def starts():
     zero = jnp.zeros((), jnp.int32)
     return {
         PendulumSwingUp(): PendulumState(jnp.asarray(3.0), jnp.asarray(0.2), zero),
-        PointMass(): PointState(jnp.array([0.3, -0.2]), jnp.array([0.1, 0.0]), jnp.array([-0.5, 0.6]), zero),
+        PointMass(): PointState(
+            jnp.array([0.3, -0.2]), jnp.array([0.1, 0.0]), jnp.array([-0.5, 0.6]), zero
+        ),
     }
 
 
@@ -73,7 +79,9 @@ def test_gradient_of_a_rollout_equals_finite_differences(x64, place):
     params = jax.tree.map(lambda number: jnp.asarray(number, jnp.float64), env.default_params)
     width = env.action_space(params).shape[0]
     actions = jnp.asarray(np.random.default_rng(0).uniform(-0.9, 0.9, (20, width)))
-    start, rebuild = jax.flatten_util.ravel_pytree((state.replace(time=0.0), params.replace(max_steps=0.0), actions))
+    start, rebuild = jax.flatten_util.ravel_pytree(
+        (state.replace(time=0.0), params.replace(max_steps=0.0), actions)
+    )
 
     def of(vector):
         state, params, actions = rebuild(vector)
@@ -81,9 +89,14 @@ def test_gradient_of_a_rollout_equals_finite_differences(x64, place):
 
     value = jax.jit(of)
     gradient = jax.grad(of)(start)
-    differences = [(value(start.at[i].add(1e-6)) - value(start.at[i].add(-1e-6))) / 2e-6 for i in range(start.size)]
+    differences = [
+        (value(start.at[i].add(1e-6)) - value(start.at[i].add(-1e-6))) / 2e-6
+        for i in range(start.size)
+    ]
     np.testing.assert_allclose(gradient, differences, rtol=1e-5, atol=1e-6)
-    idle = {PendulumSwingUp(): 3, PointMass(): 3}[env]  # time, max_steps, and what only `init` reads
+    idle = {PendulumSwingUp(): 3, PointMass(): 3}[
+        env
+    ]  # time, max_steps, and what only `init` reads
     assert np.count_nonzero(gradient) == start.size - idle
 
 
@@ -142,6 +155,8 @@ def test_gradient_ascent_finds_the_linear_quadratic_optimum(x64):
 
     actions = jnp.zeros((steps, 2))
     hessian = jax.hessian(lambda flat: value(flat.reshape(steps, 2)))(actions.ravel())
-    actions = actions - jnp.linalg.solve(hessian, jax.grad(value)(actions).ravel()).reshape(steps, 2)
+    actions = actions - jnp.linalg.solve(hessian, jax.grad(value)(actions).ravel()).reshape(
+        steps, 2
+    )
     np.testing.assert_allclose(value(actions), best, rtol=1e-6)
     assert float(value(jnp.zeros((steps, 2)))) < 1.1 * best

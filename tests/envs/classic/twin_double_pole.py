@@ -27,7 +27,12 @@ class DoublePoleTwin:
     """Steps from a given motion; remembers every wobble of the episode."""
 
     def __init__(self, velocities, discrete, damping, max_steps):
-        self.velocities, self.discrete, self.damping, self.max_steps = velocities, discrete, damping, max_steps
+        self.velocities, self.discrete, self.damping, self.max_steps = (
+            velocities,
+            discrete,
+            damping,
+            max_steps,
+        )
         self.begin()
 
     def begin(self):
@@ -39,7 +44,11 @@ class DoublePoleTwin:
 
     def step(self, y, action):
         """The next motion, observation, reward, terminated, truncated."""
-        force = (10.0 if action == 1 else -10.0) if self.discrete else 10.0 * float(np.clip(action[0], -1, 1))
+        force = (
+            (10.0 if action == 1 else -10.0)
+            if self.discrete
+            else 10.0 * float(np.clip(action[0], -1, 1))
+        )
         y = np.asarray(y, np.float64)
         for _ in range(2):
             a = slope(y, force)
@@ -52,4 +61,10 @@ class DoublePoleTwin:
         self.wobbles.append(sum(abs(y[:4])))
         reward = 0.0 if failed else self.fitness() - earned if self.damping else 1.0
         obs = y / np.array([4.8, 2, 0.52, 2, 0.52, 2])
-        return y, obs if self.velocities else obs[[0, 2, 4]], reward, failed, len(self.wobbles) >= self.max_steps
+        return (
+            y,
+            obs if self.velocities else obs[[0, 2, 4]],
+            reward,
+            failed,
+            len(self.wobbles) >= self.max_steps,
+        )

@@ -36,8 +36,13 @@ def replay(env, num_steps, seed=0, max_steps=60):
         picture, reward, terminated, truncated = twin.step(int(now["action"]))
         np.testing.assert_array_equal(now["made"].obs, picture)
         assert now["made"].reward == pytest.approx(reward, abs=1e-6)
-        assert (bool(now["made"].terminated), bool(now["made"].truncated)) == (terminated, truncated)
-        seen.update(ended=terminated, cut=truncated, won=reward > 0, held=twin.scene.held is not None)
+        assert (bool(now["made"].terminated), bool(now["made"].truncated)) == (
+            terminated,
+            truncated,
+        )
+        seen.update(
+            ended=terminated, cut=truncated, won=reward > 0, held=twin.scene.held is not None
+        )
         if terminated or truncated:
             twin = GridTwin(now["state"], env, max_steps)
     return seen
@@ -53,14 +58,18 @@ def test_the_twin_agrees_step_by_step(env):
 @pytest.mark.parametrize("env", WORLDS, ids=lambda env: env.name)
 def test_the_twin_agrees_over_a_hundred_thousand_steps(env):
     seen = replay(env, 100_000, seed=1, max_steps=400)
-    assert seen["cut"] and (env.layout.size > 6 or seen["won"] and seen["ended"])  # luck does not solve the larger
+    assert seen["cut"] and (
+        env.layout.size > 6 or seen["won"] and seen["ended"]
+    )  # luck does not solve the larger
     assert bool(seen["held"]) == isinstance(env.layout, DoorKey)
 
 
 def cluttered(key, size=9):
     """A map of anything anywhere, an agent inside it and anything in its pocket: states that no play reaches."""
     keys = jax.random.split(key, 5)
-    things = jnp.asarray([tiles.code(tile, colour) for tile in range(1, 14) for colour in (0, 5, 6)], jnp.uint8)
+    things = jnp.asarray(
+        [tiles.code(tile, colour) for tile in range(1, 14) for colour in (0, 5, 6)], jnp.uint8
+    )
     floor = jnp.uint8(tiles.code(tiles.FLOOR))
     maps = jnp.where(jax.random.bernoulli(keys[0], 0.5, (size, size)), floor, 0)
     maps = jnp.where(maps == 0, jax.random.choice(keys[1], things, (size, size)), maps)
@@ -86,7 +95,12 @@ def test_light_and_hands_agree_in_any_clutter(view):
         level = rooms.Level(scene=cluttered(place_key), win=jnp.int32(-1), lose=jnp.int32(-1))
         state = rooms.State(level=level, time=jnp.int32(0))
         action = jax.random.randint(act_key, (), 0, 6)
-        return state, action, env.action_mask(state, params), step(act_key, env, state, action, params)
+        return (
+            state,
+            action,
+            env.action_mask(state, params),
+            step(act_key, env, state, action, params),
+        )
 
     num = 200
     state, action, mask, made = jax.tree.map(
@@ -115,7 +129,9 @@ def solution(env, state):
         twin, depth = frontier.popleft()
         for action in range(6):
             following = GridTwin(state, env, 10**9)
-            following.scene.__dict__.update(twin.scene.__dict__, grid=[list(row) for row in twin.scene.grid])
+            following.scene.__dict__.update(
+                twin.scene.__dict__, grid=[list(row) for row in twin.scene.grid]
+            )
             _, reward, ended, _ = following.step(action)
             if reward > 0:
                 return depth + 1
@@ -126,10 +142,14 @@ def solution(env, state):
 
 
 @pytest.mark.parametrize(
-    "env", [GridWorld(DoorKey(5), view=0), GridWorld(FourRooms(9), view=0), GridWorld(Memory(7), view=0)], ids=str
+    "env",
+    [GridWorld(DoorKey(5), view=0), GridWorld(FourRooms(9), view=0), GridWorld(Memory(7), view=0)],
+    ids=str,
 )
 def test_every_level_can_be_solved(env):
-    states = jax.jit(jax.vmap(lambda key: env.init(key, env.default_params)))(jax.random.split(jax.random.key(0), 12))
+    states = jax.jit(jax.vmap(lambda key: env.init(key, env.default_params)))(
+        jax.random.split(jax.random.key(0), 12)
+    )
     lengths = [solution(env, at(jax.tree.map(np.asarray, states), index)) for index in range(12)]
     assert None not in lengths
     assert len(set(lengths)) > 2, "the levels are all alike"
@@ -142,11 +162,15 @@ def test_the_levels_of_doorkey_are_uniform():
     )
     doors = np.argmax((maps >> 4 == tiles.LOCKED).reshape(4096, -1), axis=1)
     things = np.argmax((maps >> 4 == tiles.KEY).reshape(4096, -1), axis=1)
-    starts = collections.Counter(zip(*(x.tolist() for x in (doors, things, cells, directions)), strict=True))
+    starts = collections.Counter(
+        zip(*(x.tolist() for x in (doors, things, cells, directions)), strict=True)
+    )
     # One column of 3 cells left of the wall: 2 doors, 3 keys, 2 agents, 4 directions.
     assert len(starts) == 48
     expected = 4096 / 48
-    assert sum((count - expected) ** 2 / expected for count in starts.values()) < 95  # chi-square, 47 degrees, p = 4e-5
+    assert (
+        sum((count - expected) ** 2 / expected for count in starts.values()) < 95
+    )  # chi-square, 47 degrees, p = 4e-5
 
 
 def test_a_mutation_changes_at_most_one_inner_cell_and_never_those_that_matter():
@@ -166,7 +190,10 @@ def test_a_mutation_changes_at_most_one_inner_cell_and_never_those_that_matter()
         | ~np.isin(before >> 4, (tiles.FLOOR, tiles.WALL))
     )
     assert not changed[:, special].any()
-    assert {int(before[row, column]) >> 4 for _, row, column in np.argwhere(changed)} == {tiles.FLOOR, tiles.WALL}
+    assert {int(before[row, column]) >> 4 for _, row, column in np.argwhere(changed)} == {
+        tiles.FLOOR,
+        tiles.WALL,
+    }
     state = env.init_level(jax.random.key(2), at(others, 5), params)
     np.testing.assert_array_equal(state.level.scene.grid, after[5])
 
@@ -183,7 +210,9 @@ def test_the_picture_shows_the_map():
             for column in range(5):
                 tile = picture[8 * row : 8 * row + 8, 8 * column : 8 * column + 8]
                 np.testing.assert_array_equal(tile, tiles.SPRITES[codes[row, column]])
-    drawn = tiles.SPRITES.reshape(256, -1)[[tiles.code(tile, tiles.YELLOW) for tile in range(1, 14)]]
+    drawn = tiles.SPRITES.reshape(256, -1)[
+        [tiles.code(tile, tiles.YELLOW) for tile in range(1, 14)]
+    ]
     assert len(np.unique(drawn, axis=0)) == 13, "two tiles look alike"
 
 
@@ -192,7 +221,10 @@ def test_the_picture_shows_the_map():
     [
         (lambda: Memory(8), "odd size, not 8"),
         (lambda: DoorKey(4), "size=4 must be at least 5"),
-        (lambda: GridWorld(view=4), "odd number of cells from 3 to 31, or 0 for the whole map, not 4"),
+        (
+            lambda: GridWorld(view=4),
+            "odd number of cells from 3 to 31, or 0 for the whole map, not 4",
+        ),
     ],
 )
 def test_sizes_that_make_no_sense_are_refused(make, says):
@@ -200,8 +232,20 @@ def test_sizes_that_make_no_sense_are_refused(make, says):
         make()
 
 
-NAMES = {"DoorKey": "DoorKeyEnv", "Memory": "MemoryEnv", "FourRooms": "FourRoomsEnv", "Empty": "EmptyEnv"}
-OBJECTS = {1: 1, 2: 2, 5: 4, 6: 5, 8: 3, 9: 10}  # MiniGrid's numbers of empty, wall, key, ball, goal, lava
+NAMES = {
+    "DoorKey": "DoorKeyEnv",
+    "Memory": "MemoryEnv",
+    "FourRooms": "FourRoomsEnv",
+    "Empty": "EmptyEnv",
+}
+OBJECTS = {
+    1: 1,
+    2: 2,
+    5: 4,
+    6: 5,
+    8: 3,
+    9: 10,
+}  # MiniGrid's numbers of empty, wall, key, ball, goal, lava
 COLOURS = (1, 2, 3, 4, 5, 6)
 
 
@@ -217,8 +261,12 @@ def converted(cells):
     return made
 
 
-@pytest.mark.skipif(importlib.util.find_spec("minigrid") is None, reason="minigrid is not installed")
-@pytest.mark.parametrize("name", ["DoorKey-5x5", "DoorKey-8x8", "Memory-S9", "Empty-8x8", "FourRooms"])
+@pytest.mark.skipif(
+    importlib.util.find_spec("minigrid") is None, reason="minigrid is not installed"
+)
+@pytest.mark.parametrize(
+    "name", ["DoorKey-5x5", "DoorKey-8x8", "Memory-S9", "Empty-8x8", "FourRooms"]
+)
 def test_the_package_minigrid_agrees_step_by_step(name):
     import minigrid.envs
 
@@ -226,7 +274,9 @@ def test_the_package_minigrid_agrees_step_by_step(name):
     layout = env.layout
     sizes = {} if name == "FourRooms" else {"size": layout.size}
     theirs = getattr(minigrid.envs, NAMES[layout.name])(**sizes)
-    stepped = jax.jit(lambda state, action: step(jax.random.key(0), env, state, action, env.default_params))
+    stepped = jax.jit(
+        lambda state, action: step(jax.random.key(0), env, state, action, env.default_params)
+    )
     rng = np.random.default_rng(0)
     for episode in range(10):
         seen, _ = theirs.reset(seed=episode)
@@ -244,7 +294,8 @@ def test_the_package_minigrid_agrees_step_by_step(name):
         )
         state = env.init_level(jax.random.key(0), level, env.default_params)
         np.testing.assert_array_equal(
-            env.observe(jax.random.key(0), state, None, env.default_params), converted(seen["image"])
+            env.observe(jax.random.key(0), state, None, env.default_params),
+            converted(seen["image"]),
         )
         for _ in range(400):
             legal = np.flatnonzero(env.action_mask(state, env.default_params))

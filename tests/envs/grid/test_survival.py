@@ -14,7 +14,9 @@ from jaxpar.types import UsageError
 
 SMALL = Survival(size=16, view=7)
 # A quick day, many creatures: everything happens within a thousand random steps.
-BUSY = Params(max_steps=400, day=60, food_every=40, drink_every=30, cow_rate=60, zombie_rate=20, night_rate=90)
+BUSY = Params(
+    max_steps=400, day=60, food_every=40, drink_every=30, cow_rate=60, zombie_rate=20, night_rate=90
+)
 
 
 def replay(env, params, num_steps, seed=0, rich=False):
@@ -29,7 +31,10 @@ def replay(env, params, num_steps, seed=0, rich=False):
         np.testing.assert_array_equal(now["made"].obs["image"], image)
         np.testing.assert_array_equal(now["made"].obs["status"], status)
         assert now["made"].reward == pytest.approx(reward, abs=1e-5)
-        assert (bool(now["made"].terminated), bool(now["made"].truncated)) == (died, twin.time >= params.max_steps)
+        assert (bool(now["made"].terminated), bool(now["made"].truncated)) == (
+            died,
+            twin.time >= params.max_steps,
+        )
         seen.update(died=died, slept=twin.asleep, dark=twin.tenth() >= 6)
         if now["made"].terminated or now["made"].truncated:
             seen.update(survival.ACHIEVEMENTS[index] for index in twin.done)
@@ -52,7 +57,9 @@ class Provided(Survival):
 
 
 @pytest.mark.parametrize(
-    "env", [pytest.param(SMALL, marks=pytest.mark.slow), Provided(size=16, view=5)], ids=["bare", "provided"]
+    "env",
+    [pytest.param(SMALL, marks=pytest.mark.slow), Provided(size=16, view=5)],
+    ids=["bare", "provided"],
 )
 def test_the_twin_agrees_step_by_step(env):
     seen = replay(env, BUSY, 1000)
@@ -71,8 +78,13 @@ def test_the_twin_agrees_over_a_hundred_thousand_steps(env):
 @pytest.mark.slow
 def test_stone_fills_water_but_not_the_edge_of_the_map():
     state = SMALL.init(jax.random.key(0), SMALL.default_params)
-    state = state.replace(terrain=jnp.full((16, 16), terrain.WATER, jnp.uint8), inventory=state.inventory.at[1].set(1))
-    for cell, legal in ((5 * 16 + 14, [False, True, True, True]), (16 + 1, [True, True, False, False])):
+    state = state.replace(
+        terrain=jnp.full((16, 16), terrain.WATER, jnp.uint8), inventory=state.inventory.at[1].set(1)
+    )
+    for cell, legal in (
+        (5 * 16 + 14, [False, True, True, True]),
+        (16 + 1, [True, True, False, False]),
+    ):
         facing = [state.replace(cell=jnp.int32(cell), facing=jnp.int32(side)) for side in range(4)]
         assert [bool(SMALL.action_mask(turned, None)[7]) for turned in facing] == legal
 
@@ -94,10 +106,14 @@ def flood(ground, start):
 
 @pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.slow) for size in (16, 32)])
 def test_every_island_can_be_lived_on(size):
-    grounds, starts = jax.jit(jax.vmap(lambda key: terrain.draw(key, size)))(jax.random.split(jax.random.key(0), 100))
+    grounds, starts = jax.jit(jax.vmap(lambda key: terrain.draw(key, size)))(
+        jax.random.split(jax.random.key(0), 100)
+    )
     grounds, areas = np.asarray(grounds), []
     for ground, start in zip(grounds, np.asarray(starts), strict=True):
-        assert (ground[[0, -1]] == terrain.WATER).all() and (ground[:, [0, -1]] == terrain.WATER).all()
+        assert (ground[[0, -1]] == terrain.WATER).all() and (
+            ground[:, [0, -1]] == terrain.WATER
+        ).all()
         assert ground.reshape(-1)[start] == terrain.GRASS
         reached, beside = flood(ground, start)
         kinds = {int(ground[cell]) for cell in beside}
@@ -117,7 +133,9 @@ def test_components_are_those_of_a_flood():
         for start in np.flatnonzero(mask):
             reached, _ = flood(ground, start)
             part = {tuple(cell) for cell in np.argwhere(label == label.reshape(-1)[start])}
-            assert part == reached and label.reshape(-1)[start] == max(row * 12 + column for row, column in part)
+            assert part == reached and label.reshape(-1)[start] == max(
+                row * 12 + column for row, column in part
+            )
 
 
 def test_a_reset_costs_a_hundred_steps():
@@ -126,7 +144,12 @@ def test_a_reset_costs_a_hundred_steps():
     key = jax.random.key(0)
     state = jax.eval_shape(env.init, key, params)
     init = jax.jit(env.init).lower(key, params).compile().cost_analysis()["flops"]
-    step = jax.jit(env.transition).lower(key, state, jnp.int32(0), params).compile().cost_analysis()["flops"]
+    step = (
+        jax.jit(env.transition)
+        .lower(key, state, jnp.int32(0), params)
+        .compile()
+        .cost_analysis()["flops"]
+    )
     assert init > 100 * step, (init, step)
 
 
@@ -136,13 +159,18 @@ def test_the_picture_shows_the_island():
     picture = np.asarray(jax.jit(SMALL.render)(state, params))
     assert picture.shape == (128, 128, 3) and picture.dtype == np.uint8
     row, column = divmod(int(state.cell), 16)
-    np.testing.assert_array_equal(picture[8 * row : 8 * row + 8, 8 * column : 8 * column + 8], survival.SPRITES[15])
+    np.testing.assert_array_equal(
+        picture[8 * row : 8 * row + 8, 8 * column : 8 * column + 8], survival.SPRITES[15]
+    )
     np.testing.assert_array_equal(picture[:8, :8], survival.SPRITES[terrain.WATER])
-    assert len(np.unique(survival.SPRITES.reshape(len(survival.SPRITES), -1), axis=0)) == len(survival.SPRITES)
+    assert len(np.unique(survival.SPRITES.reshape(len(survival.SPRITES), -1), axis=0)) == len(
+        survival.SPRITES
+    )
 
 
 @pytest.mark.parametrize(
-    ("make", "says"), [(lambda: Survival(size=8), "at least 16"), (lambda: Survival(view=6), "odd number of cells")]
+    ("make", "says"),
+    [(lambda: Survival(size=8), "at least 16"), (lambda: Survival(view=6), "odd number of cells")],
 )
 def test_sizes_that_make_no_sense_are_refused(make, says):
     with pytest.raises(UsageError, match=says):

@@ -30,7 +30,9 @@ def replay(env, num_steps, trials=3, trial_steps=25):
         now = at(record, index)
         assert now["mask"].tolist() == twin.scene.legal()
         reward, ended = twin.step(int(now["action"]))
-        np.testing.assert_array_equal(now["made"].obs["image"], twin.scene.view(env.view, env.see_through))
+        np.testing.assert_array_equal(
+            now["made"].obs["image"], twin.scene.view(env.view, env.see_through)
+        )
         assert int(now["made"].obs["start"]) == (twin.time == 0)
         assert now["made"].reward == pytest.approx(reward, abs=1e-6)
         assert bool(now["made"].terminated) == ended and not now["made"].truncated
@@ -43,7 +45,9 @@ def replay(env, num_steps, trials=3, trial_steps=25):
 
 
 @pytest.mark.parametrize(
-    "env", [CROWDED, pytest.param(ROOMS, marks=pytest.mark.slow)], ids=lambda env: getattr(env, "name", None)
+    "env",
+    [CROWDED, pytest.param(ROOMS, marks=pytest.mark.slow)],
+    ids=lambda env: getattr(env, "name", None),
 )
 def test_the_twin_agrees_step_by_step(env):
     assert replay(env, 1000)["ended"]
@@ -53,7 +57,9 @@ def test_the_twin_agrees_step_by_step(env):
 @pytest.mark.parametrize("env", [CROWDED, ROOMS], ids=lambda env: env.name)
 def test_the_twin_agrees_over_a_hundred_thousand_steps(env):
     seen = replay(env, 100_000)
-    assert seen["ended"] and (env is ROOMS or (seen["won"] and seen["fired"]))  # in rooms, luck does not suffice
+    assert seen["ended"] and (
+        env is ROOMS or (seen["won"] and seen["fired"])
+    )  # in rooms, luck does not suffice
 
 
 def test_every_kind_of_rule_and_goal_agrees_in_clutter():
@@ -66,19 +72,28 @@ def test_every_kind_of_rule_and_goal_agrees_in_clutter():
         keys = jax.random.split(key, 9)
         pick = lambda key, shape: jax.random.choice(key, jnp.asarray(things), shape)  # noqa: E731
         rules = jnp.concatenate(
-            [jax.random.randint(keys[0], (2, 1), 0, 12).astype(jnp.uint8), pick(keys[1], (2, 3))], axis=1
+            [jax.random.randint(keys[0], (2, 1), 0, 12).astype(jnp.uint8), pick(keys[1], (2, 3))],
+            axis=1,
         )
-        goal_kind = jax.random.choice(keys[2], jnp.asarray([*range(1, 12), 8, 9, 10, 11], jnp.uint8), (1,))
-        ruleset = Ruleset(rules, jnp.concatenate([goal_kind, pick(keys[3], (2,))]), pick(keys[4], (9,)))
+        goal_kind = jax.random.choice(
+            keys[2], jnp.asarray([*range(1, 12), 8, 9, 10, 11], jnp.uint8), (1,)
+        )
+        ruleset = Ruleset(
+            rules, jnp.concatenate([goal_kind, pick(keys[3], (2,))]), pick(keys[4], (9,))
+        )
         held = jnp.where(jax.random.bernoulli(keys[5]), pick(keys[6], ()), 0).astype(jnp.uint8)
         begin = env.place(keys[7], ruleset).replace(pocket=held)
         state = env.init_level(keys[8], xland.Level(ruleset=ruleset, scene=begin), params)
         mask = env.action_mask(state, params)
-        action = jax.random.choice(keys[8], jnp.arange(6), p=mask * jnp.asarray([1, 1, 9, 9, 40, 1]))
+        action = jax.random.choice(
+            keys[8], jnp.arange(6), p=mask * jnp.asarray([1, 1, 9, 9, 40, 1])
+        )
         return state, action, step(key, env, state, action, params)
 
     num, seen = 3000, collections.Counter()
-    state, action, made = jax.tree.map(np.asarray, jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(7), num)))
+    state, action, made = jax.tree.map(
+        np.asarray, jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(7), num))
+    )
     for index in range(num):
         twin = XLandTwin(at(state, index), 5, 1000)
         reward, _ = twin.step(int(action[index]))
@@ -88,7 +103,9 @@ def test_every_kind_of_rule_and_goal_agrees_in_clutter():
         assert made.reward[index] == pytest.approx(reward, abs=1e-6)
         after = at(made.state.scene, index)
         np.testing.assert_array_equal(np.asarray(twin.scene.grid) @ [16, 1], after.grid)
-        assert int(after.pocket) == (twin.scene.held[0] * 16 + twin.scene.held[1] if twin.scene.held else 0)
+        assert int(after.pocket) == (
+            twin.scene.held[0] * 16 + twin.scene.held[1] if twin.scene.held else 0
+        )
     assert seen["fired"] > 100 and set(range(1, 12)) <= set(seen), seen
 
 
@@ -103,7 +120,9 @@ def test_trials_keep_the_task_and_begin_where_the_first_did_or_anywhere():
         params = env.default_params.replace(trials=50, trial_steps=3)
         (_, state), _, record = play(env, params, 30)
         starts = record["state"].time == 0
-        assert starts.sum() == 10 and len(np.unique(record["state"].level.ruleset.goal, axis=0)) == 1
+        assert (
+            starts.sum() == 10 and len(np.unique(record["state"].level.ruleset.goal, axis=0)) == 1
+        )
         grids = record["state"].scene.grid[starts]
         if shuffle:
             assert len(np.unique(grids.reshape(10, -1), axis=0)) == 10
@@ -183,7 +202,9 @@ def test_rulesets_are_trees_from_the_goal_to_the_objects(tree):
         assert len([x for x in floor if x not in needed]) == tree.distractors
         false = [inputs for c, inputs in made.items() if c not in needed]
         assert len(false) == tree.false_rules
-        assert all({a, b} & set(floor) - set(needed) for _, a, b in false), "a false rule without a distractor"
+        assert all({a, b} & set(floor) - set(needed) for _, a, b in false), (
+            "a false rule without a distractor"
+        )
     assert max(depths) == tree.depth
 
 
@@ -195,7 +216,9 @@ def test_rulesets_differ_and_come_back_from_a_file(tmp_path):
     path = tmp_path / "small.npz"
     drawn = rulesets.distinct(jax.random.key(0), Tree.small(), 50)
     rulesets.save_benchmark(path, drawn)
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), drawn, rulesets.load_benchmark(path)))
+    assert jax.tree.all(
+        jax.tree.map(lambda a, b: bool((a == b).all()), drawn, rulesets.load_benchmark(path))
+    )
 
 
 @pytest.mark.slow
@@ -206,12 +229,17 @@ def test_many_tasks_are_one_batch():
     alone = jax.tree.map(lambda leaf: leaf[:, None], params.tasks)
     many = jax.vmap(lambda tasks: env.init(jax.random.key(3), params.replace(tasks=tasks)))(alone)
     for index in range(4):
-        one = env.init(jax.random.key(3), params.replace(tasks=jax.tree.map(lambda leaf, i=index: leaf[i], alone)))
+        one = env.init(
+            jax.random.key(3),
+            params.replace(tasks=jax.tree.map(lambda leaf, i=index: leaf[i], alone)),
+        )
         assert jax.tree.all(jax.tree.map(lambda a, b, i=index: bool((a[i] == b).all()), many, one))
         np.testing.assert_array_equal(one.level.ruleset.goal, params.tasks.goal[index])
     other = env.mutate_level(jax.random.key(5), one.level, params)
     assert not np.array_equal(other.scene.grid, one.level.scene.grid)
-    assert sorted(np.asarray(other.scene.grid).ravel()) == sorted(np.asarray(one.level.scene.grid).ravel())
+    assert sorted(np.asarray(other.scene.grid).ravel()) == sorted(
+        np.asarray(one.level.scene.grid).ravel()
+    )
 
 
 @pytest.mark.parametrize(("rooms", "size"), [(2, 9), (4, 9), (9, 16)])
@@ -220,7 +248,8 @@ def test_rooms_are_joined(rooms, size):
     for seed in range(5):
         grid = np.asarray(
             env.place(
-                jax.random.key(seed), rulesets.sample_ruleset(jax.random.key(seed), env.default_params.tasks)
+                jax.random.key(seed),
+                rulesets.sample_ruleset(jax.random.key(seed), env.default_params.tasks),
             ).grid
         )
         assert np.count_nonzero(grid >> 4 == tiles.CLOSED) == {2: 1, 4: 4, 9: 12}[rooms]
@@ -230,7 +259,12 @@ def test_rooms_are_joined(rooms, size):
             row, column = frontier.pop()
             if (row, column) in open_cells - reached:
                 reached.add((row, column))
-                frontier += [(row + 1, column), (row - 1, column), (row, column + 1), (row, column - 1)]
+                frontier += [
+                    (row + 1, column),
+                    (row - 1, column),
+                    (row, column + 1),
+                    (row, column - 1),
+                ]
         assert reached == open_cells
         assert len(open_cells) - {2: 1, 4: 4, 9: 12}[rooms] == env.num_floor
 
@@ -262,8 +296,14 @@ def with_value(index, value):
         ({"rules": lambda array: array[..., :3]}, "rules have 4 and goals 3 columns, not 3 and 3"),
         ({"rules": with_value((1, 0, 0), 12)}, "task 1 has a kind of rule above 11"),
         ({"goal": with_value((2, 0), 0)}, "task 2 has a goal whose kind is not 1 to 11"),
-        ({"rules": with_value((1, 0), (1, 33, 0, 97))}, "task 1 has a rule about what cannot be picked up"),
-        ({"rules": with_value((1, 0), (1, 97, 0, 33))}, "task 1 has a rule that makes what cannot be picked up"),
+        (
+            {"rules": with_value((1, 0), (1, 33, 0, 97))},
+            "task 1 has a rule about what cannot be picked up",
+        ),
+        (
+            {"rules": with_value((1, 0), (1, 97, 0, 33))},
+            "task 1 has a rule that makes what cannot be picked up",
+        ),
         ({"goal": with_value(0, (7, 97, 33))}, "task 0 has a goal about what cannot be picked up"),
         ({"objects": with_value((2, 0), 20)}, "task 2 has an object that cannot be picked up"),
     ],
@@ -298,7 +338,10 @@ def test_files_that_are_no_benchmarks_are_refused(tmp_path):
         (lambda: Tree(distractors=0, false_rules=1), "distractors, of which this tree has none"),
         (lambda: Tree(depth=5), "needs 129 different things, and there are 60"),
         (lambda: Tree(depth=-1), "depth=-1 must be at least 0"),
-        (lambda: CRAMPED.init(jax.random.key(0), CRAMPED.default_params), "9 cells of floor, too few for 10 objects"),
+        (
+            lambda: CRAMPED.init(jax.random.key(0), CRAMPED.default_params),
+            "9 cells of floor, too few for 10 objects",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(make, says):
@@ -312,8 +355,12 @@ def test_the_picture_shows_map_goal_and_rules():
     picture = np.asarray(jax.jit(env.render)(state, params))
     rules = np.asarray(state.level.ruleset.rules)
     assert picture.shape == (8 * (9 + 1 + len(rules)), 72, 3)
-    np.testing.assert_array_equal(picture[72:80, 8:16], tiles.SPRITES[int(state.level.ruleset.goal[1])])
+    np.testing.assert_array_equal(
+        picture[72:80, 8:16], tiles.SPRITES[int(state.level.ruleset.goal[1])]
+    )
     agent = tiles.code(tiles.AGENT, int(state.scene.direction))
     row, column = divmod(int(state.scene.cell), 9)
-    np.testing.assert_array_equal(picture[8 * row : 8 * row + 8, 8 * column : 8 * column + 8], tiles.SPRITES[agent])
+    np.testing.assert_array_equal(
+        picture[8 * row : 8 * row + 8, 8 * column : 8 * column + 8], tiles.SPRITES[agent]
+    )
     assert scene.ACTIONS[scene.PUT] == "put"

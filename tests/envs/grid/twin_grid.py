@@ -2,7 +2,23 @@
 
 import numpy as np
 
-UNSEEN, FLOOR, WALL, GOAL, KEY, BALL, SQUARE, PYRAMID, HEXAGON, STAR, LAVA, OPEN, CLOSED, LOCKED, AGENT = range(15)
+(
+    UNSEEN,
+    FLOOR,
+    WALL,
+    GOAL,
+    KEY,
+    BALL,
+    SQUARE,
+    PYRAMID,
+    HEXAGON,
+    STAR,
+    LAVA,
+    OPEN,
+    CLOSED,
+    LOCKED,
+    AGENT,
+) = range(15)
 THINGS = (KEY, BALL, SQUARE, PYRAMID, HEXAGON, STAR)
 STEPS = ((0, 1), (1, 0), (0, -1), (-1, 0))  # row and column, to the right, down, left, up
 EMPTY, BORDER = (FLOOR, 0), (WALL, 6)
@@ -116,8 +132,15 @@ class GridTwin:
             self.scene.step(action)
         here = self.scene.row * len(self.scene.grid[0]) + self.scene.column
         reward = 1 - 0.9 * (self.time / self.max_steps) if here == self.win else 0.0
-        ended = here in (self.win, self.lose) or self.scene.grid[self.scene.row][self.scene.column][0] == LAVA
+        ended = (
+            here in (self.win, self.lose)
+            or self.scene.grid[self.scene.row][self.scene.column][0] == LAVA
+        )
         return self.observe(), reward, ended, self.time >= self.max_steps
 
     def observe(self):
-        return self.scene.view(self.env.view, self.env.see_through) if self.env.view else self.scene.whole()
+        return (
+            self.scene.view(self.env.view, self.env.see_through)
+            if self.env.view
+            else self.scene.whole()
+        )

@@ -5,9 +5,24 @@ import numpy as np
 GRASS, SAND, WATER, STONE, TREE, PATH, COAL, IRON, DIAMOND, TABLE, FURNACE = range(1, 12)
 STEPS = ((0, 1), (1, 0), (0, -1), (-1, 0))
 GOODS = ("wood", "stone", "coal", "iron", "diamond")
-TOOLS = ("wooden_pickaxe", "stone_pickaxe", "iron_pickaxe", "wooden_sword", "stone_sword", "iron_sword")
-PLACES = {7: ("stone", STONE, {"stone": 1}), 8: ("table", TABLE, {"wood": 3}), 9: ("furnace", FURNACE, {"stone": 2})}
-COSTS = {"wooden": {"wood": 1}, "stone": {"wood": 1, "stone": 1}, "iron": {"wood": 1, "coal": 1, "iron": 1}}
+TOOLS = (
+    "wooden_pickaxe",
+    "stone_pickaxe",
+    "iron_pickaxe",
+    "wooden_sword",
+    "stone_sword",
+    "iron_sword",
+)
+PLACES = {
+    7: ("stone", STONE, {"stone": 1}),
+    8: ("table", TABLE, {"wood": 3}),
+    9: ("furnace", FURNACE, {"stone": 2}),
+}
+COSTS = {
+    "wooden": {"wood": 1},
+    "stone": {"wood": 1, "stone": 1},
+    "iron": {"wood": 1, "coal": 1, "iron": 1},
+}
 GATHERED = {
     TREE: ("wood", None),
     STONE: ("stone", "wooden_pickaxe"),
@@ -30,7 +45,9 @@ class SurvivalTwin:
         self.asleep, self.time = bool(state.asleep), int(state.time)
         self.beings = [
             dict(cow=i < 4, at=divmod(int(cell), self.size), life=int(life), rest=int(rest))
-            for i, (cell, life, rest) in enumerate(zip(state.creatures, state.vigour, state.rest, strict=True))
+            for i, (cell, life, rest) in enumerate(
+                zip(state.creatures, state.vigour, state.rest, strict=True)
+            )
         ]
         self.done = set(np.flatnonzero(state.achieved).tolist())
 
@@ -38,7 +55,9 @@ class SurvivalTwin:
         return self.at[0] + STEPS[facing][0], self.at[1] + STEPS[facing][1]
 
     def being(self, cell):
-        return next((being for being in self.beings if being["life"] > 0 and being["at"] == cell), None)
+        return next(
+            (being for being in self.beings if being["life"] > 0 and being["at"] == cell), None
+        )
 
     def kind(self, cell):
         return self.ground[cell[0]][cell[1]]
@@ -48,7 +67,11 @@ class SurvivalTwin:
 
     def near(self, kind):
         row, column = self.at
-        return any(self.kind((row + down, column + right)) == kind for down in (-1, 0, 1) for right in (-1, 0, 1))
+        return any(
+            self.kind((row + down, column + right)) == kind
+            for down in (-1, 0, 1)
+            for right in (-1, 0, 1)
+        )
 
     def affords(self, costs):
         return all(self.have[good] >= amount for good, amount in costs.items())
@@ -141,17 +164,34 @@ class SurvivalTwin:
         goal = None
         if alive:
             if not being["cow"] and far <= 8 and chance < self.p.chase:
-                direction = (1 if down > 0 else 3) if abs(down) > abs(right) else (0 if right > 0 else 2)
+                direction = (
+                    (1 if down > 0 else 3) if abs(down) > abs(right) else (0 if right > 0 else 2)
+                )
                 goal = before[0] + STEPS[direction][0], before[1] + STEPS[direction][1]
             elif chance >= 256 - self.p.wander:
                 goal = before[0] + STEPS[direction][0], before[1] + STEPS[direction][1]
         else:
             night = self.tenth() >= 6
-            rate = self.p.cow_rate if being["cow"] else self.p.night_rate if night else self.p.zombie_rate
+            rate = (
+                self.p.cow_rate
+                if being["cow"]
+                else self.p.night_rate
+                if night
+                else self.p.zombie_rate
+            )
             cell = self.at[0] + offset[0], self.at[1] + offset[1]
-            if chance < rate and all(0 <= x < self.size for x in cell) and max(map(abs, offset)) >= 4:
+            if (
+                chance < rate
+                and all(0 <= x < self.size for x in cell)
+                and max(map(abs, offset)) >= 4
+            ):
                 goal = cell
-        goes = goal is not None and goal != self.at and self.being(goal) is None and self.kind(goal) == GRASS
+        goes = (
+            goal is not None
+            and goal != self.at
+            and self.being(goal) is None
+            and self.kind(goal) == GRASS
+        )
         if goes:
             being["at"] = goal
         if not alive:

@@ -31,7 +31,9 @@ class XLandTwin:
             return ["pocket"] if action == 3 and scene.held == a else []
         if 2 <= kind <= 6 and action == 2:
             sides = enumerate(self.beside(scene.row, scene.column))
-            return [cell for side, cell in sides if kind in (2, 3 + side) and scene.cell(*cell) == a]
+            return [
+                cell for side, cell in sides if kind in (2, 3 + side) and scene.cell(*cell) == a
+            ]
         if kind >= 7 and action == 4:
             for side, cell in enumerate(self.beside(*put)):
                 here, there = scene.cell(*put), scene.cell(*cell)

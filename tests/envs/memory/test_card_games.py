@@ -6,7 +6,14 @@ from journey import assert_pictures, steps_of, travel
 from twin_memory import AutoencodeTwin, CountTwin, RepeatTwin
 
 import envs
-from envs.memory.card_games import VARIANTS, Autoencode, CountRecall, RepeatFirst, RepeatPrevious, deal
+from envs.memory.card_games import (
+    VARIANTS,
+    Autoencode,
+    CountRecall,
+    RepeatFirst,
+    RepeatPrevious,
+    deal,
+)
 from jaxpar.types import UsageError
 
 SHORT = {
@@ -104,7 +111,9 @@ def test_random_play_returns_what_chance_gives(env):
 
 def test_deal_is_uniform_over_what_is_left():
     left = jnp.array([3, 0, 1, 4])
-    cards, rest = jax.jit(jax.vmap(lambda key: deal(key, left)))(jax.random.split(jax.random.key(0), 4000))
+    cards, rest = jax.jit(jax.vmap(lambda key: deal(key, left)))(
+        jax.random.split(jax.random.key(0), 4000)
+    )
     share = np.bincount(cards, minlength=4) / 4000
     np.testing.assert_allclose(share, np.array([3, 0, 1, 4]) / 8, atol=0.04)
     assert share[1] == 0

@@ -7,7 +7,13 @@ from scipy import integrate
 from twin_cart_pole import CartPoleTwin
 
 import envs
-from envs.memory.masked_cart_pole import VARIANTS, VIEWS, CartPoleState, MaskedCartPole, NoisyCartPole
+from envs.memory.masked_cart_pole import (
+    VARIANTS,
+    VIEWS,
+    CartPoleState,
+    MaskedCartPole,
+    NoisyCartPole,
+)
 from jaxpar.types import UsageError
 
 
@@ -56,7 +62,9 @@ def test_balancing_to_the_end_returns_one():
     """A linear feedback holds the pole for 200 steps."""
 
     def act(key, env, state, params):
-        return (jnp.stack(motion_of(state)) @ jnp.array([0.1, 0.3, 10.0, 2.0]) > 0).astype(jnp.int32)
+        return (jnp.stack(motion_of(state)) @ jnp.array([0.1, 0.3, 10.0, 2.0]) > 0).astype(
+            jnp.int32
+        )
 
     record = travel(jax.random.key(0), MaskedCartPole(), MaskedCartPole().default_params, 200, act)
     np.testing.assert_array_equal(np.flatnonzero(record["done"]), [199])
@@ -64,7 +72,10 @@ def test_balancing_to_the_end_returns_one():
 
 
 def test_views_share_the_state():
-    walks = [travel(jax.random.key(3), env, env.default_params, 1000) for env in (MaskedCartPole(), NoisyCartPole())]
+    walks = [
+        travel(jax.random.key(3), env, env.default_params, 1000)
+        for env in (MaskedCartPole(), NoisyCartPole())
+    ]
     jax.tree.map(np.testing.assert_array_equal, walks[0]["before"], walks[1]["before"])
 
 
@@ -77,14 +88,20 @@ def test_likelihood_is_the_density_of_the_noise():
         return env.log_likelihood(obs, state, jnp.asarray(0), state, params)
 
     grid = jnp.linspace(-3, 3, 401)
-    field = jax.vmap(lambda x: jax.vmap(lambda y: jnp.exp(log_likelihood(jnp.stack([x, y]))))(grid))(grid)
+    field = jax.vmap(
+        lambda x: jax.vmap(lambda y: jnp.exp(log_likelihood(jnp.stack([x, y]))))(grid)
+    )(grid)
     mass = integrate.simpson(integrate.simpson(field, x=grid), x=grid)
     assert mass == pytest.approx(1, rel=1e-4)
-    draws = jax.vmap(lambda key: env.observe(key, state, None, params))(jax.random.split(jax.random.key(1), 4000))
+    draws = jax.vmap(lambda key: env.observe(key, state, None, params))(
+        jax.random.split(jax.random.key(1), 4000)
+    )
     entropy = -float(jnp.mean(jax.vmap(log_likelihood)(draws)))
     assert entropy == pytest.approx(np.log(2 * np.pi * np.e * 0.09), abs=0.08)
 
 
 def test_an_unknown_view_is_refused():
-    with pytest.raises(UsageError, match="observed='angles' is unknown; legal are .*positions, velocities"):
+    with pytest.raises(
+        UsageError, match="observed='angles' is unknown; legal are .*positions, velocities"
+    ):
         MaskedCartPole("angles")

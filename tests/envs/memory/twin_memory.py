@@ -14,7 +14,13 @@ class RepeatTwin:
         return self.hand[-1]
 
     def answer(self):
-        return self.hand[0] if self.k is None else self.hand[-self.k] if len(self.hand) >= self.k else None
+        return (
+            self.hand[0]
+            if self.k is None
+            else self.hand[-self.k]
+            if len(self.hand) >= self.k
+            else None
+        )
 
     def step(self, action, card):
         answer = self.answer()
@@ -24,7 +30,10 @@ class RepeatTwin:
         return reward, len(self.hand) == self.num_cards
 
     def deck_is_fair(self):
-        return all(self.hand.count(kind) == self.num_cards // self.num_kinds for kind in range(self.num_kinds))
+        return all(
+            self.hand.count(kind) == self.num_cards // self.num_kinds
+            for kind in range(self.num_kinds)
+        )
 
 
 class CountTwin:
@@ -48,7 +57,11 @@ class CountTwin:
 
     def deck_is_fair(self):
         each = self.num_cards // self.num_kinds
-        return all(pile.count(kind) == each for pile in (self.cards, self.queries) for kind in range(self.num_kinds))
+        return all(
+            pile.count(kind) == each
+            for pile in (self.cards, self.queries)
+            for kind in range(self.num_kinds)
+        )
 
 
 class AutoencodeTwin:
@@ -76,4 +89,7 @@ class AutoencodeTwin:
         return 0.0, False
 
     def deck_is_fair(self):
-        return all(self.all.count(kind) == self.num_cards // self.num_kinds for kind in range(self.num_kinds))
+        return all(
+            self.all.count(kind) == self.num_cards // self.num_kinds
+            for kind in range(self.num_kinds)
+        )

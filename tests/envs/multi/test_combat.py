@@ -11,7 +11,9 @@ from envs.multi.combat import VARIANTS, Combat, scripted
 from jaxpar.env.kernel import step
 from jaxpar.types import UsageError
 
-UNEVEN = Combat(first=("ranged", "healer"), second=("melee", "healer", "ranged", "melee"), size=6, both=True)
+UNEVEN = Combat(
+    first=("ranged", "healer"), second=("melee", "healer", "ranged", "melee"), size=6, both=True
+)
 CASES = [Combat(), UNEVEN, VARIANTS["Combat-5v6"]()]
 
 
@@ -19,7 +21,9 @@ def draw(key, env, state, params):
     """The script mostly, else a legal action, at times any."""
     any_key, legal_key, which_key = jax.random.split(key, 3)
     mask = env.action_mask(state, params)
-    legal = jax.random.categorical(legal_key, jnp.where(mask, 0.0, -jnp.inf), axis=-1).astype(jnp.int32)
+    legal = jax.random.categorical(legal_key, jnp.where(mask, 0.0, -jnp.inf), axis=-1).astype(
+        jnp.int32
+    )
     wild = jax.random.randint(any_key, legal.shape, 0, mask.shape[1])
     which = jax.random.uniform(which_key, legal.shape)
     play = scripted(env, state, params)[: env.num_agents]
@@ -36,7 +40,9 @@ def compare(env, num_steps, num_envs=20):
             if states.time[t, b] == 0:
                 twin = CombatTwin(env.first, env.second, env.size, states.position[t, b])
             units = twin.units[: env.num_agents]
-            assert [set(np.flatnonzero(row)) for row in masks[t, b]] == [twin.legal(unit) for unit in units]
+            assert [set(np.flatnonzero(row)) for row in masks[t, b]] == [
+                twin.legal(unit) for unit in units
+            ]
             np.testing.assert_allclose(obs[t, b], [twin.view(unit) for unit in units], atol=1e-6)
             joint = [*actions[t, b]] + ([] if env.both else twin.script(1))
             rewards = twin.step(joint)
@@ -48,14 +54,18 @@ def compare(env, num_steps, num_envs=20):
             ended = [twin.over() or twin.units[i]["health"] == 0 for i in agents]
             assert moved.terminated[t, b].tolist() == ended
             assert (moved.truncated[t, b] == (states.time[t, b] + 1 >= params.max_steps)).all()
-            np.testing.assert_allclose(moved.obs[t, b], [twin.view(unit) for unit in units], atol=1e-6)
+            np.testing.assert_allclose(
+                moved.obs[t, b], [twin.view(unit) for unit in units], atol=1e-6
+            )
             deaths += sum(ended) and not twin.over()
             standing = [unit["at"] for unit in twin.units if unit["health"]]
             assert len(set(standing)) == len(standing)
     assert deaths > num_steps * num_envs / 100
 
 
-@pytest.mark.parametrize("env", [*CASES[:2], pytest.param(CASES[2], marks=pytest.mark.slow)], ids=lambda env: env.name)
+@pytest.mark.parametrize(
+    "env", [*CASES[:2], pytest.param(CASES[2], marks=pytest.mark.slow)], ids=lambda env: env.name
+)
 def test_equals_loops(env):
     compare(env, 60)
 
@@ -75,14 +85,18 @@ def test_teams_are_treated_alike():
 
     def turn(state):
         return state.replace(
-            position=state.position[..., swap, :], health=state.health[..., swap], pause=state.pause[..., swap]
+            position=state.position[..., swap, :],
+            health=state.health[..., swap],
+            pause=state.pause[..., swap],
         )
 
     def play(state, action):
         return step(jax.random.key(0), env, state, action, params)
 
     swapped = jax.jit(jax.vmap(jax.vmap(play)))(turn(states), actions[..., swap])
-    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: (a == b).all(), swapped.state, turn(moved.state))))
+    assert all(
+        jax.tree.leaves(jax.tree.map(lambda a, b: (a == b).all(), swapped.state, turn(moved.state)))
+    )
     np.testing.assert_allclose(swapped.reward, moved.reward[..., swap], atol=1e-6)
     assert np.abs(moved.reward).max() > 1  # somebody won
 
@@ -91,7 +105,9 @@ def test_return_of_a_team_is_its_lead_and_its_outcome():
     """Rewards telescope: what a survivor earned is the lead in health at the end, and 1 for the win."""
     env = Combat()
     params = env.default_params
-    _, states, _, _, moved = record(env, params, 60, 100, policy=lambda key, *args: scripted(*args)[:3])
+    _, states, _, _, moved = record(
+        env, params, 60, 100, policy=lambda key, *args: scripted(*args)[:3]
+    )
     full = np.array([12, 8, 8])
     survivors = wins = 0
     for b in range(100):
@@ -102,7 +118,9 @@ def test_return_of_a_team_is_its_lead_and_its_outcome():
         wins += result == 1
         for i in np.flatnonzero(last.health[:3] > 0):
             survivors += 1
-            assert abs(moved.reward[: ends[0] + 1, b, i].sum() - (share[0] - share[1] + result)) < 1e-5
+            assert (
+                abs(moved.reward[: ends[0] + 1, b, i].sum() - (share[0] - share[1] + result)) < 1e-5
+            )
     assert survivors > 50 and 20 < wins < 80
 
 
@@ -110,10 +128,14 @@ def outcomes(env, policy, num_envs=300):
     """Mean over first episodes of the first team's reward and of its wins."""
     params = env.default_params
     _, states, _, _, moved = record(env, params, 60, num_envs, 7, policy)
-    earned = jax.jit(jax.vmap(jax.vmap(lambda a, b: env.team_reward(a, b, params))))(states, moved.state)
+    earned = jax.jit(jax.vmap(jax.vmap(lambda a, b: env.team_reward(a, b, params))))(
+        states, moved.state
+    )
     over, result = jax.vmap(jax.vmap(env.outcome))(moved.state)
     first = np.cumsum(states.time == 0, axis=0) == 1
-    return (np.asarray(earned) * first).sum(0).mean(), ((np.asarray(result) == 1) & over & first).any(0).mean()
+    return (np.asarray(earned) * first).sum(0).mean(), (
+        (np.asarray(result) == 1) & over & first
+    ).any(0).mean()
 
 
 def uniform(key, env, state, params):

@@ -25,7 +25,9 @@ def draw(key, env, state, params):
     action = jax.random.categorical(legal_key, jnp.where(mask, 0.0, -jnp.inf), axis=-1)
     action = jnp.where(jax.random.bernoulli(load_key, 0.5, action.shape) & mask[:, 5], 5, action)
     wild = jax.random.randint(any_key, action.shape, 0, 6)
-    return jnp.where(jax.random.bernoulli(any_key, 0.1, action.shape), wild, action).astype(jnp.int32)
+    return jnp.where(jax.random.bernoulli(any_key, 0.1, action.shape), wild, action).astype(
+        jnp.int32
+    )
 
 
 def compare(env, num_steps, num_envs=20):
@@ -37,10 +39,15 @@ def compare(env, num_steps, num_envs=20):
         twin = None
         for t in range(num_steps):
             if states.time[t, b] == 0:
-                fields = (getattr(states, name)[t, b] for name in ("position", "strength", "food", "weight"))
+                fields = (
+                    getattr(states, name)[t, b]
+                    for name in ("position", "strength", "food", "weight")
+                )
                 twin = ForagingTwin(env.size, env.sight, *fields, params.penalty)
             agents = range(env.num_agents)
-            assert [set(np.flatnonzero(masks[t, b, i])) for i in agents] == [set(twin.legal(i)) for i in agents]
+            assert [set(np.flatnonzero(masks[t, b, i])) for i in agents] == [
+                set(twin.legal(i)) for i in agents
+            ]
             see = twin.grid if env.view == "grid" else twin.vector
             assert (np.array([see(i) for i in agents]) == obs[t, b]).all()
             before = len(twin.food)
@@ -55,7 +62,9 @@ def compare(env, num_steps, num_envs=20):
     assert lifted > num_steps * num_envs / 500
 
 
-@pytest.mark.parametrize("env", [*CASES[:3], pytest.param(CASES[3], marks=pytest.mark.slow)], ids=repr)
+@pytest.mark.parametrize(
+    "env", [*CASES[:3], pytest.param(CASES[3], marks=pytest.mark.slow)], ids=repr
+)
 def test_equals_loops(env):
     compare(env, 60)
 
@@ -131,7 +140,12 @@ def test_script_lifts_nearly_everything_and_chance_little():
 
 
 def test_bad_fields_are_refused():
-    for fields in ({"size": 2}, {"num_agents": 0}, {"view": "pixels"}, {"size": 3, "num_agents": 9}):
+    for fields in (
+        {"size": 2},
+        {"num_agents": 0},
+        {"view": "pixels"},
+        {"size": 3, "num_agents": 9},
+    ):
         with pytest.raises(UsageError):
             Foraging(**fields)
 

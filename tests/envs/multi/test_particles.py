@@ -47,14 +47,20 @@ def record(env, params, num_steps, num_envs=NUM_ENVS, seed=0, policy=draw):
         moved = step(step_key, env, state, action, params)
         done = jnp.all(moved.truncated)
         _, fresh = reset(reset_key, env, params)
-        return jax.tree.map(lambda a, b: jnp.where(done, a, b), fresh, moved.state), (state, action, moved)
+        return jax.tree.map(lambda a, b: jnp.where(done, a, b), fresh, moved.state), (
+            state,
+            action,
+            moved,
+        )
 
     def body(states, key):
         return jax.vmap(one)(states, jax.random.split(key, num_envs))
 
     key, first = jax.random.split(jax.random.key(seed))
     states = jax.vmap(lambda key: reset(key, env, params)[1])(jax.random.split(first, num_envs))
-    run = jax.jit(lambda states, key: jax.lax.scan(body, states, jax.random.split(key, num_steps))[1])
+    run = jax.jit(
+        lambda states, key: jax.lax.scan(body, states, jax.random.split(key, num_steps))[1]
+    )
     return jax.tree.map(np.asarray, run(states, key))
 
 
@@ -76,7 +82,11 @@ def compare(env, num_steps):
             # a touch that float32 and float64 see differently is one at its very edge
             edge = np.abs(np.array(twin.rewards()) - moved.reward[t, b]).max()
             touch = min_gap(twin) < 1e-6
-            errors = physics, 0.0 if touch else edge, np.abs(np.array(twin.observations()) - moved.obs[t, b]).max()
+            errors = (
+                physics,
+                0.0 if touch else edge,
+                np.abs(np.array(twin.observations()) - moved.obs[t, b]).max(),
+            )
             worst = np.maximum(worst, errors)
     np.testing.assert_array_less(worst, 1e-5)
     assert (moved.truncated.all(-1) == (moved.state.time == 25)).all()
@@ -145,14 +155,20 @@ def test_script_beats_chance():
     assert script > -10.5 and chance < -24
     chance, script = returns(SpeakerListener(), np.array([[False] * 2, [True] * 2])).mean(-1)
     assert script > -10 and chance < -30
-    chance, chase, flee = returns(Tag(), np.array([[False] * 4, [True, True, True, False], [False] * 3 + [True]]))
+    chance, chase, flee = returns(
+        Tag(), np.array([[False] * 4, [True, True, True, False], [False] * 3 + [True]])
+    )
     assert chase[0] > 35 and chance[0] < 10 and flee[3] > chance[3] + 4
 
 
 def test_script_with_strengths_comes_to_rest_on_its_landmarks():
     env = Spread(continuous=True)
-    states, _, _ = record(env, env.default_params, 25, 50, policy=lambda key, *args: scripted(*args))
-    gap = np.linalg.norm(states.position[-1][:, None] - states.landmarks[-1][:, :, None], axis=-1).min(-1)
+    states, _, _ = record(
+        env, env.default_params, 25, 50, policy=lambda key, *args: scripted(*args)
+    )
+    gap = np.linalg.norm(
+        states.position[-1][:, None] - states.landmarks[-1][:, :, None], axis=-1
+    ).min(-1)
     assert np.quantile(gap, 0.5) < 0.02  # some landmarks lie nearer to each other than agents can
 
 
@@ -163,7 +179,9 @@ def test_words_alone_are_legal_for_the_speaker():
     assert not hasattr(SpeakerListener(continuous=True), "action_mask")
     assert mask.tolist() == [[True, True, True, False, False], [True] * 5]
     for word in range(5):
-        said = env.transition(jax.random.key(1), state, jnp.array([word, 0]), env.default_params).message
+        said = env.transition(
+            jax.random.key(1), state, jnp.array([word, 0]), env.default_params
+        ).message
         assert said.sum() == (1 if mask[0, word] else 0)
 
 
@@ -173,7 +191,9 @@ def test_contact_in_one_place_is_finite_and_differentiable():
     state = jax.jit(env.init)(jax.random.key(0), params)
 
     def total(position):
-        moved = env.transition(jax.random.key(1), state.replace(position=position), jnp.zeros(2, jnp.int32), params)
+        moved = env.transition(
+            jax.random.key(1), state.replace(position=position), jnp.zeros(2, jnp.int32), params
+        )
         return jnp.sum(moved.position * moved.velocity)
 
     assert np.isfinite(jax.jit(jax.grad(total))(jnp.zeros((2, 2)))).all()

@@ -18,7 +18,9 @@ class CombatTwin:
         for i, kind in enumerate(first + second):
             team = int(i >= len(first))
             place = int(position[i][0]), int(position[i][1])
-            self.units.append({"id": i, "kind": kind, "team": team, "at": place, "health": FULL[kind], "pause": 0})
+            self.units.append(
+                {"id": i, "kind": kind, "team": team, "at": place, "health": FULL[kind], "pause": 0}
+            )
 
     def team(self, number):
         """All of one team, living or dead."""
@@ -44,7 +46,11 @@ class CombatTwin:
             if 0 <= cell[0] < self.size and 0 <= cell[1] < self.size and cell not in taken:
                 allowed.add(a)
         for j, other in enumerate(self.choices(unit)):
-            if unit["pause"] or not other["health"] or self.king(unit["at"], other["at"]) > REACH[unit["kind"]]:
+            if (
+                unit["pause"]
+                or not other["health"]
+                or self.king(unit["at"], other["at"]) > REACH[unit["kind"]]
+            ):
                 continue
             mends = unit["kind"] == "healer"
             if not mends or (other is not unit and other["health"] < FULL[other["kind"]]):
@@ -59,7 +65,7 @@ class CombatTwin:
             choices = self.choices(unit)
             acts = [a for a in sorted(allowed) if a >= 5]
             if acts:
-                actions.append(min(acts, key=lambda a: choices[a - 5]["health"]))  # noqa: B023
+                actions.append(min(acts, key=lambda a: choices[a - 5]["health"]))
                 continue
             actions.append(self.walk(unit, allowed, choices, claimed))
         return actions
@@ -73,7 +79,11 @@ class CombatTwin:
         def manhattan(a, b):
             return abs(a[0] - b[0]) + abs(a[1] - b[1])
 
-        hurt = [other for other in others if unit["kind"] == "healer" and other["health"] < FULL[other["kind"]]]
+        hurt = [
+            other
+            for other in others
+            if unit["kind"] == "healer" and other["health"] < FULL[other["kind"]]
+        ]
         if hurt:
             goal = min(hurt, key=lambda other: other["health"])
         else:
@@ -113,10 +123,15 @@ class CombatTwin:
             unit["next"] = max(unit["pause"] - 1, 0)
             if action >= 5:
                 target = self.choices(unit)[action - 5]
-                change[target["id"]] += POWER[unit["kind"]] * (1 if unit["kind"] == "healer" else -1)
+                change[target["id"]] += POWER[unit["kind"]] * (
+                    1 if unit["kind"] == "healer" else -1
+                )
                 unit["next"] = PAUSE[unit["kind"]]
             else:
-                wanted[unit["id"]] = unit["at"][0] + STEPS[action][0], unit["at"][1] + STEPS[action][1]
+                wanted[unit["id"]] = (
+                    unit["at"][0] + STEPS[action][0],
+                    unit["at"][1] + STEPS[action][1],
+                )
         movers = [i for i, unit in enumerate(self.units) if wanted[i] != unit["at"]]
         for i in movers:
             if sum(wanted[j] == wanted[i] for j in movers) == 1:
@@ -148,9 +163,18 @@ class CombatTwin:
             for other in group:
                 offset = other["at"][0] - unit["at"][0], other["at"][1] - unit["at"][1]
                 shown = other["health"] > 0 and max(abs(offset[0]), abs(offset[1])) <= sight
-                out += [1.0, offset[0] / sight, offset[1] / sight, *numbers(other), *kind(other)] if shown else blank
+                out += (
+                    [1.0, offset[0] / sight, offset[1] / sight, *numbers(other), *kind(other)]
+                    if shown
+                    else blank
+                )
             return out + blank * (count - len(group))
 
-        own = [unit["at"][0] / (self.size - 1), unit["at"][1] / (self.size - 1), *numbers(unit), *kind(unit)]
+        own = [
+            unit["at"][0] / (self.size - 1),
+            unit["at"][1] / (self.size - 1),
+            *numbers(unit),
+            *kind(unit),
+        ]
         fellows = [other for other in self.team(unit["team"]) if other is not unit]
         return own + rows(fellows, self.larger - 1) + rows(self.team(1 - unit["team"]), self.larger)

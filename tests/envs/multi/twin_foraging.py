@@ -11,7 +11,9 @@ class ForagingTwin:
         self.size, self.sight, self.penalty = size, sight or size, penalty
         self.players = [tuple(map(int, place)) for place in position]
         self.strength = [int(level) for level in strength]
-        self.food = {tuple(map(int, place)): int(w) for place, w in zip(food, weight, strict=True) if w > 0}
+        self.food = {
+            tuple(map(int, place)): int(w) for place, w in zip(food, weight, strict=True) if w > 0
+        }
         self.spawned = sum(self.food.values())
         self.slots = len(food)
 
@@ -23,7 +25,10 @@ class ForagingTwin:
         """The actions that agent i may take."""
         allowed = [0]
         for action in (1, 2, 3, 4):
-            row, column = self.players[i][0] + STEPS[action][0], self.players[i][1] + STEPS[action][1]
+            row, column = (
+                self.players[i][0] + STEPS[action][0],
+                self.players[i][1] + STEPS[action][1],
+            )
             if 0 <= row < self.size and 0 <= column < self.size and (row, column) not in self.food:
                 allowed.append(action)
         if any(cell in self.food for cell in self.neighbours(self.players[i])):
@@ -33,20 +38,33 @@ class ForagingTwin:
     def step(self, actions):
         """Moves, lifts, and returns the rewards."""
         actions = [int(a) if a in self.legal(i) else 0 for i, a in enumerate(actions)]
-        wanted = [(p[0] + STEPS[a][0], p[1] + STEPS[a][1]) for p, a in zip(self.players, actions, strict=True)]
+        wanted = [
+            (p[0] + STEPS[a][0], p[1] + STEPS[a][1])
+            for p, a in zip(self.players, actions, strict=True)
+        ]
         while True:
-            clashes = [i for i, cell in enumerate(wanted) if wanted.count(cell) > 1 and cell != self.players[i]]
+            clashes = [
+                i
+                for i, cell in enumerate(wanted)
+                if wanted.count(cell) > 1 and cell != self.players[i]
+            ]
             if not clashes:
                 break
             for i in clashes:
                 wanted[i] = self.players[i]
         rewards = [0.0] * len(actions)
         for cell, weight in list(self.food.items()):
-            loaders = [i for i, a in enumerate(actions) if a == 5 and self.players[i] in self.neighbours(cell)]
+            loaders = [
+                i
+                for i, a in enumerate(actions)
+                if a == 5 and self.players[i] in self.neighbours(cell)
+            ]
             force = sum(self.strength[i] for i in loaders)
             for i in loaders:
                 done = force >= weight
-                rewards[i] = self.strength[i] * weight / (force * self.spawned) if done else -self.penalty
+                rewards[i] = (
+                    self.strength[i] * weight / (force * self.spawned) if done else -self.penalty
+                )
             if loaders and force >= weight:
                 del self.food[cell]
         self.players = wanted
@@ -63,7 +81,11 @@ class ForagingTwin:
         def pad(triples, count):
             return triples + [(-1, -1, 0)] * (count - len(triples))
 
-        food = [(r - corner[0], c - corner[1], self.food[r, c]) for r, c in sorted(self.food) if seen((r, c))]
+        food = [
+            (r - corner[0], c - corner[1], self.food[r, c])
+            for r, c in sorted(self.food)
+            if seen((r, c))
+        ]
         order = [i] + [j for j in range(len(self.players)) if j != i]
         players = [
             (self.players[j][0] - corner[0], self.players[j][1] - corner[1], self.strength[j])

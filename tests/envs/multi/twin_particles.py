@@ -11,14 +11,18 @@ PUSHES = {0: (0.0, 0.0), 1: (-1.0, 0.0), 2: (1.0, 0.0), 3: (0.0, -1.0), 4: (0.0,
 class Disc:
     """One entity: position, velocity, radius, push, greatest speed, whether it moves and whether it is solid."""
 
-    def __init__(self, position, velocity=(0.0, 0.0), size=0.05, push=5.0, speed=None, moves=True, solid=True):
+    def __init__(
+        self, position, velocity=(0.0, 0.0), size=0.05, push=5.0, speed=None, moves=True, solid=True
+    ):
         """Copies everything as Python floats."""
         self.position, self.velocity = [float(x) for x in position], [float(x) for x in velocity]
         self.size, self.push, self.speed, self.moves, self.solid = size, push, speed, moves, solid
 
     def distance(self, other):
         """Between centres."""
-        return math.hypot(self.position[0] - other.position[0], self.position[1] - other.position[1])
+        return math.hypot(
+            self.position[0] - other.position[0], self.position[1] - other.position[1]
+        )
 
     def touches(self, other):
         """Whether the discs overlap."""
@@ -49,9 +53,13 @@ class World:
                 if not (first.solid and second.solid) or distance == 0:
                     continue
                 x = -(distance - first.size - second.size) / MARGIN
-                penetration = MARGIN * (x + math.log1p(math.exp(-x)) if x > 0 else math.log1p(math.exp(x)))
+                penetration = MARGIN * (
+                    x + math.log1p(math.exp(-x)) if x > 0 else math.log1p(math.exp(x))
+                )
                 for i in range(2):
-                    force = FORCE * (first.position[i] - second.position[i]) / distance * penetration
+                    force = (
+                        FORCE * (first.position[i] - second.position[i]) / distance * penetration
+                    )
                     if a < len(forces) and first.moves:
                         forces[a][i] += force
                     if b < len(forces) and second.moves:
@@ -119,7 +127,9 @@ class TagTwin(World):
             price = 0.0
             for x in p.position:
                 x = abs(x)
-                price += 0.0 if x < 0.9 else (x - 0.9) * 10 if x < 1 else min(math.exp(2 * x - 2), 10.0)
+                price += (
+                    0.0 if x < 0.9 else (x - 0.9) * 10 if x < 1 else min(math.exp(2 * x - 2), 10.0)
+                )
             rewards.append(-10.0 * touched - price)
         return rewards
 
@@ -144,14 +154,20 @@ class TalkTwin(World):
     def __init__(self, position, velocity, landmarks, goal):
         """Takes arrays `[2, 2]`, `[2, 2]`, `[3, 2]`, and the goal's index."""
         self.goal, self.message = int(goal), [0.0, 0.0, 0.0]
-        speaker, listener = (Disc(p, v, 0.075, solid=False) for p, v in zip(position, velocity, strict=True))
+        speaker, listener = (
+            Disc(p, v, 0.075, solid=False) for p, v in zip(position, velocity, strict=True)
+        )
         speaker.moves = False
-        super().__init__([speaker, listener], [Disc(p, moves=False, solid=False) for p in landmarks])
+        super().__init__(
+            [speaker, listener], [Disc(p, moves=False, solid=False) for p in landmarks]
+        )
 
     def step(self, actions):
         """Speaks, then moves."""
         word = actions[0]
-        self.message = [float(x) for x in word[:3]] if np.ndim(word) else [float(word == i) for i in range(3)]
+        self.message = (
+            [float(x) for x in word[:3]] if np.ndim(word) else [float(word == i) for i in range(3)]
+        )
         super().step(actions)
 
     def rewards(self):
@@ -164,4 +180,7 @@ class TalkTwin(World):
         row = list(listener.velocity)
         for mark in self.landmarks:
             row = row + self.away(listener, mark)
-        return [[0.65 if i == self.goal else 0.15 for i in range(3)] + [0.0] * 8, row + self.message]
+        return [
+            [0.65 if i == self.goal else 0.15 for i in range(3)] + [0.0] * 8,
+            row + self.message,
+        ]

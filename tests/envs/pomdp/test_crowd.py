@@ -27,7 +27,9 @@ def kernel(env, robot, people, curious, action, follow=0.9):
             choices.append([((x, y), 1.0)])
             continue
         sign = 1 if friendly and action != 5 else -1
-        there = inside(*(a + sign * ((b > a) - (b < a)) for a, b in zip((x, y), robot, strict=True)))
+        there = inside(
+            *(a + sign * ((b > a) - (b < a)) for a, b in zip((x, y), robot, strict=True))
+        )
         moves = 1.0 if action == 5 else follow
         choices.append([(there, moves), ((x, y), 1 - moves)])
     found = {}
@@ -50,7 +52,10 @@ def test_equals_its_kernel_entry_by_entry():
     cells = [(x, y) for x in range(4) for y in range(3)]
     rows = list(itertools.product(cells, cells, (False, True), range(6)))
     states = CrowdState(
-        *(jnp.asarray(x) for x in ([r[0] for r in rows], [[r[1]] for r in rows], [[r[2]] for r in rows]))
+        *(
+            jnp.asarray(x)
+            for x in ([r[0] for r in rows], [[r[1]] for r in rows], [[r[2]] for r in rows])
+        )
     )
     actions = jnp.asarray([r[3] for r in rows])
     for follow in (0.0, 1.0):
@@ -74,14 +79,23 @@ def test_draws_follow_the_kernel():
     env = Crowd()
     params, rng = env.default_params, np.random.default_rng(0)
     for action in (1, 4, 5):
-        people = tuple((int(x), int(y)) for x, y in zip(rng.integers(2, 7, 4), rng.integers(0, 5, 4), strict=True))
+        people = tuple(
+            (int(x), int(y))
+            for x, y in zip(rng.integers(2, 7, 4), rng.integers(0, 5, 4), strict=True)
+        )
         curious = tuple(bool(c) for c in rng.random(4) < 0.5)
-        state = CrowdState(jnp.asarray([4, 2]), jnp.asarray(people, jnp.int32), jnp.asarray(curious))
+        state = CrowdState(
+            jnp.asarray([4, 2]), jnp.asarray(people, jnp.int32), jnp.asarray(curious)
+        )
         keys = jax.random.split(jax.random.key(action), 8000)
-        got = jit(jax.vmap(lambda key: env.transition(key, state, jnp.asarray(action), params)))(keys)  # noqa: B023
+        got = jit(jax.vmap(lambda key: env.transition(key, state, jnp.asarray(action), params)))(  # noqa: B023
+            keys
+        )
         want = kernel(env, (4, 2), people, curious, action)
         seen = dict.fromkeys(want, 0)
-        for robot, places in zip(np.asarray(got.robot).tolist(), np.asarray(got.people).tolist(), strict=True):
+        for robot, places in zip(
+            np.asarray(got.robot).tolist(), np.asarray(got.people).tolist(), strict=True
+        ):
             seen[tuple(robot), tuple(map(tuple, places))] += 1
         for key, chance in want.items():
             np.testing.assert_allclose(seen[key] / 8000, chance, atol=0.025)
@@ -98,7 +112,9 @@ def test_sight_and_keys():
     rows = np.unique(np.random.default_rng(0).integers(0, 45, (3000, 4)), axis=0)
     keys = jit(jax.vmap(lambda o: env.obs_key(o, params)))(jnp.asarray(rows))
     assert len(set(keys.tolist())) == len(rows) and min(keys.tolist()) >= 0
-    curious = jit(jax.vmap(lambda key: env.init(key, params).curious))(jax.random.split(jax.random.key(0), 4000))
+    curious = jit(jax.vmap(lambda key: env.init(key, params).curious))(
+        jax.random.split(jax.random.key(0), 4000)
+    )
     np.testing.assert_allclose(curious.mean(0), 0.5, atol=0.04)
 
 

@@ -15,7 +15,8 @@ CELLS = [tuple(cell) for cell in ENV.cells.tolist()]
 COUNT = len(CELLS)
 MOVES = ((0, 1), (1, 0), (0, -1), (-1, 0))
 PAIRS = LaserTagState(
-    *(jnp.asarray(x, jnp.int32) for x in divmod(np.arange(COUNT**2), COUNT)), jnp.zeros(COUNT**2, bool)
+    *(jnp.asarray(x, jnp.int32) for x in divmod(np.arange(COUNT**2), COUNT)),
+    jnp.zeros(COUNT**2, bool),
 )
 
 
@@ -65,7 +66,9 @@ def test_equals_its_kernel_entry_by_entry():
 
 
 def test_draws_follow_the_kernel():
-    draw = jit(lambda keys, s: jax.vmap(lambda key: ENV.transition(key, s, jnp.asarray(1), PARAMS))(keys))
+    draw = jit(
+        lambda keys, s: jax.vmap(lambda key: ENV.transition(key, s, jnp.asarray(1), PARAMS))(keys)
+    )
     for i in (0, 30 * COUNT + 31, 40 * COUNT + 40, 68 * COUNT + 3):
         state = jax.tree.map(lambda x: x[i], PAIRS)  # noqa: B023
         keys = jax.random.split(jax.random.key(i), 4000)
@@ -91,11 +94,15 @@ def test_beams():
     """True ranges without noise; with it, likelihoods by the formula, which sum to one and agree with draws."""
     ends = jit(jax.vmap(ENV._ranges))(PAIRS)
     for i in range(0, COUNT**2, 11):
-        np.testing.assert_allclose(ends[i], ranges_of(*(CELLS[c] for c in divmod(i, COUNT))), rtol=1e-6)
+        np.testing.assert_allclose(
+            ends[i], ranges_of(*(CELLS[c] for c in divmod(i, COUNT))), rtol=1e-6
+        )
     for i in (10 * COUNT + 60, 33 * COUNT + 35):
         state = jax.tree.map(lambda x: x[i], PAIRS)  # noqa: B023
         keys = jax.random.split(jax.random.key(i), 20000)
-        seen = np.asarray(jit(jax.vmap(lambda key: ENV.observe(key, state, jnp.asarray(1), PARAMS)))(keys))  # noqa: B023
+        seen = np.asarray(
+            jit(jax.vmap(lambda key: ENV.observe(key, state, jnp.asarray(1), PARAMS)))(keys)  # noqa: B023
+        )
         chances = []
         for beam, end in enumerate(ranges_of(*(CELLS[c] for c in divmod(i, COUNT)))):
             readings = np.arange(int(np.ceil(end)))
@@ -103,10 +110,16 @@ def test_beams():
             edges[0] = 0
             chance = 2 * np.diff(edges)
             np.testing.assert_allclose(chance.sum(), 1)
-            np.testing.assert_allclose(np.bincount(seen[:, beam] - 1, minlength=len(chance)) / 20000, chance, atol=0.02)
+            np.testing.assert_allclose(
+                np.bincount(seen[:, beam] - 1, minlength=len(chance)) / 20000, chance, atol=0.02
+            )
             chances.append(chance)
-        got = jit(jax.vmap(lambda o: ENV.log_likelihood(o, state, 1, state, PARAMS)))(jnp.asarray(seen[:40]))  # noqa: B023
-        want = [sum(np.log(chances[b][reading - 1]) for b, reading in enumerate(row)) for row in seen[:40]]
+        score = lambda o: ENV.log_likelihood(o, state, 1, state, PARAMS)  # noqa: B023, E731
+        got = jit(jax.vmap(score))(jnp.asarray(seen[:40]))
+        want = [
+            sum(np.log(chances[b][reading - 1]) for b, reading in enumerate(row))
+            for row in seen[:40]
+        ]
         np.testing.assert_allclose(got, want, rtol=1e-4)
         beyond = jnp.asarray(seen[0]).at[0].set(len(chances[0]) + 1)
         assert ENV.log_likelihood(beyond, state, 1, state, PARAMS) == -jnp.inf
@@ -125,7 +138,9 @@ def test_keys_of_observations_differ():
 
 
 def test_the_heuristic_walks_around_obstacles():
-    values = np.asarray(jit(jax.vmap(lambda s: ENV.heuristic(s, PARAMS)))(PAIRS)).reshape(COUNT, COUNT)
+    values = np.asarray(jit(jax.vmap(lambda s: ENV.heuristic(s, PARAMS)))(PAIRS)).reshape(
+        COUNT, COUNT
+    )
     goal = CELLS[5]
     steps, queue = {goal: 0}, [goal]
     for cell in queue:
@@ -141,7 +156,9 @@ def test_the_heuristic_walks_around_obstacles():
 def test_floors():
     assert COUNT == 69 and LaserTag(layout=1).cells.tolist() != ENV.cells.tolist()
     known = LaserTag(start=7)
-    starts = jit(jax.vmap(lambda key: known.init(key, PARAMS)))(jax.random.split(jax.random.key(0), 500))
+    starts = jit(jax.vmap(lambda key: known.init(key, PARAMS)))(
+        jax.random.split(jax.random.key(0), 500)
+    )
     assert set(starts.robot.tolist()) == {7} and len(set(starts.opponent.tolist())) > 60
     for fields, message in (({"num_obstacles": 76}, "no room"), ({"start": 69}, "0 to 68"),
                             ({"width": 60, "height": 60}, "too many")):  # fmt: skip

@@ -18,7 +18,9 @@ ADDS = (-10, -1, 0, 1, 10)
 
 def states(*stopped):
     rows = [(place, over) for place in range(-60, 61) for over in stopped]
-    return LightDarkState(jnp.asarray([r[0] for r in rows], jnp.int32), jnp.asarray([r[1] for r in rows]))
+    return LightDarkState(
+        jnp.asarray([r[0] for r in rows], jnp.int32), jnp.asarray([r[1] for r in rows])
+    )
 
 
 def test_equals_its_definition_entry_by_entry():
@@ -26,9 +28,14 @@ def test_equals_its_definition_entry_by_entry():
     for action, add in enumerate(ADDS):
         following = jit(jax.vmap(lambda s: ENV.transition(None, s, action, PARAMS)))(rows)  # noqa: B023
         rewards = jit(jax.vmap(lambda s, n: ENV.reward(s, action, n, PARAMS)))(rows, following)  # noqa: B023
-        for i, (place, over) in enumerate(zip(rows.place.tolist(), rows.stopped.tolist(), strict=True)):
+        for i, (place, over) in enumerate(
+            zip(rows.place.tolist(), rows.stopped.tolist(), strict=True)
+        ):
             there = place if over or add == 0 else min(max(place + add, -60), 60)
-            assert (int(following.place[i]), bool(following.stopped[i])) == (there, over or add == 0)
+            assert (int(following.place[i]), bool(following.stopped[i])) == (
+                there,
+                over or add == 0,
+            )
             assert rewards[i] == (0 if over else -1 if add else 100 if place == 0 else -100)
 
 
@@ -36,10 +43,15 @@ def test_what_is_seen_has_the_density():
     for place, noise in ((0, 10.0001), (11, 1.0001), (10, 1e-4), (-60, 70.0001)):
         state = LightDarkState(jnp.asarray(place), jnp.asarray(False))
         keys = jax.random.split(jax.random.key(place + 60), 20000)
-        seen = np.asarray(jit(jax.vmap(lambda key: ENV.observe(key, state, jnp.asarray(1), PARAMS)))(keys))  # noqa: B023
+        seen = np.asarray(
+            jit(jax.vmap(lambda key: ENV.observe(key, state, jnp.asarray(1), PARAMS)))(keys)  # noqa: B023
+        )
         assert scipy.stats.kstest((seen - place) / noise, "norm").pvalue > 1e-4
-        got = jit(jax.vmap(lambda o: ENV.log_likelihood(o, state, 1, state, PARAMS)))(jnp.asarray(seen[:50]))  # noqa: B023
-        np.testing.assert_allclose(got, scipy.stats.norm.logpdf(seen[:50], place, noise), rtol=2e-3, atol=1e-3)
+        score = lambda o: ENV.log_likelihood(o, state, 1, state, PARAMS)  # noqa: B023, E731
+        got = jit(jax.vmap(score))(jnp.asarray(seen[:50]))
+        np.testing.assert_allclose(
+            got, scipy.stats.norm.logpdf(seen[:50], place, noise), rtol=2e-3, atol=1e-3
+        )
 
 
 def test_keys_are_bins():
@@ -66,7 +78,9 @@ def test_the_heuristic_goes_by_the_light_and_searches_for_it():
         moved = [-1 + 0.95 * value[np.clip(np.arange(121) + add, 0, 120)] for add in ADDS if add]
         value = np.maximum(value, np.max(moved, axis=0))
     away = np.abs(np.arange(121) - 70)
-    more = 0.95 ** np.where(away > 0, 2 + away / 20, 0)  # as if so many steps, whole or not, found out nothing better
+    more = 0.95 ** np.where(
+        away > 0, 2 + away / 20, 0
+    )  # as if so many steps, whole or not, found out nothing better
     searched = more * value - (1 - more) / 0.05
     inside = slice(16, 105)  # nearer to an end a wall can stop a big step early
     got = np.asarray(jit(jax.vmap(lambda s: ENV.heuristic(s, PARAMS)))(states(False)))
@@ -87,9 +101,14 @@ def test_the_upper_bound_is_above_what_is_known_to_be_earned():
 
 
 def test_starts_and_sizes():
-    starts = jit(jax.vmap(lambda key: ENV.init(key, PARAMS).place))(jax.random.split(jax.random.key(0), 6000))
+    starts = jit(jax.vmap(lambda key: ENV.init(key, PARAMS).place))(
+        jax.random.split(jax.random.key(0), 6000)
+    )
     count = np.bincount(np.asarray(starts) + 30, minlength=61)
     assert len(count) == 61 and scipy.stats.chisquare(count).pvalue > 1e-4
-    assert math.isclose(float(ENV._noise(LightDarkState(jnp.asarray(10), False), PARAMS.replace(min_noise=0.5))), 0.5)
+    assert math.isclose(
+        float(ENV._noise(LightDarkState(jnp.asarray(10), False), PARAMS.replace(min_noise=0.5))),
+        0.5,
+    )
     with pytest.raises(UsageError, match="at least 1"):
         LightDark(big_step=0)

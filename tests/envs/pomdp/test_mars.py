@@ -56,7 +56,10 @@ def compare(env, rovers, good, actions):
         return following, env.reward(state, action, following, env.default_params)
 
     got, reward = both(states, jnp.asarray(actions))
-    wants = [twin_step(env, r, g, divmod(int(a), env.base)) for r, g, a in zip(rovers, good, actions, strict=True)]
+    wants = [
+        twin_step(env, r, g, divmod(int(a), env.base))
+        for r, g, a in zip(rovers, good, actions, strict=True)
+    ]
     want = pack([w[0] for w in wants], [w[1] for w in wants], env.num_rocks)
     jax.tree.map(np.testing.assert_array_equal, got, want)
     np.testing.assert_array_equal(reward, [w[2] for w in wants])
@@ -68,11 +71,15 @@ def test_equals_its_definition_entry_by_entry():
     places = [(x, y) for x in range(4) for y in range(3)]
     sets = [set(), {0}, {1}, {0, 1}]
     rows = list(itertools.product(places, places, sets, range(env.base**2)))
-    states, reward = compare(env, [row[:2] for row in rows], [row[2] for row in rows], [row[3] for row in rows])
+    states, reward = compare(
+        env, [row[:2] for row in rows], [row[2] for row in rows], [row[3] for row in rows]
+    )
     mask = jit(jax.vmap(lambda s: env.action_mask(s, env.default_params)))(states)
     gone = np.asarray(states.place)[:, :, 0] == 3
     legal = np.asarray(mask)[np.arange(len(rows)), [row[3] for row in rows]]
-    idle = np.stack([np.asarray([row[3] // env.base for row in rows]), [row[3] % env.base for row in rows]], 1)
+    idle = np.stack(
+        [np.asarray([row[3] // env.base for row in rows]), [row[3] % env.base for row in rows]], 1
+    )
     np.testing.assert_array_equal(legal, (reward > -80) & ((idle == 0) | ~gone).all(1))
     ended = jit(jax.vmap(lambda s: env.terminal(s, env.default_params)))(states)
     np.testing.assert_array_equal(ended, gone.all(1))
@@ -87,7 +94,9 @@ def test_many_rocks_take_two_words():
     actions = rng.integers(0, env.base**2, 500)
     actions[::2] = 4 * env.base + 4
     compare(env, rovers, good, actions)
-    bits = jit(jax.vmap(lambda key: env.init(key, env.default_params)))(jax.random.split(jax.random.key(0), 4000)).good
+    bits = jit(jax.vmap(lambda key: env.init(key, env.default_params)))(
+        jax.random.split(jax.random.key(0), 4000)
+    ).good
     share = [np.mean(np.asarray(bits)[:, i // 32] >> (i % 32) & 1) for i in range(64)]
     np.testing.assert_allclose(share[:40], 0.5, atol=0.04)
     assert max(share[40:]) == 0
@@ -106,13 +115,19 @@ def test_readings():
             chance = np.array([1.0, 0, 0])
             if act > 4:
                 right = 0.5 * (1 + 2.0 ** (-np.linalg.norm(env.map[act - 5] - place) / 2))
-                chance = np.array([0, 1 - right, right] if act - 5 in (0, 3) else [0, right, 1 - right])
+                chance = np.array(
+                    [0, 1 - right, right] if act - 5 in (0, 3) else [0, right, 1 - right]
+                )
             want *= chance[:, None] if axis == 0 else chance[None]
-        logs = jit(jax.vmap(lambda o: env.log_likelihood(o, state, action, state, params)))(jnp.arange(9))  # noqa: B023
+        logs = jit(jax.vmap(lambda o: env.log_likelihood(o, state, action, state, params)))(  # noqa: B023
+            jnp.arange(9)
+        )
         np.testing.assert_allclose(np.exp(logs), want.reshape(-1), atol=1e-6)
         keys = jax.random.split(jax.random.key(a), 20000)
         seen = jit(jax.vmap(lambda key: env.observe(key, state, action, params)))(keys)  # noqa: B023
-        np.testing.assert_allclose(np.bincount(seen, minlength=9) / 20000, want.reshape(-1), atol=0.015)
+        np.testing.assert_allclose(
+            np.bincount(seen, minlength=9) / 20000, want.reshape(-1), atol=0.015
+        )
 
 
 def test_the_heuristic_sends_rovers_to_different_rocks():
@@ -121,9 +136,14 @@ def test_the_heuristic_sends_rovers_to_different_rocks():
     rovers = rng.integers(0, 20, (200, 2, 2))
     rovers[:20, 0, 0] = 20
     rovers[20:60, 1] = rovers[20:60, 0]
-    good = [set(np.flatnonzero(rng.random(20) < share).tolist()) for share in rng.choice([0.0, 0.1, 0.5], 200)]
+    good = [
+        set(np.flatnonzero(rng.random(20) < share).tolist())
+        for share in rng.choice([0.0, 0.1, 0.5], 200)
+    ]
     good[:10] = [set()] * 10
-    got = jit(jax.vmap(lambda s: env.heuristic(s, env.default_params)))(pack(rovers.tolist(), good, 20))
+    got = jit(jax.vmap(lambda s: env.heuristic(s, env.default_params)))(
+        pack(rovers.tolist(), good, 20)
+    )
     for i, value in enumerate(np.asarray(got)):
         best = []
         for rover in rovers[i].tolist():
@@ -153,9 +173,15 @@ def test_the_heuristic_takes_off_for_far_checks():
 
 def test_sizes_and_maps():
     env, params = envs.make("MARS-20-20")
-    assert env.action_space(params).n == 625 and envs.make("MARS-50-50")[0].action_space(params).n == 3025
+    assert (
+        env.action_space(params).n == 625
+        and envs.make("MARS-50-50")[0].action_space(params).n == 3025
+    )
     assert env.init(jax.random.key(0), params).place.tolist() == [[0, 11], [0, 9]]
-    assert env.map.tolist() != Mars(20, 20, layout=1).map.tolist() and len({tuple(r) for r in env.map.tolist()}) == 20
+    assert (
+        env.map.tolist() != Mars(20, 20, layout=1).map.tolist()
+        and len({tuple(r) for r in env.map.tolist()}) == 20
+    )
     for fields, message in (({"size": 2}, "at least 3 and at most 127"), ({"size": 3, "num_rocks": 8}, "no place"),
                             ({"size": 5, "num_rocks": 1, "rocks": ((5, 0),)}, "different cells")):  # fmt: skip
         with pytest.raises(UsageError, match=message):

@@ -18,13 +18,17 @@ ENV, PARAMS = Navigation(), Navigation().default_params
 
 def maps(env, count, seed=0):
     """Random starts, as NumPy: places `[count, 2]` and obstacles `[count, n, n]`."""
-    states = jit(jax.vmap(lambda key: env.init(key, env.default_params)))(jax.random.split(jax.random.key(seed), count))
+    states = jit(jax.vmap(lambda key: env.init(key, env.default_params)))(
+        jax.random.split(jax.random.key(seed), count)
+    )
     bits = np.asarray(states.blocked)[..., None] >> np.arange(env.size) & 1
     return np.asarray(states.place), bits.astype(bool)
 
 
 def pack(places, grids):
-    return NavigationState(jnp.asarray(places, jnp.int8), jnp.asarray((grids << np.arange(13)).sum(-1), jnp.uint16))
+    return NavigationState(
+        jnp.asarray(places, jnp.int8), jnp.asarray((grids << np.arange(13)).sum(-1), jnp.uint16)
+    )
 
 
 def every_state(count=3):
@@ -53,7 +57,9 @@ def test_equals_its_definition_entry_by_entry():
         for i, (place, grid) in enumerate(zip(places.tolist(), grids, strict=True)):
             for action, (down, right) in enumerate(COMPASS):
                 row, column = place[0] + down, place[1] + right
-                bumps = action != 8 and not (0 <= row < 13 and 0 <= column < 13 and not grid[row, column])
+                bumps = action != 8 and not (
+                    0 <= row < 13 and 0 <= column < 13 and not grid[row, column]
+                )
                 want = place if bumps or slip or place == [12, 6] else [row, column]
                 reward = -0.2 if action == 8 else -1.0 if bumps and not slip else -0.1
                 reward = 0.0 if place == [12, 6] else 20.0 if want == [12, 6] else reward
@@ -65,9 +71,13 @@ def test_steps_fail_and_looks_err_as_often_as_stated():
     places, grids = every_state(1)
     state = jax.tree.map(lambda x: x[13 * 3 + 5], pack(places, np.zeros_like(grids)))
     keys = jax.random.split(jax.random.key(0), 40000)
-    moved = jit(jax.vmap(lambda key: ENV.transition(key, state, jnp.asarray(0), PARAMS).place))(keys)
+    moved = jit(jax.vmap(lambda key: ENV.transition(key, state, jnp.asarray(0), PARAMS).place))(
+        keys
+    )
     np.testing.assert_allclose(np.mean(np.asarray(moved)[:, 0] == 3), 0.03, atol=0.005)
-    seen = np.asarray(jit(jax.vmap(lambda key: ENV.observe(key, state, jnp.asarray(8), PARAMS)))(keys))
+    seen = np.asarray(
+        jit(jax.vmap(lambda key: ENV.observe(key, state, jnp.asarray(8), PARAMS)))(keys)
+    )
     np.testing.assert_allclose([np.mean(seen >> bit & 1) for bit in range(8)], 0.03, atol=0.005)
     np.testing.assert_allclose(np.mean(seen == 0), 0.97**8, atol=0.01)
 
@@ -75,7 +85,9 @@ def test_steps_fail_and_looks_err_as_often_as_stated():
 def test_looks_without_errors():
     places, grids = every_state()
     params = PARAMS.replace(blur=0.0)
-    seen = jit(jax.vmap(lambda s: ENV.observe(jax.random.key(0), s, jnp.asarray(8), params)))(pack(places, grids))
+    seen = jit(jax.vmap(lambda s: ENV.observe(jax.random.key(0), s, jnp.asarray(8), params)))(
+        pack(places, grids)
+    )
     for got, (row, column), grid in zip(np.asarray(seen), places, grids, strict=True):
         padded = np.pad(grid, 1)
         want = [padded[row + 1 + down, column + 1 + right] for down, right in COMPASS[:8]]
@@ -103,7 +115,9 @@ def test_distances_are_those_of_a_queue():
     stuck = jax.tree.map(lambda x: x[0], pack([(3, 3)], closed[None]))
     assert ENV.distance(stuck) == -1 and ENV.heuristic(stuck, PARAMS) == -100
     near = jax.tree.map(lambda x: x[0], pack([(9, 6)], closed[None]))
-    np.testing.assert_allclose(ENV.heuristic(near, PARAMS), -0.1 - 0.0983 + 20 * 0.983**2, rtol=1e-5)
+    np.testing.assert_allclose(
+        ENV.heuristic(near, PARAMS), -0.1 - 0.0983 + 20 * 0.983**2, rtol=1e-5
+    )
 
 
 def test_first_maps():
@@ -125,7 +139,9 @@ def test_first_maps():
     keys = jax.random.split(jax.random.key(1), 3000)
     state = jax.tree.map(lambda x: x[0], pack(places[:1], grids[:1]))
     flipped = jit(jax.vmap(lambda key: ENV.flipped(key, state, 0.5).blocked))(keys)
-    share = ((np.asarray(flipped) ^ np.asarray(state.blocked))[..., None] >> np.arange(13) & 1).mean(0)
+    share = (
+        (np.asarray(flipped) ^ np.asarray(state.blocked))[..., None] >> np.arange(13) & 1
+    ).mean(0)
     fixed = known.copy()
     fixed[6, [3, 9]], fixed[12, 6] = False, True
     np.testing.assert_allclose(share, np.where(fixed, 0, 0.5), atol=0.05)

@@ -41,7 +41,9 @@ def test_equals_its_arrays_entry_by_entry(size, num_rocks):
     def by_action(action):
         def one(state):
             following = env.transition(jax.random.key(0), state, action, params)
-            chances = [jnp.exp(env.log_likelihood(o, state, action, state, params)) for o in range(3)]
+            chances = [
+                jnp.exp(env.log_likelihood(o, state, action, state, params)) for o in range(3)
+            ]
             return following, env.reward(state, action, following, params), jnp.stack(chances)
 
         return jax.vmap(one)(states)
@@ -49,11 +51,15 @@ def test_equals_its_arrays_entry_by_entry(size, num_rocks):
     following, reward, chances = by_action(actions)
     kernel = np.zeros_like(model["transition"])
     for action in range(5 + num_rocks):
-        kernel[action, np.arange(count), index(env, jax.tree.map(lambda x: x[action], following))] = 1  # noqa: B023
+        kernel[
+            action, np.arange(count), index(env, jax.tree.map(lambda x: x[action], following))  # noqa: B023
+        ] = 1
     np.testing.assert_array_equal(kernel, model["transition"])
     np.testing.assert_array_equal(reward, model["reward"])
     np.testing.assert_allclose(chances, model["observation"], atol=1e-6)
-    starts = index(env, jax.vmap(lambda key: env.init(key, params))(jax.random.split(jax.random.key(0), 500)))
+    starts = index(
+        env, jax.vmap(lambda key: env.init(key, params))(jax.random.split(jax.random.key(0), 500))
+    )
     assert set(starts) == set(np.flatnonzero(model["start"]))
 
 
@@ -65,7 +71,10 @@ def test_readings_are_right_as_often_as_the_arrays_say():
         keys = jax.random.split(jax.random.key(action), 20000)
         seen = jax.vmap(lambda key: env.observe(key, state, jnp.asarray(action), params))(keys)  # noqa: B023
         share = np.bincount(seen, minlength=3) / 20000
-        want = [np.exp(float(env.log_likelihood(o, state, jnp.asarray(action), state, params))) for o in range(3)]
+        want = [
+            np.exp(float(env.log_likelihood(o, state, jnp.asarray(action), state, params)))
+            for o in range(3)
+        ]
         np.testing.assert_allclose(share, want, atol=0.015)
 
 
@@ -79,7 +88,9 @@ def test_masks_admit_exactly_what_is_not_fined():
         inside = np.asarray(states.place[:, 0] < env.size)
         mask = np.asarray(jax.vmap(lambda s: env.action_mask(s, params))(states))  # noqa: B023
         for action in range(5 + env.num_rocks):
-            fined = jax.vmap(lambda s: env.reward(s, action, env.transition(None, s, action, params), params))(states)  # noqa: B023
+            fined = jax.vmap(
+                lambda s: env.reward(s, action, env.transition(None, s, action, params), params)  # noqa: B023
+            )(states)
             np.testing.assert_array_equal(mask[inside, action], np.asarray(fined)[inside] != -100)
 
 
@@ -88,9 +99,13 @@ def test_the_heuristic_goes_to_the_nearest_good_rock():
     rng, params = np.random.default_rng(0), env.default_params
     for share in (0.5, 0.5, 0.5, 0.2, 0.2, 0.0):
         place, good = rng.integers(0, 7, 2), rng.random(8) < share
-        got = float(env.heuristic(RockSampleState(jnp.asarray(place, jnp.int32), jnp.asarray(good)), params))
+        got = float(
+            env.heuristic(RockSampleState(jnp.asarray(place, jnp.int32), jnp.asarray(good)), params)
+        )
         ways = [int(abs(env.map[r] - place).sum()) for r in range(8) if good[r]]
-        np.testing.assert_allclose(got, 12 * 0.95 ** min(ways) if ways else 10 * 0.95 ** (6 - place[0]), rtol=1e-5)
+        np.testing.assert_allclose(
+            got, 12 * 0.95 ** min(ways) if ways else 10 * 0.95 ** (6 - place[0]), rtol=1e-5
+        )
 
 
 def test_keeps_the_promises_of_environments():
@@ -121,6 +136,8 @@ def test_the_picture_shows_the_rover():
 def test_a_small_one_has_the_value_of_its_best_plan():
     """One rock beside the start, perfect sensors: check, sample if good, leave."""
     env = RockSample(2, 1, rocks=((0, 1),))
-    value = float(solve_exact(from_environment(env, env.default_params.replace(half_efficiency=1e9))).value)
+    value = float(
+        solve_exact(from_environment(env, env.default_params.replace(half_efficiency=1e9))).value
+    )
     leave_now, sampled = 0.95 * 10, 10 + 0.95**2 * 10
     np.testing.assert_allclose(value, 0.95 * (0.5 * leave_now + 0.5 * sampled), atol=1e-2)

@@ -19,7 +19,9 @@ WAYS = ((0, 1), (1, 0), (0, -1), (-1, 0))
 def pack(rows):
     own, target, bound, aware, killed = zip(*rows, strict=True)
     return SubHuntState(
-        *(jnp.asarray(x, jnp.int32) for x in (own, target, bound)), jnp.asarray(aware), jnp.asarray(killed)
+        *(jnp.asarray(x, jnp.int32) for x in (own, target, bound)),
+        jnp.asarray(aware),
+        jnp.asarray(killed),
     )
 
 
@@ -27,9 +29,19 @@ def random_rows(count, seed=0):
     rng, rows = np.random.default_rng(seed), []
     for _ in range(count):
         own = rng.integers(0, 20, 2)
-        target = np.clip(own + rng.integers(-3, 4, 2), 0, 19) if rng.random() < 0.6 else rng.integers(0, 20, 2)
+        target = (
+            np.clip(own + rng.integers(-3, 4, 2), 0, 19)
+            if rng.random() < 0.6
+            else rng.integers(0, 20, 2)
+        )
         rows.append(
-            (tuple(own), tuple(target), int(rng.integers(4)), bool(rng.random() < 0.5), bool(rng.random() < 0.1))
+            (
+                tuple(own),
+                tuple(target),
+                int(rng.integers(4)),
+                bool(rng.random() < 0.5),
+                bool(rng.random() < 0.1),
+            )
         )
     return rows
 
@@ -64,7 +76,13 @@ def kernel(row, action):
 
 def unpack(states, i):
     pair = lambda x: tuple(int(v) for v in np.asarray(x[i]))  # noqa: E731
-    return pair(states.own), pair(states.target), int(states.bound[i]), bool(states.aware[i]), bool(states.killed[i])
+    return (
+        pair(states.own),
+        pair(states.target),
+        int(states.bound[i]),
+        bool(states.aware[i]),
+        bool(states.killed[i]),
+    )
 
 
 def test_outcomes_are_the_kernel_of_many_states():
@@ -75,7 +93,11 @@ def test_outcomes_are_the_kernel_of_many_states():
     def act(action):
         def one(state):
             following = ENV.transition(jax.random.key(0), state, action, PARAMS)
-            return *ENV.outcomes(state, action, PARAMS), following, ENV.reward(state, action, following, PARAMS)
+            return (
+                *ENV.outcomes(state, action, PARAMS),
+                following,
+                ENV.reward(state, action, following, PARAMS),
+            )
 
         return jax.vmap(one)(states)
 
@@ -87,17 +109,26 @@ def test_outcomes_are_the_kernel_of_many_states():
             assert after in want and reward[i] == (100 if after[4] and not row[4] else 0)
             if ended(row):
                 continue
-            for place, chance in zip(np.asarray(places[i]).tolist(), np.asarray(chances[i, :3]), strict=True):
+            for place, chance in zip(
+                np.asarray(places[i]).tolist(), np.asarray(chances[i, :3]), strict=True
+            ):
                 got[tuple(place)] = got.get(tuple(place), 0) + chance
             moved = {key[1]: chance for key, chance in want.items() if not key[4]}
-            np.testing.assert_allclose([got[place] for place in moved], list(moved.values()), atol=1e-6)
-            np.testing.assert_allclose(chances[i, 3], sum(c for key, c in want.items() if key[4]), atol=1e-6)
+            np.testing.assert_allclose(
+                [got[place] for place in moved], list(moved.values()), atol=1e-6
+            )
+            np.testing.assert_allclose(
+                chances[i, 3], sum(c for key, c in want.items() if key[4]), atol=1e-6
+            )
             assert sum(c for place, c in got.items() if place not in moved) == 0
 
 
 def test_draws_follow_the_kernel():
     draw = jit(lambda keys, s, a: jax.vmap(lambda key: ENV.transition(key, s, a, PARAMS))(keys))
-    for row, action in ((((5, 5), (6, 6), 0, True, False), 5), (((5, 5), (1, 19), 1, False, False), 2)):
+    for row, action in (
+        (((5, 5), (6, 6), 0, True, False), 5),
+        (((5, 5), (1, 19), 1, False, False), 2),
+    ):
         state = jax.tree.map(lambda x: x[0], pack([row]))
         keys = jax.random.split(jax.random.key(action), 6000)
         got = draw(keys, state, action)
@@ -109,7 +140,9 @@ def test_draws_follow_the_kernel():
 def test_beams():
     rows = [row for row in random_rows(300, 1) if not row[4]]
     for action in (0, 4):
-        means, noises = jit(jax.vmap(lambda s: ENV._beams(s, jnp.asarray(action), PARAMS)))(pack(rows))  # noqa: B023
+        means, noises = jit(jax.vmap(lambda s: ENV._beams(s, jnp.asarray(action), PARAMS)))(  # noqa: B023
+            pack(rows)
+        )
         for i, ((ox, oy), (tx, ty), *_) in enumerate(rows):
             distance = math.hypot(tx - ox, ty - oy)
             angle = math.degrees(math.atan2(ty - oy, tx - ox))
@@ -128,16 +161,26 @@ def test_what_is_seen_has_the_density():
         act = jnp.asarray(action)
         seen = np.asarray(jit(jax.vmap(lambda key: ENV.observe(key, state, act, PARAMS)))(keys))  # noqa: B023
         mean, noise = (np.asarray(x) for x in ENV._beams(state, act, PARAMS))
-        assert min(scipy.stats.kstest((seen[:, b] - mean[b]) / noise[b], "norm").pvalue for b in range(8)) > 1e-4
-        logs = jit(jax.vmap(lambda o: ENV.log_likelihood(o, state, act, state, PARAMS)))(jnp.asarray(seen[:20]))  # noqa: B023
-        np.testing.assert_allclose(logs, scipy.stats.norm.logpdf(seen[:20], mean, noise).sum(1), rtol=1e-4)
+        assert (
+            min(
+                scipy.stats.kstest((seen[:, b] - mean[b]) / noise[b], "norm").pvalue
+                for b in range(8)
+            )
+            > 1e-4
+        )
+        score = lambda o: ENV.log_likelihood(o, state, act, state, PARAMS)  # noqa: B023, E731
+        logs = jit(jax.vmap(score))(jnp.asarray(seen[:20]))
+        np.testing.assert_allclose(
+            logs, scipy.stats.norm.logpdf(seen[:20], mean, noise).sum(1), rtol=1e-4
+        )
     row = jnp.full(8, 20.0).at[3].set(4.5)
     assert ENV.obs_key(row, PARAMS) == 8 * 12 + 3 and ENV.obs_key(row - 99, PARAMS) == 3
 
 
 def test_starts_and_the_heuristic():
     starts = jax.tree.map(
-        np.asarray, jit(jax.vmap(lambda key: ENV.init(key, PARAMS)))(jax.random.split(jax.random.key(0), 2000))
+        np.asarray,
+        jit(jax.vmap(lambda key: ENV.init(key, PARAMS)))(jax.random.split(jax.random.key(0), 2000)),
     )
     assert (starts.own == 9).all() and not starts.aware.any() and set(starts.bound) == {0, 1, 2, 3}
     for bound, (axis, at) in enumerate(((1, 0), (0, 0), (1, 19), (0, 19))):

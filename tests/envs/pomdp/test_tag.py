@@ -31,7 +31,9 @@ def test_equals_its_arrays_entry_by_entry():
             robot, opponent = divmod(s, SEEN)
             to = robot if action == 4 else MOVES[robot, action]
             for way in range(5):
-                kernel[s, to * SEEN + (opponent if way == 4 else MOVES[opponent, way])] += flight[s, way]
+                kernel[s, to * SEEN + (opponent if way == 4 else MOVES[opponent, way])] += flight[
+                    s, way
+                ]
             if action == 4 and robot == opponent:
                 kernel[s] = np.eye(COUNT)[-1]
         kernel[-1, -1] = 1
@@ -39,7 +41,11 @@ def test_equals_its_arrays_entry_by_entry():
         reward = jax.vmap(lambda s: ENV.reward(s, action, s, PARAMS))(all_states)  # noqa: B023
         np.testing.assert_array_equal(reward, model["reward"][action, :-1])
         chances = jax.vmap(
-            lambda s: jnp.exp(jax.vmap(lambda o: ENV.log_likelihood(o, s, action, s, PARAMS))(jnp.arange(SEEN + 1)))  # noqa: B023
+            lambda s: jnp.exp(
+                jax.vmap(lambda o: ENV.log_likelihood(o, s, action, s, PARAMS))(  # noqa: B023
+                    jnp.arange(SEEN + 1)
+                )
+            )
         )(all_states)
         np.testing.assert_array_equal(chances, model["observation"][action, :-1])
 
@@ -66,18 +72,28 @@ def test_a_leaf_does_not_know_where_the_opponent_hides():
         for value in (ENV.heuristic, ENV.upper_bound)
     )
     np.testing.assert_array_equal(np.diag(leaf), 10)
-    assert leaf[hidden].mean() < seeing[hidden].mean() - 2, "less than with eyes that see everything"
+    assert leaf[hidden].mean() < seeing[hidden].mean() - 2, (
+        "less than with eyes that see everything"
+    )
     assert (bound >= seeing - 1e-4).all()
 
 
 def test_rollouts_tag_whom_they_see_and_walk_into_no_wall():
     everyone = states()
-    seen, keys = np.asarray(everyone.robot == everyone.opponent), jax.random.split(jax.random.key(0), (20, COUNT - 1))
-    act = jax.vmap(jax.vmap(lambda key, state: ENV.rollout_action(key, state, PARAMS)), in_axes=(0, None))
+    seen, keys = (
+        np.asarray(everyone.robot == everyone.opponent),
+        jax.random.split(jax.random.key(0), (20, COUNT - 1)),
+    )
+    act = jax.vmap(
+        jax.vmap(lambda key, state: ENV.rollout_action(key, state, PARAMS)), in_axes=(0, None)
+    )
     actions, robots = np.asarray(act(keys, everyone)), np.asarray(everyone.robot)
     np.testing.assert_array_equal(actions == 4, np.broadcast_to(seen, actions.shape))
     assert (MOVES[robots, np.minimum(actions, 3)] != robots)[:, ~seen].all()
-    assert all(set(actions[:, robots == r].ravel()) == {*np.flatnonzero(MOVES[r] != r), 4} for r in range(SEEN))
+    assert all(
+        set(actions[:, robots == r].ravel()) == {*np.flatnonzero(MOVES[r] != r), 4}
+        for r in range(SEEN)
+    )
     live = jnp.ones(COUNT - 1, bool)
     one = rollout_values(jax.random.key(1), ENV, PARAMS, everyone, 0.95, 1, live)
     np.testing.assert_array_equal(one, np.where(seen, 10, -1))

@@ -51,7 +51,9 @@ def walked(name, num_steps):
         return made.state, (jax.tree.leaves(made.state)[0], action, made.obs, made.reward)
 
     _, first = reset(jax.random.key(0), env, params)
-    _, made = jax.jit(lambda keys: jax.lax.scan(one, first, keys))(jax.random.split(jax.random.key(1), num_steps))
+    _, made = jax.jit(lambda keys: jax.lax.scan(one, first, keys))(
+        jax.random.split(jax.random.key(1), num_steps)
+    )
     states, actions, seen, rewards = (np.asarray(x) for x in made)
     return np.concatenate([[jax.tree.leaves(first)[0]], states]), actions, seen, rewards
 
@@ -78,5 +80,8 @@ def test_pictures_tell_the_states_apart():
     for name in ("Tiger", "CryingBaby"):
         env, params = envs.make(name)
         state = env.init(jax.random.key(0), params)
-        images = [env.render(jax.tree.map(lambda x, s=s: jnp.full_like(x, s), state), params) for s in (0, 1)]
+        images = [
+            env.render(jax.tree.map(lambda x, s=s: jnp.full_like(x, s), state), params)
+            for s in (0, 1)
+        ]
         assert images[0].dtype == jnp.uint8 and (images[0] != images[1]).any()

@@ -6,8 +6,12 @@ import itertools
 
 def best_packing(weights, values, capacity):
     """(value, items) of the best subset of all 2^n."""
-    every = (c for k in range(len(weights) + 1) for c in itertools.combinations(range(len(weights)), k))
-    return max((sum(values[i] for i in c), c) for c in every if sum(weights[i] for i in c) <= capacity)
+    every = (
+        c for k in range(len(weights) + 1) for c in itertools.combinations(range(len(weights)), k)
+    )
+    return max(
+        (sum(values[i] for i in c), c) for c in every if sum(weights[i] for i in c) <= capacity
+    )
 
 
 def packing_table(weights, values, capacity):
@@ -89,7 +93,10 @@ def best_schedule(machine, duration, most=10**9):
         for m in range(machines):
             ops = [(j, k) for j in ready for k in range(done[j], machines) if machine[j][k] == m]
             if ops:
-                heads = [max(machine_free[m], job_free[j] + sum(duration[j][done[j] : k])) for j, k in ops]
+                heads = [
+                    max(machine_free[m], job_free[j] + sum(duration[j][done[j] : k]))
+                    for j, k in ops
+                ]
                 tails = [sum(duration[j][k + 1 :]) for j, k in ops]
                 bound = max(bound, min(heads) + sum(duration[j][k] for j, k in ops) + min(tails))
         if bound >= best[0]:
@@ -115,7 +122,9 @@ def longest_path(machine, duration, start):
     """The makespan from the order alone: the longest path through jobs and, as they are ordered, machines."""
     jobs, machines = len(machine), len(machine[0])
     on = {
-        m: sorted((start[j][k], j, k) for j in range(jobs) for k in range(machines) if machine[j][k] == m)
+        m: sorted(
+            (start[j][k], j, k) for j in range(jobs) for k in range(machines) if machine[j][k] == m
+        )
         for m in range(machines)
     }
     before = {(j, k): [(j, k - 1)] if k else [] for j in range(jobs) for k in range(machines)}

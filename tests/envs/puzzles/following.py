@@ -13,7 +13,9 @@ from journey import record
 def mostly_legal(key, env, state, params):
     """Now and then an action that is illegal."""
     wild_key, any_key, legal_key = jax.random.split(key, 3)
-    legal = jax.random.categorical(legal_key, jnp.where(env.action_mask(state, params), 0.0, -jnp.inf))
+    legal = jax.random.categorical(
+        legal_key, jnp.where(env.action_mask(state, params), 0.0, -jnp.inf)
+    )
     wild = jax.random.bernoulli(wild_key, 0.03)
     return jnp.where(wild, env.action_space(params).sample(any_key), legal).astype(jnp.int32)
 
@@ -48,7 +50,10 @@ def follow(env, twin_of, num_steps=40, num_envs=20, rtol=1e-5):
             np.testing.assert_allclose(moved.reward[t, b], reward, rtol=rtol, atol=rtol)
             assert moved.terminated[t, b] == over, (t, b)
             assert twin.same(at(moved.state, t, b)), (t, b)
-            total, total_by_other = total + float(moved.reward[t, b]), total_by_other + float(others[t, b])
+            total, total_by_other = (
+                total + float(moved.reward[t, b]),
+                total_by_other + float(others[t, b]),
+            )
             if over:
                 np.testing.assert_allclose(total, total_by_other, rtol=rtol, atol=1e-5)
                 outcomes.append((total, illegal, twin))
@@ -79,5 +84,8 @@ def replay(env, actions, level=None):
     again = env.transition(key, state, jnp.int32(0), params)
     jax.tree.map(np.testing.assert_array_equal, again, state)
     for kind in ("dense", "sparse"):
-        assert float(dataclasses.replace(env, rewards=kind).reward(state, jnp.int32(0), again, params)) == 0
+        assert (
+            float(dataclasses.replace(env, rewards=kind).reward(state, jnp.int32(0), again, params))
+            == 0
+        )
     return float(rewards.sum()), state

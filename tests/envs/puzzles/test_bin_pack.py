@@ -36,7 +36,9 @@ class Twin:
     def legal(self):
         def fits(space, i):
             low, high = space or ((0, 0, 0), (0, 0, 0))
-            return i not in self.boxes and all(high[c] - low[c] >= self.sizes[i][c] for c in range(3))
+            return i not in self.boxes and all(
+                high[c] - low[c] >= self.sizes[i][c] for c in range(3)
+            )
 
         return [bool(fits(space, i)) for space in self.spaces for i in range(len(self.sizes))]
 
@@ -58,7 +60,11 @@ class Twin:
                         parts.append((tuple(corners[0]), tuple(corners[1])))
         kept = [old if old and apart(old, box) else None for old in self.spaces]
         others = [space for space in kept if space]
-        parts = [p for i, p in enumerate(parts) if not any(inside(p, q) for q in others + parts[:i] + parts[i + 1 :])]
+        parts = [
+            p
+            for i, p in enumerate(parts)
+            if not any(inside(p, q) for q in others + parts[:i] + parts[i + 1 :])
+        ]
         left = [size for i, size in enumerate(self.sizes) if i not in self.boxes]
         least = [min(size[c] for size in left) for c in range(3)] if left else [1 << 30] * 3
         wide = lambda s: s if s and all(s[1][c] - s[0][c] >= least[c] for c in range(3)) else None  # noqa: E731
@@ -68,7 +74,10 @@ class Twin:
         return np.prod(self.sizes[item]) / self.volume, not any(self.legal())
 
     def same(self, state):
-        spaces = [(tuple((-r[:3]).tolist()), tuple(r[3:].tolist())) if r.any() else None for r in state.reach]
+        spaces = [
+            (tuple((-r[:3]).tolist()), tuple(r[3:].tolist())) if r.any() else None
+            for r in state.reach
+        ]
         packed = {
             i: (tuple(low.tolist()), tuple((low + size).tolist()))
             for i, (low, size) in enumerate(zip(state.corner, state.level.size, strict=True))
@@ -84,7 +93,9 @@ def maximal_spaces(container, boxes):
     marks = [sorted({0, container[c]} | {b[k][c] for b in boxes for k in (0, 1)}) for c in range(3)]
     full = np.zeros([len(m) - 1 for m in marks], int)
     for low, high in boxes:
-        full[tuple(slice(m.index(a), m.index(b)) for m, a, b in zip(marks, low, high, strict=True))] = 1
+        full[
+            tuple(slice(m.index(a), m.index(b)) for m, a, b in zip(marks, low, high, strict=True))
+        ] = 1
     volume = np.pad(np.pad(full, 1, constant_values=1), ((1, 0),) * 3).cumsum(0).cumsum(1).cumsum(2)
 
     def empty(low, high):  # [..., 3] each, in cells; one cell beyond the container is full
@@ -101,7 +112,9 @@ def maximal_spaces(container, boxes):
     for c in range(3):
         step = np.eye(3, dtype=int)[c]
         most &= ~empty(low - step, high) & ~empty(low, high + step)
-    low, high = ([[marks[c][x[c]] for c in range(3)] for x in corner[most]] for corner in (low, high))
+    low, high = (
+        [[marks[c][x[c]] for c in range(3)] for x in corner[most]] for corner in (low, high)
+    )
     return {(tuple(a), tuple(b)) for a, b in zip(low, high, strict=True)}
 
 
@@ -109,15 +122,32 @@ def check_spaces(state):
     """A state's spaces are all maximal ones that are not too small; returns its mask by them."""
     container, sizes = tuple(state.level.container.tolist()), state.level.size.tolist()
     packed = state.corner[:, 0] >= 0
-    boxes = [(tuple(c.tolist()), tuple((c + s).tolist())) for c, s in zip(state.corner, state.level.size, strict=True)]
+    boxes = [
+        (tuple(c.tolist()), tuple((c + s).tolist()))
+        for c, s in zip(state.corner, state.level.size, strict=True)
+    ]
     boxes = [box for box, there in zip(boxes, packed, strict=True) if there]
     left = [size for size, there in zip(sizes, packed, strict=True) if not there]
     least = [min(size[c] for size in left) for c in range(3)] if left else [1 << 30] * 3
-    spaces = {s for s in maximal_spaces(container, boxes) if all(s[1][c] - s[0][c] >= least[c] for c in range(3))}
-    rows = [(tuple((-r[:3]).tolist()), tuple(r[3:].tolist())) if r.any() else None for r in state.reach]
-    assert {row for row in rows if row} == spaces and len(spaces) == sum(map(bool, rows)) and not state.lost
+    spaces = {
+        s
+        for s in maximal_spaces(container, boxes)
+        if all(s[1][c] - s[0][c] >= least[c] for c in range(3))
+    }
+    rows = [
+        (tuple((-r[:3]).tolist()), tuple(r[3:].tolist())) if r.any() else None for r in state.reach
+    ]
+    assert (
+        {row for row in rows if row} == spaces
+        and len(spaces) == sum(map(bool, rows))
+        and not state.lost
+    )
     fits = lambda s, size: all(s[1][c] - s[0][c] >= size[c] for c in range(3))  # noqa: E731
-    return [bool(row and not there and fits(row, s)) for row in rows for s, there in zip(sizes, packed, strict=True)]
+    return [
+        bool(row and not there and fits(row, s))
+        for row in rows
+        for s, there in zip(sizes, packed, strict=True)
+    ]
 
 
 def random_states(env, many):
@@ -130,14 +160,20 @@ def random_states(env, many):
 
         def act(state, at):
             mask = env.action_mask(state, params)
-            action = jax.random.categorical(jax.random.fold_in(key, at), jnp.where(mask, 0.0, -jnp.inf))
+            action = jax.random.categorical(
+                jax.random.fold_in(key, at), jnp.where(mask, 0.0, -jnp.inf)
+            )
             moved = env.transition(key, state, action, params)
-            return jax.tree.map(lambda new, old: jnp.where(mask.any() & (at < number), new, old), moved, state), None
+            return jax.tree.map(
+                lambda new, old: jnp.where(mask.any() & (at < number), new, old), moved, state
+            ), None
 
         state, _ = jax.lax.scan(act, env.init(level_key, params), np.arange(env.num_items))
         return state, env.action_mask(state, params)
 
-    states, masks = jax.tree.map(np.asarray, jit(jax.vmap(one))(jax.random.split(jax.random.key(0), many)))
+    states, masks = jax.tree.map(
+        np.asarray, jit(jax.vmap(one))(jax.random.split(jax.random.key(0), many))
+    )
     return [jax.tree.map(lambda leaf, i=i: leaf[i], (states, masks)) for i in range(many)]
 
 
@@ -185,7 +221,11 @@ def fill_order(corner, size):
 
 def test_the_split_replayed_fills_the_container():
     env = BinPack(Split(12, (30, 20, 25)), num_spaces=60)
-    params, transition, packing = env.default_params, jit(env.transition), jit(env.generator.packing)
+    params, transition, packing = (
+        env.default_params,
+        jit(env.transition),
+        jit(env.generator.packing),
+    )
     for seed in range(8):
         level, corner = jax.tree.map(np.asarray, packing(jax.random.key(seed)))
         assert np.prod(level.size, axis=1).sum() == 15_000 and (level.size > 0).all()
@@ -194,15 +234,22 @@ def test_the_split_replayed_fills_the_container():
             low = -np.asarray(state.reach[:, :3])
             there = (low == corner[item]).all(axis=1) & np.asarray(env.fits(state))[:, item]
             assert there.any(), (seed, item)
-            state = transition(jax.random.key(0), state, np.int32(there.argmax() * 12 + item), params)
+            state = transition(
+                jax.random.key(0), state, np.int32(there.argmax() * 12 + item), params
+            )
             np.testing.assert_array_equal(state.corner[item], corner[item])
         assert not state.lost and float(env.outcome(state, params)) == 1
         assert bool(env.terminal(state, params)) and not bool(state.illegal)
-        np.testing.assert_array_equal(env.sample_level(jax.random.key(seed), params).size, level.size)
+        np.testing.assert_array_equal(
+            env.sample_level(jax.random.key(seed), params).size, level.size
+        )
 
 
 PROBLEMS = (
-    ((3, 3, 2), ((2, 1, 2), (1, 2, 2), (2, 1, 2), (1, 2, 2), (1, 1, 2))),  # a pinwheel, which no cuts make
+    (
+        (3, 3, 2),
+        ((2, 1, 2), (1, 2, 2), (2, 1, 2), (1, 2, 2), (1, 1, 2)),
+    ),  # a pinwheel, which no cuts make
     ((3, 3, 2), ((2, 2, 2), (2, 2, 1), (3, 2, 1), (1, 3, 2), (2, 1, 1))),
     ((6, 3, 1), ((4, 2, 1), (2, 2, 1), (3, 1, 1), (3, 2, 1), (2, 1, 1))),
     ((2, 3, 3), ((2, 3, 2), (2, 2, 3), (1, 3, 3), (1, 1, 1), (2, 2, 2))),
@@ -221,7 +268,12 @@ def fullest(container, items):
     def most(item, used):
         if item == len(items):
             return used.bit_count()
-        return max([most(item + 1, used), *(most(item + 1, used | b) for b in places[item] if not b & used)])
+        return max(
+            [
+                most(item + 1, used),
+                *(most(item + 1, used | b) for b in places[item] if not b & used),
+            ]
+        )
 
     places = [list(boxes(size)) for size in items]
     return most(0, 0)
@@ -267,10 +319,14 @@ def test_spaces_beyond_the_slots_are_left_out_and_told():
     few, params = BinPack(SMALL.generator, num_spaces=2), SMALL.default_params
     key, told = jax.random.key(3), []
     state, whole = few.init(key, params), SMALL.init(key, params)
-    move, move_whole = (jit(lambda *pair, env=env: env.transition(key, *pair, params)) for env in (few, SMALL))
+    move, move_whole = (
+        jit(lambda *pair, env=env: env.transition(key, *pair, params)) for env in (few, SMALL)
+    )
     for _ in range(3):
         action = int(np.flatnonzero(few.action_mask(state, params))[0])
-        space = (np.asarray(whole.reach) == np.asarray(state.reach[action // 7])).all(axis=1).argmax()
+        space = (
+            (np.asarray(whole.reach) == np.asarray(state.reach[action // 7])).all(axis=1).argmax()
+        )
         state = move(state, jnp.int32(action))
         whole = move_whole(whole, jnp.int32(space * 7 + action % 7))
         rows, every = ({tuple(r) for r in np.asarray(s.reach).tolist()} for s in (state, whole))
@@ -286,7 +342,11 @@ def test_observation_shows_spaces_and_items():
     seen = np.asarray(env.observe(key, state, None, params))
     assert seen.dtype == np.float32 and env.observation_space(params).shape == seen.shape
     assert seen[:2].tolist() == [[1, 1, 0.5, 1, 1, 0.5, 0, 0], [1, 1, 1, 0.5, 1, 0, 0.5, 0]]
-    assert seen[2:].tolist() == [[1, *[0] * 7], [0, 0, 0.5, 0.5, 1, 0, 0, 0], [0, 1, 0.25, 0.5, 0.5, 0, 0, 0]]
+    assert seen[2:].tolist() == [
+        [1, *[0] * 7],
+        [0, 0, 0.5, 0.5, 1, 0, 0, 0],
+        [0, 1, 0.25, 0.5, 0.5, 0, 0, 0],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -296,7 +356,10 @@ def test_observation_shows_spaces_and_items():
         (lambda: Split(9, (2, 2, 2)), "holds 8, which must be from 9"),
         (lambda: Split(9, (2, 2)), "three sides, whole numbers over 0, not \\(2, 2\\)"),
         (lambda: Split(9, (2**11, 2**11, 2**11)), "to 2\\^30"),
-        (lambda: given(((4, 4, 4), ((1, 1, 5),))), "from 1 to the container's \\(4, 4, 4\\), not \\(1, 1, 5\\)"),
+        (
+            lambda: given(((4, 4, 4), ((1, 1, 5),))),
+            "from 1 to the container's \\(4, 4, 4\\), not \\(1, 1, 5\\)",
+        ),
         (lambda: given(((4, 4, 4), ((1, 0, 1),))), "not \\(1, 0, 1\\)"),
         (lambda: given(((4, 4, 4), ())), "at least one item"),
         (lambda: given(PROBLEMS[0], ((4, 4, 4), ((1, 1, 1),))), "all must be as in the first"),
@@ -318,7 +381,10 @@ def colors_of(image):
 def test_the_picture_shows_what_is_packed():
     env = BinPack(given(((2, 2, 2), ((2, 2, 1), (1, 1, 1)))), num_spaces=4)
     params, key = env.default_params, jax.random.key(0)
-    draw, move = jit(lambda state: env.render(state, params)), jit(lambda *pair: env.transition(key, *pair, params))
+    draw, move = (
+        jit(lambda state: env.render(state, params)),
+        jit(lambda *pair: env.transition(key, *pair, params)),
+    )
     state = env.init(key, params)
     pictures = [np.asarray(draw(state)).astype(int)]
     for action in (0, 1):
@@ -327,10 +393,17 @@ def test_the_picture_shows_what_is_packed():
     empty, floor, corner = pictures
     assert empty.shape == (192, 192, 3)
     assert (empty == empty[..., :1]).all() and len(np.unique(empty)) == 4  # white and three walls
-    assert ((floor != empty).any(-1) <= (empty[..., 0] < 255)).all(), "an item is drawn inside the container"
+    assert ((floor != empty).any(-1) <= (empty[..., 0] < 255)).all(), (
+        "an item is drawn inside the container"
+    )
     faces = np.unique(floor[(floor != floor[..., :1]).any(-1)], axis=0, return_counts=True)[1]
-    assert len(faces) == 3 and abs(max(faces) / min(faces) - 2) < 0.1  # the floor, and two sides half as high
-    colors = {name: dict(zip(*colors_of(image), strict=True)) for name, image in (("floor", floor), ("corner", corner))}
+    assert (
+        len(faces) == 3 and abs(max(faces) / min(faces) - 2) < 0.1
+    )  # the floor, and two sides half as high
+    colors = {
+        name: dict(zip(*colors_of(image), strict=True))
+        for name, image in (("floor", floor), ("corner", corner))
+    }
     new = [many for color, many in colors["corner"].items() if color not in colors["floor"]]
     assert len(new) == 3 and max(new) / min(new) < 1.1, "three faces of a cube"
     top = max(colors["floor"], key=lambda color: (len(set(color)) > 1, sum(color)))

@@ -23,7 +23,11 @@ def plain_target(owner, heads, targets, agent, action):
     row, column = head // size + MOVES[action][0], head % size + MOVES[action][1]
     inside, cell = 0 <= row < size and 0 <= column < size, row * size + column
     taken = head == targets[agent] or not inside or owner[row][column]
-    return None if taken or any(cell == other for j, other in enumerate(targets) if j != agent) else cell
+    return (
+        None
+        if taken or any(cell == other for j, other in enumerate(targets) if j != agent)
+        else cell
+    )
 
 
 def plain_step(owner, heads, targets, actions):
@@ -44,22 +48,39 @@ def test_twin():
     for b in range(8):
         total = np.zeros(3)
         for t in range(60):
-            owner, heads, targets = (np.asarray(x[t, b]).tolist() for x in (states.owner, states.heads, states.targets))
-            legal = [[plain_target(owner, heads, targets, i, a) is not None for a in range(5)] for i in range(3)]
+            owner, heads, targets = (
+                np.asarray(x[t, b]).tolist() for x in (states.owner, states.heads, states.targets)
+            )
+            legal = [
+                [plain_target(owner, heads, targets, i, a) is not None for a in range(5)]
+                for i in range(3)
+            ]
             assert masks[t, b].tolist() == legal
             after, places = plain_step(owner, heads, targets, actions[t, b].tolist())
-            assert moved.state.owner[t, b].tolist() == after and moved.state.heads[t, b].tolist() == places
-            met += sum(a > 0 and old == new for a, old, new in zip(actions[t, b], heads, places, strict=True))
+            assert (
+                moved.state.owner[t, b].tolist() == after
+                and moved.state.heads[t, b].tolist() == places
+            )
+            met += sum(
+                a > 0 and old == new
+                for a, old, new in zip(actions[t, b], heads, places, strict=True)
+            )
             total = total * (states.time[t, b] > 0) + moved.reward[t, b]
             np.testing.assert_allclose(total, np.equal(places, targets) / 3, atol=1e-6)
-            stuck = all(plain_target(after, places, targets, i, a) is None for i in range(3) for a in range(1, 5))
+            stuck = all(
+                plain_target(after, places, targets, i, a) is None
+                for i in range(3)
+                for a in range(1, 5)
+            )
             assert (moved.terminated[t, b] == stuck).all()
             assert (moved.truncated[t, b] == (states.time[t, b] == 11)).all()
             ends += stuck
     assert ends > 10 and met > 3
     sparse, last = Connector(env.generator, "sparse"), moved.terminated | moved.truncated
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (states, actions, moved.state))
-    paid = np.asarray(jit(jax.vmap(lambda s, a, n: sparse.reward(s, a, n, params)))(*flat)).reshape(60, 8, 3)
+    paid = np.asarray(jit(jax.vmap(lambda s, a, n: sparse.reward(s, a, n, params)))(*flat)).reshape(
+        60, 8, 3
+    )
     want = (moved.state.heads == moved.state.targets) / 3
     np.testing.assert_allclose(paid, np.where(last, want, 0), atol=1e-6)
 
@@ -69,11 +90,23 @@ def test_masks_on_ten_thousand_boards():
     env, params, count = Connector(given_wires("a..\n.bA\nB..", searched=0)), Params(), 10_000
     owner = (rng.integers(1, 3, (count, 9)) * (rng.random((count, 9)) < 0.4)).astype(np.int8)
     cells = rng.permuted(np.tile(np.arange(9, dtype=np.int32), (count, 1)), axis=1)
-    heads, targets = cells[:, :2], np.where(rng.random((count, 1)) < 0.9, cells[:, 2:4], cells[:, :2])
-    states = State(owner.reshape(-1, 3, 3), heads, targets, np.zeros((count, 2), bool), np.zeros(count, np.int32))
+    heads, targets = (
+        cells[:, :2],
+        np.where(rng.random((count, 1)) < 0.9, cells[:, 2:4], cells[:, :2]),
+    )
+    states = State(
+        owner.reshape(-1, 3, 3),
+        heads,
+        targets,
+        np.zeros((count, 2), bool),
+        np.zeros(count, np.int32),
+    )
     masks = np.asarray(jit(jax.vmap(lambda state: env.action_mask(state, params)))(states))
     boards = zip(states.owner.tolist(), heads.tolist(), targets.tolist(), strict=True)
-    want = [[[plain_target(*board, i, a) is not None for a in range(5)] for i in range(2)] for board in boards]
+    want = [
+        [[plain_target(*board, i, a) is not None for a in range(5)] for i in range(2)]
+        for board in boards
+    ]
     np.testing.assert_array_equal(masks, want)
 
 
@@ -93,7 +126,9 @@ def test_what_walked_is_a_solution():
         end, (heads, rewards) = jax.lax.scan(one, start, actions)
         return level, end, jnp.concatenate([level.starts[None], heads]), rewards.sum(0)
 
-    level, end, heads, paid = jax.tree.map(np.asarray, jit(jax.vmap(replay))(jax.random.split(jax.random.key(0), 200)))
+    level, end, heads, paid = jax.tree.map(
+        np.asarray, jit(jax.vmap(replay))(jax.random.split(jax.random.key(0), 200))
+    )
     assert not end.illegal.any() and (end.heads == level.targets).all()
     moved = (level.starts != level.targets).all(1)
     assert moved.mean() > 0.8
@@ -105,7 +140,9 @@ def test_what_walked_is_a_solution():
         for way in ways:
             for one, two in zip(way, way[1:], strict=False):
                 assert abs(one // 6 - two // 6) + abs(one % 6 - two % 6) == 1
-        assert b >= 20 or connect(6, level.starts[b].tolist(), level.targets[b].tolist(), 10**5) != []
+        assert (
+            b >= 20 or connect(6, level.starts[b].tolist(), level.targets[b].tolist(), 10**5) != []
+        )
     drawn = jax.tree.map(np.asarray, jit(jax.vmap(walks))(jax.random.split(jax.random.key(1), 200)))
     assert (drawn.starts != drawn.targets).all()
 

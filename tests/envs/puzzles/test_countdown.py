@@ -56,16 +56,27 @@ def test_equals_fractions_step_by_step_and_text_scores_as_it_is_played(env):
             assert masks[t, b].tolist() == twin.legal()
             twin.step(actions[t, b])
             after = jax.tree.map(lambda leaf, t=t, b=b: leaf[t, b], moved.state)
-            left = {i: Fraction(int(after.num[i]), int(after.den[i])) for i in np.flatnonzero(after.left)}
+            left = {
+                i: Fraction(int(after.num[i]), int(after.den[i]))
+                for i in np.flatnonzero(after.left)
+            }
             assert left == {i: value for i, (value, _) in twin.items.items()}
-            assert all(after.den[i] == left[i].denominator for i in left), "a fraction is not reduced"
-            assert (after.solved, after.illegal, moved.terminated[t, b]) == (twin.solved, twin.illegal, twin.over())
+            assert all(after.den[i] == left[i].denominator for i in left), (
+                "a fraction is not reduced"
+            )
+            assert (after.solved, after.illegal, moved.terminated[t, b]) == (
+                twin.solved,
+                twin.illegal,
+                twin.over(),
+            )
             paid += float(moved.reward[t, b])
             if not twin.over():
                 continue
             np.testing.assert_allclose(paid, -1 if twin.illegal else twin.solved, atol=1e-6)
             if not twin.illegal and (twin.solved or len(twin.items) == 1):
-                verdict = score(twin.made, numbers.tolist(), target, rules=env.rules, use_all=env.use_all)
+                verdict = score(
+                    twin.made, numbers.tolist(), target, rules=env.rules, use_all=env.use_all
+                )
                 assert verdict.solved == twin.solved
                 judged[twin.solved] += 1
     assert sum(judged.values()) > 20
@@ -80,7 +91,9 @@ def test_dense_and_sparse_returns_are_equal():
     dense = np.asarray(moved.reward)
     assert not sparse[~ends].any() and np.count_nonzero(dense) > 2 * np.count_nonzero(sparse)
     for b in range(20):
-        pieces = (np.diff(np.cumsum(rewards[:, b])[ends[:, b]], prepend=0) for rewards in (dense, sparse))
+        pieces = (
+            np.diff(np.cumsum(rewards[:, b])[ends[:, b]], prepend=0) for rewards in (dense, sparse)
+        )
         np.testing.assert_allclose(*pieces, atol=1e-5)
 
 
@@ -115,7 +128,9 @@ def test_nothing_wraps_and_nothing_legal_is_refused_on_ten_thousand_states():
 def test_reverse_levels_have_a_solution_and_the_search_finds_just_what_can_be_made():
     env = Countdown(Reverse(4, 1, 12, 60))
     levels = jit(jax.vmap(env.generator))(jax.random.split(jax.random.key(0), 40))
-    for numbers, target in zip(np.asarray(levels.numbers).tolist(), np.asarray(levels.target).tolist(), strict=True):
+    for numbers, target in zip(
+        np.asarray(levels.numbers).tolist(), np.asarray(levels.target).tolist(), strict=True
+    ):
         text = solve(numbers, target, rules="natural")
         assert text and score(text, numbers, target, rules="natural").solved and 1 <= target <= 60
     assert len(set(np.asarray(levels.target).tolist())) > 10
@@ -124,7 +139,9 @@ def test_reverse_levels_have_a_solution_and_the_search_finds_just_what_can_be_ma
         for target in range(1, 40):
             text = solve((2, 3, 5), target, rules=rules, use_all=use_all)
             assert (text is not None) == (target in made)
-            assert text is None or score(text, (2, 3, 5), target, rules=rules, use_all=use_all).solved
+            assert (
+                text is None or score(text, (2, 3, 5), target, rules=rules, use_all=use_all).solved
+            )
 
 
 def test_a_solution_replays_and_earns_one():
@@ -174,28 +191,46 @@ def test_verdicts(text, reason, value):
     verdict = score(text, numbers, 54)
     assert verdict == (reason, value) and verdict.solved == (reason == "solved")
     texts = [text] * 5 + ["3+5+7+2"]
-    assert [REASONS[code] for code in score_many(texts, numbers, 54)] == [reason] * 5 + ["wrong value"]
+    assert [REASONS[code] for code in score_many(texts, numbers, 54)] == [reason] * 5 + [
+        "wrong value"
+    ]
 
 
 def test_rules_of_values_on_the_way():
     assert score("4*(7/2)", [4, 7, 2], 14).solved
-    assert score("4*(7/2)", [4, 7, 2], 14, rules="integer") == ("a value against the rules", Fraction(7, 2))
+    assert score("4*(7/2)", [4, 7, 2], 14, rules="integer") == (
+        "a value against the rules",
+        Fraction(7, 2),
+    )
     assert score("9-(2-5)", [2, 5, 9], 12, rules="integer").solved
     assert score("9-(2-5)", [2, 5, 9], 12, rules="natural") == ("a value against the rules", -3)
-    assert score("3+4", [3, 4, 4], 7).reason == "other numbers" and score("3+4", [3, 4, 4], 7, use_all=False).solved
+    assert (
+        score("3+4", [3, 4, 4], 7).reason == "other numbers"
+        and score("3+4", [3, 4, 4], 7, use_all=False).solved
+    )
     assert score("4+4", [3, 4], 8, use_all=False).reason == "other numbers"
-    assert score("23.99", [1], 24).reason == score("6*4-0", [6, 4], 24).reason.replace("other numbers", REASONS[1])
+    assert score("23.99", [1], 24).reason == score("6*4-0", [6, 4], 24).reason.replace(
+        "other numbers", REASONS[1]
+    )
 
 
 def test_many_are_judged_as_one_by_one():
     random.seed(0)
     texts, numbers, targets = [], [], []
     for row in range(3000):
-        given_numbers = [random.choice((1, 2, 3, 4, 6, 999_999_999 if row % 50 == 0 else 8)) for _ in range(4)]
-        items = list(map(str, given_numbers if row % 3 else given_numbers[:3] + [random.choice((1, 5))]))
+        given_numbers = [
+            random.choice((1, 2, 3, 4, 6, 999_999_999 if row % 50 == 0 else 8)) for _ in range(4)
+        ]
+        items = list(
+            map(str, given_numbers if row % 3 else given_numbers[:3] + [random.choice((1, 5))])
+        )
         while len(items) > 1 and random.random() < 0.97:
             a, b = (items.pop(random.randrange(len(items))) for _ in range(2))
-            items.append(random.choice(("({}{}{})", "{} {} {}", "{}{}{}")).format(a, random.choice("+-*/"), b))
+            items.append(
+                random.choice(("({}{}{})", "{} {} {}", "{}{}{}")).format(
+                    a, random.choice("+-*/"), b
+                )
+            )
         text = items[-1]
         if row % 17 == 0:
             place = random.randrange(len(text))
@@ -205,7 +240,10 @@ def test_many_are_judged_as_one_by_one():
         targets.append(random.choice((6, 8, 10, 24)))
     for rules in RULES:
         for use_all in (True, False):
-            want = [score(*each, rules=rules, use_all=use_all) for each in zip(texts, numbers, targets, strict=True)]
+            want = [
+                score(*each, rules=rules, use_all=use_all)
+                for each in zip(texts, numbers, targets, strict=True)
+            ]
             got = score_many(texts, np.array(numbers), targets, rules=rules, use_all=use_all)
             assert [REASONS[code] for code in got] == [verdict.reason for verdict in want]
             assert len(set(got.tolist())) == (6 if rules == "integer" else 5)
@@ -219,7 +257,10 @@ def test_deep_and_long_answers_are_judged_in_linear_time():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: given(((1, 1, 1, 1), 24)), "24 cannot be made from \\(1, 1, 1, 1\\) by the rational rules"),
+        (
+            lambda: given(((1, 1, 1, 1), 24)),
+            "24 cannot be made from \\(1, 1, 1, 1\\) by the rational rules",
+        ),
         (lambda: given(((3,), 3)), "takes two numbers or more"),
         (lambda: given(((3, 0), 3)), "from 1 to 10\\^6"),
         (lambda: Reverse(4, 1, 20, 10), "most=10 must be at least high=20"),
@@ -240,7 +281,9 @@ def test_bad_input_ends_in_a_sentence(make, message):
 
 def test_pictures_show_fractions():
     env, params = envs.make("Game24")
-    state = env.init(jax.random.key(0), params).replace(num=jnp.array([-7, 1, 2, 3]), den=jnp.array([2, 1, 1, 1]))
+    state = env.init(jax.random.key(0), params).replace(
+        num=jnp.array([-7, 1, 2, 3]), den=jnp.array([2, 1, 1, 1])
+    )
     first = np.asarray(env.render(state, params))
     assert first.shape == (60, 22 * 12, 3) and first.dtype == np.uint8
     changed = np.asarray(env.render(state.replace(num=jnp.array([7, 1, 2, 3])), params)) != first

@@ -12,7 +12,11 @@ LEVELS = [{"numbers": np.arange(3) + i, "target": np.int32(i)} for i in range(3)
 
 def test_given_is_hashed_by_value_and_draws_each_equally_often():
     given = Given.of(*LEVELS)
-    assert given == Given.of(*LEVELS) and hash(given) == hash(Given.of(*LEVELS)) and given != Given.of(*LEVELS[:2])
+    assert (
+        given == Given.of(*LEVELS)
+        and hash(given) == hash(Given.of(*LEVELS))
+        and given != Given.of(*LEVELS[:2])
+    )
     assert copy.deepcopy(given) == copy.copy(given) == given
     drawn = jax.vmap(given)(jax.random.split(jax.random.key(0), 3000))
     assert (np.asarray(drawn["numbers"])[:, 0] == drawn["target"]).all()
@@ -30,5 +34,7 @@ def test_what_is_no_instance_is_refused():
         Given.of(LEVELS[0], {"numbers": np.arange(4), "target": np.int32(0)})
     with pytest.raises(UsageError, match="takes a generator, .* not 'uniform'"):
         check_generator("Knapsack", "uniform", tuple, "Uniform")
-    with pytest.raises(UsageError, match="Knapsack takes a generator of builtins.tuple .*, but Given draws"):
+    with pytest.raises(
+        UsageError, match="Knapsack takes a generator of builtins.tuple .*, but Given draws"
+    ):
         check_generator("Knapsack", Given.of(*LEVELS), tuple, "Uniform")

@@ -115,7 +115,9 @@ def test_masks_of_ten_thousand_states_and_orders_of_machines_are_uniform():
         assert mask == [each < 3 for each in done]
     orders, counts = np.unique(np.asarray(level.machine).reshape(-1, 3), axis=0, return_counts=True)
     assert len(orders) == 6 and (np.sort(orders, axis=1) == np.arange(3)).all()
-    assert np.sum((counts - 40_000 / 6) ** 2) / (40_000 / 6) < 25.7  # chi-square, 5 degrees, p = 1e-4
+    assert (
+        np.sum((counts - 40_000 / 6) ** 2) / (40_000 / 6) < 25.7
+    )  # chi-square, 5 degrees, p = 1e-4
     assert (level.duration.min(), level.duration.max()) == (1, 99)
 
 
@@ -124,7 +126,10 @@ def test_masks_of_ten_thousand_states_and_orders_of_machines_are_uniform():
     [
         (lambda: orlib("no numbers"), "begins with its numbers of jobs and machines"),
         (lambda: orlib(THREE.replace("3 3\n", "4 3\n")), "4 jobs on 3 machines take 4 rows of 6"),
-        (lambda: orlib(THREE.replace("0 3 1 2 2 2", "0 3 1 2 1 2")), "pass every machine, 0 to 2, once"),
+        (
+            lambda: orlib(THREE.replace("0 3 1 2 2 2", "0 3 1 2 1 2")),
+            "pass every machine, 0 to 2, once",
+        ),
         (lambda: orlib(THREE.replace("0 3 1", "0 0 1")), "durations must be over 0"),
         (lambda: orlib(THREE, FT06), "all must be as in the first"),
         (lambda: Random(0), "num_jobs=0 must be"),
@@ -147,4 +152,6 @@ def test_the_picture_is_the_schedule():
     assert np.unique(empty.reshape(-1, 3), axis=0).tolist() == [[235] * 3, [255] * 3]
     rows, columns = np.nonzero((picture != empty).any(-1))
     assert set(rows // 16) == {2}, "job 0 begins on machine 2"
-    assert columns.min() == 0 and columns.max() == -(-240 // (2 * 47)) - 1  # one of 94 units of time
+    assert (
+        columns.min() == 0 and columns.max() == -(-240 // (2 * 47)) - 1
+    )  # one of 94 units of time

@@ -49,10 +49,17 @@ PROBLEMS = (
 def test_the_best_subset_is_never_exceeded_and_replays():
     env = Knapsack(given(*PROBLEMS))
     params, best = env.default_params, {}
-    bound = jit(lambda level: env.upper_bound(env.init_level(jax.random.key(0), level, params), params))
+    bound = jit(
+        lambda level: env.upper_bound(env.init_level(jax.random.key(0), level, params), params)
+    )
     for problem, level in zip(PROBLEMS, env.generator.levels(), strict=True):
         best[problem[2]], items = best_packing(*problem)
-        assert best[problem[2]] == packing_table(*problem) <= float(bound(level)) < best[problem[2]] + 10
+        assert (
+            best[problem[2]]
+            == packing_table(*problem)
+            <= float(bound(level))
+            < best[problem[2]] + 10
+        )
         assert level.weight.dtype == np.int32
         total, _ = replay(env, items, level)
         assert total == best[problem[2]]
@@ -81,7 +88,13 @@ def test_masks_of_ten_thousand_states():
         return state, env.action_mask(state, env.default_params)
 
     states, masks = jax.tree.map(np.asarray, jit(jax.vmap(one))(keys))
-    rows = zip(states.level.weight.tolist(), states.packed.tolist(), states.room.tolist(), masks.tolist(), strict=True)
+    rows = zip(
+        states.level.weight.tolist(),
+        states.packed.tolist(),
+        states.room.tolist(),
+        masks.tolist(),
+        strict=True,
+    )
     for weights, packed, room, mask in rows:
         assert mask == [not p and w <= room for w, p in zip(weights, packed, strict=True)]
 
@@ -89,7 +102,9 @@ def test_masks_of_ten_thousand_states():
 def test_generators():
     level = jit(jax.vmap(Items(50, kind="correlated")))(jax.random.split(jax.random.key(0), 200))
     assert np.corrcoef(np.ravel(level.weight), np.ravel(level.value))[0, 1] > 0.9
-    assert np.allclose(level.capacity, 12.5) and (level.weight > 0).all() and (level.value > 0).all()
+    assert (
+        np.allclose(level.capacity, 12.5) and (level.weight > 0).all() and (level.value > 0).all()
+    )
     level = jit(jax.vmap(Integer(5, 9, 0.01)))(jax.random.split(jax.random.key(0), 200))
     np.testing.assert_array_equal(level.capacity, level.weight.max(axis=1))
     assert np.unique(level.weight).tolist() == list(range(1, 10))
@@ -119,5 +134,7 @@ def test_the_picture_shows_the_sack_filling():
     frames = [state, env.transition(jax.random.key(0), state, jnp.int32(1), env.default_params)]
     empty, filled = (np.asarray(env.render(state, env.default_params)) for state in frames)
     assert empty.shape == (16, 168, 3) and empty.dtype == np.uint8
-    assert (empty[:, -1] == 225).all() and (filled[:, -1] != 225).any(axis=-1).sum() == 10  # two thirds of 16 rows
+    assert (empty[:, -1] == 225).all() and (filled[:, -1] != 225).any(
+        axis=-1
+    ).sum() == 10  # two thirds of 16 rows
     assert isinstance(state.level, Level)

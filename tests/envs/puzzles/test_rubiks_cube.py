@@ -7,7 +7,15 @@ import pytest
 from fast import jit
 from journey import travel
 
-from envs.puzzles.rubiks_cube import FACES, Params, RubiksCube, Scramble, cube_turns, given_cubes, misplaced
+from envs.puzzles.rubiks_cube import (
+    FACES,
+    Params,
+    RubiksCube,
+    Scramble,
+    cube_turns,
+    given_cubes,
+    misplaced,
+)
 from envs.puzzles.sliding_tile import Shuffle
 from jaxpar.types import UsageError
 
@@ -33,7 +41,9 @@ def twin_turn(cube, face):
 
 
 def named(stickers):
-    return {f"{face}{i + 1}": int(stickers[f * 9 + i]) for f, face in enumerate(FACES) for i in range(9)}
+    return {
+        f"{face}{i + 1}": int(stickers[f * 9 + i]) for f, face in enumerate(FACES) for i in range(9)
+    }
 
 
 def unnamed(cube):
@@ -90,7 +100,9 @@ def test_the_group(size):
     assert order_of(turn("R U'", size)) == (63 if size == 3 else 9)
     np.testing.assert_array_equal(cube_turns(size), cube_turns(size, True)[np.arange(18) % 3 != 2])
     if size == 3:
-        assert order_of(turn("U R2 F B R B2 R U2 L B2 R U' D' R2 F R' L B2 U2 F2", size)) == 2  # the superflip
+        assert (
+            order_of(turn("U R2 F B R B2 R U2 L B2 R U' D' R2 F R' L B2 U2 F2", size)) == 2
+        )  # the superflip
 
 
 def test_spheres():
@@ -126,13 +138,20 @@ def test_no_turn_of_a_scramble_undoes_the_last(half_turns):
 
 def test_solving_pays_one_either_way_and_being_cut_nothing():
     cubes, texts = given_cubes("R U F'"), ("F U' R'", "F U' U'")
-    back = [[FACES.index(name[0]) * 2 + (name[1:] == "'") for name in text.split()] for text in texts]
-    for (solution, total), rewards in ((s, r) for s in zip(back, (1, 0), strict=True) for r in ("dense", "sparse")):
+    back = [
+        [FACES.index(name[0]) * 2 + (name[1:] == "'") for name in text.split()] for text in texts
+    ]
+    for (solution, total), rewards in (
+        (s, r) for s in zip(back, (1, 0), strict=True) for r in ("dense", "sparse")
+    ):
         env, params, paid = RubiksCube(cubes, rewards=rewards), Params(max_steps=3), []
         state = env.init(jax.random.key(0), params)
         for action in solution:
             assert not env.terminal(state, params) and not env.truncated(state, params)
-            before, state = state, env.transition(jax.random.key(0), state, jnp.int32(action), params)
+            before, state = (
+                state,
+                env.transition(jax.random.key(0), state, jnp.int32(action), params),
+            )
             paid.append(float(env.reward(before, action, state, params)))
         assert abs(sum(paid) - total) < 1e-6 and bool(env.terminal(state, params)) == total
         assert rewards == "dense" or paid[:2] == [0, 0]

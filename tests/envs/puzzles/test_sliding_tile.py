@@ -10,7 +10,16 @@ from fast import jit
 from journey import travel
 
 from envs.puzzles.rubiks_cube import Scramble
-from envs.puzzles.sliding_tile import Params, Shuffle, SlidingTile, Tiles, farthest, given_tiles, manhattan, slides
+from envs.puzzles.sliding_tile import (
+    Params,
+    Shuffle,
+    SlidingTile,
+    Tiles,
+    farthest,
+    given_tiles,
+    manhattan,
+    slides,
+)
 from jaxpar.types import UsageError
 
 
@@ -48,7 +57,10 @@ def test_twin(rewards):
     record = jax.tree.map(np.asarray, travel(jax.random.key(0), env, params, 500))
     before, after, total, ends = record["before"], record["after"], 0.0, set()
     for t in range(500):
-        board, steps = tuple(before.tiles[t].reshape(-1).tolist()), 0 if record["start"][t] else steps
+        board, steps = (
+            tuple(before.tiles[t].reshape(-1).tolist()),
+            0 if record["start"][t] else steps,
+        )
         total = 0.0 if record["start"][t] else total
         want = dict(plain_moves(board, 2))[int(record["action"][t])]
         assert tuple(after.state.tiles[t].reshape(-1).tolist()) == want
@@ -74,7 +86,9 @@ def test_masks_on_ten_thousand_boards():
 
     masks, wrong = map(np.asarray, jit(jax.vmap(one))(level))
     moves = [dict(plain_moves(board, 3)) for board in map(tuple, boards.tolist())]
-    np.testing.assert_array_equal(masks, [[action in legal for action in range(4)] for legal in moves])
+    np.testing.assert_array_equal(
+        masks, [[action in legal for action in range(4)] for legal in moves]
+    )
     np.testing.assert_array_equal(wrong, [plain_distance(board, 3) for board in boards.tolist()])
     assert wrong.max() <= farthest(3)
 
@@ -89,7 +103,9 @@ def test_shuffles_can_be_solved_and_are_uniform():
     assert {tuple(board) for board in found.tolist()} == ways.keys() - {(1, 2, 3, 0)}
     near = np.array([ways[tuple(board)] == 1 for board in found.tolist()])
     want = np.where((found == [1, 0, 3, 2]).all(1), 1000.0, 500.0)  # the solved board is moved up
-    assert near.sum() == 2 and np.sum((counts - want) ** 2 / want) < 35.6  # chi-square, 10 degrees, p = 1e-4
+    assert (
+        near.sum() == 2 and np.sum((counts - want) ** 2 / want) < 35.6
+    )  # chi-square, 10 degrees, p = 1e-4
     for size in (3, 4):
         for key in jax.random.split(jax.random.key(1), 10):
             tiles = np.asarray(Shuffle(size)(key).tiles).reshape(-1)
@@ -107,7 +123,11 @@ def test_shuffles_can_be_solved_and_are_uniform():
 def test_all_of_the_eight_puzzle():
     """181,440 boards, 31 moves or fewer, two that need all; Manhattan never says more than is needed. Ten seconds."""
     ways = depths(3)
-    assert len(ways) == 181_440 and max(ways.values()) == 31 and sum(d == 31 for d in ways.values()) == 2
+    assert (
+        len(ways) == 181_440
+        and max(ways.values()) == 31
+        and sum(d == 31 for d in ways.values()) == 2
+    )
     boards = np.array(list(ways), np.int8)
     guess = np.asarray(jax.jit(jax.vmap(manhattan))(boards))
     assert (guess <= list(ways.values())).all() and (guess[1:] > 0).all() and guess[0] == 0

@@ -46,8 +46,13 @@ def plain_step(walls, boxes, player, action):
 
 def plain(room):
     """Walls with the rim outside, boxes, goals and player as pairs."""
-    walls = {tuple(cell - 1) for cell in np.argwhere(np.pad(np.asarray(room.walls), 1, constant_values=True))}
-    boxes, goals = ({tuple(cell) for cell in np.argwhere(np.asarray(grid))} for grid in (room.boxes, room.goals))
+    walls = {
+        tuple(cell - 1)
+        for cell in np.argwhere(np.pad(np.asarray(room.walls), 1, constant_values=True))
+    }
+    boxes, goals = (
+        {tuple(cell) for cell in np.argwhere(np.asarray(grid))} for grid in (room.boxes, room.goals)
+    )
     return walls, boxes, goals, divmod(int(room.player), room.walls.shape[1])
 
 
@@ -58,7 +63,9 @@ def test_twin(rewards):
     record = jax.tree.map(np.asarray, travel(jax.random.key(0), env, params, 1000))
     after, ends, total = record["after"], set(), 0.0
     for t in range(1000):
-        walls, boxes, goals, player = plain(jax.tree.map(lambda leaf, t=t: leaf[t], record["before"]))
+        walls, boxes, goals, player = plain(
+            jax.tree.map(lambda leaf, t=t: leaf[t], record["before"])
+        )
         total, steps = (0.0, 0) if record["start"][t] else (total, steps)
         boxes, player = plain_step(walls, boxes, player, int(record["action"][t]))
         state = jax.tree.map(lambda leaf, t=t: leaf[t], after.state)
@@ -95,12 +102,17 @@ def test_masks_in_ten_thousand_rooms():
 
 
 def check_levels(generator, count):
-    rooms = jax.tree.map(np.asarray, jit(jax.vmap(generator))(jax.random.split(jax.random.key(0), count)))
+    rooms = jax.tree.map(
+        np.asarray, jit(jax.vmap(generator))(jax.random.split(jax.random.key(0), count))
+    )
     lengths = []
     for i in range(count):
         room = jax.tree.map(lambda leaf, i=i: leaf[i], rooms)
         assert room.boxes.sum() == room.goals.sum() == generator.boxes
-        assert not (room.walls & (room.boxes | room.goals)).any() and room.walls.all(0).sum() <= generator.size
+        assert (
+            not (room.walls & (room.boxes | room.goals)).any()
+            and room.walls.all(0).sum() <= generator.size
+        )
         assert room.walls[[0, -1]].all() and room.walls[:, [0, -1]].all()
         assert not room.walls.flat[room.player] and not room.boxes.flat[room.player]
         moves, (walls, boxes, goals, player) = solve(room), plain(room)
@@ -132,18 +144,31 @@ def test_given_levels():
         boxes, player = plain_step(walls, boxes, player, move)
     assert boxes == goals
     assert solve(two, searched=1) is None
-    np.testing.assert_array_equal(neighbours(2, 2), [[4, 1, 2, 4], [4, 4, 3, 0], [0, 3, 4, 4], [1, 4, 4, 2], [4] * 4])
+    np.testing.assert_array_equal(
+        neighbours(2, 2), [[4, 1, 2, 4], [4, 4, 3, 0], [0, 3, 4, 4], [1, 4, 4, 2], [4] * 4]
+    )
 
 
 def test_an_illegal_action_ends_and_costs():
     for rewards in ("dense", "sparse"):
-        env, params = Sokoban(given_levels("#@$ .$.#", searched=0), rewards=rewards), Params(illegal_cost=2.0)
+        env, params = (
+            Sokoban(given_levels("#@$ .$.#", searched=0), rewards=rewards),
+            Params(illegal_cost=2.0),
+        )
         state, paid = env.init(jax.random.key(0), params), 0.0
         np.testing.assert_array_equal(env.action_mask(state, params), [False, True, False, False])
         for action in (1, 1, 1, 2):  # the third would push two boxes
-            before, state = state, env.transition(jax.random.key(0), state, jnp.int32(action), params)
+            before, state = (
+                state,
+                env.transition(jax.random.key(0), state, jnp.int32(action), params),
+            )
             paid += float(env.reward(before, action, state, params))
-        assert paid == -2 and env.terminal(state, params) and state.time == 2 and env.heuristic(state, params) == 0
+        assert (
+            paid == -2
+            and env.terminal(state, params)
+            and state.time == 2
+            and env.heuristic(state, params) == 0
+        )
 
 
 @pytest.mark.parametrize(

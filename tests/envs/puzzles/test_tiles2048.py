@@ -11,7 +11,15 @@ import pytest
 from fast import OPTIMISED, jit
 from journey import travel
 
-from envs.puzzles.tiles2048 import Params, Start, State, Tiles2048, given_boards, legal_slides, slide_left
+from envs.puzzles.tiles2048 import (
+    Params,
+    Start,
+    State,
+    Tiles2048,
+    given_boards,
+    legal_slides,
+    slide_left,
+)
 from jaxpar.env import legal_sample
 from jaxpar.types import UsageError
 
@@ -34,7 +42,9 @@ def plain_move(board, action):
     lines = [line[::-1] if action in (1, 2) else line for line in lines]
     moved = [plain_line(line) for line in lines]
     lines = [line[::-1] if action in (1, 2) else line for line, _ in moved]
-    return tuple(zip(*lines, strict=True)) if action in (0, 2) else tuple(lines), sum(score for _, score in moved)
+    return tuple(zip(*lines, strict=True)) if action in (0, 2) else tuple(lines), sum(
+        score for _, score in moved
+    )
 
 
 def plain_moves(board):
@@ -62,7 +72,9 @@ def best(board):
 
 def test_every_line_of_four():
     """All 18^4."""
-    lines = np.stack(np.meshgrid(*[np.arange(18, dtype=np.int8)] * 4, indexing="ij"), axis=-1).reshape(-1, 4)
+    lines = np.stack(
+        np.meshgrid(*[np.arange(18, dtype=np.int8)] * 4, indexing="ij"), axis=-1
+    ).reshape(-1, 4)
     moved, score = map(np.asarray, jax.jit(slide_left, compiler_options=OPTIMISED)(lines))
     want = [plain_line(line) for line in lines.tolist()]
     np.testing.assert_array_equal(moved, [line for line, _ in want])
@@ -80,7 +92,9 @@ def test_twin():
         total += score
         assert tuple(map(tuple, after.state.tiles[t].tolist())) in dict(spawns(moved))
         assert after.reward[t] == score and after.state.score[t] == total
-        assert after.terminated[t] == (not plain_moves(tuple(map(tuple, after.state.tiles[t].tolist()))))
+        assert after.terminated[t] == (
+            not plain_moves(tuple(map(tuple, after.state.tiles[t].tolist())))
+        )
     assert record["done"].sum() > 3
 
 
@@ -88,7 +102,10 @@ def test_masks_on_ten_thousand_boards():
     rng = np.random.default_rng(0)
     boards = rng.integers(0, 5, (10_000, 3, 3)) * (rng.random((10_000, 3, 3)) < 0.8)
     masks = np.asarray(jit(jax.vmap(legal_slides))(boards.astype(np.int8)))
-    want = [[action in plain_moves(board) for action in range(4)] for board in map(_rows, boards.tolist())]
+    want = [
+        [action in plain_moves(board) for action in range(4)]
+        for board in map(_rows, boards.tolist())
+    ]
     np.testing.assert_array_equal(masks, want)
     assert 0 < masks.mean() < 1 and (~masks.any(1)).sum() > 5
 
@@ -140,18 +157,26 @@ def test_the_two_by_two_board_is_solved():
     assert over.all() and (returns == score).all() and (sparse == score).all()
     assert abs(np.mean(returns - values)) < 5 * np.std(returns - values) / 32
     _, worse, sparse, over, _ = _returns(env, random)
-    assert over.all() and (worse == sparse).all() and worse.mean() + 5 * worse.std() / 32 < values.mean()
+    assert (
+        over.all()
+        and (worse == sparse).all()
+        and worse.mean() + 5 * worse.std() / 32 < values.mean()
+    )
 
 
 def test_new_tiles_are_uniform_and_a_tenth_are_fours():
     env = Tiles2048(given_boards([[2, 2], [0, 0]]))
-    step = jit(jax.vmap(lambda key, state: env.transition(key, state, jnp.int32(3), Params()), (0, None)))
+    step = jit(
+        jax.vmap(lambda key, state: env.transition(key, state, jnp.int32(3), Params()), (0, None))
+    )
     state = env.init(jax.random.key(0), Params())
     tiles = np.asarray(step(jax.random.split(jax.random.key(1), 9000), state).tiles).reshape(-1, 4)
     assert (tiles[:, 0] == 2).all()
     counts = np.array([[(tiles[:, cell] == tile).sum() for cell in (1, 2, 3)] for tile in (1, 2)])
     want = np.array([[2700.0] * 3, [300.0] * 3])
-    assert counts.sum() == 9000 and np.sum((counts - want) ** 2 / want) < 25.7  # chi-square, 5 degrees, p = 1e-4
+    assert (
+        counts.sum() == 9000 and np.sum((counts - want) ** 2 / want) < 25.7
+    )  # chi-square, 5 degrees, p = 1e-4
 
 
 def test_an_illegal_action_ends_and_costs():
@@ -162,7 +187,10 @@ def test_an_illegal_action_ends_and_costs():
     assert bool(after.illegal) and env.reward(state, 0, after, Params(illegal_cost=3.0)) == -3
     np.testing.assert_array_equal(after.tiles, state.tiles)
     again = env.transition(jax.random.key(0), after, jnp.int32(1), Params(illegal_cost=3.0))
-    assert env.reward(after, 1, again, Params(illegal_cost=3.0)) == 0 and env.heuristic(after, Params()) == 0
+    assert (
+        env.reward(after, 1, again, Params(illegal_cost=3.0)) == 0
+        and env.heuristic(after, Params()) == 0
+    )
 
 
 def test_what_cannot_be_played_is_refused():

@@ -44,7 +44,12 @@ class Twin:
         drawn = {(int(a), b) for b, a in enumerate(state.came_from) if a >= 0}
         drawn |= {(a, 0) for a in np.flatnonzero(state.went_back)}
         visited = set(np.flatnonzero(~state.visited)) == self.left
-        return visited and int(state.here) == self.here and int(state.load) == self.load and drawn == set(self.legs)
+        return (
+            visited
+            and int(state.here) == self.here
+            and int(state.load) == self.load
+            and drawn == set(self.legs)
+        )
 
 
 def distances(place):
@@ -65,7 +70,9 @@ def test_tsp_equals_sums_and_no_tour_is_shorter_than_held_and_karps():
         best[level.place.tobytes()] = length
         total, state = replay(env, cities, level)
         np.testing.assert_allclose([-total, state.length], length, rtol=1e-5)
-        bound = env.upper_bound(env.init_level(jax.random.key(0), level, env.default_params), env.default_params)
+        bound = env.upper_bound(
+            env.init_level(jax.random.key(0), level, env.default_params), env.default_params
+        )
         assert -4 < float(bound) < 0 and float(bound) >= -length
     outcomes = follow(env, lambda state: Twin(state, False))
     for total, illegal, twin in outcomes:
@@ -84,8 +91,13 @@ def test_cvrp_equals_sums_and_no_routes_are_shorter_than_the_tables():
         total, _ = replay(env, stops, level)
         np.testing.assert_allclose(-total, length, rtol=1e-5)
     outcomes = follow(env, lambda state: Twin(state, True))
-    assert all(total <= -best[np.array(twin.place, np.float32).tobytes()] + 1e-5 for total, _, twin in outcomes)
-    assert sum((0, 0) != leg and leg[1] == 0 for *_, twin in outcomes for leg in twin.legs) > len(outcomes)
+    assert all(
+        total <= -best[np.array(twin.place, np.float32).tobytes()] + 1e-5
+        for total, _, twin in outcomes
+    )
+    assert sum((0, 0) != leg and leg[1] == 0 for *_, twin in outcomes for leg in twin.legs) > len(
+        outcomes
+    )
 
 
 def test_cvrp_with_room_for_all_demand_is_tsp():
@@ -106,7 +118,9 @@ def test_held_and_karp_by_all_orders_and_many_tours():
     for level in levels_of(Uniform(7), 3):
         far = distances(level.place)
         orders = itertools.permutations(range(1, 7))
-        shortest = min(sum(far[a][b] for a, b in itertools.pairwise((0, *order, 0))) for order in orders)
+        shortest = min(
+            sum(far[a][b] for a, b in itertools.pairwise((0, *order, 0))) for order in orders
+        )
         assert math.isclose(best_tour(far)[0], shortest)
     for level in levels_of(Clustered(12), 3):
         length, cities = best_tour(distances(level.place))
@@ -120,7 +134,15 @@ def test_observations_are_within_the_map():
     state = env.init(jax.random.key(0), env.default_params)
     state = env.transition(jax.random.key(0), state, jnp.int32(2), env.default_params)
     x, y, visited, here = [0, 4 / 6, 2 / 6], [0, 3 / 6, 1], [1, 0, 1], [0, 0, 1]
-    want = [x, y, visited, here, [1, 0, 0], [0, 0.5, 0.75], [0.25] * 3]  # what is left on board takes neither
+    want = [
+        x,
+        y,
+        visited,
+        here,
+        [1, 0, 0],
+        [0, 0.5, 0.75],
+        [0.25] * 3,
+    ]  # what is left on board takes neither
     got = env.observe(jax.random.key(0), state, None, env.default_params)
     np.testing.assert_allclose(got, np.transpose(want), rtol=1e-6)
 
@@ -137,8 +159,13 @@ def test_masks_of_ten_thousand_states():
 
     states, masks = jit(jax.vmap(one))(jax.random.split(jax.random.key(0), 10_000))
     parts = (states.visited, states.here, states.load, states.demand, masks)
-    for visited, here, load, demand, mask in zip(*(np.asarray(part).tolist() for part in parts), strict=True):
-        assert mask == [here != 0, *(not v and d <= load for v, d in zip(visited[1:], demand[1:], strict=True))]
+    for visited, here, load, demand, mask in zip(
+        *(np.asarray(part).tolist() for part in parts), strict=True
+    ):
+        assert mask == [
+            here != 0,
+            *(not v and d <= load for v, d in zip(visited[1:], demand[1:], strict=True)),
+        ]
 
 
 TSP = """NAME : square
@@ -152,7 +179,9 @@ NODE_COORD_SECTION
 4 10 0
 EOF
 """
-CVRP = TSP.replace("TSP", "CVRP").replace("EOF", "DEMAND_SECTION\n1 3\n2 4\n3 0\n4 5\nDEPOT_SECTION\n3\n-1\nEOF")
+CVRP = TSP.replace("TSP", "CVRP").replace(
+    "EOF", "DEMAND_SECTION\n1 3\n2 4\n3 0\n4 5\nDEPOT_SECTION\n3\n-1\nEOF"
+)
 CVRP = CVRP.replace("DIMENSION", "CAPACITY : 9\nDIMENSION")
 
 
@@ -163,17 +192,25 @@ def test_texts_of_tsplib():
     assert total == -(10 + 10 + 10 + 10)
     env = Tours(tsplib(CVRP))
     (level,) = env.generator.levels()
-    assert env.name == "CVRP-3" and level.demand.tolist() == [0, 3, 4, 5] and int(level.capacity) == 9
+    assert (
+        env.name == "CVRP-3" and level.demand.tolist() == [0, 3, 4, 5] and int(level.capacity) == 9
+    )
     np.testing.assert_array_equal(level.place, np.float32([[10, 10], [0, 0], [0, 10.4], [10, 0]]))
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: tsplib(TSP.replace("EUC_2D", "GEO")), "only EDGE_WEIGHT_TYPE EUC_2D is read, not GEO"),
+        (
+            lambda: tsplib(TSP.replace("EUC_2D", "GEO")),
+            "only EDGE_WEIGHT_TYPE EUC_2D is read, not GEO",
+        ),
         (lambda: tsplib(TSP.replace(": 4", ": 5")), "must have DIMENSION = 5 rows .* it has 4"),
         (lambda: tsplib(TSP.replace("10.4", "ten")), "hold numbers, not '2 0 ten'"),
-        (lambda: tsplib(CVRP.replace("DEPOT_SECTION\n3", "DEPOT_SECTION\n7")), "one depot among them"),
+        (
+            lambda: tsplib(CVRP.replace("DEPOT_SECTION\n3", "DEPOT_SECTION\n7")),
+            "one depot among them",
+        ),
         (lambda: tsplib(CVRP.replace("4 5", "4 10")), "from 0 to the capacity, 9"),
         (lambda: Demands(Uniform(3), 5), "capacity=5 cannot carry a demand of most=9"),
         (lambda: Tours(Given.of(Cities(np.zeros((1, 2), np.float32)))), "2 places or more, not 1"),
@@ -189,7 +226,10 @@ def test_bad_input_ends_in_a_sentence(make, message):
 def test_clusters_are_narrower_than_chance():
     def spread(generator):
         level = jit(jax.vmap(generator))(jax.random.split(jax.random.key(0), 200))
-        apart = jnp.linalg.norm(level.place[:, :, None] - level.place[:, None], axis=-1) + 9 * jnp.eye(20)[None]
+        apart = (
+            jnp.linalg.norm(level.place[:, :, None] - level.place[:, None], axis=-1)
+            + 9 * jnp.eye(20)[None]
+        )
         return float(jnp.min(apart, axis=1).mean())
 
     assert spread(Clustered()) < 0.6 * spread(Uniform())

@@ -17,7 +17,11 @@ class CountdownTwin:
     def moves(self):
         """(i, j, operator) in the order of actions."""
         pairs = list(itertools.combinations(range(self.size), 2))
-        return [(j, i, op[0]) if op[1:] else (i, j, op) for op in ("+", "*", "-", "-'", "/", "/'") for i, j in pairs]
+        return [
+            (j, i, op[0]) if op[1:] else (i, j, op)
+            for op in ("+", "*", "-", "-'", "/", "/'")
+            for i, j in pairs
+        ]
 
     def value(self, i, j, op):
         """The result, or None where the move is illegal."""
@@ -27,12 +31,20 @@ class CountdownTwin:
         a, b, c, d = x.numerator, x.denominator, y.numerator, y.denominator
         if op == "/" and c == 0:
             return None
-        steps = {"+": [a * d, c * b, a * d + c * b, b * d], "-": [a * d, c * b, a * d - c * b, b * d]}
+        steps = {
+            "+": [a * d, c * b, a * d + c * b, b * d],
+            "-": [a * d, c * b, a * d - c * b, b * d],
+        }
         steps |= {"*": [a * c, b * d], "/": [a * d, b * c]}
         if any(abs(step) > LIMIT for step in steps[op]):
             return None
         result = {"+": x + y, "-": x - y, "*": x * y}[op] if op != "/" else x / y
-        if self.rules != "rational" and result.denominator != 1 or self.rules == "natural" and result <= 0:
+        if (
+            self.rules != "rational"
+            and result.denominator != 1
+            or self.rules == "natural"
+            and result <= 0
+        ):
             return None
         return result
 
@@ -73,7 +85,9 @@ def reachable(numbers, rules, use_all):
                         for b in values(second):
                             found |= {a + b, a - b, a * b} | ({a / b} if b else set())
             if len(items) > 1 and rules != "rational":
-                cache[items] = {v for v in found if v.denominator == 1 and (rules == "integer" or v > 0)}
+                cache[items] = {
+                    v for v in found if v.denominator == 1 and (rules == "integer" or v > 0)
+                }
         return cache[items]
 
     numbers, result = tuple(sorted(numbers)), set()

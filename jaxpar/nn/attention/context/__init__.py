@@ -12,8 +12,18 @@
 """
 
 from jaxpar.nn.attention.context.moves import MOVES, Move, Sizes, move_for
-from jaxpar.nn.attention.context.split_cache import attend_split_cache, blocks_in_turn, merge_shares, spread_blocks
-from jaxpar.nn.attention.context.split_sequence import CONTEXT_MOVES, CONTEXT_ORDERS, SplitSequence, choose_move
+from jaxpar.nn.attention.context.split_cache import (
+    attend_split_cache,
+    blocks_in_turn,
+    merge_shares,
+    spread_blocks,
+)
+from jaxpar.nn.attention.context.split_sequence import (
+    CONTEXT_MOVES,
+    CONTEXT_ORDERS,
+    SplitSequence,
+    choose_move,
+)
 from jaxpar.nn.attention.context.token_orders import ORDERS, Order, in_order, padded
 from jaxpar.nn.attention.context.walk import context_attention
 

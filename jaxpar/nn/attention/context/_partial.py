@@ -55,22 +55,40 @@ class ByPlaces(NamedTuple):
     visible: Visible
     parts: int = 1
 
-    def attend(self, state: LogSumExp | None, q, k, v, queries: Where, keys: Where, turn: Turn, device) -> LogSumExp:
+    def attend(
+        self, state: LogSumExp | None, q, k, v, queries: Where, keys: Where, turn: Turn, device
+    ) -> LogSumExp:
         """Returns the sums of the queries with a piece of the keys."""
         del turn, device  # the places say it
         assert queries.positions is not None and keys.positions is not None
         documents = _documents(queries, keys)
-        more = in_blocks(q, k, v, queries.positions, keys.positions, segments=documents, visible=self.visible)
+        more = in_blocks(
+            q, k, v, queries.positions, keys.positions, segments=documents, visible=self.visible
+        )
         return more if state is None else merge(state, more)
 
-    def gradient(self, dq, sums: Sums | None, q, k, v, queries: Where, keys: Where, turn: Turn, device, done: Done):
+    def gradient(
+        self,
+        dq,
+        sums: Sums | None,
+        q,
+        k,
+        v,
+        queries: Where,
+        keys: Where,
+        turn: Turn,
+        device,
+        done: Done,
+    ):
         """Returns the gradients by the queries and by this piece of the keys, with what was there before."""
         del turn, device
         assert queries.positions is not None and keys.positions is not None
         wide = jnp.promote_types(q.dtype, jnp.float32)
         delta = (done.out.astype(wide) * done.gradient.astype(wide)).sum(-1)
         arrays = q, k, v, queries.positions, keys.positions, done.log_sum, delta, done.gradient
-        more, *both = attend_gradient(*arrays, segments=_documents(queries, keys), visible=self.visible)
+        more, *both = attend_gradient(
+            *arrays, segments=_documents(queries, keys), visible=self.visible
+        )
         sums = (both[0], both[1]) if sums is None else (sums[0] + both[0], sums[1] + both[1])
         return more if dq is None else dq + more, sums
 
@@ -95,7 +113,9 @@ class ByTable(NamedTuple):
         """Into how many parts a device's tokens fall."""
         return Order(self.order).parts if self.causal else 1
 
-    def attend(self, state: LogSumExp | None, q, k, v, queries: Where, keys: Where, turn: Turn, device) -> LogSumExp:
+    def attend(
+        self, state: LogSumExp | None, q, k, v, queries: Where, keys: Where, turn: Turn, device
+    ) -> LogSumExp:
         """Returns the sums of the queries with a piece of the keys."""
         if state is None:
             wide = jnp.promote_types(q.dtype, jnp.float32)
@@ -106,11 +126,28 @@ class ByTable(NamedTuple):
             arrays = self._part(q, own), self._part(k, other), self._part(v, other)
             more = attend_pair(*arrays, causal, segments=documents)
             before = LogSumExp(*(self._part(x, own) for x in state))
-            after = (jnp.where(is_used, x, old) for x, old in zip(merge(before, more), before, strict=True))
-            state = LogSumExp(*(self._put(x, own, new) for x, new in zip(state, after, strict=True)))
+            after = (
+                jnp.where(is_used, x, old)
+                for x, old in zip(merge(before, more), before, strict=True)
+            )
+            state = LogSumExp(
+                *(self._put(x, own, new) for x, new in zip(state, after, strict=True))
+            )
         return state
 
-    def gradient(self, dq, sums: Sums | None, q, k, v, queries: Where, keys: Where, turn: Turn, device, done: Done):
+    def gradient(
+        self,
+        dq,
+        sums: Sums | None,
+        q,
+        k,
+        v,
+        queries: Where,
+        keys: Where,
+        turn: Turn,
+        device,
+        done: Done,
+    ):
         """Returns the gradients by the queries and by this piece of the keys, with what was there before."""
         wide = jnp.promote_types(q.dtype, jnp.float32)
         dq = jnp.zeros(q.shape, wide) if dq is None else dq
@@ -123,7 +160,10 @@ class ByTable(NamedTuple):
             # What is not seen has weights over 1, up to infinity: left out, not multiplied by 0.
             more = (jnp.where(is_used, x, 0) for x in more)
             places = (dq, own), (dk, other), (dv, other)
-            dq, dk, dv = (self._put(x, at, self._part(x, at) + new) for (x, at), new in zip(places, more, strict=True))
+            dq, dk, dv = (
+                self._put(x, at, self._part(x, at) + new)
+                for (x, at), new in zip(places, more, strict=True)
+            )
         return dq, (dk, dv)
 
     def _pairs(self, turn: Turn, device):
@@ -133,7 +173,9 @@ class ByTable(NamedTuple):
         row = jnp.asarray(_table(*self))[turn % self.shares, device]
         return [(row[i, 0], row[i, 1], row[i, 2] > 0, False) for i in range(row.shape[0])]
 
-    def _of_parts(self, queries: Where, keys: Where, own, other, is_used) -> tuple[Array, Array] | None:
+    def _of_parts(
+        self, queries: Where, keys: Where, own, other, is_used
+    ) -> tuple[Array, Array] | None:
         """Documents of a pair; of one that is not used none in common, so that a kernel passes it over."""
         if (both := _documents(queries, keys)) is None:
             return None
@@ -146,7 +188,9 @@ class ByTable(NamedTuple):
 
     def _put(self, x: Array, number, part: Array) -> Array:
         size = x.shape[1] // self.parts
-        return part if self.parts == 1 else lax.dynamic_update_slice_in_dim(x, part, number * size, 1)
+        return (
+            part if self.parts == 1 else lax.dynamic_update_slice_in_dim(x, part, number * size, 1)
+        )
 
 
 def _documents(queries: Where, keys: Where) -> tuple[Array, Array] | None:
@@ -155,7 +199,9 @@ def _documents(queries: Where, keys: Where) -> tuple[Array, Array] | None:
     return queries.segments, keys.segments
 
 
-def _pairs(order: str, shares: int, causal: bool, device: int, other: int) -> list[tuple[int, int, bool]]:
+def _pairs(
+    order: str, shares: int, causal: bool, device: int, other: int
+) -> list[tuple[int, int, bool]]:
     return Order(order).pairs(shares, device, other) if causal else [(0, 0, False)]
 
 

@@ -83,7 +83,10 @@ class Move(NamedTuple):
         for send in self.sends(backward):
             size = self.share(send, sizes, backward)
             if send.shift is None:
-                is_exchanged = send.what in ("heads", "outputs")  # a share stays, the others go to one device each
+                is_exchanged = send.what in (
+                    "heads",
+                    "outputs",
+                )  # a share stays, the others go to one device each
                 out["all"] += size * (self.members - 1) / (self.members if is_exchanged else 1)
             else:
                 out["up" if send.shift > 0 else "down"] += size
@@ -107,17 +110,27 @@ class Move(NamedTuple):
         """Returns the bytes of what one device has of a send; what hops from group to group was exchanged before."""
         if send.shift is not None:
             m = self.within
-            sizes = sizes._replace(tokens=sizes.tokens * m, heads=sizes.heads // m, groups=sizes.groups // m)
+            sizes = sizes._replace(
+                tokens=sizes.tokens * m, heads=sizes.heads // m, groups=sizes.groups // m
+            )
         return _bytes(send.what, sizes, backward)
 
     def __str__(self) -> str:
         """Returns a line a step: what is sent, by how many devices on, and what goes home."""
-        lines = [f"{self.name} over {self.shares} devices, {' and '.join(self.holds) or 'none'} of all tokens on one"]
+        lines = [
+            f"{self.name} over {self.shares} devices, {' and '.join(self.holds) or 'none'} of all tokens on one"
+        ]
         for name, steps in (("forward", self.forward), ("backward", self.backward)):
             for number, step in enumerate(steps):
-                words = [f"{what} {'to all' if shift is None else f'{shift:+d}'}" for what, shift in step.sends]
+                words = [
+                    f"{what} {'to all' if shift is None else f'{shift:+d}'}"
+                    for what, shift in step.sends
+                ]
                 words += ["attend"] * step.attends
-                words += [f"{what} {'to all' if shift is None else f'{shift:+d}'}" for what, shift in step.returns]
+                words += [
+                    f"{what} {'to all' if shift is None else f'{shift:+d}'}"
+                    for what, shift in step.returns
+                ]
                 lines.append(f"  {name} {number}: {', '.join(words)}")
         return "\n".join(lines)
 
@@ -131,7 +144,11 @@ def _bytes(what: str, sizes: Sizes, backward: bool) -> float:
         "keys": tokens * (2 * key * sizes.bytes + places),
         "sums": tokens * 2 * key * wide,
         "queries": tokens
-        * ((3 if backward else 1) * query * sizes.bytes + (sizes.heads * wide if backward else 0) + places),
+        * (
+            (3 if backward else 1) * query * sizes.bytes
+            + (sizes.heads * wide if backward else 0)
+            + places
+        ),
         "parts": tokens * (query + (0 if backward else 2 * sizes.heads)) * wide,
         "heads": tokens * (query + 2 * key) * sizes.bytes,
         "outputs": tokens * query * sizes.bytes,
@@ -172,14 +189,25 @@ def move_for(name: str, shares: int, within: int = 1) -> Move:
     outputs, leave = Send("outputs", None), Step((Send("heads", None),), attends=False)
     hops = shares // within - 1
     tables = {
-        "gather": ((Step((Send("keys", None),)),), (Step((Send("keys", None),), (Send("sums", None),)),)),
+        "gather": (
+            (Step((Send("keys", None),)),),
+            (Step((Send("keys", None),), (Send("sums", None),)),),
+        ),
         "ring": ((Step(), *(hop,) * hops), (Step(), *(back,) * hops, home)),
         "two_way": (
             (Step(), *(Step(halves),) * hops),
             (Step(), *(Step((*halves, *sums)),) * hops, Step(sums, attends=False)),
         ),
         "token_ring": 2
-        * ((Step(), *(Step((Send("queries", 1),), (Send("parts", -turn),)) for turn in range(1, shares))),),
+        * (
+            (
+                Step(),
+                *(
+                    Step((Send("queries", 1),), (Send("parts", -turn),))
+                    for turn in range(1, shares)
+                ),
+            ),
+        ),
         "swap": ((enter, Step((outputs,), attends=False)), (Step((outputs,)), leave)),
         "swap_ring": (
             (enter, *(hop,) * hops, Step((outputs,), attends=False)),

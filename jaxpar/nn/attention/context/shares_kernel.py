@@ -93,7 +93,9 @@ def attend_shares(
 @functools.cache
 def _is_right(dtype: str) -> bool:
     """Whether the kernel agrees with the dense form, as it was tried once."""
-    return tried("the kernel of a split cache", "the dense form", functools.partial(_errors, dtype), "gpu")
+    return tried(
+        "the kernel of a split cache", "the dense form", functools.partial(_errors, dtype), "gpu"
+    )
 
 
 def _errors(dtype: str) -> list[Array]:
@@ -101,10 +103,16 @@ def _errors(dtype: str) -> list[Array]:
     draw = np.random.default_rng(0).standard_normal
     lengths = np.array([[512, 0, 100], [1, 300, 0]], np.int32)
     filled = (np.arange(512) < lengths[..., None]).reshape(2, -1)
-    q, k, v = (jnp.asarray(draw(shape), dtype) for shape in ((2, 1, 8, 128), *2 * ((2, 1536, 2, 128),)))
+    q, k, v = (
+        jnp.asarray(draw(shape), dtype) for shape in ((2, 1, 8, 128), *2 * ((2, 1536, 2, 128),))
+    )
     keys, values = (jnp.where(filled[..., None, None], x, jnp.nan) for x in (k, v))
     want = finish(attend(q, k, v, jnp.asarray(filled)[:, None]))
-    return [relative_error(finish(merge_parts(attend_shares(q, keys, values, jnp.asarray(lengths)))), want)]
+    return [
+        relative_error(
+            finish(merge_parts(attend_shares(q, keys, values, jnp.asarray(lengths)))), want
+        )
+    ]
 
 
 TEXT = """

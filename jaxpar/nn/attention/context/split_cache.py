@@ -48,20 +48,31 @@ def attend_split_cache(
     shared = mesh_axes("seq_layer")
     shares = lengths.shape[1]
     if len(shared) > 1:
-        raise UsageError(f"a cache split over {' and '.join(shared)}; give seq_layer one mesh axis.")
+        raise UsageError(
+            f"a cache split over {' and '.join(shared)}; give seq_layer one mesh axis."
+        )
     if keys.shape[1] % shares:
-        raise UsageError(f"{keys.shape[1]} slots do not divide over the {shares} shares that lengths tell of.")
+        raise UsageError(
+            f"{keys.shape[1]} slots do not divide over the {shares} shares that lengths tell of."
+        )
 
-    whole, split = ("batch", None, "heads", "head_dim"), ("batch", "seq_layer", "kv_heads", "head_dim")
+    whole, split = (
+        ("batch", None, "heads", "head_dim"),
+        ("batch", "seq_layer", "kv_heads", "head_dim"),
+    )
     names = [whole, split, split, ("batch", "seq_layer")]
-    return local(functools.partial(_attend, shared), names, whole, check=False)(q, keys, values, lengths)
+    return local(functools.partial(_attend, shared), names, whole, check=False)(
+        q, keys, values, lengths
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(shared: tuple[str, ...], q: Array, keys: Array, values: Array, lengths: Array) -> Array:
     """On one device, by the kernel where there is one; differentiated as the plain form."""
     if q.dtype == keys.dtype == values.dtype and reads_shares(q):
-        return finish(merge_parts(attend_shares(q, keys, values, lengths), shared or None)).astype(q.dtype)
+        return finish(merge_parts(attend_shares(q, keys, values, lengths), shared or None)).astype(
+            q.dtype
+        )
     return _plain(shared, q, keys, values, _filled(keys, lengths))
 
 
@@ -88,7 +99,9 @@ def _filled(keys: Array, lengths: Array) -> Array:
 
 def _plain(shared: tuple[str, ...], q: Array, keys: Array, values: Array, filled: Array) -> Array:
     clean = jnp.where(filled[..., None, None], values, 0)  # what is not filled may hold NaN
-    state = attend(q, keys, clean, jnp.broadcast_to(filled[:, None], (len(q), q.shape[1], filled.shape[1])))
+    state = attend(
+        q, keys, clean, jnp.broadcast_to(filled[:, None], (len(q), q.shape[1], filled.shape[1]))
+    )
     if shared:
         state = merge_parts(jax.tree.map(lambda x: x[None], state), shared)
     return finish(state).astype(q.dtype)
@@ -148,7 +161,9 @@ def blocks_in_turn(plan: np.ndarray, room: int) -> np.ndarray:
     return np.concatenate([*used, *rest])
 
 
-def spread_blocks(needs: Sequence[int], free: Sequence[int], home: Sequence[int]) -> np.ndarray | None:
+def spread_blocks(
+    needs: Sequence[int], free: Sequence[int], home: Sequence[int]
+) -> np.ndarray | None:
     """Plans on which devices the blocks of each request lie: at home as far as there is room, the rest is borrowed.
 
     The longest requests borrow first, from the device that has most room then, as creditors and debtors do in

@@ -52,7 +52,11 @@ def choose_move(sizes: Sizes, shares: int) -> Move:
         up, down, every = (sum(sent[link] for sent in passes) for link in ("up", "down", "all"))
         return max(up, down) + every / 2
 
-    legal = [name for name in MOVES if name != "gather" and (name != "swap" or sizes.groups % shares == 0)]
+    legal = [
+        name
+        for name in MOVES
+        if name != "gather" and (name != "swap" or sizes.groups % shares == 0)
+    ]
     if in_stage():
         legal = ["swap"] if "swap" in legal else ["gather"]
     return min((_move(name, sizes, shares) for name in legal), key=busiest)
@@ -91,12 +95,16 @@ class SplitSequence:
         if self.order != "auto":
             return Order(self.order)
         is_even = length % (2 * num_shares(*mesh_axes("seq_layer"))) == 0
-        return Order("zigzag" if is_even and mixer.causal and not _needs_whole_rows(mixer) else "contiguous")
+        return Order(
+            "zigzag" if is_even and mixer.causal and not _needs_whole_rows(mixer) else "contiguous"
+        )
 
     def move_of(self, mixer: Attention, width: int) -> Move:
         """Returns the move on the ambient mesh, for numbers of `width` bytes."""
         shares, sizes = num_shares(*mesh_axes("seq_layer")), _sizes(mixer, 1, width)
-        return choose_move(sizes, shares) if self.move == "auto" else _move(self.move, sizes, shares)
+        return (
+            choose_move(sizes, shares) if self.move == "auto" else _move(self.move, sizes, shares)
+        )
 
     def __call__(
         self,
@@ -169,7 +177,13 @@ class SplitSequence:
 
 def _collective(send: Send, move: Move, share: Sizes, backward: bool) -> tuple[str, int, float]:
     """The kind of a send as compiled, its arrays, and their bytes as they are whole on one device."""
-    arrays = ARRAYS["sums" if send.what.startswith("sums") else "keys" if send.what in ("low", "high") else send.what]
+    arrays = ARRAYS[
+        "sums"
+        if send.what.startswith("sums")
+        else "keys"
+        if send.what in ("low", "high")
+        else send.what
+    ]
     knows = send.what in ("keys", "low", "high", "queries", "places")
     count, size = arrays[backward] + knows * share.places, move.share(send, share, backward)
     if send.shift is not None:
@@ -182,7 +196,9 @@ def _collective(send: Send, move: Move, share: Sizes, backward: bool) -> tuple[s
 def _sizes(mixer: Attention, tokens: int, width: int) -> Sizes:
     """Of one device's share, of which `tokens` are all of its rows'."""
     shares = num_shares(*mesh_axes("heads"))
-    is_split_alike = mesh_axes("kv_heads") == mesh_axes("heads")  # else each query head has a copy of its keys
+    is_split_alike = mesh_axes("kv_heads") == mesh_axes(
+        "heads"
+    )  # else each query head has a copy of its keys
     groups = mixer.num_kv_heads if is_split_alike else mixer.num_heads
     return Sizes(1, tokens, mixer.num_heads // shares, groups // shares, mixer.head_dim, width)
 

@@ -37,7 +37,9 @@ class Order:
         parts = shares * (2 if self.name == "zigzag" else 1)
         if length % parts:
             below = length // parts * parts
-            nearest = f"nearest are {below} and {below + parts}" if below else f"smallest is {parts}"
+            nearest = (
+                f"nearest are {below} and {below + parts}" if below else f"smallest is {parts}"
+            )
             raise UsageError(
                 f"a {self.name} order of {length} tokens over context={shares} needs a multiple of {parts}; "
                 f"the {nearest}."
@@ -45,7 +47,9 @@ class Order:
         places = np.arange(length)
         if self.name == "zigzag":
             rows = places.reshape(parts, -1)
-            return np.concatenate([rows[part] for r in range(shares) for part in (r, parts - 1 - r)])
+            return np.concatenate(
+                [rows[part] for r in range(shares) for part in (r, parts - 1 - r)]
+            )
         return places.reshape(-1, shares).T.reshape(-1) if self.name == "striped" else places
 
     @property
@@ -125,7 +129,9 @@ def padded(batch: Mapping[str, np.ndarray], length: int) -> dict[str, np.ndarray
     if tokens == length:
         return dict(batch)
     if tokens > length:
-        raise UsageError(f"rows of {tokens} tokens cannot be padded to {length}; the smallest length is {tokens}.")
+        raise UsageError(
+            f"rows of {tokens} tokens cannot be padded to {length}; the smallest length is {tokens}."
+        )
     batch = {"weights": np.ones((rows, tokens), np.float32), **batch}
     made = {name: np.pad(x, ((0, 0), (0, length - tokens)), "edge") for name, x in batch.items()}
     for name, x in made.items():

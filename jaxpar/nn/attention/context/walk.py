@@ -66,9 +66,13 @@ class _Promise(NamedTuple):
         """
         for given in positions:
             parts = self.shares * self.order.parts
-            mine = jnp.asarray(self.order.places(parts, self.shares).reshape(self.shares, -1), given.dtype)[device]
+            mine = jnp.asarray(
+                self.order.places(parts, self.shares).reshape(self.shares, -1), given.dtype
+            )[device]
             size = v.shape[1] // self.order.parts
-            places = (size * mine[:, None] + jnp.arange(size, dtype=given.dtype)[None]).reshape(1, -1)
+            places = (size * mine[:, None] + jnp.arange(size, dtype=given.dtype)[None]).reshape(
+                1, -1
+            )
             is_kept = given == places if self.causal else given >= 0
             v = v + jnp.where(is_kept, 0, jnp.nan).astype(v.dtype)[:, :, None, None]
         return v
@@ -99,7 +103,9 @@ class _How(NamedTuple):
     def send(self, tree, shift: int | None):
         """Returns what the device `shift` places before this one held."""
         assert shift is not None  # of a collective of all
-        refuse_in_stage(f"context={self.move.name}", "take context=gather, or swap where the key heads divide")
+        refuse_in_stage(
+            f"context={self.move.name}", "take context=gather, or swap where the key heads divide"
+        )
         size = self.move.shares
         return lax.ppermute(tree, self.axis, [(i, (i + shift) % size) for i in range(size)])
 
@@ -152,16 +158,22 @@ def context_attention(
         return _whole(q, k, v, positions, segments, visible)
     axis, *others = shared
     if others:
-        raise UsageError(f"attention over a sequence split over {' and '.join(shared)}; give seq_layer one mesh axis.")
+        raise UsageError(
+            f"attention over a sequence split over {' and '.join(shared)}; give seq_layer one mesh axis."
+        )
     groups, shares = k.shape[2] // max(1, num_shares(*mesh_axes("kv_heads"))), num_shares(axis)
     how = _how_to(move, axis, shares, groups, visible, order, segments is not None)
     arrays, promise, places = [x for x in (positions, segments) if x is not None], None, 1
-    if order is not None and isinstance(how.rule, ByTable):  # needs no places: they are compared, and sent nowhere
+    if order is not None and isinstance(
+        how.rule, ByTable
+    ):  # needs no places: they are compared, and sent nowhere
         promise = _Promise(Order(order), shares, visible.causal)
         arrays = [] if promise.is_known_kept(positions) else [positions]
         places, arrays = len(arrays), [*arrays, *([] if segments is None else [segments])]
     names = KEYS
-    if mesh_axes("kv_heads") != mesh_axes("heads"):  # then each device's queries need their own copies of the keys
+    if mesh_axes("kv_heads") != mesh_axes(
+        "heads"
+    ):  # then each device's queries need their own copies of the keys
         k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
         names = QUERIES
     q, k, v = constrain(q, *QUERIES), constrain(k, *names), constrain(v, *names)
@@ -177,7 +189,13 @@ def context_attention(
 
 
 def _how_to(
-    move: str, axis: str, shares: int, groups: int, visible: Visible, order: str | None, has_documents: bool
+    move: str,
+    axis: str,
+    shares: int,
+    groups: int,
+    visible: Visible,
+    order: str | None,
+    has_documents: bool,
 ) -> _How:
     """A move's table and rule for N devices that have `groups` key heads each."""
     table = move_for(move, shares, math.gcd(groups, shares) if move == "swap_ring" else 1)
@@ -193,14 +211,20 @@ def _how_to(
 
 def is_by_table(visible: Visible, order: str | None, has_documents: bool) -> bool:
     """Whether the order says who sees whom, but for documents."""
-    return not (order is None or visible.window or (order == "striped" if visible.causal else has_documents))
+    return not (
+        order is None or visible.window or (order == "striped" if visible.causal else has_documents)
+    )
 
 
-def _rule(visible: Visible, order: str | None, has_documents: bool, ring: int) -> ByPlaces | ByTable:
+def _rule(
+    visible: Visible, order: str | None, has_documents: bool, ring: int
+) -> ByPlaces | ByTable:
     """A table where the order is known and its pairs of parts are full, causal or empty."""
     if order is None or not is_by_table(visible, order, has_documents):
         return ByPlaces(visible)
-    return ByTable(order if ring > 1 else "contiguous", ring, visible.causal)  # one group has it all, in order
+    return ByTable(
+        order if ring > 1 else "contiguous", ring, visible.causal
+    )  # one group has it all, in order
 
 
 def _whole(q, k, v, positions, segments, visible: Visible) -> Array:
@@ -278,7 +302,10 @@ def _pieces(how: _How, tree) -> dict:
         cut = parts[:, :, :middle], parts[:, :, middle:]
         return (half.reshape(x.shape[0], number * half.shape[2], *x.shape[2:]) for half in cut)
 
-    return {name: jax.tree.map(lambda x, i=i: tuple(halves(x))[i], tree) for i, name in enumerate(("low", "high"))}
+    return {
+        name: jax.tree.map(lambda x, i=i: tuple(halves(x))[i], tree)
+        for i, name in enumerate(("low", "high"))
+    }
 
 
 def _whole_pieces(how: _How, pieces: dict):
@@ -311,7 +338,10 @@ def _sent(how: _How, held: dict, sends: tuple[Send, ...], what: str = "{}") -> d
     """What a device holds after the sends of a step; all start before anything of the step is computed."""
     shifts = {send.what: send.shift for send in sends}
     names = {name: what.format(name) for name in held}
-    return {name: how.send(x, shifts[names[name]]) if names[name] in shifts else x for name, x in held.items()}
+    return {
+        name: how.send(x, shifts[names[name]]) if names[name] in shifts else x
+        for name, x in held.items()
+    }
 
 
 def _behind(name: str, turn: Array) -> Array:
@@ -345,13 +375,18 @@ def _keys_back(how: _How, q: Array, k: Array, v: Array, where: Where, done: Done
 
         def one(carry, step=step):
             held, sums, dq, turn = carry
-            sums, turn = _sent(how, sums, step.sends, "sums" if "keys" in held else "sums {}"), turn + 1
+            sums, turn = (
+                _sent(how, sums, step.sends, "sums" if "keys" in held else "sums {}"),
+                turn + 1,
+            )
             if step.attends:
                 held = _sent(how, held, step.sends)
                 for name, (k, v, at) in held.items():
                     if k.shape[1]:
                         behind = _behind(name, turn)
-                        dq, more = rule.gradient(dq, sums[name], q, k, v, where, at, behind, device, done)
+                        dq, more = rule.gradient(
+                            dq, sums[name], q, k, v, where, at, behind, device, done
+                        )
                         sums = sums | {name: more}
             return held, sums, dq, turn
 
@@ -379,7 +414,9 @@ def _queries_back(how: _How, q: Array, k: Array, v: Array, where: Where, done: D
         for send in step.sends:
             held = how.send(held, send.shift)
         whose = (how.device() - turn) % how.ring
-        more, sums = how.rule.gradient(None, sums, held[0], k, v, held[1], where, -turn, whose, held[2])
+        more, sums = how.rule.gradient(
+            None, sums, held[0], k, v, held[1], where, -turn, whose, held[2]
+        )
         for send in step.returns:
             more = how.send(more, send.shift)
         dq = more if dq is None else dq + more
@@ -429,6 +466,8 @@ def _gathered_back(how: _How, q: Array, k: Array, v: Array, where: Where, done: 
         return (dq, put(all_sums, sums, place)), None
 
     dq, sums = how.rule.gradient(None, None, q, k, v, where, where, 0, device, done)
-    all_sums = put(jax.tree.map(lambda x: jnp.zeros((how.ring, *x.shape), x.dtype), sums), sums, device)
+    all_sums = put(
+        jax.tree.map(lambda x: jnp.zeros((how.ring, *x.shape), x.dtype), sums), sums, device
+    )
     dq, all_sums = lax.scan(one, (dq, all_sums), jnp.arange(1, how.ring))[0]
     return dq, tuple(lax.psum_scatter(x, how.axis) for x in all_sums)

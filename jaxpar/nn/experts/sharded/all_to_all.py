@@ -17,7 +17,14 @@ from jaxtyping import Array, Float, Int
 from jaxpar.fields import Positive, check_fields, field
 from jaxpar.mesh import mesh_axes, num_shares
 from jaxpar.nn.experts import Experts
-from jaxpar.nn.experts.dispatch import Plan, capacity_of, combine, count_before, rows_of, sort_choices
+from jaxpar.nn.experts.dispatch import (
+    Plan,
+    capacity_of,
+    combine,
+    count_before,
+    rows_of,
+    sort_choices,
+)
 from jaxpar.nn.experts.sharded.gather import Gather, gathered, shared_axes
 from jaxpar.nn.experts.transport import SUM, Weights, on_devices, products
 from jaxpar.nn.mixer import ActivationSizes, Context
@@ -73,8 +80,12 @@ class AllToAll:
         most = jax.lax.pmax(counts.max(), tuple(sorted(varying_axes(counts))))
         return jax.lax.cond(
             most <= room,
-            lambda x, weight, weights: in_order(layer, x, weight, weights, plan, expert, axes, room),
-            lambda x, weight, weights: gathered(layer.activation, x, expert, weight, weights, axes, kept=False),
+            lambda x, weight, weights: in_order(
+                layer, x, weight, weights, plan, expert, axes, room
+            ),
+            lambda x, weight, weights: gathered(
+                layer.activation, x, expert, weight, weights, axes, kept=False
+            ),
             x,
             weight,
             weights,
@@ -98,7 +109,9 @@ class AllToAll:
         yield Transfer("exchange", axes, times * shares, size, "tokens and results of the experts")
         if layer.capacity is None:
             times = sizes.layers * sizes.again
-            yield Transfer("exchange", axes, times * shares, times * 4 * layer.num_experts, "counts of choices")
+            yield Transfer(
+                "exchange", axes, times * shares, times * 4 * layer.num_experts, "counts of choices"
+            )
 
     def _rows(self, layer: Experts, sizes: ActivationSizes) -> tuple[int, bool]:
         """Rows that a device sends, empty ones and those that stay with it, and whether there may be more."""
@@ -112,7 +125,9 @@ class AllToAll:
         return room * shares, is_bounded
 
 
-def room_for(room: float | None, layer: Experts, num_tokens: int, shares: int, slots: int = 0) -> tuple[int, bool]:
+def room_for(
+    room: float | None, layer: Experts, num_tokens: int, shares: int, slots: int = 0
+) -> tuple[int, bool]:
     """Returns the rows from one device to another, and whether there may be more than that.
 
     Args:
@@ -123,7 +138,11 @@ def room_for(room: float | None, layer: Experts, num_tokens: int, shares: int, s
       slots: Experts of others that a device may compute besides its own.
     """
     most = num_tokens * min(layer.experts_per_token, layer.num_experts // shares + slots)
-    rows = most if room is None else min(most, math.ceil(room * num_tokens * layer.experts_per_token / shares))
+    rows = (
+        most
+        if room is None
+        else min(most, math.ceil(room * num_tokens * layer.experts_per_token / shares))
+    )
     return rows, rows < most
 
 
@@ -171,7 +190,9 @@ def _by_slots(layer, x, expert, weight, weights, axes, slots: int) -> jax.Array:
     count = rows * slots
     row = jnp.arange(rows, dtype=expert.dtype)[:, None, None]
     place = jnp.where(
-        expert < num_experts, expert * count + row * slots + count_before(expert, num_experts), num_experts * count
+        expert < num_experts,
+        expert * count + row * slots + count_before(expert, num_experts),
+        num_experts * count,
     ).reshape(-1, k)
     nobody = jnp.full(num_experts * count, place.size, place.dtype)
     order = nobody.at[place.reshape(-1)].set(jnp.arange(place.size, dtype=place.dtype), mode="drop")

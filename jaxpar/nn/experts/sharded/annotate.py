@@ -51,25 +51,41 @@ class Annotated:
         parts = num_shares(*mesh_axes(seq)) if seq else 1
         length = x.shape[1] // parts  # a group is what a device has of a row
         slots = layer.slots(x.shape[1], context) or length
-        x, expert, weight = (a.reshape(a.shape[0], parts, length, a.shape[-1]) for a in (x, expert, weight))
+        x, expert, weight = (
+            a.reshape(a.shape[0], parts, length, a.shape[-1]) for a in (x, expert, weight)
+        )
         here = (rows, seq, None, None)
         x, weight = constrain(x, *here), constrain(weight, *here)
         slot = local(lambda e: count_before(e, layer.num_experts), [here], here)(expert)
 
         def mask(values: jax.Array) -> jax.Array:
             """[B, parts, T, E, slots], of one value a choice; none of an expert or a slot that there is not."""
-            choice = values[..., None] * jax.nn.one_hot(expert, layer.num_experts, dtype=values.dtype)
-            return jnp.einsum("bstke,bstkc->bstec", choice, jax.nn.one_hot(slot, slots, dtype=values.dtype))
+            choice = values[..., None] * jax.nn.one_hot(
+                expert, layer.num_experts, dtype=values.dtype
+            )
+            return jnp.einsum(
+                "bstke,bstkc->bstec", choice, jax.nn.one_hot(slot, slots, dtype=values.dtype)
+            )
 
         there, home = ("experts", f"{rows}-experts", seq, None), (None, rows, seq, None)
 
         def moved(a: jax.Array, first: tuple, second: tuple) -> jax.Array:
             return checkpoint_name(constrain(constrain(a, *first, None), *second, None), "moved")
 
-        sent = moved(jnp.einsum("bstec,bstd->ebscd", mask(jnp.ones_like(weight, x.dtype)), x), home, there)
-        inside = [_product(sent, w, (*there, "mlp"), True) for name, w in weights.items() if name != "w_down"]
-        out = _product(ACTIVATIONS[layer.activation](*inside), weights["w_down"], (*there, None), False)
-        y = jnp.einsum("bstec,ebscd->bstd", mask(weight), moved(out, there, home).astype(weight.dtype))
+        sent = moved(
+            jnp.einsum("bstec,bstd->ebscd", mask(jnp.ones_like(weight, x.dtype)), x), home, there
+        )
+        inside = [
+            _product(sent, w, (*there, "mlp"), True)
+            for name, w in weights.items()
+            if name != "w_down"
+        ]
+        out = _product(
+            ACTIVATIONS[layer.activation](*inside), weights["w_down"], (*there, None), False
+        )
+        y = jnp.einsum(
+            "bstec,ebscd->bstd", mask(weight), moved(out, there, home).astype(weight.dtype)
+        )
         y = constrain(y.astype(x.dtype), *here)
         return constrain(y.reshape(y.shape[0], -1, y.shape[-1]), *context.rules.inside)
 
@@ -90,7 +106,9 @@ class Annotated:
         if shares := mesh_axes("mlp"):
             # Slots are summed over devices that share F, where the stack declares tokens alone.
             times = sizes.layers * (sizes.again + 2)
-            yield Transfer("sum", shares, times, times * size, "results of the experts, and gradients of slots")
+            yield Transfer(
+                "sum", shares, times, times * size, "results of the experts, and gradients of slots"
+            )
 
 
 def _product(x: jax.Array, w: jax.Array, axes: tuple, is_inner: bool) -> jax.Array:

@@ -27,7 +27,9 @@ class LeastSent:
 
     def of(self, layer: Experts, sizes: ActivationSizes) -> Transport:
         """Returns that one, on the ambient mesh."""
-        return min((Gather(), AllToAll()), key=lambda transport: bytes_sent(transport, layer, sizes))
+        return min(
+            (Gather(), AllToAll()), key=lambda transport: bytes_sent(transport, layer, sizes)
+        )
 
     def __call__(
         self,

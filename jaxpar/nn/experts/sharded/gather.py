@@ -61,12 +61,34 @@ class Gather:
             return
         tokens = sizes.tokens * num_shares(*axes) / num_shares(*mesh_axes("seq_layer"))
         row = int(tokens * sizes.embed_dim * sizes.width)
-        ids, weight = (int(tokens * layer.experts_per_token * size) for size in (4, max(4, sizes.width)))
+        ids, weight = (
+            int(tokens * layer.experts_per_token * size) for size in (4, max(4, sizes.width))
+        )
         again = sizes.again + 1  # those of a layer's experts are made again for their gradients
-        yield Transfer("gather", axes, 3 * sizes.layers * again, sizes.layers * again * (row + ids + weight), "tokens")
-        yield Transfer("sum", axes, sizes.layers * sizes.again, sizes.layers * sizes.again * row, "experts' results")
-        yield Transfer("gather", axes, sizes.layers, sizes.layers * row, "gradients of the experts' results")
-        yield Transfer("sum", axes, 2 * sizes.layers, sizes.layers * (row + weight), "gradients of tokens and weights")
+        yield Transfer(
+            "gather",
+            axes,
+            3 * sizes.layers * again,
+            sizes.layers * again * (row + ids + weight),
+            "tokens",
+        )
+        yield Transfer(
+            "sum",
+            axes,
+            sizes.layers * sizes.again,
+            sizes.layers * sizes.again * row,
+            "experts' results",
+        )
+        yield Transfer(
+            "gather", axes, sizes.layers, sizes.layers * row, "gradients of the experts' results"
+        )
+        yield Transfer(
+            "sum",
+            axes,
+            2 * sizes.layers,
+            sizes.layers * (row + weight),
+            "gradients of tokens and weights",
+        )
 
 
 def gathered(
@@ -80,6 +102,8 @@ def gathered(
     kept: bool = True,
 ) -> Float[Array, "B T D"]:
     """Computes it on each device, inside `on_devices`; products are kept for the backward pass, or made again."""
-    x, expert, weight = (jax.lax.all_gather(a, axes, axis=0, tiled=True) for a in (x, expert, weight))
+    x, expert, weight = (
+        jax.lax.all_gather(a, axes, axis=0, tiled=True) for a in (x, expert, weight)
+    )
     y = mixture(activation, x, mine_of(expert, weights), weight, weights, kept=kept)
     return jax.lax.psum_scatter(y, axes, scatter_dimension=0, tiled=True)

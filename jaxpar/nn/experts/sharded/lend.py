@@ -94,7 +94,11 @@ class Spill:
         # On its device, the number of an expert: the device's own come before those of its slots.
         known = jnp.minimum(chosen, num_experts - 1)
         number = jnp.where(known // each == device, known % each, each + slot[known, device])
-        taken = jnp.where(chosen < num_experts, device * (each + self.slots) + number, shares * (each + self.slots))
+        taken = jnp.where(
+            chosen < num_experts,
+            device * (each + self.slots) + number,
+            shares * (each + self.slots),
+        )
         sent = sort_choices(taken, shares * (each + self.slots))
         room, is_bounded = room_for(self.room, layer, len(chosen), shares, self.slots)
 
@@ -109,7 +113,9 @@ class Spill:
         return jax.lax.cond(
             most <= room,
             exchanged,
-            lambda x, weight, weights: gathered(layer.activation, x, expert, weight, weights, axes, kept=False),
+            lambda x, weight, weights: gathered(
+                layer.activation, x, expert, weight, weights, axes, kept=False
+            ),
             x,
             weight,
             weights,
@@ -123,8 +129,17 @@ class Spill:
         yield from self.even(layer, sizes)
         axes, shares = shared_axes(), num_shares(*shared_axes())
         times = sizes.layers * (sizes.again + 2) * (len(layer.parts) + 1)
-        size = shares * self.slots * sizes.embed_dim * layer.size // num_shares(*mesh_axes("mlp")) * sizes.width
-        yield Transfer("exchange", axes, times * shares, times * size, "weights of experts that are lent")
+        size = (
+            shares
+            * self.slots
+            * sizes.embed_dim
+            * layer.size
+            // num_shares(*mesh_axes("mlp"))
+            * sizes.width
+        )
+        yield Transfer(
+            "exchange", axes, times * shares, times * size, "weights of experts that are lent"
+        )
         if self._rows(layer, sizes)[1]:
             yield from Gather().transfers(layer, sizes)
 
@@ -137,7 +152,9 @@ class Spill:
         times = sizes.layers * sizes.again
         each = layer.num_experts + shares * self.slots
         yield Transfer("exchange", axes, times * shares, times * 4 * each, "counts of what is sent")
-        yield Transfer("gather", axes, times, times * 4 * shares * layer.num_experts, "counts of choices")
+        yield Transfer(
+            "gather", axes, times, times * 4 * shares * layer.num_experts, "counts of choices"
+        )
 
     def _rows(self, layer: Experts, sizes: ActivationSizes) -> tuple[int, bool]:
         tokens = math.ceil(sizes.tokens / num_shares(*mesh_axes("seq_layer")))
@@ -163,7 +180,11 @@ def spare_slots(lent: Int[Array, "E N"], slots: int) -> tuple[Int[Array, "E N"],
 
 
 def where_computed(
-    expert: Int[Array, "n k"], place: Int[Array, "n k"], counts: Int[Array, "N E"], lent: Int[Array, "E N"], me: Array
+    expert: Int[Array, "n k"],
+    place: Int[Array, "n k"],
+    counts: Int[Array, "N E"],
+    lent: Int[Array, "E N"],
+    me: Array,
 ) -> Int[Array, "n k"]:
     """Returns the device that computes each of this device's choices; of one that is dropped any.
 
@@ -208,4 +229,6 @@ def _lend(weights: Weights, held: Int[Array, "N S"], axes: tuple[str, ...]) -> W
         return varying_as(jnp.zeros((held.shape[1], *w.shape[1:]), w.dtype), w)
 
     lends = _of_all((held < each * held.shape[0]).any().astype(jnp.int32))
-    return jax.lax.cond(lends > 0, lambda w: jax.tree.map(lend, w), lambda w: jax.tree.map(keep, w), weights)
+    return jax.lax.cond(
+        lends > 0, lambda w: jax.tree.map(lend, w), lambda w: jax.tree.map(keep, w), weights
+    )

@@ -23,13 +23,21 @@ from jaxpar.nn.stack import Stack
 from jaxpar.transfers import Transfer
 from jaxpar.types import PyTree, UsageError
 
-__all__ = ["chosen_experts", "count_crossings", "count_transitions", "place_experts", "reorder_experts"]
+__all__ = [
+    "chosen_experts",
+    "count_crossings",
+    "count_transitions",
+    "place_experts",
+    "reorder_experts",
+]
 
 MOST_PLACEMENTS = 3000
 """Of a layer, which are all compared; the square of it is a table of 72 MB."""
 
 
-def chosen_experts(stack: Stack, params: PyTree, x: Float[Array, "B T D"], **options) -> Int[Array, "L B T k"]:
+def chosen_experts(
+    stack: Stack, params: PyTree, x: Float[Array, "B T D"], **options
+) -> Int[Array, "L B T k"]:
     """Returns the experts that each token takes in each layer, best first.
 
     Args:
@@ -42,7 +50,9 @@ def chosen_experts(stack: Stack, params: PyTree, x: Float[Array, "B T D"], **opt
       UsageError: If the stack's mlp is another.
     """
     recorder = _Recorder(_experts_of(stack), [])
-    dataclasses.replace(stack, mlp=recorder, scan_layers=False, remat="none").apply(params, x, **options)
+    dataclasses.replace(stack, mlp=recorder, scan_layers=False, remat="none").apply(
+        params, x, **options
+    )
     return jnp.stack(recorder.chosen)
 
 
@@ -68,12 +78,16 @@ class _Recorder:
         logits = jnp.einsum(
             "btd,de->bte", x, router, precision="highest", preferred_element_type=wide_dtype(x)
         )  # as the experts do
-        routing = route(logits, how.experts_per_token, scores=how.scores, bias=params.get("b_router"))
+        routing = route(
+            logits, how.experts_per_token, scores=how.scores, bias=params.get("b_router")
+        )
         self.chosen.append(routing.expert)
         return self.experts.apply(params, x, context)
 
 
-def count_transitions(expert: Int[np.ndarray, "L *N k"], num_experts: int) -> Int[np.ndarray, "M E E"]:
+def count_transitions(
+    expert: Int[np.ndarray, "L *N k"], num_experts: int
+) -> Int[np.ndarray, "M E E"]:
     """Counts of how many tokens an expert of a layer and one of the next are both chosen, for the M = L - 1 pairs."""
     chosen = np.asarray(expert)
     flat = chosen.reshape(len(chosen), -1, chosen.shape[-1])
@@ -124,7 +138,9 @@ def place_experts(
     rng, first = np.random.default_rng(seed), np.repeat(np.arange(shares), each)
     found = []
     for start in range(starts):
-        placement = np.array([rng.permutation(first) if start else first for _ in range(len(counts) + 1)])
+        placement = np.array(
+            [rng.permutation(first) if start else first for _ in range(len(counts) + 1)]
+        )
         found.append(_descend(counts, placement, shares))
     return min(found, key=lambda placement: count_crossings(counts, placement))
 
@@ -132,12 +148,17 @@ def place_experts(
 def _best_chain(counts: np.ndarray, shares: int) -> np.ndarray:
     """The best placement of all, by dynamic programming over the layers."""
     num_experts = counts.shape[1]
-    first = itertools.chain.from_iterable(itertools.repeat(d, num_experts // shares) for d in range(shares))
+    first = itertools.chain.from_iterable(
+        itertools.repeat(d, num_experts // shares) for d in range(shares)
+    )
     every = np.array(list(_arrangements(list(first))))
     where = np.float64(every[:, :, None] == np.arange(shares))  # [A, E, N]
     best, before = np.zeros(len(every)), []
     for pair in counts:  # the most that stays, by the placement of the layer reached
-        stays = np.einsum("aed,ef->afd", where, pair).reshape(len(every), -1) @ where.reshape(len(every), -1).T
+        stays = (
+            np.einsum("aed,ef->afd", where, pair).reshape(len(every), -1)
+            @ where.reshape(len(every), -1).T
+        )
         total = best[:, None] + stays
         before.append(total.argmax(0))
         best = total.max(0)
@@ -203,11 +224,15 @@ def reorder_experts(stack: Stack, params: PyTree, placement: Int[np.ndarray, "L 
     for name, leaf in experts.leaves(stack.embed_dim, 1.0, 1.0).items():
         if "experts" in leaf.axes or name in ("w_router", "b_router"):
             axis = leaf.axes.index("experts") if "experts" in leaf.axes else len(leaf.axes) - 1
-            layers[name] = jax.vmap(lambda w, order, axis=axis: jnp.take(w, order, axis))(layers[name], order)
+            layers[name] = jax.vmap(lambda w, order, axis=axis: jnp.take(w, order, axis))(
+                layers[name], order
+            )
     return params | {"layers": layers}
 
 
 def _experts_of(stack: Stack) -> Experts:
     if not isinstance(stack.mlp, Experts):
-        raise UsageError(f"the stack has {type(stack.mlp).__name__} where Experts would be; there is nothing to place.")
+        raise UsageError(
+            f"the stack has {type(stack.mlp).__name__} where Experts would be; there is nothing to place."
+        )
     return stack.mlp

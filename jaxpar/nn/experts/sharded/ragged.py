@@ -79,7 +79,13 @@ class Ragged:
 
     def _counts(self, layer: Experts, sizes: ActivationSizes) -> Iterator[Transfer]:
         axes, times = shared_axes(), sizes.layers * sizes.again
-        yield Transfer("gather", axes, times, times * num_shares(*axes) * layer.num_experts * 4, "counts of choices")
+        yield Transfer(
+            "gather",
+            axes,
+            times,
+            times * num_shares(*axes) * layer.num_experts * 4,
+            "counts of choices",
+        )
 
 
 def _tokens(sizes: ActivationSizes) -> int:
@@ -94,7 +100,9 @@ def _on_device(layer, x, expert, weight, weights, axes) -> jax.Array:
     sizes = checkpoint_name(sizes, "moved")
     counts, me = sizes.sum(2), jax.lax.axis_index(axes)
     room = shares * room_for(None, layer, x.size // width, shares)[0]
-    rows = checkpoint_name(_travel(rows_of(x.reshape(-1, width), plan), counts, axes, room), "moved")
+    rows = checkpoint_name(
+        _travel(rows_of(x.reshape(-1, width), plan), counts, axes, room), "moved"
+    )
     got = jnp.take(sizes, me, axis=1).reshape(-1)  # runs of my experts, device after device
     run = jnp.searchsorted(jnp.cumsum(got), jnp.arange(room), side="right")
     theirs = jnp.where(run < got.size, run % sizes.shape[2], sizes.shape[2])
@@ -122,4 +130,7 @@ def _back(axes: tuple[str, ...], room: int, kept: tuple, g: jax.Array):
     return _travel(g, counts.T, axes, num_rows), None
 
 
-_travel.defvjp(lambda rows, counts, axes, room: (_travel(rows, counts, axes, room), (counts, rows.shape[0])), _back)
+_travel.defvjp(
+    lambda rows, counts, axes, room: (_travel(rows, counts, axes, room), (counts, rows.shape[0])),
+    _back,
+)

@@ -82,7 +82,9 @@ def _fill(over: Array, room: Array, min_chunk: int) -> Array:
     by = jnp.argsort(-room, stable=True)
     size = jnp.where(room > 0, jnp.maximum(room, min_chunk), 0)[by]
     left = over - (jnp.cumsum(size, dtype=jnp.int32) - size)  # before each device
-    taken = jnp.where(left - size < min_chunk, left, size)  # a last chunk that would be too small goes with this one
+    taken = jnp.where(
+        left - size < min_chunk, left, size
+    )  # a last chunk that would be too small goes with this one
     is_rest = (left < min_chunk) & (jnp.arange(len(by)) > 0)
     return jnp.zeros_like(room).at[by].set(jnp.where((size == 0) | (left <= 0) | is_rest, 0, taken))
 
