@@ -53,7 +53,7 @@ def texts_of(path: str) -> Iterator[str]:
 
 def make(request: dict) -> dict:
     """Writes a file of JSONL: documents of about 2 kB of words drawn by Zipf's law; and a BPE of their symbols."""
-    from jaxpar.lm.tokenizer import train_bpe
+    from jaxpar.lm.text.tokenizer import train_bpe
 
     rng, folder = np.random.default_rng(0), pathlib.Path(request["folder"])
     letters = np.array(list("etaoinshrdlucmfwypvbgkq"))
@@ -77,9 +77,9 @@ def make(request: dict) -> dict:
 
 def answer(request: dict) -> dict:
     """Does what a row asks for."""
-    from jaxpar.lm.corpus import DataConfig, open_corpus
-    from jaxpar.lm.data import Windows
-    from jaxpar.lm.tokenizer import load_tokenizer
+    from jaxpar.lm.text.corpus import DataConfig, open_corpus
+    from jaxpar.lm.text.data import Windows
+    from jaxpar.lm.text.tokenizer import load_tokenizer
 
     if request["do"] == "make":
         return make(request)

@@ -22,7 +22,7 @@ import numpy as np
 
 from experiments import lm
 from jaxpar.lm import flops_per_token, num_params
-from jaxpar.lm.data import Windows, open_corpus
+from jaxpar.lm.text.data import Windows, open_corpus
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 
 

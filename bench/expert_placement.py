@@ -22,8 +22,8 @@ def chosen(folder: pathlib.Path, windows: int):
     import numpy as np
 
     from experiments import lm
-    from jaxpar.lm.data import Windows, open_corpus
     from jaxpar.lm.model import embed_for_training
+    from jaxpar.lm.text.data import Windows, open_corpus
     from jaxpar.nn.experts.sharded import chosen_experts
 
     config, params, _ = lm.load(folder, lm.compose())

@@ -23,9 +23,9 @@ import numpy as np
 import optax
 
 from jaxpar.lm import LMConfig, init
-from jaxpar.lm.corpus import DataConfig
-from jaxpar.lm.data import Windows, open_corpus
 from jaxpar.lm.stages import stages
+from jaxpar.lm.text.corpus import DataConfig
+from jaxpar.lm.text.data import Windows, open_corpus
 from jaxpar.mesh import MeshSpec, make_mesh, simulate_devices, use_mesh
 from jaxpar.pipeline.asynchronous import PipeDream
 

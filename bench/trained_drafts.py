@@ -40,7 +40,7 @@ def of_run(folder: pathlib.Path, args: argparse.Namespace) -> tuple:
     """Returns configuration, parameters, batches of training text and prompts of a run's best checkpoint."""
     from experiments import _run, lm
     from jaxpar.io import Checkpoints
-    from jaxpar.lm.data import Windows, open_corpus
+    from jaxpar.lm.text.data import Windows, open_corpus
 
     saved = _run.load(folder, lm.Config)
     checkpoints = Checkpoints(lm.checkpoint_folder(saved, folder), read_only=True)

@@ -12,7 +12,7 @@ import numpy as np
 from jaxpar.decode import NoDraft
 from jaxpar.fields import AtLeast, OneOf, check_fields, field
 from jaxpar.lm import evaluation
-from jaxpar.lm.tokenizer import Tokenizer
+from jaxpar.lm.text.tokenizer import Tokenizer
 from jaxpar.types import PyTree, UsageError
 
 from ._batches import Job, Saved, continued, make_tasks

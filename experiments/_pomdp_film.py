@@ -18,7 +18,7 @@ from jaxpar.pomdp import (
     SearchPlanner,
     TreeSearch,
 )
-from jaxpar.pomdp.outline import Branch, outline
+from jaxpar.pomdp.planners.outline import Branch, outline
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 from ._policy_run import action_text

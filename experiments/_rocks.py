@@ -12,7 +12,7 @@ from jaxpar.envs.pomdp.rocksample import GOOD, NOTHING, SAMPLE, RockSample
 
 from jaxpar.env import Environment
 from jaxpar.pomdp import BeliefUpdater, Evidence, ParticleBelief
-from jaxpar.pomdp.belief import Particles
+from jaxpar.pomdp.beliefs.belief import Particles
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 

@@ -4,8 +4,8 @@ import operator
 import pathlib
 from collections.abc import Sequence
 
-from jaxpar.nn.cells import Cell, SequenceCell
-from jaxpar.nn.solvers import name_taken
+from jaxpar.nn.cells.cell import Cell, SequenceCell
+from jaxpar.nn.cells.solvers import name_taken
 
 from . import _run
 
@@ -34,7 +34,7 @@ def method_to_keep(
       length: Steps of a sequence.
 
     Returns:
-      A name of `jaxpar.nn.solvers.METHODS`; "auto" where cells have closed forms or differ.
+      A name of `jaxpar.nn.cells.solvers.METHODS`; "auto" where cells have closed forms or differ.
     """
     if (folder / "config.yaml").is_file():
         saved = operator.attrgetter(field)(_run.load(folder, schema))

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.lm import LMConfig, loss
-from jaxpar.lm.batches import check_batch, valid_batch
-from jaxpar.lm.data import Corpus, Pairs, Windows, sweep, sweep_pairs
 from jaxpar.lm.objectives import num_pairs, preference_loss
+from jaxpar.lm.text.batches import check_batch, valid_batch
+from jaxpar.lm.text.data import Corpus, Pairs, Windows, sweep, sweep_pairs
 from jaxpar.mesh import place_rows
 from jaxpar.nn.attention.context import in_order, padded
 from jaxpar.types import PyTree, UsageError

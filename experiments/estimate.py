@@ -34,8 +34,8 @@ from jaxpar.lm import (
     with_adapters,
 )
 from jaxpar.lm import params as declared
-from jaxpar.lm.data import DataConfig
 from jaxpar.lm.sample import cache_axes, empty_cache, extend
+from jaxpar.lm.text.data import DataConfig
 from jaxpar.lm.transfers import context_bytes, expert_bytes
 from jaxpar.loop import XLA_OPTIONS
 from jaxpar.mesh import MeshSpec, make_mesh, platform, rules_from, simulate_devices, use_mesh

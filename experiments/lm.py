@@ -39,10 +39,10 @@ from jaxpar.lm import (
     num_adapted,
     num_params,
 )
-from jaxpar.lm.data import Corpus, DataConfig, Windows
 from jaxpar.lm.mixers import mixers_of
-from jaxpar.lm.mixture import open_corpora, training_batches
-from jaxpar.lm.tokenizer import Tokenizer, load_tokenizer
+from jaxpar.lm.text.data import Corpus, DataConfig, Windows
+from jaxpar.lm.text.mixture import open_corpora, training_batches
+from jaxpar.lm.text.tokenizer import Tokenizer, load_tokenizer
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import named_shardings, partition
 from jaxpar.nn.mixers import Recurrent

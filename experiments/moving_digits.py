@@ -25,8 +25,8 @@ from jaxpar.loop import FitResult
 from jaxpar.mesh import constrain
 from jaxpar.nn import FramePredictor, SpaceTimeStack
 from jaxpar.nn.attention import Attention, Visible
+from jaxpar.nn.cells.network import SequenceTrainer
 from jaxpar.nn.mlp import Mlp
-from jaxpar.nn.network import SequenceTrainer
 from jaxpar.nn.norm import Norm
 from jaxpar.nn.stack import Stack
 from jaxpar.types import PRNGKey

@@ -36,8 +36,8 @@ from jaxpar.fields import AtLeast, Each, OneOf, field
 from jaxpar.io import plot_metrics, plot_seeds, read_jsonl
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import MeshSpec
+from jaxpar.nn.cells.solvers import METHODS, solver
 from jaxpar.nn.mixers import CELLS
-from jaxpar.nn.solvers import METHODS, solver
 from jaxpar.rl import (
     RENAMED,
     A2c,
@@ -141,7 +141,7 @@ class Config(_run.RunConfig):
       layer_norm: Whether layers are normalised.
       memory: none, or a sequence layer of the library, such as gru, para_gru, min_gru, aaren, transformer.
       memory_size: Its units.
-      method: Method that solves its recurrence, a name of `jaxpar.nn.solvers`; auto leaves it to the platform.
+      method: Method that solves its recurrence, a name of `jaxpar.nn.cells.solvers`; auto leaves it to the platform.
       method_taken: Method that `method=auto` took when the run began; filled in by the run, which keeps it.
       prng: Keys of environments: env, or batch, which is faster and gives other numbers.
       eval_every: Updates between evaluations while it learns, a multiple of train.chunk; 0 means at the end alone.

@@ -28,7 +28,10 @@ from jaxpar.fields import AtLeast, OneOf, Positive, check_fields, field
 from jaxpar.io import Checkpoints, plot_metrics
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import named_shardings, place_rows
-from jaxpar.nn.conv_embedding import ConvEmbedding
+from jaxpar.nn.cells.conv_embedding import ConvEmbedding
+from jaxpar.nn.cells.network import SequenceNetwork, SequenceTrainer
+from jaxpar.nn.cells.solvers import solver
+from jaxpar.nn.cells.stack_network import StackNetwork
 from jaxpar.nn.mixer import Mixer
 from jaxpar.nn.mixers import CELLS, LAYERS
 from jaxpar.nn.mixers.block_recurrent import GATES, BlockRecurrent
@@ -38,10 +41,7 @@ from jaxpar.nn.mixers.recurrent import cell_of
 from jaxpar.nn.mixers.spiking_mlp import SpikingMlp
 from jaxpar.nn.mixers.tcnca import Tcnca
 from jaxpar.nn.mlp import Mlp
-from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
-from jaxpar.nn.solvers import solver
 from jaxpar.nn.stack import Stack
-from jaxpar.nn.stack_network import StackNetwork
 from jaxpar.types import PyTree, UsageError, largest
 
 from . import _run, _train

@@ -71,7 +71,7 @@ from matplotlib.patches import Rectangle
 from jaxpar.commands import _run, lm
 from jaxpar.io import read_jsonl
 from jaxpar.lm import axes, loss
-from jaxpar.lm.data import Windows, open_corpus
+from jaxpar.lm.text.data import Windows, open_corpus
 from jaxpar.mesh import MeshSpec, make_mesh, place_rows, shard, use_mesh
 from jaxpar.processes import keep_programs
 

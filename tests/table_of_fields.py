@@ -46,8 +46,8 @@ from jaxpar.lm import (
     Trainer,
     TuningConfig,
 )
-from jaxpar.lm.corpus import DataConfig
-from jaxpar.lm.data import Windows
+from jaxpar.lm.text.corpus import DataConfig
+from jaxpar.lm.text.data import Windows
 from jaxpar.loop import Fit
 from jaxpar.mesh import MeshSpec
 from jaxpar.neat import NeatConfig
@@ -56,12 +56,16 @@ from jaxpar.neat.episodes import Episodes, GeneralizationTest
 from jaxpar.neat.hyper import Substrate, SubstrateTable
 from jaxpar.neat.problems import Table
 from jaxpar.neat.quadtree import Quadtree
-from jaxpar.nn.aaren import Aaren
 from jaxpar.nn.attention import Attention, Visible
-from jaxpar.nn.cells import Cell
-from jaxpar.nn.conv_embedding import ConvEmbedding
+from jaxpar.nn.cells.aaren import Aaren
+from jaxpar.nn.cells.cell import Cell
+from jaxpar.nn.cells.conv_embedding import ConvEmbedding
+from jaxpar.nn.cells.network import SequenceNetwork, SequenceTrainer
+from jaxpar.nn.cells.s5 import S5
+from jaxpar.nn.cells.stack_network import StackNetwork
 from jaxpar.nn.experts import Experts
 from jaxpar.nn.experts.sharded import AllToAll, Spill
+from jaxpar.nn.images.vision import FramePredictor, ImageClassifier
 from jaxpar.nn.mixers import (
     BlockRecurrent,
     GatedDelta,
@@ -76,17 +80,14 @@ from jaxpar.nn.mixers import (
     Tcnca,
 )
 from jaxpar.nn.mlp import Mlp
-from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
 from jaxpar.nn.norm import Norm
 from jaxpar.nn.position import Rope
-from jaxpar.nn.s5 import S5
 from jaxpar.nn.stack import Stack
-from jaxpar.nn.stack_network import StackNetwork
-from jaxpar.nn.vision import FramePredictor, ImageClassifier
 from jaxpar.optim import Optimizer, OptimizerConfig
 from jaxpar.pipeline import Pipelined, TaskCosts
-from jaxpar.pomdp import Despot, ParticleBelief, Pft, Pomcp, RootParallel, Vopp, tree
-from jaxpar.pomdp.leaves import RolloutValues
+from jaxpar.pomdp import Despot, ParticleBelief, Pft, Pomcp, RootParallel, Vopp
+from jaxpar.pomdp.planners import tree
+from jaxpar.pomdp.planners.leaves import RolloutValues
 from jaxpar.rl import (
     A2c,
     Against,
@@ -421,8 +422,8 @@ RESULTS = {
     "io.layers.LeafSource", "lower.lookback.KernelSource", "lower.lookback.Tile",
     "pipeline.ops.Schedule", "pipeline.pack.TickTable", "pipeline.timing.Timing",
     "experimental.product_chain.ChainPlacement", "aot.placements.ConversionStep",
-    "pomdp.exact.Exact", "pomdp.outline.Branch", "pomdp.particle_search.ParticleTreeSearch",
-    "pomdp.tree_search.TreeSearch", "solve.carries.Division",
+    "pomdp.exact.solver.Exact", "pomdp.planners.outline.Branch", "pomdp.planners.particle_search.ParticleTreeSearch",
+    "pomdp.planners.tree_search.TreeSearch", "solve.carries.Division",
     "solve.blindness.Entry", "solve.carries.Loop", "solve.default.CostModel",
     "solve.problem.Problem", "solve.program.Recurrence", "solve.structure.Structure",
     "solve.solution.Solve", "aot.verify.judge.Limits", "estimate.Candidate", "pomdp.Results", "_rocks.Flips",

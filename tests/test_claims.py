@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from experiments import _proof, lm, verify
-from jaxpar.lm.tokenizer import Bytes
+from jaxpar.lm.text.tokenizer import Bytes
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, rules_from, use_mesh
 from jaxpar.types import UsageError
 

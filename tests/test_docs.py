@@ -35,7 +35,7 @@ from experiments.lm import compose, make_trainer
 from jaxpar.aot.placements import Broadcast, Partial, Split, conversion
 from jaxpar.experimental.product_chain import MATMUL_PLACEMENTS
 from jaxpar.lm import LMConfig
-from jaxpar.lm.data import DataConfig
+from jaxpar.lm.text.data import DataConfig
 from jaxpar.mesh import RULES, MeshSpec, make_mesh, rules_from, use_mesh
 
 ROOT = Path(__file__).parents[1]

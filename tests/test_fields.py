@@ -28,19 +28,24 @@ from jaxpar.experimental.trained_drafts import DraftTrainer
 from jaxpar.fields import AtLeast, Between, Each, Finite, OneOf, Positive, check_fields, field
 from jaxpar.io import Checkpoints
 from jaxpar.lm import AdapterConfig, AdapterTrainer, LMConfig, Trainer
-from jaxpar.lm.corpus import Tokens
-from jaxpar.lm.data import Windows
+from jaxpar.lm.text.corpus import Tokens
+from jaxpar.lm.text.data import Windows
 from jaxpar.loop import Fit
 from jaxpar.neat import NeatConfig
 from jaxpar.neat.config import Rates
 from jaxpar.neat.episodes import Episodes, GeneralizationTest
 from jaxpar.neat.hyper import Substrate, SubstrateTable
 from jaxpar.neat.quadtree import Quadtree
-from jaxpar.nn.aaren import Aaren
 from jaxpar.nn.attention import Attention, Visible
-from jaxpar.nn.cells import Cell
-from jaxpar.nn.conv_embedding import ConvEmbedding
+from jaxpar.nn.cells.aaren import Aaren
+from jaxpar.nn.cells.cell import Cell
+from jaxpar.nn.cells.conv_embedding import ConvEmbedding
+from jaxpar.nn.cells.network import SequenceNetwork, SequenceTrainer
+from jaxpar.nn.cells.s5 import S5
+from jaxpar.nn.cells.stack_network import StackNetwork
 from jaxpar.nn.experts import Experts
+from jaxpar.nn.images.space_time import SpaceTimeStack
+from jaxpar.nn.images.vision import FramePredictor, ImageClassifier
 from jaxpar.nn.mixers import (
     BlockRecurrent,
     GatedDelta,
@@ -55,16 +60,12 @@ from jaxpar.nn.mixers import (
     Tcnca,
 )
 from jaxpar.nn.mlp import Mlp
-from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
-from jaxpar.nn.s5 import S5
-from jaxpar.nn.space_time import SpaceTimeStack
 from jaxpar.nn.stack import Stack
-from jaxpar.nn.stack_network import StackNetwork
-from jaxpar.nn.vision import FramePredictor, ImageClassifier
 from jaxpar.optim import Optimizer
 from jaxpar.pipeline import Pipelined, gpipe
-from jaxpar.pomdp import RootParallel, Vopp, tree
-from jaxpar.pomdp.leaves import RolloutValues
+from jaxpar.pomdp import RootParallel, Vopp
+from jaxpar.pomdp.planners import tree
+from jaxpar.pomdp.planners.leaves import RolloutValues
 from jaxpar.rl import (
     A2c,
     Against,

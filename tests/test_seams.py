@@ -17,7 +17,7 @@ ROOMS = [
     "jaxpar.rollout.policies",
     "jaxpar.rl.learner",
     "jaxpar.pomdp",
-    "jaxpar.pomdp.belief",
+    "jaxpar.pomdp.beliefs.belief",
 ]
 
 

@@ -2,7 +2,7 @@
 
 | file | in -> out shapes | called by |
 |---|---|---|
-| `data`, `tokenizer` | text -> tokens int [B, T] | experiments |
+| `text` | files of text -> batches of tokens int [B, T], by (seed, step) | experiments |
 | `config`, `params` | LMConfig -> tree of (shape, axes, init) -> params | all below |
 | `model` | params, tokens [B, T] -> features [B, T, D], logits [B, T, V], by `jaxpar.nn` | `loss`, `sample` |
 | `loss`, `stages` | params, batch -> loss [], what was told; the same as first, layer, last | `train` |
@@ -13,9 +13,7 @@
 | `transfers` | LMConfig, the ambient mesh -> collectives of a step; bytes of split attention | `experiments` |
 | `sample` | prompt [B, T] -> tokens [B, S] | experiments |
 | `evaluation` | params, records of JSONL -> likelihoods [N], accuracy and perplexity with their errors | experiments |
-| `keys`, `architectures`, `exchange` | Hugging Face folder <-> LMConfig, params | experiments |
-| `stored` | files -> blocks of leaves on their devices, read ahead by threads | `exchange` |
-| `peft` | folder of PEFT's adapters <-> AdapterConfig, adapters | experiments |
+| `hub` | Hugging Face folder <-> LMConfig, params; PEFT's adapters | experiments |
 """
 
 from jaxpar._renamed import renamed
@@ -30,14 +28,14 @@ from jaxpar.lm.adapters import (
     num_adapted,
     with_adapters,
 )
-from jaxpar.lm.architectures import config_from_hf
 from jaxpar.lm.config import LMConfig, gpt2, llama
-from jaxpar.lm.exchange import from_hf, to_hf
+from jaxpar.lm.hub.architectures import config_from_hf
+from jaxpar.lm.hub.exchange import from_hf, to_hf
+from jaxpar.lm.hub.peft import from_peft, to_peft
 from jaxpar.lm.loss import cross_entropy, loss
 from jaxpar.lm.model import apply
 from jaxpar.lm.objectives import ObjectiveConfig
 from jaxpar.lm.params import axes, flops_per_token, init, num_params
-from jaxpar.lm.peft import from_peft, to_peft
 from jaxpar.lm.sample import Decoder, generate
 from jaxpar.lm.train import Trainer, TrainState
 from jaxpar.lm.tuning import TuningConfig

@@ -32,7 +32,7 @@ from jaxpar.lm.tuning import TuningConfig, average_of, depth_scales, next_averag
 from jaxpar.mesh import axes_like
 from jaxpar.nn.leaf import Leaf
 from jaxpar.nn.linear import Frozen, Lora, Weight, whole_weight
-from jaxpar.nn.narrow import Nf4, Quantised, nf4, quantise
+from jaxpar.nn.weights.narrow import Nf4, Quantised, nf4, quantise
 from jaxpar.optim import Optimizer, OptimizerConfig, make_optimizer
 from jaxpar.pipeline.accumulation import InTurn
 from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError

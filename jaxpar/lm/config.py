@@ -7,6 +7,7 @@ from jaxpar.fields import AtLeast, Between, Each, OneOf, Positive, check_fields,
 from jaxpar.lm.mixers import MIXERS, check_mixers, mixers_of
 from jaxpar.nn.attention.context import CONTEXT_MOVES, CONTEXT_ORDERS, Order, SplitSequence
 from jaxpar.nn.attention.mixer import ATTENTION_IMPLS, Attention
+from jaxpar.nn.cells.solvers import METHODS
 from jaxpar.nn.experts import Experts
 from jaxpar.nn.experts.layer import BALANCE_LAYERS
 from jaxpar.nn.experts.route import SCORES
@@ -14,7 +15,6 @@ from jaxpar.nn.experts.sharded import TRANSPORTS, transport_for
 from jaxpar.nn.mlp import ACTIVATIONS, Mlp
 from jaxpar.nn.norm import Norm
 from jaxpar.nn.position import ROPE_SCALINGS
-from jaxpar.nn.solvers import METHODS
 from jaxpar.nn.stack import REMATS, RESIDUALS, WEIGHTS, Stack
 from jaxpar.types import UsageError
 
@@ -80,7 +80,7 @@ class LMConfig:
       context: What travels between devices that share a sequence, of
         `jaxpar.nn.attention.context.MOVES`; "auto" takes what loads a link least, and no gather.
       context_order: In which order they hold it: "contiguous", "zigzag" or "striped"; "auto" takes zigzag where it can.
-      solver: How a recurrent mixer is solved, by a name of `jaxpar.nn.solvers`; "auto" leaves it to the mixer.
+      solver: How a recurrent mixer is solved, by a name of `jaxpar.nn.cells.solvers`; "auto" leaves it to the mixer.
       scan_layers: Whether layers run in one `lax.scan` (compiles once) or unrolled (no stacking copies: faster
         on GPU, slower to compile).
       low_logits: Whether the loss stores logits in `dtype` instead of float32: half the traffic, rounding of

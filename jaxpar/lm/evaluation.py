@@ -7,7 +7,7 @@ Example:
 
     from jaxpar.lm import LMConfig, init
     from jaxpar.lm.evaluation import log_likelihoods, rate_choices, read_questions, rows_of_questions
-    from jaxpar.lm.tokenizer import Bytes
+    from jaxpar.lm.text.tokenizer import Bytes
 
     config = LMConfig(num_layers=1, embed_dim=8, num_heads=2, mlp_dim=8, dtype="float32")
     path = pathlib.Path(tempfile.mkdtemp()) / "mine.jsonl"
@@ -29,14 +29,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.lm.batches import check_batch
-from jaxpar.lm.chat import open_template
 from jaxpar.lm.config import LMConfig
-from jaxpar.lm.examples import chat_ml, encode_pieces, object_of
-from jaxpar.lm.keys import brief
+from jaxpar.lm.hub.keys import brief
 from jaxpar.lm.objectives import token_log_likelihoods
-from jaxpar.lm.shards import lines_of, place_of, read_line
-from jaxpar.lm.tokenizer import Tokenizer
+from jaxpar.lm.text.batches import check_batch
+from jaxpar.lm.text.chat import open_template
+from jaxpar.lm.text.examples import chat_ml, encode_pieces, object_of
+from jaxpar.lm.text.shards import lines_of, place_of, read_line
+from jaxpar.lm.text.tokenizer import Tokenizer
 from jaxpar.mesh import constrain, mesh_axes, place_rows
 from jaxpar.nn.attention.context import in_order
 from jaxpar.types import Array, PyTree, UsageError
@@ -152,9 +152,11 @@ def read_answers(path: str | Path) -> list[ShortAnswer]:
 
 
 def read_documents(path: str | Path, tokenizer: Tokenizer, template: str = "") -> list[Row]:
-    """Reads lines as training does, `jaxpar.lm.examples.pieces_of`, each a document; what counts there counts here.
+    """Reads lines as training does, each a document, by `jaxpar.lm.text.examples.pieces_of`.
 
-    `template` is that of messages, as `jaxpar.lm.chat.open_template` opens it; by default ChatML.
+    What counts there counts here.
+
+    `template` is that of messages, as `jaxpar.lm.text.chat.open_template` opens it; by default ChatML.
 
     Raises:
       UsageError: A line cannot be read, or has no token that counts behind another; it is named by file and number.

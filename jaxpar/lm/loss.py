@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxpar.lm.batches import normaliser_of, valid_batch
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.model import head, hidden
+from jaxpar.lm.text.batches import normaliser_of, valid_batch
 from jaxpar.mesh import constrain, local, mesh_axes
 from jaxpar.nn.attention import capped
 from jaxpar.nn.auxiliary import NOTHING, Aux, Sum, both
@@ -52,7 +52,7 @@ def losses(
         "positions" int [B, T] for packed documents, and "places" int [B, T] of tokens in another order.
       config: The model; static.
       normaliser: Divisor of the weighted sum; by default the sum of the weights, or 1 where that is
-        of nothing. Ids outside of [0, V) weigh nothing: see `jaxpar.lm.batches.valid_batch`.
+        of nothing. Ids outside of [0, V) weigh nothing: see `jaxpar.lm.text.batches.valid_batch`.
       share: Of the losses that layers tell: 1 / M for one of M microbatches, whose losses are averaged.
       dropout_key: Switches dropout on; consumed.
       smoothing: Share of a target that is spread over all V symbols alike (arXiv:1512.00567, section 7).

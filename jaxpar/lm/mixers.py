@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from jaxpar.nn.attention import Attention, Visible
 from jaxpar.nn.attention.context import SplitSequence
+from jaxpar.nn.cells.solvers import solver
 from jaxpar.nn.mixer import Mixer
 from jaxpar.nn.mixers.block_recurrent import GATES, BlockRecurrent
 from jaxpar.nn.mixers.by_name import LAYERS, layer_of, layer_size
@@ -18,7 +19,6 @@ from jaxpar.nn.mixers.ssd import Mamba2
 from jaxpar.nn.mixers.tcnca import Tcnca
 from jaxpar.nn.norm import Norm
 from jaxpar.nn.position import Rope
-from jaxpar.nn.solvers import solver
 from jaxpar.types import UsageError
 
 __all__ = ["mixers_of", "with_mixer"]

@@ -24,11 +24,11 @@ import optax
 from jaxtyping import Array, Float
 
 from jaxpar.fields import Between, OneOf, Positive, check_fields, field
-from jaxpar.lm.batches import BatchReport, has_invalid, report_of, valid_batch
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.loss import last
 from jaxpar.lm.model import head, hidden, logits
 from jaxpar.lm.stages import stages
+from jaxpar.lm.text.batches import BatchReport, has_invalid, report_of, valid_batch
 from jaxpar.mesh import constrain, mesh_axes
 from jaxpar.nn.auxiliary import Aux, Sum, both
 from jaxpar.pipeline.accumulation import Stages

@@ -6,10 +6,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxpar.lm.batches import normaliser_of, valid_batch, valid_ids
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.loss import last, losses, told_of
 from jaxpar.lm.model import embed_for_training, head
+from jaxpar.lm.text.batches import normaliser_of, valid_batch, valid_ids
 from jaxpar.mesh import gather
 from jaxpar.nn.auxiliary import over_all
 from jaxpar.nn.block import Stream

@@ -11,9 +11,9 @@ from jax.typing import DTypeLike
 
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.lm import params as declared
-from jaxpar.lm.batches import BatchReport
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.objectives import ObjectiveConfig, objective_report, objective_stages
+from jaxpar.lm.text.batches import BatchReport
 from jaxpar.lm.tuning import (
     TuningConfig,
     average_of,

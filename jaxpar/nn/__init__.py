@@ -8,22 +8,19 @@
 | `attention`, `mixers` | params, x [B, T, D], cache -> y [B, T, D], cache, what is told | `block` |
 | `experts` | params, x [B, T, D] -> [B, T, D] by the few experts that each token chooses | `block`, `lm` |
 | `block`, `stack` | the same of one layer; of all, with remat and caches | `lm`, `rl`, users |
-| `cells`, `gated`, `aaren`, `s5` | params, h [B, n], projections [B, n] -> h [B, n], and facts about it | `layer` |
-| `layer`, `solvers` | cell, params, xs [B, T, D], h0 -> ys [B, T, n], h | users, `mixers` |
-| `network` | params, xs [B, T, D] -> [B, T, C]; the trainer of any network | experiments |
-| `conv_embedding`, `stack_network` | params, xs [B, T, C] -> [B, T, D]; a stack as such a network | experiments |
-| `space_time` | params, x [B, T, S, D] -> the same, layers along space and time in turn | `vision` |
-| `vision` | params, images [B, H, W, C] -> logits [B, classes]; films [B, T, H, W] -> their next frames | experiments |
+| `cells` | params, xs [B, T, D], h0 -> ys [B, T, n], h: cells, layers and networks of them | `mixers`, users |
+| `images` | params, images [B, H, W, C] -> logits; films -> their next frames | experiments |
+| `weights` | weights of few bits, in the position of an array | `linear`, `lm` |
 """
 
-from jaxpar.nn.aaren import Aaren
-from jaxpar.nn.cells import Cell, SequenceCell
-from jaxpar.nn.gated import GRU, LEM, LSTM, CfC, MinGRU, MinLSTM, ParaGRU, ParaLSTM
-from jaxpar.nn.layer import recurrent
-from jaxpar.nn.network import SequenceNetwork, SequenceTrainer
-from jaxpar.nn.s5 import S5
-from jaxpar.nn.space_time import SpaceTimeStack
-from jaxpar.nn.vision import FramePredictor, ImageClassifier
+from jaxpar.nn.cells.aaren import Aaren
+from jaxpar.nn.cells.cell import Cell, SequenceCell
+from jaxpar.nn.cells.gated import GRU, LEM, LSTM, CfC, MinGRU, MinLSTM, ParaGRU, ParaLSTM
+from jaxpar.nn.cells.layer import recurrent
+from jaxpar.nn.cells.network import SequenceNetwork, SequenceTrainer
+from jaxpar.nn.cells.s5 import S5
+from jaxpar.nn.images.space_time import SpaceTimeStack
+from jaxpar.nn.images.vision import FramePredictor, ImageClassifier
 
 __all__ = [
     "GRU",

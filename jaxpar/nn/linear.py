@@ -1,9 +1,9 @@
 """Every product with a weight: `contract`, and what may stand in a weight's place.
 
 Where a parameter tree has an array, it may have another object with a `contract` of its own: `Lora` adds a low-rank
-product, `Frozen` has no gradient, those of `jaxpar.nn.narrow` keep few bits a number, `Deferred` leaves the weight's
-gradient for later. They are pytrees whose arrays may be stacked over layers, so no layer, loop or optimizer needs to
-know of them.
+product, `Frozen` has no gradient, those of `jaxpar.nn.weights.narrow` keep few bits a number,
+`Deferred` leaves the weight's gradient for later. They are pytrees whose arrays may be stacked over
+layers, so no layer, loop or optimizer needs to know of them.
 
 Example:
     import flax

@@ -21,8 +21,8 @@ from jaxpar.nn.leaf import Leaf, init_leaves
 from jaxpar.nn.linear import on_weight
 from jaxpar.nn.mixer import DECODING, TRAINING, Context, FeedForward, Mixer, PreparesDecoding
 from jaxpar.nn.norm import Norm
-from jaxpar.nn.ternary import Ternary, ternary
-from jaxpar.nn.ternary import for_decoding as smallest
+from jaxpar.nn.weights.ternary import Ternary, ternary
+from jaxpar.nn.weights.ternary import for_decoding as smallest
 from jaxpar.types import PRNGKey, PyTree, UsageError, largest
 
 __all__ = ["REMATS", "RESIDUALS", "WEIGHTS", "PseudoTokens", "Stack", "StackCache"]
@@ -58,7 +58,8 @@ class Stack:
       ranges: Whether layers report "residual_max", the largest magnitude of the residual stream of
         tokens that count, at one read of it each.
       weights: "full", or "ternary": every weight between the residual stream and a branch is rounded to -1, 0 and 1
-        where it is multiplied (`jaxpar.nn.ternary`). The parameters are the same: what is trained is not rounded.
+        where it is multiplied (`jaxpar.nn.weights.ternary`). The parameters are the same: what is
+        trained is not rounded.
     """
 
     num_layers: int = field(legal=AtLeast(1))

@@ -2,32 +2,14 @@
 
 | file | in -> out | called by |
 | --- | --- | --- |
-| `tabular.py` | arrays or an environment's `tabular` -> `TabularPomdp`, its environment; Bayes | all |
-| `cassandra.py` | a `.POMDP` file <-> `TabularPomdp` | experiments, users |
-| `pomdpx.py`, `_xml.py` | a POMDPX file <-> `TabularPomdp` | users |
-| `policies.py` | a `.policy` or `.alpha` file <-> `Exact` | users |
-| `bounds.py` | `TabularPomdp` -> QMDP, FIB and blind values `[A, S]` | exact solvers, planners |
-| `exact.py`, `_alpha.py`, `_points.py` | `TabularPomdp` -> value, bounds, alpha vectors `[N, S]` | tests, users |
-| `model.py` | an environment -> sizes, legal actions, steps and rollouts of n simulations | planners |
-| `belief.py` | belief, action, observation -> belief, evidence; `Belief`, `BeliefUpdater` | planners, `simulate.py` |
-| `exact_belief.py` | a finite model -> its chances `[S]` as weighted states | `simulate.py`, `exact.py` |
-| `tree.py` | (node, action), (edge, observation) of n simulations -> int32 ids, statistics | planners |
-| `adding.py`, `_loops.py` | sums by index in no order; loops over those simulations that go on | `tree.py`, planners |
-| `simulations.py` | belief -> n simulations at the root; their ends -> the tree | tree searches |
-| `planner.py`, `clock.py` | a planner's search -> action, `PlanInfo`; until a deadline; `Planner` | planners |
-| `leaves.py` | states `[n, ...]` -> values `[n]`: the part `evaluate` | planners |
-| `tree_search.py` | parts, belief -> a grown tree of `[N]` nodes, `[E]` edges | `vopp.py`, `pomcp.py` |
-| `vopp.py`, `pomcp.py` | belief -> action, report | users, `simulate.py` |
-| `widening.py` | the number of a visit -> a slot; particles `[m]`, observation -> particles | `pft.py`, `pomcpow.py` |
-| `particle_search.py` | parts, belief -> a grown tree of particle sets `[N, m]` | `pft.py`, `pomcpow.py` |
-| `pft.py`, `pomcpow.py` | belief -> action, report | users, `simulate.py` |
-| `scenarios.py` | states `[K, A]`, keys `[K]` -> steps, what a default policy earns, upper bounds | `despot.py` |
-| `scenario_tree.py` | K scenarios -> their tree as arrays, its report | `despot.py` |
-| `despot.py` | belief -> K scenarios, a sparse tree with bounds -> action, report | users, `simulate.py` |
-| `root_parallel.py` | a planner, belief -> W trees -> action, report `[A]` | users, `simulate.py` |
-| `outline.py` | a grown tree -> its most visited branches, as text | users, experiments |
-| `simulate.py` | planner, belief updater, environment -> episodes `[T]` | experiments, users |
-| `check.py` | an environment or model -> a report, or what it breaks | whoever writes a model |
+| `tabular` | arrays or an environment's `tabular` -> `TabularPomdp`, its environment; Bayes | all |
+| `files` | `.POMDP`, POMDPX, `.policy` and `.alpha` files <-> `TabularPomdp`, `Exact` | users |
+| `model` | an environment -> sizes, legal actions, steps and rollouts of n simulations | planners |
+| `beliefs` | belief, action, observation -> belief, evidence | planners, `simulate` |
+| `exact` | `TabularPomdp` -> value, bounds, alpha vectors `[N, S]` | planners, tests, users |
+| `planners` | belief -> action, report | `simulate`, users |
+| `simulate` | planner, belief updater, environment -> episodes `[T]` | experiments, users |
+| `check` | an environment or model -> a report, or what it breaks | users |
 
 A planner is made of parts, and planners differ in these:
 
@@ -49,7 +31,7 @@ Example:
     from jaxpar import envs
     import jax.numpy as jnp
     from jaxpar.pomdp import ParticleBelief, Pomcp
-    from jaxpar.pomdp.tree import EMPTY
+    from jaxpar.pomdp.planners.tree import EMPTY
 
     def least_tried(key, tree, simulations, legal):  # the new part: no bound, every action in its turn
         row = tree.edges.at[simulations.node].get(mode="clip")
@@ -63,7 +45,7 @@ Example:
     assert info.visits.tolist() == [10, 10, 10]
 """
 
-from jaxpar.pomdp.belief import (
+from jaxpar.pomdp.beliefs.belief import (
     Belief,
     BeliefUpdater,
     Evidence,
@@ -72,20 +54,23 @@ from jaxpar.pomdp.belief import (
     ParticleBelief,
     Particles,
 )
-from jaxpar.pomdp.bounds import blind, fib, qmdp
-from jaxpar.pomdp.cassandra import load_pomdp, save_pomdp
+from jaxpar.pomdp.beliefs.exact_belief import ExactBelief
 from jaxpar.pomdp.check import check_model, check_tabular
-from jaxpar.pomdp.despot import Despot
-from jaxpar.pomdp.exact import Exact, iterated_values, reachable_beliefs, solve_exact
-from jaxpar.pomdp.exact_belief import ExactBelief
-from jaxpar.pomdp.pft import Pft
-from jaxpar.pomdp.planner import AnytimePlanner, PlanInfo, Planner, SearchPlanner
-from jaxpar.pomdp.policies import load_policy, save_policy
-from jaxpar.pomdp.pomcp import Pomcp
-from jaxpar.pomdp.pomcpow import Pomcpow
-from jaxpar.pomdp.pomdpx import load_pomdpx, save_pomdpx
-from jaxpar.pomdp.root_parallel import RootParallel
-from jaxpar.pomdp.scenario_tree import DespotInfo
+from jaxpar.pomdp.exact.bounds import blind, fib, qmdp
+from jaxpar.pomdp.exact.solver import Exact, iterated_values, reachable_beliefs, solve_exact
+from jaxpar.pomdp.files.cassandra import load_pomdp, save_pomdp
+from jaxpar.pomdp.files.policies import load_policy, save_policy
+from jaxpar.pomdp.files.pomdpx import load_pomdpx, save_pomdpx
+from jaxpar.pomdp.planners.despot import Despot
+from jaxpar.pomdp.planners.pft import Pft
+from jaxpar.pomdp.planners.planner import AnytimePlanner, PlanInfo, Planner, SearchPlanner
+from jaxpar.pomdp.planners.pomcp import Pomcp
+from jaxpar.pomdp.planners.pomcpow import Pomcpow
+from jaxpar.pomdp.planners.root_parallel import RootParallel
+from jaxpar.pomdp.planners.scenario_tree import DespotInfo
+from jaxpar.pomdp.planners.tree import DenseChildren, HashedChildren
+from jaxpar.pomdp.planners.tree_search import TreeSearch
+from jaxpar.pomdp.planners.vopp import FixedReference, Vopp
 from jaxpar.pomdp.simulate import (
     DishonestValues,
     Episode,
@@ -95,9 +80,6 @@ from jaxpar.pomdp.simulate import (
     summarize,
 )
 from jaxpar.pomdp.tabular import TabularEnvironment, TabularPomdp, from_environment, tabular_update
-from jaxpar.pomdp.tree import DenseChildren, HashedChildren
-from jaxpar.pomdp.tree_search import TreeSearch
-from jaxpar.pomdp.vopp import FixedReference, Vopp
 
 __all__ = [
     "AnytimePlanner",

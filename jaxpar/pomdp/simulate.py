@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from jaxpar.env import Environment, capabilities, reset, step
 from jaxpar.mesh import mesh_axes, partition
-from jaxpar.pomdp.belief import BeliefUpdater
+from jaxpar.pomdp.beliefs.belief import BeliefUpdater
 from jaxpar.pomdp.model import discount_of
-from jaxpar.pomdp.planner import Planner
+from jaxpar.pomdp.planners.planner import Planner
 from jaxpar.types import Array, PRNGKey, PyTree, Scalar, UsageError, concrete_values
 
 __all__ = [

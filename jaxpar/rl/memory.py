@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxpar.mesh import unsplit
 from jaxpar.nn import S5, SequenceCell
 from jaxpar.nn.attention import Attention, Visible
-from jaxpar.nn.layer import cell_states, first_state
+from jaxpar.nn.cells.layer import cell_states, first_state
 from jaxpar.nn.leaf import Leaf, init_leaves
 from jaxpar.nn.mixers import CELLS, cell_of
 from jaxpar.nn.mlp import Mlp

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxpar.nn.cells import along
+from jaxpar.nn.cells.cell import along
 from jaxpar.types import PRNGKey, PyTree
 
 __all__ = ["DECOMPOSITIONS", "init_decomposition", "joint_value"]

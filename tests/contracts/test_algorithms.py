@@ -32,12 +32,12 @@ from jaxpar.lm import (
 from jaxpar.neat import CANONICAL, Neat, NeatConfig, Table, xor
 from jaxpar.nn import ImageClassifier, SequenceNetwork, SequenceTrainer
 from jaxpar.nn.attention import Attention, Visible
-from jaxpar.nn.conv_embedding import ConvEmbedding
+from jaxpar.nn.cells.conv_embedding import ConvEmbedding
+from jaxpar.nn.cells.stack_network import StackNetwork
 from jaxpar.nn.mixers import Lmu
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.position import Alibi
 from jaxpar.nn.stack import Stack
-from jaxpar.nn.stack_network import StackNetwork
 from jaxpar.own import OwnModel
 from jaxpar.rl import (
     A2c,

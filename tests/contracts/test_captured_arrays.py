@@ -36,7 +36,7 @@ from jaxpar.env import check_action
 from jaxpar.fields import check_fields
 from jaxpar.lm import AdapterConfig, Decoder
 from jaxpar.lm.adapters import num_adapted
-from jaxpar.lm.batches import check_batch
+from jaxpar.lm.text.batches import check_batch
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.neat import CANONICAL
 from jaxpar.nn.attention.context import context_attention

@@ -25,8 +25,8 @@ from jaxpar.pomdp import (
     RootParallel,
     Vopp,
 )
-from jaxpar.pomdp.leaves import HeuristicValues, leaf_values
 from jaxpar.pomdp.model import random_legal
+from jaxpar.pomdp.planners.leaves import HeuristicValues, leaf_values
 from jaxpar.types import UsageError
 
 

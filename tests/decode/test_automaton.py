@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxpar.decode import Automaton, Sampling, automaton_of, is_stuck, process, regex_automaton
-from jaxpar.lm.tokenizer import Bytes, train_bpe
+from jaxpar.lm.text.tokenizer import Bytes, train_bpe
 from jaxpar.types import UsageError
 
 BYTES = Bytes().token_bytes()

@@ -9,7 +9,7 @@ from experiments._run import folder_name
 from jaxpar import aot
 from jaxpar.lm import from_hf, from_peft, merge_adapters, with_adapters
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-from jaxpar.nn.narrow import Quantised
+from jaxpar.nn.weights.narrow import Quantised
 from jaxpar.types import UsageError
 
 SIZES = (

@@ -25,7 +25,7 @@ from jaxpar.decode import (
     process,
 )
 from jaxpar.lm import Decoder, LMConfig, apply, from_hf, to_hf
-from jaxpar.lm.tokenizer import Bytes, load_tokenizer, train_bpe
+from jaxpar.lm.text.tokenizer import Bytes, load_tokenizer, train_bpe
 from jaxpar.types import UsageError
 
 NEW, LENGTH = 6, 24

@@ -11,9 +11,9 @@ from tokenizers import models
 
 from experiments import lm
 from jaxpar.lm import LMConfig, from_hf, to_hf
-from jaxpar.lm.chat import load_chat
 from jaxpar.lm.params import abstract
-from jaxpar.lm.tokenizer import load_tokenizer
+from jaxpar.lm.text.chat import load_chat
+from jaxpar.lm.text.tokenizer import load_tokenizer
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.types import UsageError
 

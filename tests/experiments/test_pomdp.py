@@ -17,7 +17,7 @@ from experiments._judge import Judge
 from experiments._pomdp_film import _draw_tree, moves, planned
 from experiments._rocks import RockBelief
 from jaxpar.env import reset, step
-from jaxpar.pomdp.outline import Branch
+from jaxpar.pomdp.planners.outline import Branch
 from jaxpar.types import UsageError
 
 TINY = (

@@ -25,7 +25,7 @@ from experiments import (
 )
 from experiments._mistakes import RENAMED, _flags, presets_of
 from jaxpar.lm import gpt2, llama, num_params
-from jaxpar.lm.tokenizer import Bytes
+from jaxpar.lm.text.tokenizer import Bytes
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.types import UsageError
 

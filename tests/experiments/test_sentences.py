@@ -10,7 +10,7 @@ import pytest
 from experiments import lm
 from experiments._mistakes import sentence_of
 from jaxpar.io.storage import storage_reason, unreadable_reason
-from jaxpar.lm.tokenizer import Bytes
+from jaxpar.lm.text.tokenizer import Bytes
 from jaxpar.types import UsageError
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -19,8 +19,8 @@ from experiments import _folder, _run, lm
 from experiments._folder import LOCK, held
 from jaxpar.io import Checkpoints
 from jaxpar.lm import from_hf
-from jaxpar.lm.corpus import open_corpus
-from jaxpar.lm.data import DataConfig
+from jaxpar.lm.text.corpus import open_corpus
+from jaxpar.lm.text.data import DataConfig
 from jaxpar.neat import from_json
 from jaxpar.types import UsageError
 

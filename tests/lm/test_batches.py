@@ -14,10 +14,10 @@ from weighted_batches import DENSE, EXPERTS, MODELS, NEAR, ROWS, T, V, batch_of,
 
 from jaxpar.io import Checkpoints, RunMismatchError
 from jaxpar.lm import ObjectiveConfig, OptimizerConfig, Trainer
-from jaxpar.lm.batches import check_batch, normaliser_of, report_of, valid_batch
 from jaxpar.lm.loss import losses
 from jaxpar.lm.objectives import preference_loss
 from jaxpar.lm.stages import stages
+from jaxpar.lm.text.batches import check_batch, normaliser_of, report_of, valid_batch
 from jaxpar.lm.train import Health, _watch
 from jaxpar.loop import Hooks, resume
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, shard, use_mesh

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxpar.lm.chat import load_chat
+from jaxpar.lm.text.chat import load_chat
 from jaxpar.types import UsageError
 
 TEMPLATE = """{{ bos_token }}{% for m in messages %}

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxpar.lm import corpus as corpus_module
-from jaxpar.lm.corpus import DataConfig, open_corpus
-from jaxpar.lm.tokenizer import Bytes, train_bpe
+from jaxpar.lm.text import corpus as corpus_module
+from jaxpar.lm.text.corpus import DataConfig, open_corpus
+from jaxpar.lm.text.tokenizer import Bytes, train_bpe
 from jaxpar.types import UsageError
 
 WORDS = "alpha beta gamma delta naïve 日本 epsilon zeta".split()
@@ -316,7 +316,7 @@ def test_a_big_file_needs_little_memory(tmp_path):
         file.truncate(3 * 2**30)
     program = f"""
 import resource
-from jaxpar.lm.data import DataConfig, Windows, open_corpus
+from jaxpar.lm.text.data import DataConfig, Windows, open_corpus
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 before = peak()
 corpus = open_corpus(DataConfig({str(tmp_path / "big")!r}, split="tail:0.1"), {str(tmp_path / "cache")!r})

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpar.lm.data import Tokens, Windows, permuted, sweep
+from jaxpar.lm.text.data import Tokens, Windows, permuted, sweep
 from jaxpar.types import UsageError
 
 

@@ -12,7 +12,7 @@ import pytest
 from jaxpar.lm import LMConfig, apply, axes, init
 from jaxpar.lm import evaluation as ev
 from jaxpar.lm.objectives import token_log_likelihoods
-from jaxpar.lm.tokenizer import Bytes
+from jaxpar.lm.text.tokenizer import Bytes
 from jaxpar.mesh import MeshSpec, make_mesh, shard, use_mesh
 from jaxpar.types import UsageError
 

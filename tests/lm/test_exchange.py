@@ -15,9 +15,9 @@ from safetensors.numpy import load_file, save_file
 from twin_folders import twin_logits
 
 from jaxpar.decode import Sampling
-from jaxpar.lm import exchange, stored
 from jaxpar.lm.config import LMConfig
-from jaxpar.lm.exchange import from_hf, to_hf
+from jaxpar.lm.hub import exchange, stored
+from jaxpar.lm.hub.exchange import from_hf, to_hf
 from jaxpar.lm.model import apply
 from jaxpar.lm.params import abstract, axes
 from jaxpar.lm.sample import generate

@@ -17,7 +17,7 @@ from tokenizers import models, processors
 
 from jaxpar.decode import Generated
 from jaxpar.lm import LMConfig, Sampling, config_from_hf, from_hf, generate, num_params, to_hf
-from jaxpar.lm.tokenizer import load_tokenizer
+from jaxpar.lm.text.tokenizer import load_tokenizer
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.types import UsageError
 

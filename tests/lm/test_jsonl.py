@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxpar.lm import shards
-from jaxpar.lm.chat import open_template
-from jaxpar.lm.corpus import DataConfig, open_corpus
-from jaxpar.lm.data import Windows, sweep
-from jaxpar.lm.examples import chat_ml, encode_pieces, pieces_of
-from jaxpar.lm.shards import tokenise
-from jaxpar.lm.tokenizer import Bytes
+from jaxpar.lm.text import shards
+from jaxpar.lm.text.chat import open_template
+from jaxpar.lm.text.corpus import DataConfig, open_corpus
+from jaxpar.lm.text.data import Windows, sweep
+from jaxpar.lm.text.examples import chat_ml, encode_pieces, pieces_of
+from jaxpar.lm.text.shards import tokenise
+from jaxpar.lm.text.tokenizer import Bytes
 from jaxpar.types import UsageError
 
 CHAT = [

@@ -12,7 +12,7 @@ from of_transformers import saved_with_other_values, scores
 from twin_kin import kin_logits
 
 from jaxpar.lm.config import LMConfig
-from jaxpar.lm.exchange import from_hf, to_hf
+from jaxpar.lm.hub.exchange import from_hf, to_hf
 from jaxpar.lm.loss import loss
 from jaxpar.lm.model import apply
 from jaxpar.lm.params import abstract, axes
@@ -200,7 +200,7 @@ ABSENT = [
 
 @pytest.mark.parametrize(("name", "key", "windows"), ABSENT)
 def test_an_absent_key_means_what_transformers_takes(name, key, windows, folders, tmp_path):
-    from jaxpar.lm.architectures import config_from_hf
+    from jaxpar.lm.hub.architectures import config_from_hf
 
     values = json.loads((folders / name / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in values.items() if k != key}))
@@ -208,7 +208,7 @@ def test_an_absent_key_means_what_transformers_takes(name, key, windows, folders
 
 
 def test_null_is_no_window_and_no_cap(folders, tmp_path):
-    from jaxpar.lm.architectures import config_from_hf
+    from jaxpar.lm.hub.architectures import config_from_hf
 
     values = json.loads((folders / "mistral" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"sliding_window": None}))

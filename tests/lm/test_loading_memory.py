@@ -5,7 +5,8 @@ import threading
 import jax
 import numpy as np
 
-from jaxpar.lm import LMConfig, from_hf, init, stored, to_hf
+from jaxpar.lm import LMConfig, from_hf, init, to_hf
+from jaxpar.lm.hub import stored
 
 MODEL = LMConfig(
     vocab_size=512,

@@ -14,7 +14,7 @@ from experiments import verify
 from jaxpar.lm import LMConfig, Sampling, flops_per_token, generate, num_params, to_hf
 from jaxpar.lm.sample import empty_cache
 from jaxpar.nn.mixers import Hgrn
-from jaxpar.nn.ternary import PackedTernary
+from jaxpar.nn.weights.ternary import PackedTernary
 from jaxpar.types import UsageError
 
 T = 6

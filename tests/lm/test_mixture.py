@@ -10,9 +10,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from jaxpar.lm.corpus import DataConfig, Tokens
-from jaxpar.lm.data import Windows
-from jaxpar.lm.mixture import (
+from jaxpar.lm.text.corpus import DataConfig, Tokens
+from jaxpar.lm.text.data import Windows
+from jaxpar.lm.text.mixture import (
     Mixture,
     counts_of_round,
     open_corpora,

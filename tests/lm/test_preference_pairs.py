@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from jaxpar.lm.corpus import DataConfig, open_corpus
-from jaxpar.lm.data import Pairs, sweep_pairs
+from jaxpar.lm.text.corpus import DataConfig, open_corpus
+from jaxpar.lm.text.data import Pairs, sweep_pairs
 from jaxpar.nn.attention.context import padded
 from jaxpar.types import UsageError
 

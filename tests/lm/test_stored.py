@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxpar.lm import stored
+from jaxpar.lm.hub import stored
 
 KINDS = ["float32", "float16", "float64", "bfloat16"]
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, processors
 
-from jaxpar.lm.tokenizer import Bpe, Bytes, load_tokenizer, train_bpe, vocab_size_of
+from jaxpar.lm.text.tokenizer import Bpe, Bytes, load_tokenizer, train_bpe, vocab_size_of
 from jaxpar.types import UsageError
 
 TEXTS = [

@@ -33,8 +33,8 @@ from jaxpar.nn.experts.layer import dense_mixture
 from jaxpar.nn.experts.route import expert_choice, route
 from jaxpar.nn.mixer import Context, Rules
 from jaxpar.nn.mlp import ACTIVATIONS
-from jaxpar.nn.narrow import quantise
 from jaxpar.nn.stack import Stack
+from jaxpar.nn.weights.narrow import quantise
 from jaxpar.types import UsageError
 
 

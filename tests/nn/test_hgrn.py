@@ -8,7 +8,7 @@ from fast import jit
 from tolerance import EXACT_MATHS, assert_close
 
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-from jaxpar.nn.cells import Cell
+from jaxpar.nn.cells.cell import Cell
 from jaxpar.nn.mixer import ActivationSizes, Context
 from jaxpar.nn.mixers import Hgrn
 from jaxpar.solve import Sequential, parallel_scan

@@ -23,7 +23,7 @@ from jaxpar.nn.linear import (
     transposed_is_faster,
     whole_weight,
 )
-from jaxpar.nn.narrow import quantise
+from jaxpar.nn.weights.narrow import quantise
 from jaxpar.types import UsageError
 
 INTO, OUT = "btd,dhk->bthk", "bthk,hkd->btd"

@@ -9,14 +9,14 @@ from fast import jit
 from tolerance import EXACT_MATHS, assert_close
 
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-from jaxpar.nn.conv_embedding import ConvEmbedding
+from jaxpar.nn.cells.conv_embedding import ConvEmbedding
+from jaxpar.nn.cells.stack_network import StackNetwork
 from jaxpar.nn.leaf import Leaf
 from jaxpar.nn.mixer import Context
 from jaxpar.nn.mixers import Lmu, SpikingMlp
 from jaxpar.nn.mixers.spikes import spike
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.stack import Stack
-from jaxpar.nn.stack_network import StackNetwork
 from jaxpar.types import UsageError
 
 B, T, C, D, TAPS, CONVS = 2, 6, 2, 4, 3, 2

@@ -8,7 +8,7 @@ from jax.scipy.special import ndtri
 from tolerance import EXACT_MATHS, assert_close
 
 from jaxpar.nn.linear import Frozen, contract, whole_weight
-from jaxpar.nn.narrow import LEVELS, nf4, quantise
+from jaxpar.nn.weights.narrow import LEVELS, nf4, quantise
 from jaxpar.types import UsageError
 
 AXES = ("embed", "mlp")

@@ -8,11 +8,11 @@ import numpy as np
 import optax
 import pytest
 
+from jaxpar.nn.cells.stack_network import StackNetwork
 from jaxpar.nn.mixers import Tcnca
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.position import Rope
 from jaxpar.nn.stack import Stack
-from jaxpar.nn.stack_network import StackNetwork
 
 KEYS, T, STEPS = 4, 16, 400
 

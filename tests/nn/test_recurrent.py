@@ -24,9 +24,9 @@ from jaxpar.nn import (
     ParaLSTM,
     recurrent,
 )
-from jaxpar.nn.layer import method_for
+from jaxpar.nn.cells.layer import method_for
+from jaxpar.nn.cells.solvers import METHODS, name_taken, solver
 from jaxpar.nn.mixers.recurrent import sharded_recurrence
-from jaxpar.nn.solvers import METHODS, name_taken, solver
 from jaxpar.solve import Block, Dense, Fused, Newton, Quasi, Sequential
 from jaxpar.types import UsageError
 
@@ -189,7 +189,7 @@ def test_resets_reach_states_of_any_shape_where_kernels_want_them_like_inputs(
         )(xs)
 
     want = run()
-    monkeypatch.setattr("jaxpar.nn.layer.platform", lambda: "gpu")
+    monkeypatch.setattr("jaxpar.nn.cells.layer.platform", lambda: "gpu")
     np.testing.assert_array_equal(run(), want)
 
 
@@ -202,7 +202,7 @@ def test_the_kernels_take_the_units_that_do_not_see_each_other(name, resets, mon
     if jax.default_backend() != "gpu":
         triton_interpreter.install(monkeypatch)
         monkeypatch.setattr("jaxpar.lower.triton.available", lambda: True)
-    monkeypatch.setattr("jaxpar.nn.layer.platform", lambda: "gpu")
+    monkeypatch.setattr("jaxpar.nn.cells.layer.platform", lambda: "gpu")
     monkeypatch.setattr("jaxpar.solve.auto.jax.default_backend", lambda: "gpu")
     cell = CELLS[name]
     params = {name: jnp.asarray(leaf, jnp.float32) for name, leaf in noisy(cell).items()}

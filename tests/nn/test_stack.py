@@ -14,8 +14,8 @@ from tolerance import EXACT_MATHS, assert_close
 
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, shard, use_mesh
 from jaxpar.nn import ParaGRU
-from jaxpar.nn.aaren import Aaren
 from jaxpar.nn.attention import Attention, LinearCache, Visible
+from jaxpar.nn.cells.aaren import Aaren
 from jaxpar.nn.linear import Lora
 from jaxpar.nn.mixer import ActivationSizes
 from jaxpar.nn.mixers import (
@@ -32,9 +32,9 @@ from jaxpar.nn.mixers import (
     Tcnca,
 )
 from jaxpar.nn.mlp import Mlp
-from jaxpar.nn.narrow import quantise
 from jaxpar.nn.position import Alibi, Rope
 from jaxpar.nn.stack import Stack
+from jaxpar.nn.weights.narrow import quantise
 from jaxpar.types import UsageError
 
 B, T, D = 3, 9, 8

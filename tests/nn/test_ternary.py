@@ -20,7 +20,7 @@ from jaxpar.nn.mixers import Hgrn
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.position import Rope
 from jaxpar.nn.stack import Stack
-from jaxpar.nn.ternary import PackedTernary, Ternary, int8_rows, pack, ternary
+from jaxpar.nn.weights.ternary import PackedTernary, Ternary, int8_rows, pack, ternary
 from jaxpar.types import UsageError
 
 INTO, OUT, SWAPPED = "btd,dhk->bthk", "bthk,hkd->btd", "btd,df->tbf"

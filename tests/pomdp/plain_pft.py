@@ -12,8 +12,8 @@ from fast import jit
 from plain_tree import LOG, note
 
 from jaxpar.env import Box, Discrete
-from jaxpar.pomdp.pft import Pft
-from jaxpar.pomdp.pomcpow import Pomcpow
+from jaxpar.pomdp.planners.pft import Pft
+from jaxpar.pomdp.planners.pomcpow import Pomcpow
 
 
 @flax.struct.dataclass

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.experimental import io_callback
 
-from jaxpar.pomdp.vopp import Vopp
+from jaxpar.pomdp.planners.vopp import Vopp
 
 LOG = []
 

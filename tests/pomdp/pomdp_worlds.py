@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.env import Discrete
-from jaxpar.pomdp.belief import Evidence
+from jaxpar.pomdp.beliefs.belief import Evidence
 
 
 @flax.struct.dataclass

@@ -7,7 +7,7 @@ from fast import jit
 
 import envs
 from jaxpar.pomdp import Despot, ParticleBelief, Pomcp, Vopp
-from jaxpar.pomdp.adding import add_at
+from jaxpar.pomdp.planners.adding import add_at
 
 # One program a shape: op by op there are forty. All that call it do as a GPU does.
 added = jit(lambda table, ids, values: add_at(table, ids, values))

@@ -12,7 +12,7 @@ from pomdp_worlds import Leaving, Tiger
 
 from envs.pomdp.rocksample import RockSample
 from jaxpar.pomdp import Gaussian, KalmanBelief, ParticleBelief, Particles
-from jaxpar.pomdp.belief import systematic
+from jaxpar.pomdp.beliefs.belief import systematic
 from jaxpar.types import UsageError
 
 TIGER, PARAMS = Tiger(), Tiger().default_params

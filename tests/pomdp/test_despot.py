@@ -14,7 +14,7 @@ from pomdp_worlds import Bayes, Known, Leaving, Tiger
 
 from envs.pomdp.rocksample import RockSample
 from jaxpar.pomdp import Despot, ParticleBelief, Particles, simulate_many, summarize
-from jaxpar.pomdp.tree import EMPTY, HashedChildren
+from jaxpar.pomdp.planners.tree import EMPTY, HashedChildren
 from jaxpar.types import UsageError
 
 TIGER, PARAMS = Tiger(), Tiger().default_params

@@ -15,7 +15,7 @@ from jaxpar.pomdp import (
     save_pomdp,
     save_pomdpx,
 )
-from jaxpar.pomdp.exact import Exact
+from jaxpar.pomdp.exact.solver import Exact
 from jaxpar.types import UsageError
 
 

@@ -7,7 +7,7 @@ from fast import jit
 
 import envs
 from jaxpar.pomdp import HashedChildren, ParticleBelief, Pomcp, Vopp
-from jaxpar.pomdp.outline import outline
+from jaxpar.pomdp.planners.outline import outline
 from jaxpar.types import UsageError
 
 PLANNERS = [

@@ -14,8 +14,8 @@ from pomdp_worlds import Bayes, Known, Leaving, Tiger
 
 from jaxpar.env import Transition
 from jaxpar.pomdp import ParticleBelief, Pft, Pomcpow, simulate_many, summarize
-from jaxpar.pomdp.tree import EMPTY
-from jaxpar.pomdp.widening import drawn_index, filter_step, open_slots, slot_of_visit
+from jaxpar.pomdp.planners.tree import EMPTY
+from jaxpar.pomdp.planners.widening import drawn_index, filter_step, open_slots, slot_of_visit
 from jaxpar.types import UsageError
 
 TIGER, PARAMS, LINE, ON_LINE = Tiger(), Tiger().default_params, Line(), LineParams()

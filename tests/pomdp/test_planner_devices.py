@@ -12,7 +12,7 @@ from pomdp_worlds import Bayes, Known, Tiger
 
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.pomdp import Despot, Pft, Pomcp, RootParallel, Vopp, simulate_many
-from jaxpar.pomdp.root_parallel import merged
+from jaxpar.pomdp.planners.root_parallel import merged
 from jaxpar.types import UsageError
 
 ENV, PARAMS = Tiger(), Tiger().default_params

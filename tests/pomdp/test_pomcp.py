@@ -10,9 +10,9 @@ from pomdp_worlds import Known, Leaving, Tiger
 
 from envs.pomdp.rocksample import RockSample
 from jaxpar.pomdp import ParticleBelief, Pomcp
-from jaxpar.pomdp.pomcp import add_returns, ranks, virtual_choice
-from jaxpar.pomdp.simulations import Path
-from jaxpar.pomdp.tree import EMPTY, DenseChildren, empty_tree
+from jaxpar.pomdp.planners.pomcp import add_returns, ranks, virtual_choice
+from jaxpar.pomdp.planners.simulations import Path
+from jaxpar.pomdp.planners.tree import EMPTY, DenseChildren, empty_tree
 from jaxpar.types import UsageError
 
 

@@ -10,8 +10,8 @@ from pomdp_worlds import Known, Leaving, Tiger
 
 from envs.pomdp.rocksample import RockSample
 from jaxpar.pomdp import ParticleBelief, Pomcp, Vopp
-from jaxpar.pomdp._loops import while_live
-from jaxpar.pomdp.tree import EMPTY, DenseChildren, HashedChildren, empty_tree, insert
+from jaxpar.pomdp.planners._loops import while_live
+from jaxpar.pomdp.planners.tree import EMPTY, DenseChildren, HashedChildren, empty_tree, insert
 from jaxpar.types import UsageError
 
 

@@ -11,9 +11,10 @@ from fast import jit
 from pomdp_worlds import Bayes, Known, Leaving, Tiger
 
 from envs.pomdp.rocksample import RockSample
-from jaxpar.pomdp import FixedReference, ParticleBelief, Vopp, simulate_many, vopp
-from jaxpar.pomdp.tree import EMPTY, DenseChildren, empty_tree
-from jaxpar.pomdp.vopp import preference_step
+from jaxpar.pomdp import FixedReference, ParticleBelief, Vopp, simulate_many
+from jaxpar.pomdp.planners import vopp
+from jaxpar.pomdp.planners.tree import EMPTY, DenseChildren, empty_tree
+from jaxpar.pomdp.planners.vopp import preference_step
 from jaxpar.types import UsageError
 
 TIGER, PARAMS = Tiger(), Tiger().default_params

@@ -526,7 +526,7 @@ ERRORS = (
     Planted(
         "stages",
         "tokens are counted, not weights",
-        "jaxpar.lm.batches:normaliser_of",
+        "jaxpar.lm.text.batches:normaliser_of",
         _size_for_weights,
         "fsdp4.tensor2",
     ),
@@ -779,14 +779,14 @@ ERRORS = (
     Planted(
         "losses",
         "weights count twice",
-        "jaxpar.lm.batches:valid_batch",
+        "jaxpar.lm.text.batches:valid_batch",
         _with_result(_squared_weights),
         "fsdp8",
     ),
     Planted(
         "losses",
         "weights are 0 or 1",
-        "jaxpar.lm.batches:valid_batch",
+        "jaxpar.lm.text.batches:valid_batch",
         _with_result(_unweighted),
         "fsdp4.tensor2",
     ),

@@ -1130,7 +1130,7 @@ OUTSIDE: tuple[Planted, ...] = (
     Planted(
         "losses",
         "The weights of tokens are taken for a mask.",
-        "jaxpar.lm.batches:valid_batch",
+        "jaxpar.lm.text.batches:valid_batch",
         _weights_as_mask,
         "data8",
     ),

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.mesh import mesh_axes
 from jaxpar.nn.auxiliary import NOTHING, Aux
-from jaxpar.nn.cells import Cell
+from jaxpar.nn.cells.cell import Cell
 from jaxpar.nn.leaf import Leaf
 from jaxpar.nn.linear import contract
 from jaxpar.nn.mixer import ActivationSizes, Context

@@ -15,11 +15,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.mesh import in_role, is_axes, local, mesh_axes, num_shares
-from jaxpar.nn.aaren import Aaren
 from jaxpar.nn.auxiliary import NOTHING, Aux, Max, Min
-from jaxpar.nn.cells import Cell
-from jaxpar.nn.gated import GRU, LEM, LSTM, CfC, MinGRU, MinLSTM, ParaGRU, ParaLSTM
-from jaxpar.nn.layer import cell_states, first_state
+from jaxpar.nn.cells.aaren import Aaren
+from jaxpar.nn.cells.cell import Cell
+from jaxpar.nn.cells.gated import GRU, LEM, LSTM, CfC, MinGRU, MinLSTM, ParaGRU, ParaLSTM
+from jaxpar.nn.cells.layer import cell_states, first_state
 from jaxpar.nn.leaf import Leaf
 from jaxpar.nn.linear import contract
 from jaxpar.nn.mixer import ActivationSizes, Context

@@ -1,0 +1,425 @@
+"""Hugging Face folders <-> parameters, for the architectures of `jaxpar.lm.hub.architectures`."""
+
+import functools
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.typing import DTypeLike
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jaxpar.lm.config import DTYPES, LMConfig
+from jaxpar.lm.hub.architectures import architecture_of, config_json, read_config
+from jaxpar.lm.hub.folders import Architecture, Place
+from jaxpar.lm.hub.keys import brief, plain, read_json
+from jaxpar.lm.hub.stored import FILE_DTYPES, Part, Stored, Wanted, exact, is_finite, laid, stored
+from jaxpar.lm.params import abstract, axes
+from jaxpar.mesh import named_shardings
+from jaxpar.types import PyTree, UsageError
+
+__all__ = ["from_hf", "to_hf"]
+
+
+HEAD = "lm_head.weight"
+
+
+def from_hf(
+    folder: str | Path, *, dtype: str = "bfloat16", param_dtype: DTypeLike = jnp.float32
+) -> tuple[LMConfig, PyTree]:
+    """Reads a folder of `config.json` and safetensors, whole or in shards, of one of `architectures.KINDS`.
+
+    Under `jaxpar.mesh.use_mesh` every device's slice is read from the files and placed at once; a process holds at most
+    its own slices of one leaf besides. Without a mesh the leaves are ordinary arrays.
+
+    Args:
+      folder: As `save_pretrained` or `to_hf` writes it; tensors bfloat16, float16, float32 or float64.
+      dtype: Of computation, for `LMConfig.dtype`.
+      param_dtype: Of the parameters.
+
+    Returns:
+      The model and its parameters. GPT-2's dropout is `resid_pdrop`; the others have none.
+
+    Raises:
+      UsageError: If a file is absent or damaged, the architecture is unknown, a key of `config.json` is not honoured, a
+        tensor is missing, unexpected, misshapen or not finite, or a tied head is not the embedding.
+    """
+    folder, param_dtype = Path(folder), jnp.empty((), param_dtype).dtype
+    arch, config = read_config(folder, dtype)
+    of = _Of(arch, config.stack().period)
+    tensors, shifts = _find_tensors(folder, of, config), _shifts(of, config)
+
+    shapes = abstract(config, param_dtype)
+    leaves, structure = jax.tree.flatten(shapes)
+    shardings = [None] * len(leaves)
+    if not jax.sharding.get_mesh().empty:
+        shardings = jax.tree.leaves(named_shardings(shapes, axes(config)))
+
+    def wanted() -> Iterator[Wanted]:
+        for at, (name, leaf, sharding) in enumerate(
+            zip(_flat(shapes), leaves, shardings, strict=True)
+        ):
+            whole = (slice(None),) * len(leaf.shape)
+            indices = (
+                {None: whole}
+                if sharding is None
+                else sharding.addressable_devices_indices_map(leaf.shape)
+            )
+            places: dict[tuple, list] = {}
+            for device, index in indices.items():
+                bounds = tuple(
+                    cut.indices(size)[:2] for cut, size in zip(index, leaf.shape, strict=True)
+                )
+                places.setdefault(bounds, []).append(
+                    device
+                )  # read once for all devices that hold the same
+            head = tensors.get(HEAD) if config.tied and name == "embedding" else None
+            for bounds, devices in places.items():
+                shape = tuple(stop - start for start, stop in bounds)
+                parts = _parts(tensors, of, name, leaf, bounds, shifts[name], head)
+                yield Wanted(at, shape, leaf.dtype, tuple(devices), parts)
+
+    blocks: list[list] = [[] for _ in leaves]
+    for leaf, block in laid(wanted()):
+        blocks[leaf].append(block)
+    arrays = [
+        own[0]
+        if sharding is None
+        else jax.make_array_from_single_device_arrays(leaf.shape, sharding, own)
+        for leaf, sharding, own in zip(leaves, shardings, blocks, strict=True)
+    ]
+    return config, jax.tree.unflatten(structure, arrays)
+
+
+def to_hf(
+    params: PyTree,
+    config: LMConfig,
+    folder: str | Path,
+    *,
+    dtype: str = "float32",
+    max_shard_bytes: int = 4 * 2**30,
+    tokenizer: str | Path | None = None,
+) -> None:
+    """Writes a folder that transformers' `AutoModelForCausalLM` loads, of the architecture that `config` is.
+
+    The folder appears under its name once it is whole. At most one file's tensors are in memory at a time; sharded
+    parameters are gathered one layer of a leaf at a time. All processes of a run call this, and process 0 writes.
+    What the formats cannot hold is left out: dropout but GPT-2's, a capacity and losses of a router, and how to compute
+    (`dtype`, remat and the like).
+
+    Args:
+      params: As from `jaxpar.lm.init`, `jax.Array`s.
+      config: The model.
+      folder: Absent or empty.
+      dtype: Of the tensors.
+      max_shard_bytes: Size of a file, unless one tensor alone is larger.
+      tokenizer: A tokenizer.json to copy along.
+
+    Raises:
+      UsageError: If the folder holds something or cannot be written, if no architecture can express the model,
+        or if `params` are not of `config`.
+    """
+    folder, arch = Path(folder).absolute(), architecture_of(config)
+    of = _Of(arch, config.stack().period)
+    flat = _flat(params)
+    _check(flat, config, folder, dtype, tokenizer)
+    _wait_for_all()  # or another process would find the folder that process 0 has made
+    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+    tensors = _tensors(of, config)
+    sizes = {
+        name: math.prod(shape) * jnp.dtype(dtype).itemsize for name, (shape, _) in tensors.items()
+    }
+    files = _files(sizes, max_shard_bytes)
+    writes = jax.process_index() == 0
+    try:
+        if writes:
+            partial.mkdir(parents=True)
+        for file, names in files.items():
+            block = {name: _gather(of, flat, tensors[name][1], dtype) for name in names}
+            if writes:
+                save_file(block, partial / file, metadata={"format": "pt"})
+                # It makes files that only their owner can read.
+                (partial / file).chmod(partial.stat().st_mode & 0o666)
+            del block  # before the next one is made
+        if writes:
+            if tokenizer is not None:
+                shutil.copyfile(tokenizer, partial / "tokenizer.json")
+            if len(files) > 1:
+                where = {name: file for file, names in files.items() for name in names}
+                index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+                (partial / "model.safetensors.index.json").write_text(
+                    json.dumps(index, indent=2) + "\n"
+                )
+            (partial / "config.json").write_text(
+                json.dumps(config_json(arch, config, dtype), indent=2) + "\n"
+            )
+            partial.replace(folder)
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"{folder} could not be written: {error}") from error
+    finally:
+        if writes:
+            shutil.rmtree(partial, ignore_errors=True)
+    _wait_for_all()
+
+
+def _dotted(path) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _flat(tree: PyTree) -> dict[str, PyTree]:
+    return {_dotted(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+class _Of(NamedTuple):
+    """Where the leaves of one model lie: `row` and `tensor` of each."""
+
+    arch: Architecture
+    period: int  # after how many layers mixers repeat: a leaf of the turn's third is "layers.2.wq"
+
+    def row(self, leaf: str) -> Place:
+        """Returns the table's row of a leaf."""
+        return self.arch.rows[_TURN.sub("layers.", leaf)]
+
+    def tensor(self, leaf: str, at: tuple[int, ...]) -> str:
+        """Returns the tensor that holds `leaf`, of a layer of those of its place and of an expert if it is in one."""
+        if not at:
+            return self.row(leaf).name
+        turn = _TURN.match(leaf)
+        layer = at[0] * self.period + (int(turn[1]) if turn else 0)
+        return self.arch.layer.format(layer) + self.row(leaf).name.format(*at[1:])
+
+
+_TURN = re.compile(r"^layers\.(\d+)\.")
+
+
+def _tensors(of: _Of, config: LMConfig) -> dict[str, tuple[tuple[int, ...], list]]:
+    """Returns the shape of every tensor of the files, and the leaves, layers and experts that it is made of."""
+    tensors = {}
+    for name, leaf in _flat(abstract(config)).items():
+        row = of.row(name)
+        rest, own = len(leaf.shape) - len(row.layout.split(">")[0]), _shape(row, leaf.shape)
+        for at in itertools.product(*map(range, leaf.shape[:rest])):
+            shape, parts = tensors.setdefault(of.tensor(name, at), (list(own), []))
+            shape[row.along] += own[row.along] if parts else 0
+            parts.append((name, at))
+    return {name: (tuple(shape), parts) for name, (shape, parts) in tensors.items()}
+
+
+def _shape(row: Place, shape: tuple[int, ...]) -> list[int]:
+    """Returns a leaf's shape in the files, of one layer and expert."""
+    ours, theirs = row.layout.split(">")
+    sizes = dict(zip(ours, shape[len(shape) - len(ours) :], strict=True))
+    return [math.prod(sizes[axis] for axis in group) for group in theirs.split(",")]
+
+
+def _shifts(of: _Of, config: LMConfig) -> dict[str, int]:
+    """Returns where each leaf begins in its tensor, along the axis along which leaves are fused."""
+    shifts, ends = {}, {}
+    for name, leaf in sorted(
+        _flat(abstract(config)).items(), key=lambda item: of.row(item[0]).part
+    ):
+        row = of.row(name)
+        tensor = row.name, (_TURN.match(name) or [""])[0]  # of one place in the turn of mixers
+        shifts[name] = ends.get(tensor, 0)
+        ends[tensor] = shifts[name] + _shape(row, leaf.shape)[row.along]
+    return shifts
+
+
+def _parts(
+    tensors: dict[str, Stored],
+    of: _Of,
+    name: str,
+    leaf: jax.ShapeDtypeStruct,
+    bounds: tuple[tuple[int, int], ...],
+    shift: int,
+    head: Stored | None,
+) -> Iterator[Part]:
+    """Returns what is read of each tensor for one block of a leaf; a tied `head` is compared with it."""
+    row = of.row(name)
+    ours, theirs = row.layout.split(">")
+    rest, order = len(leaf.shape) - len(ours), theirs.replace(",", "")
+
+    def block_of(tensor: Stored, shift: int) -> np.ndarray:
+        return exact(_cut(tensor, row, leaf.shape[rest:], bounds[rest:], shift), leaf.dtype)
+
+    def read(tensor: str) -> np.ndarray:
+        block = block_of(tensors[tensor], shift)
+        if not is_finite(block):
+            raise UsageError(
+                f"tensor {tensor} holds NaN or infinity, or what is infinite as {leaf.dtype}."
+            )
+        if head is not None and not np.array_equal(block_of(head, 0), block):
+            raise UsageError(
+                f"tensor {HEAD} differs from {tensor}, to which tie_word_embeddings=true ties it; "
+                "legal are equal ones, or tie_word_embeddings=false."
+            )
+        return block
+
+    size = math.prod(stop - start for start, stop in bounds[rest:]) * leaf.dtype.itemsize
+    for at in itertools.product(*(range(*ends) for ends in bounds[:rest])):
+        inside = tuple(i - start for i, (start, _) in zip(at, bounds, strict=False))
+        turned = tuple(order.index(axis) for axis in ours)
+        yield Part(inside, size, functools.partial(read, of.tensor(name, at)), turned)
+
+
+def _cut(
+    tensor: Stored,
+    row: Place,
+    shape: tuple[int, ...],
+    bounds: tuple[tuple[int, int], ...],
+    shift: int,
+) -> np.ndarray:
+    """Reads a leaf's `bounds` out of a tensor of the files, where it begins at `shift`, of one layer and expert.
+
+    The leaf's axes are in the order of the tensor.
+    """
+    ours, theirs = row.layout.split(">")
+    sizes, ranges = dict(zip(ours, shape, strict=True)), dict(zip(ours, bounds, strict=True))
+    groups = theirs.split(",")
+    cuts, lengths, inner = [], [], []
+    for number, group in enumerate(groups):
+        if not group:  # an axis of one
+            cuts.append(slice(0, 1))
+            continue
+        first, rest = group[0], group[1:]
+        stride = math.prod(sizes[axis] for axis in rest)
+        start, stop = ranges[first]
+        begin = shift if number == row.along % len(groups) else 0
+        cuts.append(slice(begin + start * stride, begin + stop * stride))
+        lengths += [stop - start, *(sizes[axis] for axis in rest)]
+        inner += [slice(None), *(slice(*ranges[axis]) for axis in rest)]
+    return tensor.read(tuple(cuts)).reshape(lengths)[tuple(inner)]
+
+
+_pick = jax.jit(lambda leaf, at: leaf[at])
+
+
+def _gather(of: _Of, flat: dict, parts: list[tuple[str, tuple]], dtype: str) -> np.ndarray:
+    """Brings the leaves of one tensor to every host, and lays them out as the file has them."""
+    blocks, along = [], of.row(parts[0][0]).along
+    for name, at in sorted(parts, key=lambda part: of.row(part[0]).part):
+        x = _pick(flat[name], at) if at else flat[name]
+        x = x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)
+        x = np.asarray(x).astype(dtype)
+        ours, theirs = of.row(name).layout.split(">")
+        shape = _shape(of.row(name), x.shape)
+        blocks.append(
+            x.transpose([ours.index(axis) for axis in theirs.replace(",", "")]).reshape(shape)
+        )
+    # safetensors writes the memory of a strided array in its own order, without an error.
+    return np.ascontiguousarray(np.concatenate(blocks, axis=along))
+
+
+def _files(sizes: dict[str, int], limit: int) -> dict[str, list[str]]:
+    """Shares tensors of `sizes` bytes out to files of at most `limit`, in their order."""
+    shares, total = [[]], 0
+    for name, size in sizes.items():
+        if shares[-1] and total + size > limit:
+            shares.append([])
+            total = 0
+        shares[-1].append(name)
+        total += size
+    if len(shares) == 1:
+        return {"model.safetensors": shares[0]}
+    return {
+        f"model-{i:05d}-of-{len(shares):05d}.safetensors": share
+        for i, share in enumerate(shares, 1)
+    }
+
+
+def _wait_for_all() -> None:
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("jaxpar.lm.hub.exchange")
+
+
+def _check(
+    flat: dict, config: LMConfig, folder: Path, dtype: str, tokenizer: str | Path | None
+) -> None:
+    """Refuses what `to_hf` cannot write, before it writes."""
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype={dtype!r} is unknown; legal are {', '.join(DTYPES)}.")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(
+            f"{folder} already holds something; give a folder that is absent or empty."
+        )
+    if tokenizer is not None and not Path(tokenizer).is_file():
+        raise UsageError(f"there is no tokenizer file {tokenizer}; give a tokenizer.json or None.")
+    given, expected = (
+        {name: leaf.shape for name, leaf in tree.items()}
+        for tree in (flat, _flat(abstract(config)))
+    )
+    for name in expected | given:
+        here, there = given.get(name, "absent"), expected.get(name, "absent")
+        if here != there:
+            raise UsageError(f"parameter {name} has shape {here}, but the config means {there}.")
+
+
+def _find_tensors(folder: Path, of: _Of, config: LMConfig) -> dict[str, Stored]:
+    """Opens the files, without reading them, and returns every tensor once names and shapes are right."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if not whole.is_file() and not index.is_file():
+        raise UsageError(f"{folder} has neither {whole.name} nor {index.name}.")
+    prefix, found = of.arch.layer.split(".")[0] + ".", {}
+    for path in [whole] if whole.is_file() else [folder / name for name in _file_names(index)]:
+        try:
+            with safe_open(path, framework="numpy"):
+                tensors = stored(path)
+        except (OSError, SafetensorError) as error:
+            raise UsageError(f"{path} is not a whole safetensors file: {error}") from error
+        for name, tensor in tensors.items():
+            full = name if name.startswith((prefix, "lm_head.")) else prefix + name
+            if full in found:
+                raise UsageError(f"{folder} holds tensor {full} twice; legal is once.")
+            found[full] = tensor
+    expected = {name: shape for name, (shape, _) in _tensors(of, config).items()}
+    router = found.get(of.tensor("layers.w_router", (0,))) if config.num_experts else None
+    if router is not None and (num := router.shape[0]) != config.num_experts:
+        key = of.arch.fields["num_experts"][0]
+        raise UsageError(
+            f"{folder} has {num} experts a layer, but its config.json has {key}={config.num_experts}."
+        )
+    if config.tied and HEAD in found:
+        expected[HEAD] = expected[of.row("embedding").name]
+    for name, shape in expected.items():
+        if name not in found:
+            raise UsageError(f"{folder} lacks tensor {name} of shape {shape}.")
+        if (there := found[name].shape) != shape:
+            raise UsageError(
+                f"tensor {name} in {folder} has shape {there}, but its config.json means {shape}."
+            )
+        if found[name].dtype not in FILE_DTYPES:
+            raise UsageError(
+                f"tensor {name} in {folder} is {found[name].dtype}; legal are {', '.join(FILE_DTYPES)}."
+            )
+    for name in sorted(found.keys() - expected):
+        if not re.search(of.arch.passed_over, name):
+            shape = found[name].shape
+            raise UsageError(
+                f"{folder} has tensor {name} of shape {shape}, which its config.json has no place for."
+            )
+    return found
+
+
+def _file_names(index: Path) -> list[str]:
+    """Returns the files that an index names, which lie beside it."""
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise UsageError(
+            f"{index} has weight_map={brief(places)}; legal is an object of tensors and their files."
+        )
+    for tensor, name in places.items():
+        if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0]+\.safetensors", name):
+            raise UsageError(
+                f"{index} says that {plain(tensor)} lies in {brief(name)}; legal is a safetensors file of that folder."
+            )
+    return sorted(set(places.values()))

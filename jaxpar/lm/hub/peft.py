@@ -1,0 +1,320 @@
+"""Adapters in the files of PEFT, `adapter_config.json` and `adapter_model.safetensors`, for every kind of folder.
+
+Where a file fuses several weights in one tensor, as GPT-2's `c_attn` has queries, keys and values, their changes of
+rank r are one of three times the rank whose B is zero but for three blocks: the same change exactly. Read back, each
+weight gets the whole of A, and its own rows of B.
+"""
+
+import itertools
+import json
+import math
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from jaxpar.lm.adapters import AdapterConfig, is_product, num_contracted, unflattened
+from jaxpar.lm.config import LMConfig
+from jaxpar.lm.hub.architectures import architecture_of
+from jaxpar.lm.hub.exchange import _Of
+from jaxpar.lm.hub.keys import FLAG, POSITIVE, SHARE, SIZE, TABLE, Kind, brief, check, read_json
+from jaxpar.lm.params import leaves
+from jaxpar.nn.leaf import Leaf
+from jaxpar.nn.linear import Lora, whole_weight
+from jaxpar.types import PyTree, UsageError
+
+__all__ = ["from_peft", "to_peft"]
+
+PREFIX = "base_model.model."
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+KINDS: dict[str, Kind] = {
+    "r": SIZE, "lora_alpha": POSITIVE, "lora_dropout": SHARE, "use_rslora": FLAG, "use_dora": FLAG,
+    "rank_pattern": TABLE, "alpha_pattern": TABLE,
+}  # fmt: skip
+CHANGES = (
+    "modules_to_save", "trainable_token_indices", "layer_replication", "use_qalora", "alora_invocation_tokens",
+    "target_parameters", "lora_bias", "eva_config", "corda_config", "arrow_config", "use_bdlora",
+    "kasa_config", "lora_ga_config", "velora_config", "monteclora_config", "loftq_config",
+)  # fmt: skip
+"""Keys that, where they are on, change what an adapter computes in ways that there are none of here."""
+
+
+class _Part:
+    """One weight of ours within a module of the files."""
+
+    def __init__(self, name: str, leaf: Leaf, of: _Of):
+        """Reads the table's row of the weight."""
+        self.name, self.num, self.row = name, num_contracted(leaf), of.row(name)
+        ours, theirs = self.row.layout.split(">")
+        groups, into = theirs.split(","), ours[: self.num]
+        if sorted(groups) != sorted((into, ours[self.num :])):
+            raise UsageError(
+                f"{name} lies as {self.row.layout} in the files, which no adapter of PEFT's can say."
+            )
+        self.fan_in_fan_out = groups[0] == into
+        self.rows, self.size = (
+            math.prod(leaf.shape[1 : 1 + self.num]),
+            math.prod(leaf.shape[1 + self.num :]),
+        )
+        self.into, self.out, self.layers = (
+            leaf.shape[1 : 1 + self.num],
+            leaf.shape[1 + self.num :],
+            leaf.shape[0],
+        )
+
+
+def _modules(model: LMConfig, of: _Of) -> dict[tuple[str, int], list[_Part]]:
+    """Returns the parts of each module, in order, by its name and their layer."""
+    flat = jax.tree_util.tree_leaves_with_path(
+        leaves(model), is_leaf=lambda leaf: isinstance(leaf, Leaf)
+    )
+    parts = [
+        _Part(jax.tree_util.keystr(path, simple=True, separator="."), leaf, of)
+        for path, leaf in flat
+        if is_product(leaf)
+    ]
+    out: dict[tuple[str, int], list[_Part]] = {}
+    for part in sorted(parts, key=lambda part: part.row.part):
+        for layer in range(part.layers):
+            out.setdefault(
+                (of.tensor(part.name, (layer,)).removesuffix(".weight"), layer), []
+            ).append(part)
+    return out
+
+
+def _host(x: jax.Array) -> np.ndarray:
+    x = x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(x)
+
+
+def _find(tree: PyTree, name: str) -> PyTree:
+    for part in name.split("."):
+        tree = tree[part]
+    return tree
+
+
+def to_peft(
+    params: PyTree, model: LMConfig, folder: str | Path, adapter: AdapterConfig, base: str = ""
+) -> None:
+    """Writes the adapters among `params` as PEFT's `PeftModel.from_pretrained` loads them.
+
+    Args:
+      params: With adapters, as `AdaptedState.params`.
+      model: Of a kind that `to_hf` writes.
+      folder: Absent or empty.
+      adapter: Its scaling, dropout and magnitudes.
+      base: Where the frozen model lies, for `base_model_name_or_path`.
+
+    Raises:
+      UsageError: There are no adapters, the folder holds something, or no architecture can express the model.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(
+            f"{folder} already holds something; give a folder that is absent or empty."
+        )
+    of = _Of(architecture_of(model), model.stack().period)
+    tensors: dict[str, np.ndarray] = {}
+    ranks: dict[str, tuple[int, float]] = {}
+    found: dict[str, dict] = {}
+    turned = False
+    for (module, layer), parts in _modules(model, of).items():
+        blocks = []
+        for part in parts:
+            if part.name not in found:
+                found[part.name] = _arrays(_find(params, part.name), adapter.dora)
+            blocks.append(
+                {name: x[layer] for name, x in found[part.name].items() if name != "scale"}
+            )
+        if not any("down" in block for block in blocks):
+            continue
+        scale = max(found[part.name].get("scale", 0.0) for part in parts)
+        down, up = _fused(parts, blocks)
+        tensors[f"{PREFIX}{module}.lora_A.weight"], tensors[f"{PREFIX}{module}.lora_B.weight"] = (
+            down,
+            up,
+        )
+        if adapter.dora:
+            sizes = [block["magnitude"].reshape(-1) for block in blocks]
+            tensors[f"{PREFIX}{module}.lora_magnitude_vector"] = np.concatenate(sizes)
+        rank = down.shape[0]
+        ranks[parts[0].row.name.removesuffix(".weight")] = (
+            rank,
+            scale * rank ** (0.5 if adapter.rslora else 1.0),
+        )
+        turned |= parts[0].fan_in_fan_out
+    if not tensors:
+        raise UsageError("there is no adapter among the parameters; to_hf writes a model without.")
+    told = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base or None, "inference_mode": True,
+        "r": adapter.rank, "lora_alpha": adapter.alpha, "lora_dropout": adapter.dropout, "bias": "none",
+        "use_rslora": adapter.rslora, "use_dora": adapter.dora, "fan_in_fan_out": turned, "modules_to_save": None,
+        "target_modules": sorted(ranks),
+        "rank_pattern": {name: rank for name, (rank, _) in ranks.items() if rank != adapter.rank},
+        "alpha_pattern": {name: alpha for name, (_, alpha) in ranks.items() if alpha != adapter.alpha},
+    }  # fmt: skip
+    if jax.process_index() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
+        (folder / TENSORS).chmod(folder.stat().st_mode & 0o666)
+        (folder / CONFIG).write_text(json.dumps(told, indent=2) + "\n")
+
+
+def _arrays(w: PyTree, dora: bool) -> dict:
+    """Returns the stacked arrays of one weight's adapter on the host, and its scale; of none its magnitudes alone."""
+    if isinstance(w, Lora):
+        out = {"down": _host(w.down), "up": _host(w.up), "scale": w.scale}
+        return out | ({"magnitude": _host(w.magnitude)} if w.magnitude is not None else {})
+    return {"magnitude": _norms(w)} if dora else {}
+
+
+def _norms(w: PyTree) -> np.ndarray:
+    """Magnitudes of a weight without an adapter, beside others in one tensor: they change nothing."""
+    values = _host(jax.vmap(whole_weight)(w)).astype(np.float32)
+    flat = values.reshape(
+        values.shape[0], values.shape[1], -1
+    )  # of fused weights only the first axis is contracted
+    return np.sqrt((flat**2).sum(1))
+
+
+def _fused(parts: list[_Part], blocks: list[dict]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns A [r, in] and B [out, r] of a module; of several weights the ranks are added up."""
+    rank, first, at = sum(block["down"].shape[-1] for block in blocks if "down" in block), 0, 0
+    downs, up = [], np.zeros((sum(part.size for part in parts), rank), np.float32)
+    for part, block in zip(parts, blocks, strict=True):
+        if "down" in block:
+            own = block["down"].shape[-1]
+            downs.append(block["down"].reshape(part.rows, own).T)
+            up[at : at + part.size, first : first + own] = block["up"].reshape(own, part.size).T
+            first += own
+        at += part.size
+    return np.ascontiguousarray(np.concatenate(downs), np.float32), up
+
+
+def from_peft(folder: str | Path, model: LMConfig) -> tuple[AdapterConfig, PyTree]:
+    """Reads adapters of PEFT's for a model of one of the kinds of folders.
+
+    Args:
+      folder: Of `adapter_config.json` and `adapter_model.safetensors`.
+      model: What they are for.
+
+    Returns:
+      Their configuration, and the tree that `with_adapters` takes; changes whose alpha or rank a pattern sets apart are
+      brought to the configuration's scale.
+
+    Raises:
+      UsageError: A file is damaged, or the adapter is of another kind or of another model.
+    """
+    folder = Path(folder)
+    adapter, told = _read_config(folder)
+    try:
+        tensors = load_file(folder / TENSORS)
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"{folder / TENSORS} is not a whole safetensors file: {error}") from error
+    of = _Of(architecture_of(model), model.stack().period)
+    layers: dict[str, list[dict]] = {}
+    for (module, _), parts in _modules(model, of).items():
+        names = {
+            key: f"{PREFIX}{module}.{name}"
+            for key, name in _NAMES.items()
+            if f"{PREFIX}{module}.{name}" in tensors
+        }
+        given = {key: tensors.pop(name).astype(np.float32) for key, name in names.items()}
+        if not given:
+            for part in parts:
+                layers.setdefault(part.name, []).append({})
+            continue
+        rank, alpha = _ranked(told, module, adapter)
+        _check_shapes(module, given, parts, rank, adapter.dora)
+        own = alpha / rank ** (0.5 if adapter.rslora else 1.0)
+        at = 0
+        for part in parts:
+            cut = slice(at, at + part.size)
+            block = {"down": given["A"].T.reshape(*part.into, rank)}
+            block["up"] = (given["B"][cut] * (own / adapter.scale)).T.reshape(rank, *part.out)
+            if adapter.dora:
+                block["magnitude"] = given["m"][cut].reshape(part.out)
+            layers.setdefault(part.name, []).append(block)
+            at += part.size
+    if tensors:
+        raise UsageError(
+            f"{folder} has tensor {min(tensors)}, of no product of the model's layers."
+        )
+    return adapter, unflattened(
+        {name: _stacked(name, blocks) for name, blocks in layers.items() if any(blocks)}
+    )
+
+
+_NAMES = {"A": "lora_A.weight", "B": "lora_B.weight", "m": "lora_magnitude_vector"}
+
+
+def _read_config(folder: Path) -> tuple[AdapterConfig, dict]:
+    path = folder / CONFIG
+    if not path.is_file():
+        raise UsageError(f"there is no {path}; give a folder with {CONFIG} and {TENSORS}.")
+    told = {key: value for key, value in read_json(path).items() if value is not None}
+    if told.get("peft_type") != "LORA":
+        raise UsageError(f"{path} has peft_type={brief(told.get('peft_type'))}; legal is 'LORA'.")
+    for key, kind in KINDS.items():
+        if key in told:
+            check(path, key, told[key], kind)
+    if told.get("bias", "none") != "none":
+        raise UsageError(f"{path} has bias={brief(told['bias'])}; legal is 'none'.")
+    if told.get("init_lora_weights", True) not in (True, False, "gaussian", "orthogonal"):
+        start = brief(told["init_lora_weights"])
+        raise UsageError(
+            f"{path} has init_lora_weights={start}, which changes the base; legal are true and 'gaussian'."
+        )
+    for key in CHANGES:
+        if told.get(key):
+            raise UsageError(
+                f"{path} has {key}={brief(told[key])}, which is not honoured; legal is none."
+            )
+    given = {"rank": told.get("r", 8), "alpha": float(told.get("lora_alpha", 8))}
+    given |= {"rslora": told.get("use_rslora", False), "dora": told.get("use_dora", False)}
+    return AdapterConfig("lora", dropout=float(told.get("lora_dropout", 0.0)), **given), told
+
+
+def _ranked(told: dict, module: str, adapter: AdapterConfig) -> tuple[int, float]:
+    """Returns rank and alpha of a module: those of the first pattern that ends its name, or the configuration's."""
+
+    def of(key: str, default: float) -> float:
+        for pattern, value in told.get(key, {}).items():
+            if re.fullmatch(rf"(.*\.)?({pattern})", module):
+                return value
+        return default
+
+    return int(of("rank_pattern", adapter.rank)), float(of("alpha_pattern", adapter.alpha))
+
+
+def _check_shapes(module: str, given: dict, parts: list[_Part], rank: int, dora: bool) -> None:
+    """Refuses tensors of a module that are missing or misshapen."""
+    size = sum(part.size for part in parts)
+    expected = {"A": (rank, parts[0].rows), "B": (size, rank)} | ({"m": (size,)} if dora else {})
+    for key, name in _NAMES.items():
+        here, there = given[key].shape if key in given else "absent", expected.get(key, "absent")
+        if here != there:
+            raise UsageError(
+                f"tensor {PREFIX}{module}.{name} is of shape {here}, but the model means {there}."
+            )
+        if key in given and not np.isfinite(given[key]).all():
+            raise UsageError(f"tensor {PREFIX}{module}.{name} holds NaN or infinity.")
+
+
+def _stacked(name: str, blocks: list[dict]) -> dict[str, jax.Array]:
+    """Stacks a weight's layers; one without an adapter changes nothing."""
+    full = next(block for block in blocks if block)
+    for a, b in itertools.pairwise(block for block in blocks if block):
+        if a["down"].shape != b["down"].shape:
+            raise UsageError(f"layers have {name} of several ranks; legal is one.")
+    if "magnitude" in full and not all(blocks):
+        raise UsageError(f"some layers lack the magnitudes of {name}; legal are all or none.")
+    nothing = {key: np.zeros_like(x) for key, x in full.items()}
+    return {
+        key: jnp.asarray(np.stack([(block or nothing)[key] for block in blocks])) for key in full
+    }

@@ -1,0 +1,468 @@
+"""Text on disk to two streams of tokens, training and validation, without ever holding a file in memory.
+
+Files are cut into *pieces*: stretches of continuous text that lie wholly in one split. Which piece goes
+where depends on content alone, so every host and every copy of the data agrees.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import sysconfig
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, groupby
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxpar.fields import AtLeast, check_fields, field
+from jaxpar.lm.text.chat import ChatTemplate, open_template
+from jaxpar.lm.text.examples import Template, chat_ml
+from jaxpar.lm.text.shards import lines_of, open_shards, read_line, tokenise
+from jaxpar.lm.text.tokenizer import Bytes, Tokenizer, load_tokenizer, train_bpe, vocab_size_of
+from jaxpar.types import UsageError
+
+__all__ = ["Corpus", "DataConfig", "Tokens", "open_corpus"]
+
+_KIB, _MIB = 2**10, 2**20
+_STDLIB_SKIPS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_FORMAT = 1  # part of every cache key: raise it when the meaning of a cached file changes
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which text a run reads and how it is cut.
+
+    Attributes:
+        path: a text file, or a folder whose files are documents; a file of JSONL that ends in .jsonl; a folder with
+            tokens.npy, or one .npy of tokens; mix:7*a.jsonl+3*b, several by share; empty: this Python's standard
+            library.
+        tokenizer: `bytes` or `bpe:N`.
+        split: `hash:f` holds documents out with probability f, by their content; `tail:f` the stream's end.
+        seq_len: tokens of a window.
+        batch_size: windows of a step, over all hosts.
+        pack: mark the documents within each window, so that attention can stay inside them.
+        template: how the messages of JSONL become text: a file of Jinja, or a folder that has one; empty: ChatML.
+        workers: processes that tokenise JSONL.
+        pairs: lines of JSONL are preferences, {"prompt", "chosen", "rejected"}; objective.kind=dpo says so.
+    """
+
+    path: str = ""
+    tokenizer: str = "bytes"
+    split: str = "hash:0.1"
+    seq_len: int = field(256, AtLeast(1))
+    batch_size: int = field(64, AtLeast(1))
+    pack: bool = False
+    template: str = field("", identity="changed")
+    workers: int = field(1, AtLeast(1), identity=False)
+    pairs: bool = field(False, None, identity="changed")
+
+    def __post_init__(self):
+        check_fields(self, "data.")
+        vocab_size_of(self.tokenizer)
+        _split_of(self.split)
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """Documents, which are spans of a flat array on disk, seen as one stream.
+
+    Attributes:
+        data: every token of the corpus, unsigned `[n]`, memory-mapped.
+        starts: first token of each document in `data`, int64 `[D]`.
+        lengths: tokens of each document, positive, int64 `[D]`.
+        counts: 1 where a token counts as a target, uint8 `[n]`, memory-mapped; None: all do.
+    """
+
+    data: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    counts: np.ndarray | None = None
+
+    @cached_property
+    def begins(self) -> np.ndarray:
+        """First token of each document in the stream, int64 `[D]`."""
+        return np.cumsum(self.lengths) - self.lengths
+
+    def __len__(self) -> int:
+        return int((self.begins[-1:] + self.lengths[-1:]).sum())
+
+    def read(self, offset: int | np.ndarray, length: int) -> np.ndarray:
+        """Reads `length` tokens from each offset: int32 `[length]`, or `[b, length]` for offsets `[b]`."""
+        return self._read(self.data, offset, length)
+
+    def read_counts(self, offset: int | np.ndarray, length: int) -> np.ndarray:
+        """Reads which of these tokens count as targets: float32, same shape."""
+        if self.counts is None:
+            return np.ones((*np.shape(offset), length), np.float32)
+        return self._read(self.counts, offset, length).astype(np.float32)
+
+    def _read(self, source: np.ndarray, offset: int | np.ndarray, length: int) -> np.ndarray:
+        offsets = np.atleast_1d(np.asarray(offset, np.int64))
+        if offsets.size and not 0 <= offsets.min() <= offsets.max() <= len(self) - length:
+            raise IndexError(f"tokens {offset} + {length} are outside a stream of {len(self)}")
+        spans = np.searchsorted(self.begins, offsets, "right") - 1
+        skips = offsets - self.begins[spans]
+        out = np.empty((len(offsets), length), np.int32)
+        for row, span, skip in zip(out, spans.tolist(), skips.tolist(), strict=True):
+            filled = 0
+            while filled < length:
+                count = min(length - filled, int(self.lengths[span]) - skip)
+                first = int(self.starts[span]) + skip
+                row[filled : filled + count] = source[first : first + count]
+                filled, span, skip = filled + count, span + 1, 0
+        return out.reshape(*np.shape(offset), length)
+
+    def document_index(self, offset: int | np.ndarray, length: int) -> np.ndarray:
+        """Numbers the document of each token that `read` gives: int64, same shape."""
+        places = np.asarray(offset, np.int64)[..., None] + np.arange(length)
+        return np.searchsorted(self.begins, places, "right") - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """A tokenized text in two disjoint parts; `hash` changes with its content and with nothing else."""
+
+    hash: str
+    tokenizer: Tokenizer
+    train: Tokens
+    validation: Tokens
+
+    def describe(self) -> str:
+        """One line for the start of a run."""
+        name, size = self.tokenizer.identity[:12], self.tokenizer.vocab_size
+        counts = f"{len(self.train):,} training and {len(self.validation):,} validation tokens"
+        return f"corpus {self.hash[:12]}: {counts}, {name} ({size} symbols)"
+
+
+def open_corpus(
+    config: DataConfig,
+    cache: str | Path,
+    tokenizer: Tokenizer | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Corpus:
+    """Opens the corpus that `config` names, reading and tokenizing it unless `cache` holds the result.
+
+    The text is hashed, split and (but for a single file of bytes, which is mapped where it lies) written
+    as a flat token file into a folder of `cache` named after the source's paths, sizes and modification
+    times, the tokenizer and the split. That folder appears by one rename, so it is whole or absent;
+    `cache` may serve any number of corpora and processes at once. Memory stays bounded.
+
+    A `tokenizer` replaces `config.tokenizer`, as for the one that belongs to given weights. `say` is told how far
+    JSONL is tokenised. A `UsageError`
+    says: no text there, not UTF-8, a split under `seq_len + 1` tokens, a cache that is not writable.
+    """
+    if config.pairs and not config.path.endswith(".jsonl"):
+        raise UsageError(
+            f"data path {config.path!r} has no pairs; legal is a file that ends in .jsonl."
+        )
+    if config.path.endswith((".jsonl", ".npy")) or (Path(config.path) / "tokens.npy").is_file():
+        return _open_shards(config, Path(cache), tokenizer, say)
+    try:
+        files = _files(config.path)
+        name = config.tokenizer if tokenizer is None else tokenizer.identity
+        key = hashlib.sha256(json.dumps([_FORMAT, files, name, config.split]).encode()).hexdigest()
+        entry = Path(cache) / key[:16]
+        if not entry.exists():
+            _build(entry, files, config, tokenizer)
+    except PermissionError as error:
+        raise UsageError(
+            f"{error.filename} cannot be opened; change its permissions or data path"
+        ) from error
+
+    record = json.loads((entry / "corpus.json").read_text())
+    if tokenizer is None:
+        tokenizer = Bytes() if config.tokenizer == "bytes" else load_tokenizer(entry)
+    if record["data"] not in (
+        "tokens.bin",
+        files[0][0],
+    ):  # or a cache that came with a run would lead anywhere
+        raise UsageError(
+            f"{entry / 'corpus.json'} names the tokens {record['data']!r}; remove that folder"
+        )
+    data = np.memmap(entry / record["data"], record["dtype"], "r", shape=(record["tokens"],))
+    data = data.view(np.ndarray)  # cheaper to slice
+    lengths, validation = (
+        np.array(record["lengths"], np.int64),
+        np.array(record["validation"], bool),
+    )
+    return Corpus(record["hash"], tokenizer, *_streams(config, data, lengths, validation))
+
+
+def _streams(
+    config: DataConfig,
+    data: np.ndarray,
+    lengths: np.ndarray,
+    validation: np.ndarray,
+    counts: np.ndarray | None = None,
+) -> tuple[Tokens, Tokens]:
+    """The two sides of a split, each long enough for a window."""
+    streams, starts = [], np.cumsum(lengths) - lengths
+    for side, chosen in (("training", ~validation), ("validation", validation)):
+        chosen &= lengths > 0  # a tokenizer may find nothing in a document
+        streams.append(Tokens(data, starts[chosen], lengths[chosen], counts))
+        if len(streams[-1]) <= (0 if config.pairs else config.seq_len):
+            raise UsageError(
+                f"the corpus has {len(data)} tokens, {len(streams[-1])} of them in the {side} split, but one "
+                f"window needs {config.seq_len + 1}; lower seq_len={config.seq_len}, change "
+                f"split={config.split!r} or add text"
+            )
+    return streams[0], streams[1]
+
+
+def _open_shards(
+    config: DataConfig, cache: Path, tokenizer: Tokenizer | None, say: Callable[[str], None]
+) -> Corpus:
+    """Opens JSONL, tokenising it first, or arrays of tokens."""
+    path, split = Path(config.path).expanduser().resolve(), _split_of(config.split)
+    template = open_template(config.template) if config.template else chat_ml
+    if path.suffix == ".jsonl":
+        if not path.is_file() or not path.stat().st_size:
+            raise UsageError(f"data path {config.path!r} is not a file with text")
+        name, stat = config.tokenizer if tokenizer is None else tokenizer.identity, path.stat()
+        writes = (
+            [template.text, dict(template.tokens)] if isinstance(template, ChatTemplate) else ""
+        )
+        key = [_FORMAT, str(path), stat.st_size, stat.st_mtime_ns, name, config.split, writes]
+        key += ["pairs"] if config.pairs else []
+        folder = cache / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+        tokenizer = tokenizer or _tokenizer(
+            config, folder.with_suffix(".json"), str(path), template
+        )
+        if not folder.exists():
+            try:
+                tokenise(
+                    str(path), folder, tokenizer, template, split, config.workers, say, config.pairs
+                )
+            except OSError as error:
+                raise UsageError(
+                    f"the cache folder {cache} cannot be written: {error.strerror}"
+                ) from error
+    else:
+        if tokenizer is None and (path / "tokenizer.json").is_file():
+            tokenizer = load_tokenizer(path)
+        if tokenizer is None and config.tokenizer != "bytes":
+            raise UsageError(
+                f"tokenizer={config.tokenizer!r} is not learnt from tokens; put tokenizer.json beside them"
+            )
+        tokenizer, folder = tokenizer or Bytes(), path
+    found = open_shards(folder, tokenizer.vocab_size, split)
+    streams = _streams(config, found.tokens, found.lengths, found.validation, found.counts)
+    return Corpus(found.hash, tokenizer, *streams)
+
+
+def _tokenizer(config: DataConfig, file: Path, path: str, template: Template) -> Tokenizer:
+    """The tokenizer that a file of JSONL is given, learnt from its first 64 MiB and kept in `file`."""
+    if config.tokenizer == "bytes":
+        return Bytes()
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_name(f".partial-{uuid.uuid4().hex}")
+        lines = lines_of(path, 0, 64 * _MIB)
+        read = (read_line(path, offset, line, template, config.pairs)[-1] for offset, line in lines)
+        texts = (text for pieces, _ in read for text, _ in pieces)
+        train_bpe(texts, vocab_size_of(config.tokenizer)).save(partial)
+        partial.rename(file)
+    return load_tokenizer(file)
+
+
+class _Piece(NamedTuple):
+    path: str
+    start: int
+    stop: int
+    validation: bool
+
+
+def _build(entry: Path, files: list, config: DataConfig, tokenizer: Tokenizer | None) -> None:
+    """Makes the folder `entry`; what a crash leaves behind has another name and is never read."""
+    partial = entry.parent / f".partial-{uuid.uuid4().hex}"
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise UsageError(
+            f"the cache folder {entry.parent} cannot be written: {error.strerror}"
+        ) from error
+    try:
+        content, pieces = _content_and_pieces(files, config.split)
+        if tokenizer is None and config.tokenizer == "bytes":
+            tokenizer = Bytes()
+        elif tokenizer is None:
+            tokenizer = trained = train_bpe(
+                _training_texts(pieces), vocab_size_of(config.tokenizer)
+            )
+            trained.save(partial / "tokenizer.json")
+        dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+        if len(files) == 1 and isinstance(tokenizer, Bytes):
+            data, lengths = files[0][0], [piece.stop - piece.start for piece in pieces]
+        else:
+            data, lengths = (
+                "tokens.bin",
+                _write_tokens(partial / "tokens.bin", pieces, tokenizer, dtype),
+            )
+        record = dict(
+            hash=content, path=config.path, split=config.split, tokenizer=tokenizer.identity
+        )
+        record |= dict(data=data, dtype=dtype.name, tokens=sum(lengths), lengths=lengths)
+        record |= dict(validation=[int(piece.validation) for piece in pieces])
+        (partial / "corpus.json").write_text(json.dumps(record))
+        for path in partial.iterdir():  # contents must reach the disk before the name does
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        try:
+            partial.rename(entry)
+        except OSError:
+            if not entry.is_dir():  # else another process made the same folder first
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _content_and_pieces(files: list, split: str) -> tuple[str, list[_Piece]]:
+    """Reads everything once: the hash of the content, and the pieces in stream order.
+
+    Documents are the blocks of a single file, in its order, or whole files in the order of their digests,
+    which makes both sides of a hash split contiguous. The hash is the sha256 of the documents' sha256s.
+    """
+    kind, fraction = _split_of(split)
+    limit = fraction * 2**64 if kind == "hash" else 0
+    documents = []
+    if len(files) == 1:
+        path, size, _ = files[0]
+        for start, block in _blocks(path, 0, size, 4 * _KIB if size <= 256 * _MIB else 64 * _KIB):
+            documents.append((hashlib.sha256(block).digest(), path, start, start + len(block)))
+    else:
+        for path, size, _ in files:
+            with open(path, "rb") as file:
+                documents.append((hashlib.file_digest(file, "sha256").digest(), path, 0, size))
+        documents.sort()
+    content = hashlib.sha256(b"".join(document[0] for document in documents)).hexdigest()
+    pieces = [
+        _Piece(path, a, b, int.from_bytes(key[:8], "big") < limit) for key, path, a, b in documents
+    ]
+    if len(files) == 1:
+        runs = [list(run) for _, run in groupby(pieces, lambda piece: piece.validation)]
+        pieces = [run[0]._replace(stop=run[-1].stop) for run in runs]
+    return content, pieces if kind == "hash" else list(_tail(pieces, fraction))
+
+
+def _tail(pieces: list[_Piece], fraction: float) -> Iterator[_Piece]:
+    """Cuts a stream of whole files so that its last `fraction` is validation, not inside a character."""
+    left = int((1 - fraction) * sum(piece.stop for piece in pieces))
+    for path, _, stop, _ in pieces:
+        cut = min(left, stop)
+        left -= cut
+        if 0 < cut < stop:
+            with open(path, "rb") as file:
+                file.seek(max(cut - 4, 0))
+                head = file.read(min(cut, 4))
+            cut -= len(head) - len(_characters(head))
+        yield _Piece(path, 0, cut, False)
+        yield _Piece(path, cut, stop, True)
+
+
+def _blocks(path: str, start: int, stop: int, size: int) -> Iterator[tuple[int, bytes]]:
+    """Cuts bytes `start:stop` of a file into `(offset, block)`.
+
+    A block ends at the first newline after `size` bytes or, for want of one, at about `2 * size`.
+    """
+    with open(path, "rb", buffering=4 * size) as file:
+        while start < stop:
+            file.seek(start)
+            block = file.read(min(size, stop - start))
+            block += file.readline(min(size, stop - start - len(block)))
+            if start + len(block) < stop and not block.endswith(b"\n"):
+                block = _characters(block)
+            if not block:
+                raise UsageError(f"{path} became shorter while it was read; start again")
+            yield start, block
+            start += len(block)
+
+
+def _characters(block: bytes) -> bytes:
+    """The block without a last UTF-8 character that may not be whole; ASCII stays as it is."""
+    return re.sub(rb"[\xc0-\xff][\x80-\xbf]{0,3}\Z", b"", block)
+
+
+def _texts(piece: _Piece) -> Iterator[str]:
+    for offset, block in _blocks(*piece[:3], 16 * _KIB):
+        try:
+            yield block.decode()
+        except UnicodeDecodeError as error:
+            place = f"{piece.path} is not UTF-8 at byte {offset + error.start}"
+            raise UsageError(
+                f"{place}, which a BPE needs; convert the file or use tokenizer=bytes"
+            ) from error
+
+
+def _training_texts(pieces: list[_Piece]) -> Iterator[str]:
+    """The first 64 MiB or so of the training split: enough to count pairs, and bounded."""
+    left = 64 * _MIB
+    for text in chain.from_iterable(_texts(piece) for piece in pieces if not piece.validation):
+        yield text
+        left -= len(text)
+        if left <= 0:
+            return
+
+
+def _write_tokens(
+    path: Path, pieces: list[_Piece], tokenizer: Tokenizer, dtype: np.dtype
+) -> list[int]:
+    """Encodes the pieces into one flat file, block by block, and gives their lengths in tokens."""
+    lengths = []
+    with path.open("wb") as file:
+        for piece in pieces:
+            begin = file.tell()
+            if isinstance(tokenizer, Bytes):
+                file.writelines(block for _, block in _blocks(*piece[:3], _MIB))
+            else:
+                file.writelines(
+                    tokenizer.encode(text).astype(dtype).tobytes() for text in _texts(piece)
+                )
+            lengths.append((file.tell() - begin) // dtype.itemsize)
+    return lengths
+
+
+def _split_of(split: str) -> tuple[str, float]:
+    match = re.fullmatch(r"(hash|tail):(0?\.[0-9]+)", split)
+    if not match or not float(match[2]):
+        raise UsageError(f"split must be 'hash:f' or 'tail:f' with 0 < f < 1, not {split!r}")
+    return match[1], float(match[2])
+
+
+def _files(path: str) -> list[tuple[str, int, int]]:
+    """Every document's path, size and modification time: what tells a changed source from an old one."""
+    root = Path(path or sysconfig.get_paths()["stdlib"]).expanduser().resolve()
+    if not root.is_file() and not root.is_dir():
+        raise UsageError(f"data path {path!r} is neither a file nor a folder")
+    names = (
+        [str(root)]
+        if root.is_file()
+        else _regular_files(str(root), set() if path else _STDLIB_SKIPS, set())
+    )
+    stats = ((name, os.stat(name)) for name in names if path or name.endswith(".py"))
+    files = sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats if stat.st_size)
+    if not files:
+        raise UsageError(
+            f"{root} holds no text; give a file or a folder with at least one that is not empty"
+        )
+    return files
+
+
+def _regular_files(folder: str, skips: set[str], seen: set[str]) -> Iterator[str]:
+    """Regular files that are not hidden, each real folder once however links lead to it."""
+    if (real := os.path.realpath(folder)) in seen:
+        return
+    seen.add(real)
+    for name in os.listdir(folder):
+        path = os.path.join(folder, name)
+        if name.startswith(".") or name in skips:
+            continue
+        if os.path.isdir(path):
+            yield from _regular_files(path, skips, seen)
+        elif os.path.isfile(path):
+            yield path

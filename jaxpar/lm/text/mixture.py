@@ -1,0 +1,163 @@
+"""Batches of several corpora, whose shares are exact over a round and a pure function of (seed, step)."""
+
+import dataclasses
+import hashlib
+import math
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxpar.lm.text.data import Corpus, DataConfig, Pairs, Windows, open_corpus, permuted
+from jaxpar.lm.text.tokenizer import Tokenizer
+from jaxpar.types import UsageError
+
+__all__ = ["open_corpora", "training_batches"]
+
+_SOURCE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(e?)\*(.+)")
+
+
+class Source(NamedTuple):
+    """A corpus of a mixture: its share, or the epochs of it in a round."""
+
+    amount: Fraction
+    is_epochs: bool
+    path: str
+
+
+def parse_mixture(text: str) -> list[Source]:
+    """Reads `7*web.jsonl+3*code/` (shares) or `1e*web.jsonl+2e*code/` (epochs).
+
+    Raises:
+      UsageError: If it is neither, shares stand beside epochs, or an amount is not positive.
+    """
+    parts = re.split(r"\+(?=[0-9]+(?:\.[0-9]+)?e?\*)", text)
+    found = [match for part in parts if (match := _SOURCE.fullmatch(part))]
+    sources = [Source(Fraction(match[1]), bool(match[2]), match[3]) for match in found]
+    whole = len(sources) == len(parts) and all(source.amount > 0 for source in sources)
+    whole = whole and not any(
+        re.search(r"\+[^+*/]*\*", source.path) for source in sources
+    )  # an amount that is none
+    if not whole or len({source.is_epochs for source in sources}) != 1:
+        raise UsageError(
+            f"mixture {text!r}; legal are shares 7*a.jsonl+3*b.jsonl, or epochs 1e*a.jsonl+2e*b.jsonl."
+        )
+    return sources
+
+
+def counts_of_round(sources: Sequence[Source], num_windows: Sequence[int]) -> list[int]:
+    """Returns how many samples of a round come of each source.
+
+    Shares are brought to the smallest integers; epochs are times the windows of a source, which must come out whole.
+    """
+    if sources[0].is_epochs:
+        counts = [source.amount * size for source, size in zip(sources, num_windows, strict=True)]
+        for source, count in zip(sources, counts, strict=True):
+            if count.denominator != 1:
+                many = f"{float(source.amount)} epochs of {source.path} are {float(count)} windows"
+                raise UsageError(f"{many}; legal are whole numbers of windows.")
+        return [int(count) for count in counts]
+    scale = math.lcm(*(source.amount.denominator for source in sources))
+    counts = [int(source.amount * scale) for source in sources]
+    return [count // math.gcd(*counts) for count in counts]
+
+
+class Mixture(NamedTuple):
+    """Rows of several sources: each round of `sum(counts)` samples has exactly `counts[k]` of source k.
+
+    Sample i of a run is place p = permuted(i % S) of round i // S, S = sum(counts). The places of source k are
+    o_k <= p < o_k + counts[k], and stand for sample counts[k] * (i // S) + p - o_k of it alone. So every source is read
+    as if it were alone but for the order within a round, and each of its windows comes once an epoch of its own.
+
+    Attributes:
+      sources: Windows of each, of one length; their batch sizes are not read.
+      counts: Samples of a round of each, positive.
+      batch_size: Windows of a step, over all hosts.
+      seed: Of the order.
+    """
+
+    sources: tuple[Windows, ...]
+    counts: tuple[int, ...]
+    batch_size: int
+    seed: int
+
+    def places(
+        self, step: int, rows: slice | np.ndarray = slice(None)
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns which source each row of a step comes of, and the sample of that source: int64 [b] each."""
+        samples = int(step) * self.batch_size + np.arange(self.batch_size, dtype=np.int64)[rows]
+        counts = np.array(self.counts, np.int64)
+        ends = np.cumsum(counts)
+        rounds, slots = np.divmod(samples, ends[-1])
+        slots = permuted(slots, int(ends[-1]), self.seed, rounds)
+        source = np.searchsorted(ends, slots, "right")
+        return source, rounds * counts[source] + slots - (ends - counts)[source]
+
+    def __call__(self, step: int, rows: slice | np.ndarray = slice(None)) -> dict[str, np.ndarray]:
+        """Draws rows of a step, with what `Windows` gives; weights are 1 where a source has none."""
+        source, samples = self.places(step, rows)
+        drawn = [
+            (place, dataclasses.replace(self.sources[k], batch_size=1)(int(sample)))
+            for place, (k, sample) in enumerate(zip(source, samples, strict=True))
+        ]
+        weighted = any(each.tokens.counts is not None or each.pack for each in self.sources)
+        if weighted:
+            for _, row in drawn:
+                row.setdefault("weights", np.ones(row["targets"].shape, np.float32))
+        return {name: np.concatenate([row[name] for _, row in drawn]) for name in drawn[0][1]}
+
+
+class Corpora(NamedTuple):
+    """The corpora of a run: one, or those of a mixture, which share the tokenizer and the validation of the first."""
+
+    sources: tuple[Source, ...]
+    each: tuple[Corpus, ...]
+
+    @property
+    def first(self) -> Corpus:
+        """Returns the corpus that validation and samples are of."""
+        return self.each[0]
+
+    @property
+    def hash(self) -> str:
+        """Returns what changes with the content of any: the corpus's own hash where there is one."""
+        if not self.sources:
+            return self.first.hash
+        return hashlib.sha256("".join(corpus.hash for corpus in self.each).encode()).hexdigest()
+
+
+def open_corpora(
+    config: DataConfig,
+    cache: str | Path,
+    tokenizer: Tokenizer | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Corpora:
+    """Opens what `config.path` names, a corpus or, behind `mix:`, several; arguments and errors are `open_corpus`'s."""
+    if not config.path.startswith("mix:"):
+        return Corpora((), (open_corpus(config, cache, tokenizer, say),))
+    sources, found = tuple(parse_mixture(config.path.removeprefix("mix:"))), []
+    for source in sources:
+        found.append(
+            open_corpus(dataclasses.replace(config, path=source.path), cache, tokenizer, say)
+        )
+        tokenizer = found[0].tokenizer
+    return Corpora(sources, tuple(found))
+
+
+def training_batches(corpora: Corpora, config: DataConfig, seed: int) -> Windows | Mixture | Pairs:
+    """Returns the training batches of a run, by step and rows."""
+    if config.pairs:
+        if config.pack or corpora.sources:
+            raise UsageError(
+                "pairs are neither packed nor mixed; leave data.pack=true and mix: out."
+            )
+        return Pairs(corpora.first.train, config.seq_len, config.batch_size, seed)
+    size = (config.seq_len, config.batch_size, seed, config.pack)
+    windows = tuple(Windows(corpus.train, *size) for corpus in corpora.each)
+    if not corpora.sources:
+        return windows[0]
+    counts = counts_of_round(corpora.sources, [each.num_windows for each in windows])
+    return Mixture(windows, tuple(counts), config.batch_size, seed)

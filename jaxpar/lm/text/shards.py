@@ -1,0 +1,333 @@
+"""Tokens on disk: JSONL made into arrays by many processes, resumed part by part, and arrays that others made.
+
+A folder of tokens holds NumPy's `tokens.npy`, unsigned [n]; `lengths.npy`, int64 [D], the tokens of each document in
+turn; and optionally `counts.npy`, uint8 [n], 1 where a token counts as a target. All are mapped and never read whole,
+but for the lengths: 8 bytes a document.
+"""
+
+import concurrent.futures
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxpar.lm.text.examples import Template, encode_pieces, pair_of, pieces_of
+from jaxpar.lm.text.tokenizer import Tokenizer
+from jaxpar.types import UsageError
+
+PART = 16 * 2**20
+"""Bytes of JSONL that are tokenised at a time: what a process that is killed does again."""
+_COPY = 2**20
+_COUNTED = "texts, completions and turns of the assistant, of which one has a token"
+
+
+class Shards(NamedTuple):
+    """What a folder of tokens holds; `counts` is None where all tokens count, and `hash` is that of the content."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    counts: np.ndarray | None
+    validation: np.ndarray
+    hash: str
+
+
+class PartOfFile(NamedTuple):
+    """A part of a file to tokenise: the lines that begin in bytes `start:stop`."""
+
+    path: str
+    start: int
+    stop: int
+    out: str
+    tokenizer: Tokenizer
+    template: Template
+    limit: float
+    pairs: bool = False
+
+
+def lines_of(path: str, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
+    """Yields (offset, line) of the lines that begin in bytes `start:stop`, without those that are blank."""
+    with open(path, "rb") as file:
+        file.seek(max(start - 1, 0))
+        if start:
+            file.readline()  # the rest of a line that begins before
+        while (offset := file.tell()) < stop and (line := file.readline()):
+            if line.strip():
+                yield offset, line
+
+
+def place_of(path: str, offset: int) -> str:
+    """Names the line at an offset, which only an error needs: it counts those before."""
+    number = 1
+    with open(path, "rb") as file:
+        while offset and (block := file.read(min(_COPY, offset))):
+            number, offset = number + block.count(b"\n"), offset - len(block)
+    return f"{path}, line {number}"
+
+
+def read_line(
+    path: str, offset: int, line: bytes, template: Template, pairs: bool = False
+) -> list[tuple[list[tuple[str, bool]], bool]]:
+    """Returns the documents of a line, one or of preferences two, with its number found where it is refused."""
+
+    def read(where: str) -> list[tuple[list[tuple[str, bool]], bool]]:
+        return pair_of(line, where) if pairs else [pieces_of(line, where, template)]
+
+    try:
+        return read("")
+    except UsageError:
+        return read(place_of(path, offset))
+
+
+def tokenise_part(job: PartOfFile) -> str:
+    """Tokenises a part into `job.out`, a folder that appears by one rename. Pure: processes may do the same part."""
+    out = Path(job.out)
+    if out.exists():
+        return job.out
+    partial = out.with_name(f".{uuid.uuid4().hex}")
+    partial.mkdir()
+    dtype = np.min_scalar_type(job.tokenizer.vocab_size - 1)
+    digest, lengths, validation = hashlib.sha256(), [], []
+    with (partial / "tokens").open("wb") as tokens, (partial / "counts").open("wb") as counts:
+        for offset, line in lines_of(job.path, job.start, job.stop):
+            key = hashlib.sha256(line.strip()).digest()
+            digest.update(key)
+            for document in read_line(job.path, offset, line, job.template, job.pairs):
+                ids, count = encode_pieces(*document, job.tokenizer)
+                if job.pairs and not count[1:].any():
+                    raise UsageError(
+                        f"{place_of(job.path, offset)} has a completion without a token behind another."
+                    )
+                tokens.write(ids.astype(dtype).tobytes())
+                counts.write(count.tobytes())
+                lengths.append(len(ids))
+                validation.append(int.from_bytes(key[:8], "big") < job.limit)
+    np.save(partial / "lengths.npy", np.array(lengths, np.int64))
+    np.save(partial / "validation.npy", np.array(validation, bool))
+    (partial / "digest").write_bytes(digest.digest())
+    _reach_disk(partial)
+    try:
+        partial.rename(out)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        if not out.is_dir():
+            raise
+    return job.out
+
+
+def tokenise(
+    path: str,
+    entry: Path,
+    tokenizer: Tokenizer,
+    template: Template,
+    split: tuple[str, float],
+    workers: int = 1,
+    say: Callable[[str], None] = lambda text: None,
+    pairs: bool = False,
+) -> None:
+    """Makes the folder of tokens `entry` of a file of JSONL; what was done before a kill is not done again.
+
+    Args:
+      path: The file.
+      entry: The folder, which appears by one rename when it is whole; parts lie beside it until then.
+      tokenizer: Of the texts.
+      template: Of messages.
+      split: ("hash", f) holds out lines by their content, ("tail", f) the last lines.
+      workers: Processes, each with a part of 16 MiB at a time.
+      say: Is told the progress, a sentence a part.
+      pairs: Whether lines are preferences, `jaxpar.lm.text.examples.pair_of`: two documents each, on
+        one side of the split.
+
+    Raises:
+      UsageError: A line cannot be read, and is named by its file and number; or nothing counts in the loss.
+    """
+    kind, fraction = split
+    size = os.path.getsize(path)
+    beside = entry.with_name(f"{entry.name}.parts")
+    beside.mkdir(parents=True, exist_ok=True)
+    limit = fraction * 2**64 if kind == "hash" else 0
+    jobs = [
+        PartOfFile(
+            path,
+            start,
+            min(start + PART, size),
+            str(beside / f"{number:06d}"),
+            tokenizer,
+            template,
+            limit,
+            pairs,
+        )
+        for number, start in enumerate(range(0, size, PART))
+    ]
+    left = [job for job in jobs if not Path(job.out).exists()]
+    before = len(jobs) - len(left)
+    if before:
+        say(f"{before} of {len(jobs)} parts of {path} were tokenised before")
+    try:
+        for number, _ in enumerate(_tokenised(left, min(workers, len(left))), before + 1):
+            say(f"{number} of {len(jobs)} parts of {path} are tokenised")
+        counts = (
+            np.fromfile(Path(job.out) / "counts", np.uint8).any() for job in jobs
+        )  # to the first that has some
+        if jobs and not any(counts):
+            raise UsageError(f"nothing in {path} counts in the loss; legal are {_COUNTED}.")
+    except FileNotFoundError:  # another process has made the whole folder, and removed the parts
+        if not entry.is_dir():
+            raise
+        return
+    _join(
+        [Path(job.out) for job in jobs],
+        entry,
+        tokenizer,
+        fraction if kind == "tail" else 0.0,
+        1 + pairs,
+    )
+    shutil.rmtree(beside, ignore_errors=True)
+
+
+def _tokenised(jobs: list[PartOfFile], workers: int) -> Iterator[str]:
+    """Yields the folder of each part as it is done, by so many processes."""
+    if workers < 2:
+        yield from map(tokenise_part, jobs)
+        return
+    context = multiprocessing.get_context(
+        "spawn"
+    )  # a fork would copy threads of JAX that hold locks
+    with concurrent.futures.ProcessPoolExecutor(workers, context) as pool:
+        try:
+            for done in concurrent.futures.as_completed(
+                [pool.submit(tokenise_part, job) for job in jobs]
+            ):
+                yield done.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _join(parts: list[Path], entry: Path, tokenizer: Tokenizer, tail: float, together: int) -> None:
+    """Puts the parts one behind the other, a block at a time; of a tail so many documents are on one side together."""
+    partial = entry.with_name(f".partial-{uuid.uuid4().hex}")
+    partial.mkdir()
+    try:
+        lengths = np.concatenate([np.load(part / "lengths.npy") for part in parts])
+        validation = np.concatenate([np.load(part / "validation.npy") for part in parts])
+        if tail:
+            validation = np.arange(len(lengths)) // together >= int(
+                (1 - tail) * (len(lengths) // together)
+            )
+        total, dtype = int(lengths.sum()), np.min_scalar_type(tokenizer.vocab_size - 1)
+        for name, kind in (("tokens", dtype), ("counts", np.dtype(np.uint8))):
+            with (partial / f"{name}.npy").open("wb") as file:
+                header = {
+                    "descr": np.lib.format.dtype_to_descr(kind),
+                    "fortran_order": False,
+                    "shape": (total,),
+                }
+                np.lib.format.write_array_header_1_0(file, header)
+                for part in parts:
+                    with (part / name).open("rb") as source:
+                        shutil.copyfileobj(source, file, _COPY)
+        np.save(partial / "lengths.npy", lengths)
+        np.save(partial / "validation.npy", validation)
+        digest = hashlib.sha256(
+            b"".join((part / "digest").read_bytes() for part in parts)
+        ).hexdigest()
+        record = {"format": 1, "tokenizer": tokenizer.identity, "hash": digest}
+        (partial / "shards.json").write_text(json.dumps(record))
+        _reach_disk(partial)
+        partial.rename(entry)
+    except OSError:  # another process may have made the same folder first, and removed the parts
+        if not entry.is_dir():
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def open_shards(folder: Path, vocab_size: int, split: tuple[str, float]) -> Shards:
+    """Maps a folder of tokens, ours or another's, or a single `.npy` of tokens, which is one document.
+
+    A folder without `validation.npy` is split here: "hash" by a hash of each document's number, as its content would
+    have to be read; "tail" by the end of the documents, or of the tokens of a single one.
+
+    Raises:
+      UsageError: If a file is absent, of another type or length, or the tokens are no symbols of the tokenizer by their
+        first 2^16 (the rest is not read).
+    """
+    paths = {name: folder / f"{name}.npy" for name in ("tokens", "lengths", "counts", "validation")}
+    if folder.suffix == ".npy":
+        paths = {"tokens": folder}
+    arrays = {name: _map(path) for name, path in paths.items() if path.is_file()}
+    if "tokens" not in arrays or (folder.suffix != ".npy" and "lengths" not in arrays):
+        raise UsageError(
+            f"{folder} lacks tokens.npy or lengths.npy; legal is a folder with both, or one .npy of tokens."
+        )
+    tokens = arrays["tokens"]
+    if tokens.dtype.kind not in "ui" or tokens.ndim != 1 or not len(tokens):
+        raise UsageError(
+            f"{paths['tokens']} is {tokens.dtype} {list(tokens.shape)}; legal are integers [n], n > 0."
+        )
+    head = tokens[: 2**16]
+    if int(head.min()) < 0 or int(head.max()) >= vocab_size:
+        raise UsageError(
+            f"{paths['tokens']} has the token {int(head.max())}; legal are 0 to {vocab_size - 1}."
+        )
+    kind, fraction = split
+    if "lengths" not in arrays:
+        cut = int((1 - fraction) * len(tokens))
+        lengths, validation = np.array([cut, len(tokens) - cut]), np.array([False, True])
+    else:
+        lengths = np.asarray(arrays["lengths"]).astype(np.int64)
+        numbers = np.arange(len(lengths))
+        validation = numbers >= int((1 - fraction) * len(lengths))
+        if kind == "hash":
+            mixed = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+            validation = (mixed ^ (mixed >> np.uint64(32))) % np.uint64(2**32) < np.uint64(
+                fraction * 2**32
+            )
+    if "validation" in arrays:
+        validation = np.asarray(arrays["validation"]).astype(bool)
+    counts = arrays.get("counts")
+    if (
+        lengths.ndim != 1
+        or (lengths < 0).any()
+        or lengths.sum() != len(tokens)
+        or len(validation) != len(lengths)
+    ):
+        raise UsageError(
+            f"the lengths of {folder} sum to {lengths.sum()}; legal is {len(tokens)}, its tokens, none below 0."
+        )
+    if counts is not None and (counts.dtype != np.uint8 or counts.shape != tokens.shape):
+        raise UsageError(
+            f"{paths['counts']} is {counts.dtype} {list(counts.shape)}; legal is uint8 [{len(tokens)}]."
+        )
+    record = folder / "shards.json"
+    if record.is_file():
+        content = json.loads(record.read_text())["hash"]
+    else:
+        stats = [
+            (name, os.path.getsize(path), path.stat().st_mtime_ns)
+            for name, path in paths.items()
+            if path.is_file()
+        ]
+        content = hashlib.sha256(json.dumps(stats).encode()).hexdigest()
+    return Shards(tokens, lengths, counts, validation, content)
+
+
+def _map(path: Path) -> np.ndarray:
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)  # cheaper to slice
+    except (ValueError, OSError) as error:
+        raise UsageError(f"{path} is not an array of NumPy's: {error}") from None
+
+
+def _reach_disk(folder: Path) -> None:
+    """Contents must reach the disk before the folder's name does."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())

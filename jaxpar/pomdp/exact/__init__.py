@@ -1,0 +1,12 @@
+"""Exact values of finite models, with bounds.
+
+| file | in -> out | called by |
+|---|---|---|
+| `bounds` | `TabularPomdp` -> QMDP, FIB and blind values `[A, S]` | solvers, planners |
+| `_alpha`, `_points` | alpha vectors `[N, S]`, beliefs `[M, S]` -> more of them, pruned | `solver` |
+| `solver` | `TabularPomdp` -> value, bounds, alpha vectors | tests, users |
+"""
+
+from jaxpar.pomdp.exact.solver import Exact, iterated_values, reachable_beliefs, solve_exact
+
+__all__ = ["Exact", "iterated_values", "reachable_beliefs", "solve_exact"]

@@ -1,0 +1,171 @@
+"""The simulations of one batch and the state of a search: what all tree searches keep, start and end alike."""
+
+import dataclasses
+import functools
+from typing import NamedTuple, TypeVar
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from jaxpar.env import Environment
+from jaxpar.pomdp.beliefs.belief import Belief
+from jaxpar.pomdp.model import legal_actions, num_actions
+from jaxpar.pomdp.planners.tree import EMPTY, Children, Tree, add_leaves, empty_tree
+from jaxpar.types import Array, PRNGKey, PyTree, Scalar
+
+__all__ = ["Path", "SearchState", "Simulations"]
+
+
+class Simulations(NamedTuple):
+    """The n simulations of a batch, on their way down the tree.
+
+    Attributes:
+        states: `[n, ...]`.
+        node: int32 `[n]`, where it is; `EMPTY` once it ended or found no room below an edge.
+        stuck: int32 `[n]`, that edge, else `EMPTY`.
+        live: bool `[n]`, it goes on.
+        action: int32 `[n]`, what it did last; -1 at the root.
+    """
+
+    states: PyTree
+    node: Array
+    stuck: Array
+    live: Array
+    action: Array
+
+
+class Path(NamedTuple):
+    """Where the simulations of one batch went, `[D + 1, n]`; ids are `EMPTY` where one was no longer in the tree.
+
+    Attributes:
+        nodes: int32, the node of each level.
+        edges: int32, the edge taken there.
+        rewards: float32, what it earned, with the discounted guess of a simulation that found no room below.
+        leaf: float32 `[n]`, the guess where the simulation stopped at a node.
+    """
+
+    nodes: Array
+    edges: Array
+    rewards: Array
+    leaf: Array
+
+    def after(self, d: Array, nodes: Array, edges: Array, rewards: Array) -> "Path":
+        """The path with the edges of level `d`, what they earned, and the nodes below them; all `[n]`."""
+        put = functools.partial(
+            jax.lax.dynamic_update_index_in_dim, axis=0
+        )  # unlike `.at`, asks for no bounds
+        return self._replace(
+            nodes=put(self.nodes, nodes, d + 1),
+            edges=put(self.edges, edges, d),
+            rewards=put(self.rewards, rewards, d),
+        )
+
+
+@flax.struct.dataclass
+class SearchState:
+    """What a search has grown so far.
+
+    Attributes:
+        tree: the tree.
+        legal: bool `[A]`, the actions that were legal in every state drawn for the root.
+        ended: int32, how many of those states were terminal.
+        drawn: int32, how many they are.
+    """
+
+    tree: Tree
+    legal: Array
+    ended: Array
+    drawn: Array
+
+
+State = TypeVar("State", bound=SearchState)
+
+
+def empty_search(
+    env: Environment,
+    params: PyTree,
+    belief: Belief,
+    children: Children,
+    max_nodes: int,
+    max_edges: int,
+) -> SearchState:
+    """A search that has only its root, with room for so many nodes and edges."""
+    actions = num_actions(env, params)
+    tree = empty_tree(actions, max_nodes, max_edges, children)
+    tree = dataclasses.replace(tree, invalid=tree.invalid + invalid_weights(belief))
+    zero = jnp.zeros((), jnp.int32)
+    return SearchState(tree, jnp.ones((actions,), bool), zero, zero)
+
+
+def start_simulations(
+    key: PRNGKey,
+    env: Environment,
+    params: PyTree,
+    belief: Belief,
+    search: State,
+    count: int,
+    max_depth: int,
+) -> tuple[State, Path, Simulations]:
+    """`count` simulations at the root, in states drawn from the belief, with an empty path; consumes `key`."""
+    tree, states = search.tree, belief.sample(key, count)
+    ended = jax.vmap(lambda state: env.terminal(state, params))(states)
+    legal = legal_actions(env, params, states)
+    search = dataclasses.replace(
+        search,
+        legal=search.legal & jnp.all(legal | ended[:, None], axis=0),
+        ended=search.ended + jnp.sum(ended, dtype=jnp.int32),
+        drawn=search.drawn + count,
+        tree=dataclasses.replace(
+            tree,
+            node_visits=tree.node_visits.at[0].add(jnp.sum(~ended, dtype=jnp.int32)),
+            stranded=tree.stranded + samples_without_weight(belief, count),
+        ),
+    )
+    nowhere = jnp.full((max_depth + 1, count), EMPTY, jnp.int32)
+    node = jnp.where(ended, EMPTY, 0)
+    path = Path(nowhere.at[0].set(node), nowhere, jnp.zeros(nowhere.shape), jnp.zeros((count,)))
+    none = jnp.full((count,), EMPTY, jnp.int32)
+    return search, path, Simulations(states, node, none, ~ended, jnp.full((count,), -1, jnp.int32))
+
+
+def samples_without_weight(belief: Belief, count: int) -> Array:
+    """How many of `count` samples come from a belief that has no weight anywhere, int32: all of them or none."""
+    return jnp.where(belief.weightless, count, 0).astype(jnp.int32)
+
+
+def invalid_weights(belief: Belief) -> Array:
+    """How many weights of a belief are no numbers, int32."""
+    return jnp.asarray(belief.invalid, jnp.int32)
+
+
+def stop_stranded(simulations: Simulations, legal: Array) -> tuple[Simulations, Array]:
+    """Stops the live simulations whose states allow no action by `legal` `[n, A]`, and says which they are."""
+    able = jnp.any(legal, axis=1)
+    return simulations._replace(live=simulations.live & able), simulations.live & ~able
+
+
+def is_waiting(simulations: Simulations) -> Array:
+    """Which simulations stopped without having ended, bool `[n]`: those whose states are to be valued."""
+    return (simulations.stuck != EMPTY) | (simulations.node != EMPTY)
+
+
+def record_leaves(
+    tree: Tree, path: Path, simulations: Simulations, leaves: tuple[Array, Array], discount: Scalar
+) -> tuple[Tree, Path]:
+    """Adds the values of where the simulations stopped, and which of them were not finite, and ends the batch."""
+    values, wrong = leaves
+    tree = add_leaves(tree, simulations.node, simulations.stuck, values, discount)
+    # Whoever found no room below an edge has no node to be valued at: its value counts as a reward of that edge.
+    beyond = (path.edges == simulations.stuck[None]) & (path.edges != EMPTY)
+    path = path._replace(
+        rewards=path.rewards + jnp.where(beyond, discount * values[None], 0.0), leaf=values
+    )
+    return dataclasses.replace(
+        tree,
+        invalid=tree.invalid + jnp.sum(wrong, dtype=jnp.int32),
+        iteration=tree.iteration + 1,
+        depth=jnp.maximum(
+            tree.depth, jnp.sum(jnp.any(path.edges != EMPTY, axis=1), dtype=jnp.int32)
+        ),
+    ), path
