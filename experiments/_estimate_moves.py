@@ -1,4 +1,4 @@
-"""What bringing a state from one layout into another sends, by `jaxpar.aot.placements`."""
+"""What bringing a state from one layout into another sends, by `jaxpar.aot.placement`."""
 
 import collections
 import dataclasses
@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxpar import aot
-from jaxpar.aot.placements import Split, conversion
+from jaxpar.aot.placement import Split, conversion
 from jaxpar.types import UsageError
 from jaxpar.verify import Layout
 

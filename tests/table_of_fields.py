@@ -19,7 +19,7 @@ from table_of_environment_fields import ENVIRONMENTS
 from table_of_experiment_fields import EXPERIMENTS
 
 from envs.puzzles import bin_pack
-from jaxpar.aot.placements import Split
+from jaxpar.aot.placement import Split
 from jaxpar.decode import (
     Beams,
     BlockTopK,
@@ -421,7 +421,7 @@ RESULTS = {
     "env.spaces.MultiDiscrete", "fields.Between",
     "io.layers.LeafSource", "lower.lookback.KernelSource", "lower.lookback.Tile",
     "pipeline.ops.Schedule", "pipeline.pack.TickTable", "pipeline.timing.Timing",
-    "experimental.product_chain.ChainPlacement", "aot.placements.ConversionStep",
+    "experimental.product_chain.ChainPlacement", "aot.placement.ConversionStep",
     "pomdp.exact.solver.Exact", "pomdp.planners.outline.Branch", "pomdp.planners.particle_search.ParticleTreeSearch",
     "pomdp.planners.tree_search.TreeSearch", "solve.carries.Division",
     "solve.blindness.Entry", "solve.carries.Loop", "solve.default.CostModel",

@@ -32,7 +32,7 @@ from experiments import (
 )
 from experiments import step_speculation as steps
 from experiments.lm import compose, make_trainer
-from jaxpar.aot.placements import Broadcast, Partial, Split, conversion
+from jaxpar.aot.placement import Broadcast, Partial, Split, conversion
 from jaxpar.experimental.product_chain import MATMUL_PLACEMENTS
 from jaxpar.lm import LMConfig
 from jaxpar.lm.text.data import DataConfig

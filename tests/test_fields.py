@@ -17,7 +17,7 @@ from table_of_fields import BY_HAND, RESULTS, TABLE
 import envs
 import experiments
 import jaxpar
-from jaxpar.aot.placements import Split
+from jaxpar.aot.placement import Split
 from jaxpar.decode import ModelDraft
 from jaxpar.env.picture import Animation
 from jaxpar.experimental.attention_experts import AttentionExperts

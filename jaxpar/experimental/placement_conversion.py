@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from jaxpar.aot.placements import Broadcast, ConversionStep, Partial, Placement, Split, conversion
+from jaxpar.aot.placement import Broadcast, ConversionStep, Partial, Placement, Split, conversion
 from jaxpar.types import UsageError
 
 __all__ = ["convert", "specs"]

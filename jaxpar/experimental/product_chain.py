@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from jax.typing import DTypeLike
 
-from jaxpar.aot.placements import Broadcast, ConversionStep, Partial, Placement, Split, conversion
+from jaxpar.aot.placement import Broadcast, ConversionStep, Partial, Placement, Split, conversion
 from jaxpar.types import UsageError
 
 __all__ = ["MATMUL_PLACEMENTS", "ChainPlacement", "Stage", "matmul_placements", "place_chain"]

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jaxpar.aot import hlo
-from jaxpar.aot.placements import Broadcast, Partial, Split, conversion
+from jaxpar.aot.placement import Broadcast, Partial, Split, conversion
 from jaxpar.experimental.placement_conversion import convert, specs
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.types import UsageError

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jaxpar.aot import hlo
-from jaxpar.aot.placements import Broadcast, Partial, Split, conversion
+from jaxpar.aot.placement import Broadcast, Partial, Split, conversion
 from jaxpar.experimental.placement_conversion import convert, specs
 from jaxpar.experimental.product_chain import MATMUL_PLACEMENTS, matmul_placements, place_chain
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
