@@ -1,4 +1,4 @@
-"""What does a certificate cost Newton's method, and which rows does it keep? Against another version of the library.
+"""Cost of a certificate to Newton's method, and the rows that it keeps, against another version of the library.
 
     git worktree add /tmp/older d3543d0
     JAX_PLATFORMS=cpu taskset -c 0 python bench/certificate_times.py run --library . --out new.json &
@@ -103,19 +103,24 @@ def compare(new, old):
         print(f"{name}: {len(wrong)} of {len(both)} rows converged and wrong")
     share = len(kept) / len(was_right)
     print(f"kept {len(kept)} of {len(was_right)} ({share:.1%}); lost: {', '.join(lost) or 'none'}")
+    print_ratios([(new[key], old[key]) for key in kept])
+
+
+def print_ratios(pairs):
+    """Prints the ratios of times by length, of rows that both versions solve by iterating."""
     print(
         "\n| steps | rows | median | geometric mean | at most 1.3x | most |\n|---|---|---|---|---|---|"
     )
-    for length in sorted({key[2] for key in kept}):
-        ratios = [
-            new[key]["seconds"] / old[key]["seconds"]
-            for key in kept
-            if key[2] == length and new[key]["iterations"] and old[key]["iterations"]
-        ]
-        fair = sum(ratio <= 1.3 for ratio in ratios)
+    ratios = {}
+    for one, other in pairs:
+        if one["iterations"] and other["iterations"]:
+            ratio = one["seconds"] / other["seconds"]
+            ratios.setdefault(one["row"][2], []).append(ratio)
+    for length, found in sorted(ratios.items()):
+        fair = sum(ratio <= 1.3 for ratio in found)
         print(
-            f"| {length:,} | {len(ratios)} | {statistics.median(ratios):.2f}x "
-            f"| {statistics.geometric_mean(ratios):.2f}x | {fair} | {max(ratios):.2f}x |"
+            f"| {length:,} | {len(found)} | {statistics.median(found):.2f}x "
+            f"| {statistics.geometric_mean(found):.2f}x | {fair} | {max(found):.2f}x |"
         )
 
 
