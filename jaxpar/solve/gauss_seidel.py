@@ -26,6 +26,7 @@ from jaxpar.solve.rounding import (
     at_steps,
     fractions,
     leaf_largest,
+    over_devices,
     residual_bound,
     step_largest,
     wide,
@@ -247,7 +248,8 @@ class GaussSeidel:
             return tuple(map(jnp.minimum, parts, rounded))
 
         both = (*parts, *residuals)
-        is_large = ~(step_largest(both) <= 1).all()
+        # All devices or none: rounding is looked for with a permute between them.
+        is_large = over_devices(problem, step_largest(both).max()) > 1
         both = once(is_large, by_rounding, both, problem.start)
         both = tuple(jnp.where(at_steps(is_loop, leaf), 0, leaf) for leaf in both)
         worst = leaf_largest(both)

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cells_to_solve import CELLS, distance, inputs, start, weights
 from fast import jit
@@ -11,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.aot.hlo import collectives
 from jaxpar.mesh import MeshSpec, make_mesh
-from jaxpar.solve import Newton, Sequential, parallel_scan
+from jaxpar.solve import GaussSeidel, Newton, Sequential, parallel_scan
 
 LENGTH = 48
 
@@ -66,6 +67,31 @@ def test_devices_take_turns_where_iteration_fails(method, x64):
     assert distance((carry, ys), want) < 1e-12
     assert bool(stats.converged) == isinstance(method, Sequential)
     assert (0 < stats.first_bad < LENGTH) == isinstance(method, Newton)
+
+
+def test_all_devices_look_for_rounding_or_none():
+    """Blocks of the first device have not met, those of the other have: alone, it would wait for ever."""
+    length = 2048
+    keep = np.where(np.arange(length) < 600, 0.99, 0.3).astype(np.float32)
+    noise = np.random.default_rng(0).standard_normal(length).astype(np.float32)
+
+    def leaky(h, x):
+        keep, noise = x
+        h = keep * h + (1 - keep) * (1 + noise)
+        return h, h
+
+    def local(xs):
+        method = GaussSeidel(block=16, max_iters=12)
+        init = jnp.float32(0)
+        how = {"method": method, "axis_name": "context", "with_stats": True}
+        return parallel_scan(leaky, init, xs, **how)[1:]
+
+    mesh = make_mesh(MeshSpec(context=2), devices=jax.devices()[:2])
+    split = jax.shard_map(local, mesh=mesh, in_specs=P("context"), out_specs=(P("context"), P()))
+    ys, stats = jit(split)((keep, noise))
+    want = jax.lax.scan(leaky, jnp.float32(0), (keep, noise))[1]
+    assert not stats.converged and stats.first_bad < 600
+    np.testing.assert_allclose(ys, want, rtol=1e-5)
 
 
 def test_bytes_sent_do_not_depend_on_the_length():
