@@ -29,7 +29,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from experiments import rnn  # noqa: E402
-from experiments._series import Task, open_task  # noqa: E402
+from experiments.app.sequences.series import Task, open_task  # noqa: E402
 from jaxpar.types import UsageError  # noqa: E402
 
 CELLS = "gru para_gru min_gru aaren gla mamba2 mlstm gated_delta"

@@ -15,7 +15,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments import _own
+from experiments.app import own_models
 from jaxpar.loop import Fit
 from jaxpar.mesh import MeshSpec, make_mesh, simulate_devices, use_mesh
 from jaxpar.own import lay_out, train_own
@@ -87,9 +87,9 @@ class Turns:
         self.left.remove(side)
 
 
-def task_of(request: dict) -> _own.OwnTask:
+def task_of(request: dict) -> own_models.OwnTask:
     """Returns the transformer of linen on sums, its examples, loss and collate."""
-    return _own.language(request["width"], request["layers"], 0, optax.adam(RATE, eps=1e-6))
+    return own_models.language(request["width"], request["layers"], 0, optax.adam(RATE, eps=1e-6))
 
 
 def ours(request: dict, turns: Turns, made: dict) -> None:

@@ -38,7 +38,7 @@ def measure(flags: list[str]) -> dict:
     import jax
 
     from experiments import estimate as experiment
-    from experiments._estimate_pipeline import estimate_pipeline
+    from experiments.app.estimate.pipelines import estimate_pipeline
     from jaxpar.aot import compile_job
 
     config = experiment.compose(*flags)

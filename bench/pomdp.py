@@ -34,8 +34,8 @@ import numpy as np
 from harness import HERE, Table
 
 import envs
-from experiments._pomdp_film import moves
-from experiments._rocks import Flips, RockBelief
+from experiments.app.env.pomdp_film import moves
+from experiments.app.env.rock_beliefs import Flips, RockBelief
 from jaxpar.pomdp import ParticleBelief, Pomcp, Vopp
 
 CASES = {

@@ -295,7 +295,7 @@ def judge(
     case: Case, learner, params, config, weights, key, episodes: int, tries: int, levels: int
 ) -> dict:
     """Plays levels by likeliest actions, by drawn ones `tries` times, and at random."""
-    from experiments._world import make_world
+    from experiments.app.env.environment import make_world
 
     env = (
         make_world(case.test, {**config.env_fields}, config.params)[0] if case.test else learner.env

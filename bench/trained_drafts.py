@@ -38,11 +38,12 @@ KEY = jax.random.key(3)
 
 def of_run(folder: pathlib.Path, args: argparse.Namespace) -> tuple:
     """Returns configuration, parameters, batches of training text and prompts of a run's best checkpoint."""
-    from experiments import _run, lm
+    from experiments import lm
+    from experiments.app import runner
     from jaxpar.io import Checkpoints
     from jaxpar.lm.text.data import Windows, open_corpus
 
-    saved = _run.load(folder, lm.Config)
+    saved = runner.load(folder, lm.Config)
     checkpoints = Checkpoints(lm.checkpoint_folder(saved, folder), read_only=True)
     step = checkpoints.best()
     assert step is not None, f"{folder} has no checkpoint; train it first"

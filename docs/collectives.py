@@ -15,7 +15,7 @@ import numpy as np
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from experiments import _run  # noqa: E402
+from experiments.app import runner  # noqa: E402
 from experiments.lm import Config, compose, make_trainer  # noqa: E402
 from jaxpar.aot import hlo  # noqa: E402
 from jaxpar.loop import compile_step  # noqa: E402
@@ -43,7 +43,7 @@ def compiled_step(config: Config) -> jax.stages.Compiled:
 def main() -> None:
     """Prints one row for each kind of collective and each set of mesh axes; scalars are left out."""
     config = compose(*sys.argv[1:])
-    with _run.open_devices(config) as mesh:
+    with runner.open_devices(config) as mesh:
         program = compiled_step(config)
     shapes = collections.defaultdict(list)
     for collective in hlo.collectives(program.as_text(), mesh):

@@ -1,39 +1,43 @@
 """Runnable experiments: `python -m experiments.lm preset=tiny train.steps=50`.
 
-| file | what | called by |
+| file | in -> out | called by |
 | --- | --- | --- |
-| `lm.py` `rnn.py` `neat.py` `rl.py` | commands that train: flags, algorithm, what is told | a user |
-| `compare.py` | language models with one mixer after the other, for equal seconds | a user |
-| `digits.py` `moving_digits.py` | the same, of images and of films | a user |
-| `own.py` `_own.py` | models of flax's own layers in three functions each | a user |
-| `env.py` `pomdp.py` | commands that play and plan episodes, without checkpoints | a user |
-| `estimate.py` `verify.py` | what a layout of a language model costs, and whether it equals one device | a user |
+| `lm.py` `rnn.py` `digits.py` `neat.py` `rl.py` `own.py` | flags -> a trained run | a user |
+| `compare.py` | flags -> language models with one mixer after the other, for equal seconds | a user |
+| `env.py` `pomdp.py` `life.py` `hosted.py` | flags -> episodes played, planned, evolved | a user |
+| `generate.py` | a saved model, prompts -> texts | a user |
+| `estimate.py` `verify.py` `pipeline.py` | a layout -> its cost, whether it equals one device | a user |
 | `launch.py` | any of these as several processes on this machine | a user |
-| `conf/<command>/` | what Hydra reads: defaults, `preset/` | `_run.py` |
-| `_run.py` | the one runner: flags -> configuration -> run folder, devices and mesh | every command |
-| `_train.py` | the one training harness: checkpoints, metrics, progress, resume | the commands that train |
-| `_folder.py` | one run at a time has a folder; its checkpoints | `_train.py`, commands |
-| `_mistakes.py` | a user's mistake in one sentence; old names of flags | `_run.py` |
-| `_interrupt.py` | Ctrl-C at any moment | `_run.py`, `_folder.py`, `launch.py` |
-| `_mesh.py` | layouts as the user types them; whether a job fits the mesh | every command |
-| `_series.py` `_digits_1d.py` `_memory.py` | series, images, symbols to remember | `rnn.py`, `digits.py` |
-| `_world.py` | an environment by name, with what flags change in it | `env.py`, `rl.py`, `pomdp.py` |
-| `_policy_run.py` | policies by name, many environments under one of them, a film of a few | `env.py`, `rl.py` |
-| `_judge.py` `_rocks.py` `_pomdp_film.py` | exact regrets, beliefs on maps, a film | `pomdp.py` |
-| `_estimate_moves.py` `_estimate_report.py` | what moving between layouts sends, the report | `estimate.py` |
+| `papers/` | commands of single papers | a user |
+| `app/` | the runner, the training harness, helpers | every command |
+| `conf/<command>/` | what Hydra reads: defaults, `preset/` | `app/runner.py` |
 
 Flags mean the same in all: `preset`, `seed`, `num_seeds`, `num_envs`, `num_steps`, `max_steps`, `train.steps`,
 `train.save_every` are in a table in docs/quickstart.md.
 """
 
 import os
+import pathlib
 import signal
 import sys
 import threading
 import time
 
+from jaxpar._renamed import find_renamed
+
+find_renamed()
+
 IS_COMMAND = sys.argv[0] == "-m" or os.path.basename(sys.argv[0]) in ("jaxpar", "jaxpar.exe")
 """Whether this process is a command that begins now, seconds before all is imported."""
+
+
+HERE = pathlib.Path(__file__).parent
+
+
+def module_of(command: str) -> str:
+    """Returns the module of a command, below this package: `lm`, `papers.trading`."""
+    is_paper = (HERE / "papers" / f"{command}.py").is_file()
+    return f"papers.{command}" if is_paper else command
 
 
 class Start:

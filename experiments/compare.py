@@ -38,10 +38,11 @@ from jaxpar.loop import Fit, FitResult, compile_step
 from jaxpar.mesh import MeshSpec, named_shardings, place_rows
 from jaxpar.types import UsageError
 
-from . import _run, lm
-from ._folder import owning, replace_text
-from ._run import identifying, say
-from ._train import Run, train
+from . import lm
+from .app import runner
+from .app.harness import Run, train
+from .app.run_folder import owning, replace_text
+from .app.runner import identifying, say
 
 COLUMNS = ("mixer", "parameters", "tokens/s", "tokens", "loss", "nats a doubling", "seconds taken")
 ROUNDS = 5
@@ -52,7 +53,7 @@ USUAL = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(_run.RunConfig):
+class Config(runner.RunConfig):
     """Which mixers, for how long, in which model.
 
     Attributes:
@@ -113,12 +114,12 @@ class Config(_run.RunConfig):
 
 def compose(*flags: str) -> Config:
     """Returns the configuration that these flags give on the command line."""
-    return _run.compose("compare", Config, list(flags))
+    return runner.compose("compare", Config, list(flags))
 
 
 def execute(config: Config, folder: pathlib.Path) -> Any:
     """Times and trains what has not been, prints the table, writes rows.jsonl and plots/fits.png."""
-    with _run.open_devices(config, MeshSpec()):
+    with runner.open_devices(config, MeshSpec()):
         return run(config, folder)
 
 
@@ -127,9 +128,9 @@ def run(config: Config, folder: pathlib.Path) -> Any:
     """Does so under the ambient mesh; returns the rows, or the result of a run that was interrupted."""
     corpus = open_corpus(config.data, folder / "data")
     config = lm.with_vocabulary(config, corpus.tokenizer)
-    _run.write_start(folder, config)
+    runner.write_start(folder, config)
     say(
-        f"run        {_run.short(folder)}\n{corpus.describe().replace('corpus ', 'corpus     ', 1)}"
+        f"run        {runner.short(folder)}\n{corpus.describe().replace('corpus ', 'corpus     ', 1)}"
     )
     speeds, rows = _speeds(config, folder, corpus), []
     for seed in range(config.num_seeds):
@@ -297,7 +298,7 @@ def tell(folder: pathlib.Path, rows: list[dict]) -> None:
         plot_fits(lines, folder / "plots" / "fits.png", along="seconds of training", value="nats a byte, held out",
                   title="Equal seconds of training: loss on held-out text")  # fmt: skip
     say(
-        f"plot       {_run.short(folder / 'plots' / 'fits.png')}\nrows       {_run.short(folder / 'rows.jsonl')}"
+        f"plot       {runner.short(folder / 'plots' / 'fits.png')}\nrows       {runner.short(folder / 'rows.jsonl')}"
     )
 
 
@@ -308,4 +309,4 @@ def _spread(values: list[float]) -> str:
 
 
 if __name__ == "__main__":
-    _run.launch("compare", Config, execute)
+    runner.launch("compare", Config, execute)

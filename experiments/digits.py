@@ -28,9 +28,9 @@ from jaxpar.nn.norm import Norm
 from jaxpar.nn.stack import Stack
 from jaxpar.types import UsageError
 
-from . import _run
-from ._folder import owning
-from ._series import Task, handwritten, held_out_batches
+from .app import runner
+from .app.run_folder import owning
+from .app.sequences.series import Task, handwritten, held_out_batches
 from .rnn import OptimizerConfig, TrainConfig, check_layout, learn
 
 
@@ -82,7 +82,7 @@ class DataConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(_run.RunConfig):
+class Config(runner.RunConfig):
     """The experiment on digits.
 
     Attributes:
@@ -101,12 +101,12 @@ class Config(_run.RunConfig):
 
 def compose(*flags: str) -> Config:
     """Returns the configuration that these flags give on the command line."""
-    return _run.compose("digits", Config, list(flags))
+    return runner.compose("digits", Config, list(flags))
 
 
 def execute(config: Config, folder: pathlib.Path) -> FitResult:
     """Trains under the mesh of the flags; writes metrics.jsonl, checkpoints and plots/training.png."""
-    with _run.open_devices(config):
+    with runner.open_devices(config):
         return train(config, folder)
 
 
@@ -195,4 +195,4 @@ def moved(images: np.ndarray, by: np.ndarray) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    _run.launch("digits", Config, execute)
+    runner.launch("digits", Config, execute)

@@ -28,12 +28,12 @@ from jaxpar.mesh import MeshSpec
 from jaxpar.rollout import Chunked, EpisodeResults, NextStep, NoReset, Pool, SameStep
 from jaxpar.rollout.prng import check_prng
 
-from . import _run
-from ._folder import run_folder
-from ._mesh import check_split, refuse_idle
-from ._policy_run import POLICIES, Call, PolicyRun, older_prng, player, save_film
-from ._run import identifying, say
-from ._world import make_world
+from .app import runner
+from .app.env.environment import make_world
+from .app.env.policies import POLICIES, Call, PolicyRun, older_prng, player, save_film
+from .app.mesh_flags import check_split, refuse_idle
+from .app.run_folder import run_folder
+from .app.runner import identifying, say
 
 RESETS = {
     "chunked": Chunked,
@@ -45,7 +45,7 @@ RESETS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(_run.RunConfig):
+class Config(runner.RunConfig):
     """The rollout.
 
     Attributes:
@@ -83,19 +83,19 @@ class Config(_run.RunConfig):
 
 def compose(*flags: str) -> Config:
     """Returns the configuration that these flags give on the command line."""
-    return _run.compose("env", Config, list(flags))
+    return runner.compose("env", Config, list(flags))
 
 
 def execute(config: Config, folder: pathlib.Path) -> None:
     """Walks under the mesh of the flags; writes metrics.jsonl, plots/episodes.png and plots/environments.gif."""
-    with _run.open_devices(config, MeshSpec(data=2, fsdp=2)):
+    with runner.open_devices(config, MeshSpec(data=2, fsdp=2)):
         refuse_idle("a rollout", "envs")
         check_split("num_envs", config.num_envs, "envs")
         policy_run = make_policy_run(config)
         with run_folder(folder, config.resume) as folder:
-            _run.write_start(folder, config)
+            runner.write_start(folder, config)
             _tell_start(config, folder, policy_run)
-            with _run.ending_together():
+            with runner.ending_together():
                 calls = run(config, folder, policy_run)
                 _tell_end(config, folder, policy_run, calls)
 
@@ -116,7 +116,7 @@ def run(config: Config, folder: pathlib.Path, policy_run: PolicyRun) -> list[Cal
     say(f"compiled   in {time.perf_counter() - began:.1f} s, counted apart")
     total = num_calls * num_steps * config.num_envs
     writer = open_writers(
-        folder, tuple(config.metrics), None, name=folder.name, config=_run.identity(config)
+        folder, tuple(config.metrics), None, name=folder.name, config=runner.identity(config)
     )
     calls = []
     try:
@@ -170,7 +170,7 @@ def _tell_start(config: Config, folder: pathlib.Path, policy_run: PolicyRun) -> 
     )
     plain = [f"{k}={v:.4g}" for k, v in numbers.items() if isinstance(v, int | float)]
     num_calls, num_steps = divided(config.num_steps, config.num_envs)
-    say(f"run        {_run.short(folder)}")
+    say(f"run        {runner.short(folder)}")
     say(f"env        {config.env}{count}: {'  '.join(plain) or 'no parameters'}")
     say(f"actions    {space}, policy={config.policy}")
     say(f"rollout    {config.num_envs:,} environments, {num_calls * num_steps:,} steps each, over "
@@ -201,7 +201,7 @@ def _tell_end(
             save_film(config.seed, policy_run, config.env, film, config.frames, fps=10)
         for what, path in (("plot", plot), ("metrics", folder / "metrics.jsonl")):
             if path:
-                say(f"{what:10} {_run.short(path)}")
+                say(f"{what:10} {runner.short(path)}")
 
 
 def _tell_first(
@@ -241,4 +241,4 @@ def _tell_first(
 
 
 if __name__ == "__main__":
-    _run.launch("env", Config, execute)
+    runner.launch("env", Config, execute)

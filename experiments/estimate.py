@@ -42,13 +42,13 @@ from jaxpar.mesh import MeshSpec, make_mesh, platform, rules_from, simulate_devi
 from jaxpar.pipeline import PIPELINES
 from jaxpar.types import UsageError
 
-from . import _estimate_report as report
-from . import _run, _silence
-from ._estimate_moves import moves
-from ._estimate_pipeline import MARGIN, estimate_pipeline, schedules, table_of
-from ._mesh import check_split, parse_layout, refuse_idle, shares
-from ._pipeline import PipelineConfig
-from ._run import say
+from .app import runner, silence
+from .app.estimate import report as report
+from .app.estimate.moves import moves
+from .app.estimate.pipelines import MARGIN, estimate_pipeline, schedules, table_of
+from .app.lm.pipeline_flags import PipelineConfig
+from .app.mesh_flags import check_split, parse_layout, refuse_idle, shares
+from .app.runner import say
 from .lm import TrainConfig, make_trainer
 
 REMATS, ACCUMULATES, MOST_TENSOR = (
@@ -110,10 +110,10 @@ class Config(PipelineConfig):
 
 def compose(*flags: str) -> Config:
     """Returns the configuration that these flags give on the command line."""
-    return _run.compose("estimate", Config, list(flags))
+    return runner.compose("estimate", Config, list(flags))
 
 
-@_silence.broken()
+@silence.broken()
 def execute(config: Config, folder: pathlib.Path) -> None:
     """Estimates, prints the report and writes it into the run folder."""
     if config.search and (config.mesh not in UNSAID or config.show or config.source):
@@ -232,7 +232,7 @@ def with_model(config: Config) -> Config:
 def find_devices(config: Config) -> tuple[Config, list[Any], aot.Chip | None]:
     """Returns the devices to estimate for, their chip, and the configuration with what follows from them filled in."""
     if not config.topology:
-        with _run.open_devices(config) as mesh:
+        with runner.open_devices(config) as mesh:
             devices = list(mesh.devices.flat)
         if config.mesh == MeshSpec(data=-1) and dict(mesh.shape) != MeshSpec(data=-1).sizes(
             len(devices)
@@ -245,7 +245,7 @@ def find_devices(config: Config) -> tuple[Config, list[Any], aot.Chip | None]:
             aot.chip_of(devices[0]),
         )
     topology = aot.parse_topology(config.topology)
-    _run._quieten()
+    runner._quieten()
     if importlib.util.find_spec("libtpu") and "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")  # or libtpu would look for a TPU, aloud
     if config.mesh == MeshSpec(data=-1):
@@ -411,4 +411,4 @@ def with_candidate(config: Config, candidate: Candidate) -> Config:
 
 
 if __name__ == "__main__":
-    _run.launch("estimate", Config, execute)
+    runner.launch("estimate", Config, execute)

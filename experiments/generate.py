@@ -32,13 +32,14 @@ from jaxpar.lm import Decoder, adapter_axes, axes, from_peft, with_adapters
 from jaxpar.mesh import MeshSpec, named_shardings
 from jaxpar.types import PyTree, UsageError
 
-from . import _run, lm
-from ._batches import Job, Saved, continued, make_tasks
-from ._completions import open_completions
-from ._mesh import check_split, refuse_idle
-from ._requests import Request, read_requests
-from ._run import say
-from ._texts import fingerprint
+from . import lm
+from .app import runner
+from .app.lm.completions import open_completions
+from .app.lm.prompt_batches import Job, Saved, continued, make_tasks
+from .app.lm.requests import Request, read_requests
+from .app.lm.text_codec import fingerprint
+from .app.mesh_flags import check_split, refuse_idle
+from .app.runner import say
 
 DRAFTS = ("none", "copy", "jacobi", "lookahead", "model")
 MOST_NEW = 2**20
@@ -46,7 +47,7 @@ MOST_NEW = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(_run.RunConfig):
+class Config(runner.RunConfig):
     """What is continued, by which model, and how.
 
     Attributes:
@@ -120,7 +121,7 @@ class Config(_run.RunConfig):
 
 def compose(*flags: str) -> Config:
     """Returns the configuration that these flags give on the command line."""
-    return _run.compose("generate", Config, list(flags))
+    return runner.compose("generate", Config, list(flags))
 
 
 def execute(config: Config, folder: pathlib.Path) -> None:
@@ -134,7 +135,7 @@ def execute(config: Config, folder: pathlib.Path) -> None:
     requests = (
         read_requests(pathlib.Path(config.prompts)) if config.prompts else [Request(config.prompt)]
     )
-    with _run.open_devices(config, MeshSpec()), _run.ending_together():
+    with runner.open_devices(config, MeshSpec()), runner.ending_together():
         target = adapted(
             load(config.hf or config.run, config, "hf" if config.hf else "run"), config.adapter
         )
@@ -253,4 +254,4 @@ def write(config: Config, job: Job, requests: list[Request]) -> None:
 
 
 if __name__ == "__main__":
-    _run.launch("generate", Config, execute)
+    runner.launch("generate", Config, execute)

@@ -28,7 +28,7 @@ from jax.experimental import io_callback
 from jaxpar.fields import AtLeast, field
 from jaxpar.types import UsageError
 
-from . import _small
+from .app import small_commands
 
 
 class Ready(NamedTuple):
@@ -198,7 +198,7 @@ def of_pool(pool: Hosted) -> Callable[[int], int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(_small.SmallConfig):
+class Config(small_commands.SmallConfig):
     """What it measures.
 
     Attributes:
@@ -252,4 +252,4 @@ def execute(config: Config, vectors: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    _small.launch("hosted", Config, execute, vectors_of_gymnasium)
+    small_commands.launch("hosted", Config, execute, vectors_of_gymnasium)

@@ -22,7 +22,8 @@ from typing import Any, NoReturn
 
 from jaxpar.types import UsageError
 
-from . import _interrupt, _run, before_start
+from . import before_start, module_of
+from .app import interrupts, runner
 
 DEVICES = 8
 """Devices of all processes together, if nothing else is asked for: as many as a run in one process simulates."""
@@ -60,7 +61,7 @@ class Group:
         self._ends: queue.Queue[tuple[int, int]] = queue.Queue()
         self.asked = 0  # the first signal that was passed on
         # In groups of their own, so that Ctrl-C reaches the launcher alone, which passes it on once.
-        env = os.environ | {_run.LAUNCHED: "1", "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+        env = os.environ | {runner.LAUNCHED: "1", "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
         self._processes = []
         for index, own in enumerate(flags):
             with self.log(index).open("wb") if index else contextlib.nullcontext() as output:
@@ -129,7 +130,12 @@ def main(arguments: list[str]) -> int:
             asked.processes, asked.devices_per_process or max(1, DEVICES // asked.processes)
         )
         folder = pathlib.Path(tempfile.mkdtemp(prefix="jaxpar-launch-"))
-        command = [sys.executable, "-m", f"{__package__}.{asked.experiment}", *asked.flags]
+        command = [
+            sys.executable,
+            "-m",
+            f"{__package__}.{module_of(asked.experiment)}",
+            *asked.flags,
+        ]
         code = _finish(command, flags, folder)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -149,7 +155,7 @@ def _finish(command: list[str], flags: list[list[str]], folder: pathlib.Path) ->
     finally:
         group.close()
         for number, handler in before.items():
-            signal.signal(number, _interrupt.at_end if handler is before_start else handler)
+            signal.signal(number, interrupts.at_end if handler is before_start else handler)
     failures = [(index, code) for index, code in ends if code]
     if group.asked and all(code != 2 for _, code in failures):
         if not failures:
@@ -221,7 +227,7 @@ def _check(asked: argparse.Namespace) -> None:
         raise UsageError(f"--processes {asked.processes} must be at least 1.")
     if asked.devices_per_process is not None and asked.devices_per_process < 1:
         raise UsageError(f"--devices-per-process {asked.devices_per_process} must be at least 1.")
-    if (kind := _run.accelerator()) and os.environ.get("JAX_PLATFORMS") != "cpu":
+    if (kind := runner.accelerator()) and os.environ.get("JAX_PLATFORMS") != "cpu":
         raise UsageError(
             f"this machine has {kind}, which the launcher cannot divide among processes; JAX_PLATFORMS=cpu simulates "
             "devices instead, and docs/pods.md has the commands for accelerators."
@@ -244,7 +250,7 @@ def _check(asked: argparse.Namespace) -> None:
 
 def _experiments() -> list[str]:
     """Returns the names of the experiments, which are those that have a configuration."""
-    return sorted(path.stem for path in _run.CONF.glob("*/*.yaml"))
+    return sorted(path.stem for path in runner.CONF.glob("*/*.yaml"))
 
 
 def _flags(processes: int, devices: int) -> list[list[str]]:
@@ -260,4 +266,4 @@ def _flags(processes: int, devices: int) -> list[list[str]]:
 
 
 if __name__ == "__main__":
-    _interrupt.leave(main(sys.argv[1:]))
+    interrupts.leave(main(sys.argv[1:]))

@@ -29,13 +29,13 @@ from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import MeshSpec
 from jaxpar.types import Array, PRNGKey, UsageError
 
-from . import _run
-from ._folder import owning
-from ._life_neat import NeatBrain
-from ._mesh import check_split, refuse_idle
-from ._run import identifying, say
-from ._saved import newest_state, saved_run
-from ._train import Run, TrainConfig, train
+from .app import runner
+from .app.env.neat_brains import NeatBrain
+from .app.harness import Run, TrainConfig, train
+from .app.mesh_flags import check_split, refuse_idle
+from .app.run_folder import owning
+from .app.runner import identifying, say
+from .app.saved_runs import newest_state, saved_run
 
 PANELS = {
     "energy a step": ("train/regrowth", "train/heat", "train/eaten"),
@@ -46,7 +46,7 @@ PANELS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(_run.RunConfig):
+class Config(runner.RunConfig):
     """The world.
 
     Attributes:
@@ -100,7 +100,7 @@ class Config(_run.RunConfig):
 
 def compose(*flags: str) -> Config:
     """Returns the configuration that these flags give on the command line."""
-    return _run.compose("life", Config, list(flags))
+    return runner.compose("life", Config, list(flags))
 
 
 def make_world(config: Config) -> World:
@@ -117,7 +117,7 @@ def make_world(config: Config) -> World:
 
 def execute(config: Config, folder: pathlib.Path) -> Any:
     """Lives under the mesh of the flags."""
-    with _run.open_devices(config, MeshSpec(data=2, fsdp=2)):
+    with runner.open_devices(config, MeshSpec(data=2, fsdp=2)):
         refuse_idle("a world", "population")
         if config.mode == "film":
             return film_saved(config, folder)
@@ -130,7 +130,7 @@ def film_saved(config: Config, folder: pathlib.Path) -> pathlib.Path:
     run, saved, asked = saved_run(config, ("frames",))
     check_split("agents", saved.agents, "population")
     world = make_world(saved)
-    step, state = newest_state(run, world, _run.identity(saved), {}, "step")
+    step, state = newest_state(run, world, runner.identity(saved), {}, "step")
     return _save_film(asked, folder / "plots", world, state, step)
 
 
@@ -140,7 +140,9 @@ def evolve(config: Config, folder: pathlib.Path) -> FitResult:
     world, length = make_world(config), config.train
 
     def tell_start(start: int) -> None:
-        say(f"run        {_run.short(folder)}" + (f" (resuming at step {start})" if start else ""))
+        say(
+            f"run        {runner.short(folder)}" + (f" (resuming at step {start})" if start else "")
+        )
         say(f"world      {config.size} x {config.size} cells, {config.agents:,} slots for agents with {config.brain} "
             f"brains, {config.robots:,} robots")  # fmt: skip
 
@@ -177,7 +179,7 @@ def _tell_end(config: Config, folder: pathlib.Path, world: World, result: FitRes
         return
     plot_metrics(folder / "metrics.jsonl", plots / "life.png", PANELS, title=folder.name)
     for what in ("plots", "metrics.jsonl", "checkpoints"):
-        say(f"{what:14} {_run.short(folder / what)}")
+        say(f"{what:14} {runner.short(folder / what)}")
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))
@@ -208,9 +210,9 @@ def _save_film(
     if jax.process_index() == 0:
         plots.mkdir(parents=True, exist_ok=True)
         gif(captioned(frames, texts), path, fps=20)
-        say(f"film           {_run.short(path)}")
+        say(f"film           {runner.short(path)}")
     return path
 
 
 if __name__ == "__main__":
-    _run.launch("life", Config, execute)
+    runner.launch("life", Config, execute)

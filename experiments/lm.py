@@ -48,15 +48,16 @@ from jaxpar.mesh import named_shardings, partition
 from jaxpar.nn.mixers import Recurrent
 from jaxpar.types import PyTree, UsageError
 
-from . import _evaluate, _experts, _export, _init, _run, _saved, _train
-from ._folder import owning
-from ._mesh import LM_AXES, check_split, refuse_idle, shares
-from ._pipeline import PipelineConfig, make_schedule
-from ._run import say
-from ._solvers import method_to_keep
-from ._texts import decode, draw, encode
-from ._train import Run
-from ._validation import check_length, judged_weights, make_evaluate, place, row_length
+from .app import harness, runner, saved_runs
+from .app.harness import Run
+from .app.lm import benchmark, expert_loads, export_files, initial_model
+from .app.lm.pipeline_flags import PipelineConfig, make_schedule
+from .app.lm.text_codec import decode, draw, encode
+from .app.lm.validation import check_length, judged_weights, make_evaluate, place, row_length
+from .app.mesh_flags import LM_AXES, check_split, refuse_idle, shares
+from .app.run_folder import owning
+from .app.runner import say
+from .app.solver_flags import method_to_keep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,14 +126,14 @@ class Config(PipelineConfig):
     train: TrainConfig = TrainConfig()
     adapter: AdapterConfig = AdapterConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
-    teacher: str = _run.identifying(
+    teacher: str = runner.identifying(
         "", before=lambda teacher: {"teacher": teacher} if teacher else {}
     )
     tuning: TuningConfig = TuningConfig()
     sampling: Sampling = Sampling(max_new_tokens=200, temperature=0.8)
     mode: str = "train"
-    eval: _evaluate.EvalConfig = _evaluate.EvalConfig()
-    init: str = _run.identifying("", before=lambda init: {"init": init} if init else {})
+    eval: benchmark.EvalConfig = benchmark.EvalConfig()
+    init: str = runner.identifying("", before=lambda init: {"init": init} if init else {})
     run: str = ""
     checkpoint: str = "best"
     use_ema: bool = False
@@ -151,7 +152,7 @@ class Config(PipelineConfig):
 
 def compose(*flags: str) -> Config:
     """Returns the configuration that these flags give on the command line."""
-    return _run.compose("lm", Config, list(flags))
+    return runner.compose("lm", Config, list(flags))
 
 
 def execute(config: Config, folder: pathlib.Path) -> Any:
@@ -161,7 +162,7 @@ def execute(config: Config, folder: pathlib.Path) -> Any:
         raise UsageError(f"mode={config.mode!r} is unknown; legal are {', '.join(modes)}.")
     if config.checkpoint not in ("best", "newest"):
         raise UsageError(f"checkpoint={config.checkpoint!r} is unknown; legal are best, newest.")
-    with _run.open_devices(config) as mesh:
+    with runner.open_devices(config) as mesh:
         say("mesh       " + _mesh_text(mesh))
         return modes[config.mode](config, folder)
 
@@ -173,15 +174,16 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
         raise UsageError(
             "use_ema=true asks for an average that this run does not keep; give tuning.ema=0.999."
         )
-    start = _init.source(config.init)
+    start = initial_model.source(config.init)
     if start is not None and config.init.startswith("run:"):
         config, tokenizer = _on_from(config, start, folder)
     else:
         if start is not None:
             config = dataclasses.replace(
-                config, model=_init.with_model(config.model, _init.kept(folder) or start)
+                config,
+                model=initial_model.with_model(config.model, initial_model.kept(folder) or start),
             )
-        tokenizer = _init.kept_tokenizer(folder, start)
+        tokenizer = initial_model.kept_tokenizer(folder, start)
     mixed = open_corpora(config.data, folder / "data", tokenizer, say)
     corpus = mixed.first
     config = with_vocabulary(config, corpus.tokenizer, is_given=start is not None)
@@ -206,7 +208,7 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
         extending="stretches its schedule",
         first=None if start is None else functools.partial(_first_state, config, trainer, start),
     )
-    result = _train.train(
+    result = harness.train(
         trainer, lambda step: place(config, functools.partial(windows, step)) | given, run
     )
     _tell_end(config, folder, corpus, result)
@@ -227,12 +229,14 @@ def with_solver(config: Config, folder: pathlib.Path) -> Config:
 
 def _on_from(config: Config, start: pathlib.Path, folder: pathlib.Path) -> tuple[Config, Tokenizer]:
     """Returns `config` with the model of the run in `start`, and its tokenizer, of which the new run keeps a copy."""
-    saved = _run.load(start, Config)
+    saved = runner.load(start, Config)
     tokenizer = open_corpora(
-        saved.data, start / "data", _init.kept_tokenizer(start, None)
+        saved.data, start / "data", initial_model.kept_tokenizer(start, None)
     ).first.tokenizer
-    _init.keep_of_run(folder, start, tokenizer)
-    return dataclasses.replace(config, model=_init.as_told(saved.model, config.model)), tokenizer
+    initial_model.keep_of_run(folder, start, tokenizer)
+    return dataclasses.replace(
+        config, model=initial_model.as_told(saved.model, config.model)
+    ), tokenizer
 
 
 def _first_state(config: Config, trainer: Trainer | AdapterTrainer, start: pathlib.Path) -> PyTree:
@@ -240,15 +244,15 @@ def _first_state(config: Config, trainer: Trainer | AdapterTrainer, start: pathl
 
     def read() -> PyTree:
         if config.init.startswith("hf:"):
-            return _init.read_parameters(trainer, start)
+            return initial_model.read_parameters(trainer, start)
         return merge_adapters(load(start, dataclasses.replace(config, checkpoint="best"))[1])
 
-    return _init.first_state(trainer, config.seed, read)
+    return initial_model.first_state(trainer, config.seed, read)
 
 
 def _teacher(config: Config, tokenizer: Tokenizer) -> tuple[LMConfig | None, dict[str, PyTree]]:
     """Returns the model that `config.teacher` names, and its parameters as batches hold them, in `model.dtype`."""
-    start = _init.source(config.teacher, "teacher")
+    start = initial_model.source(config.teacher, "teacher")
     if start is None:
         return None, {}
     found, params, theirs = load(
@@ -261,7 +265,7 @@ def _teacher(config: Config, tokenizer: Tokenizer) -> tuple[LMConfig | None, dic
         )
     dtype = config.model.dtype
     held = jax.tree.map(lambda x: x.astype(dtype), merge_adapters(params))
-    return _init.as_told(found.model, config.model), {"teacher": held}
+    return initial_model.as_told(found.model, config.model), {"teacher": held}
 
 
 def sample(config: Config, folder: pathlib.Path) -> None:
@@ -278,7 +282,7 @@ def evaluate(config: Config, folder: pathlib.Path) -> dict[str, float]:
     config, params, tokenizer = _load(config)
     refuse_idle("a language model", (axes(config.model), LM_AXES))
     if config.eval.kind != "split":
-        return _evaluate.evaluate(config, params, tokenizer)
+        return benchmark.evaluate(config, params, tokenizer)
     check_split("data.batch_size", config.data.batch_size, "batch")
     check_length(config)
     if config.data.pairs:
@@ -294,9 +298,11 @@ def evaluate(config: Config, folder: pathlib.Path) -> dict[str, float]:
 
 def export(config: Config, folder: pathlib.Path) -> None:
     """Writes the parameters of a saved run to `config.out`."""
-    out = _export.checked(config.out)
+    out = export_files.checked(config.out)
     config, params, tokenizer = _load(config)
-    _export.write(out, config.run, config.model, config.adapter, params, tokenizer, config.init)
+    export_files.write(
+        out, config.run, config.model, config.adapter, params, tokenizer, config.init
+    )
 
 
 def checkpoint_folder(config: Config, folder: pathlib.Path) -> str:
@@ -393,8 +399,10 @@ def load(folder: pathlib.Path, config: Config) -> tuple[Config, PyTree, Tokenize
             )
         model, params = from_hf(folder, dtype=config.model.dtype)
         return dataclasses.replace(config, model=model), params, load_tokenizer(folder)
-    saved = _run.load(folder, Config)
-    corpus = open_corpora(saved.data, folder / "data", _init.kept_tokenizer(folder, None)).first
+    saved = runner.load(folder, Config)
+    corpus = open_corpora(
+        saved.data, folder / "data", initial_model.kept_tokenizer(folder, None)
+    ).first
     config = dataclasses.replace(
         config, model=saved.model, data=saved.data, optimizer=saved.optimizer, train=saved.train, seed=saved.seed,
         tuning=saved.tuning, objective=saved.objective, teacher=saved.teacher,
@@ -407,7 +415,7 @@ def load(folder: pathlib.Path, config: Config) -> tuple[Config, PyTree, Tokenize
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
     )
     checkpoints = Checkpoints(checkpoint_folder(saved, folder), read_only=True)
-    _, state = _saved.restored(
+    _, state = saved_runs.restored(
         checkpoints, config.checkpoint, abstract, folder, trainer.later_leaves
     )
     return config, judged_weights(config, state), corpus.tokenizer
@@ -449,7 +457,7 @@ def _tell_start(
     )
     tokens = data.batch_size * data.seq_len
     flops = tokens * flops_per_token(model, data.seq_len)
-    say(f"run        {_run.short(folder)}" + (f" (resuming at step {start})" if start else ""))
+    say(f"run        {runner.short(folder)}" + (f" (resuming at step {start})" if start else ""))
     say(
         f"model      {num_params(model):,} parameters in {model.num_layers} layers of width {model.embed_dim}"
     )
@@ -481,7 +489,7 @@ def _tell_end(config: Config, folder: pathlib.Path, corpus: Corpus, result: FitR
         data = config.data
         rows = Windows(corpus.validation, data.seq_len, data.batch_size, config.seed + 1, data.pack)
         batch = place(config, functools.partial(rows, 0))
-        _experts.draw(
+        expert_loads.draw(
             config.model,
             judged_weights(config, result.state),
             batch,
@@ -497,10 +505,10 @@ def _tell_end(config: Config, folder: pathlib.Path, corpus: Corpus, result: FitR
         f"validation loss {result.metrics['validation/loss']:.4f} nats a token after {result.step} steps"
     )
     for what, path in (plots | {"metrics": folder / "metrics.jsonl"}).items():
-        say(f"{what:10} {_run.short(path)}")
+        say(f"{what:10} {runner.short(path)}")
     where = checkpoint_folder(config, folder)
-    say(f"checkpoint {where if config.checkpoints else _run.short(pathlib.Path(where))}")
+    say(f"checkpoint {where if config.checkpoints else runner.short(pathlib.Path(where))}")
 
 
 if __name__ == "__main__":
-    _run.launch("lm", Config, execute)
+    runner.launch("lm", Config, execute)

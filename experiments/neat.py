@@ -55,13 +55,13 @@ from jaxpar.neat import (
 )
 from jaxpar.types import PyTree, UsageError
 
-from . import _run
-from ._champions import evaluate_episodes, evaluate_table, film_champion
-from ._folder import owning
-from ._mesh import check_split, refuse_idle
-from ._run import identifying, say
-from ._saved import newest_state, saved_run
-from ._train import Run, TrainConfig, train
+from .app import runner
+from .app.env.champions import evaluate_episodes, evaluate_table, film_champion
+from .app.harness import Run, TrainConfig, train
+from .app.mesh_flags import check_split, refuse_idle
+from .app.run_folder import owning
+from .app.runner import identifying, say
+from .app.saved_runs import newest_state, saved_run
 
 TABLES: dict[str, Callable[[], dict[str, Any]]] = {
     "xor": xor,
@@ -78,7 +78,7 @@ EXAMINED = "DoublePole-NoVelocities"
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(_run.RunConfig):
+class Config(runner.RunConfig):
     """The search.
 
     Attributes:
@@ -147,7 +147,7 @@ class Config(_run.RunConfig):
 
 def compose(*flags: str) -> Config:
     """Returns the configuration that these flags give on the command line."""
-    return _run.compose("neat", Config, list(flags))
+    return runner.compose("neat", Config, list(flags))
 
 
 def make_search(config: Config) -> tuple[Neat, PyTree]:
@@ -211,7 +211,7 @@ def _curve() -> dict[str, Any]:
 
 def execute(config: Config, folder: pathlib.Path) -> Any:
     """Searches under the mesh of the flags, or evaluates or films what a search has saved."""
-    with _run.open_devices(config, MeshSpec(data=2, fsdp=2)):
+    with runner.open_devices(config, MeshSpec(data=2, fsdp=2)):
         if config.mode not in SEARCHES:
             return play_saved(config, folder)
         refuse_idle("a search", "population")
@@ -223,7 +223,7 @@ def execute(config: Config, folder: pathlib.Path) -> Any:
 def repeat(config: Config, folder: pathlib.Path) -> list[dict[str, Any]]:
     """Makes `num_seeds` searches that end when solved, and tells how each ended: a row of `folder/seeds.jsonl` each."""
     neat, inputs = make_search(config)
-    _run.write_start(folder, config)
+    runner.write_start(folder, config)
 
     def one(key):
         init_key, run_key = jax.random.split(key)
@@ -248,7 +248,7 @@ def repeat(config: Config, folder: pathlib.Path) -> list[dict[str, Any]]:
             f"seeds      {len(rows)} of {config.num_seeds}: {sum(row['solved'] for row in rows)} solved"
         )
     _tell_seeds(rows)
-    say(f"rows       {_run.short(folder / 'seeds.jsonl')}")
+    say(f"rows       {runner.short(folder / 'seeds.jsonl')}")
     return rows
 
 
@@ -272,7 +272,7 @@ def search(config: Config, folder: pathlib.Path) -> FitResult:
 
     def tell_start(start: int) -> None:
         say(
-            f"run        {_run.short(folder)}"
+            f"run        {runner.short(folder)}"
             + (f" (resuming at generation {start})" if start else "")
         )
         say(
@@ -306,7 +306,7 @@ def play_saved(config: Config, folder: pathlib.Path) -> np.ndarray | pathlib.Pat
         )
     neat, inputs = make_search(saved)
     check_split("population", saved.population, "population")
-    _, state = newest_state(run, neat, _run.identity(saved), RENAMED, "generation")
+    _, state = newest_state(run, neat, runner.identity(saved), RENAMED, "generation")
     problem: Any = neat.problem
     if isinstance(problem, Table):
         if config.mode == "film":
@@ -362,7 +362,7 @@ def _tell_end(
                 along="generation", title=f"{config.task}: networks of each species, a colour each")  # fmt: skip
     draw_network(neat.config, champion, plots / "champion.png", title=title)
     for what in ("plots", "metrics.jsonl", "champion.json", "champion.dot", "checkpoints"):
-        say(f"{what:14} {_run.short(folder / what)}")
+        say(f"{what:14} {runner.short(folder / what)}")
 
 
 def _tell_test(
@@ -380,4 +380,4 @@ def _tell_test(
 
 
 if __name__ == "__main__":
-    _run.launch("neat", Config, execute)
+    runner.launch("neat", Config, execute)

@@ -33,17 +33,17 @@ from jaxpar.own import (
 )
 from jaxpar.types import UsageError
 
-from . import _own, _run, _train
-from ._folder import owning
-from ._mesh import parse_layout
-from ._run import identifying, say
-from ._train import Run
+from .app import harness, own_models, runner
+from .app.harness import Run
+from .app.mesh_flags import parse_layout
+from .app.run_folder import owning
+from .app.runner import identifying, say
 from .rnn import TrainConfig
 from .verify import line_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(_run.RunConfig):
+class Config(runner.RunConfig):
     """A model of flax's own layers.
 
     Attributes:
@@ -80,24 +80,26 @@ class Config(_run.RunConfig):
 
 def compose(*flags: str) -> Config:
     """Returns the configuration that these flags give on the command line."""
-    return _run.compose("own", Config, list(flags))
+    return runner.compose("own", Config, list(flags))
 
 
 def execute(config: Config, folder: pathlib.Path) -> FitResult | None:
     """Does what `config.mode` says."""
-    with _run.open_devices(config):
+    with runner.open_devices(config):
         return {"train": train, "axes": show_axes, "verify": verify}[config.mode](config, folder)
 
 
-def open_own(config: Config) -> _own.OwnTask:
+def open_own(config: Config) -> own_models.OwnTask:
     """Returns the model and its examples."""
     seed = config.seed
     adam = OptimizerConfig(learning_rate=config.learning_rate, schedule="constant", warmup_steps=0, weight_decay=0.0,
                            eps=1e-6)  # fmt: skip
     rule = make_optimizer(adam, config.train.steps).transformation()
     if config.task == "lm":
-        return _own.language(config.width, config.layers, seed, rule)
-    return (_own.sinusoids if config.task == "maml" else _own.balance)(config.width, seed, rule)
+        return own_models.language(config.width, config.layers, seed, rule)
+    return (own_models.sinusoids if config.task == "maml" else own_models.balance)(
+        config.width, seed, rule
+    )
 
 
 @owning
@@ -126,7 +128,7 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
         check=check_finite,
         extending="goes on at the same rate",
     )
-    result = _train.train(model, batches, run)
+    result = harness.train(model, batches, run)
     _tell_end(folder, result)
     return result
 
@@ -180,7 +182,7 @@ def verify(config: Config, folder: pathlib.Path) -> None:
 
 
 def _tell_start(folder: pathlib.Path, text: str, table: str, start: int) -> None:
-    say(f"run        {_run.short(folder)}" + (f" (resuming at step {start})" if start else ""))
+    say(f"run        {runner.short(folder)}" + (f" (resuming at step {start})" if start else ""))
     say(f"model      {text}")
     say(table)
 
@@ -208,8 +210,8 @@ def _tell_end(folder: pathlib.Path, result: FitResult) -> None:
         ("metrics", folder / "metrics.jsonl"),
         ("checkpoint", folder / "checkpoints"),
     ):
-        say(f"{what:10} {_run.short(path)}")
+        say(f"{what:10} {runner.short(path)}")
 
 
 if __name__ == "__main__":
-    _run.launch("own", Config, execute)
+    runner.launch("own", Config, execute)

@@ -36,17 +36,17 @@ from jaxpar.pipeline import (
 )
 from jaxpar.types import UsageError
 
-from . import _run
-from ._folder import run_folder
-from ._mesh import refuse_idle
-from ._run import identifying, say
+from .app import runner
+from .app.mesh_flags import refuse_idle
+from .app.run_folder import run_folder
+from .app.runner import identifying, say
 
 NAMES = (*PIPELINES, "searched", "searched_v")
 COLUMNS = ("schedule", "time", "idle", "kept", "kept, of layers", "messages", "chunks")
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(_run.RunConfig):
+class Config(runner.RunConfig):
     """The pipeline and the time of its tasks, in any unit: of all layers of a device and one microbatch.
 
     Attributes:
@@ -118,15 +118,15 @@ class Config(_run.RunConfig):
 
 def compose(*flags: str) -> Config:
     """Returns the configuration that these flags give on the command line."""
-    return _run.compose("pipeline", Config, list(flags))
+    return runner.compose("pipeline", Config, list(flags))
 
 
 def execute(config: Config, folder: pathlib.Path) -> None:
     """Simulates, prints the table, writes schedules.json and a plot of each schedule."""
-    with _run.open_devices(config, MeshSpec()), run_folder(folder, config.resume) as folder:
+    with runner.open_devices(config, MeshSpec()), run_folder(folder, config.resume) as folder:
         refuse_idle("a simulation of schedules", ())
-        _run.write_start(folder, config)
-        say(f"run        {_run.short(folder)}")
+        runner.write_start(folder, config)
+        say(f"run        {runner.short(folder)}")
         tell(
             config, folder, {name: run(config, folder, name) for name in config.schedules or NAMES}
         )
@@ -177,9 +177,9 @@ def tell(config: Config, folder: pathlib.Path, found: dict[str, tuple[Schedule, 
     best = min(rows, key=lambda row: row["time"])
     say(f"least time {best['schedule']}, idle {best['idle']:.1%}")
     say(
-        f"table      {_run.short(folder / 'schedules.json')}\nplots      {_run.short(folder / 'plots')}"
+        f"table      {runner.short(folder / 'schedules.json')}\nplots      {runner.short(folder / 'plots')}"
     )
 
 
 if __name__ == "__main__":
-    _run.launch("pipeline", Config, execute)
+    runner.launch("pipeline", Config, execute)

@@ -45,15 +45,15 @@ from jaxpar.pomdp.model import discount_of
 from jaxpar.pomdp.simulate import dishonesty
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
-from . import _run
-from ._folder import run_folder
-from ._judge import Judge
-from ._mesh import refuse_idle
-from ._pomdp_film import Move, film, moves, planned
-from ._rocks import BELIEF, make_updater
-from ._run import identifying, say
-from ._saved import saved_run
-from ._world import changes, make_world
+from .app import runner
+from .app.env.environment import changes, make_world
+from .app.env.pomdp_film import Move, film, moves, planned
+from .app.env.regrets import Judge
+from .app.env.rock_beliefs import BELIEF, make_updater
+from .app.mesh_flags import refuse_idle
+from .app.run_folder import run_folder
+from .app.runner import identifying, say
+from .app.saved_runs import saved_run
 
 PLANNERS: dict[str, Any] = {
     "vopp": Vopp,
@@ -76,7 +76,7 @@ UNSET: dict[str, Any] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(_run.RunConfig):
+class Config(runner.RunConfig):
     """The planned episodes.
 
     Attributes:
@@ -163,18 +163,18 @@ class Results:
 
 def compose(*flags: str) -> Config:
     """Returns the configuration that these flags give on the command line."""
-    return _run.compose("pomdp", Config, list(flags))
+    return runner.compose("pomdp", Config, list(flags))
 
 
 def execute(config: Config, folder: pathlib.Path) -> Any:
     """Plans, on one device; writes metrics.jsonl, plots/returns.png and plots/episode.gif."""
-    with _run.open_devices(config, MeshSpec()):
+    with runner.open_devices(config, MeshSpec()):
         refuse_idle("planning", ())
         if config.mode != "plan":
             return play_saved(config, folder)
         setting = make_setting(config)
         with run_folder(folder, config.resume) as folder:
-            _run.write_start(folder, config)
+            runner.write_start(folder, config)
             _tell_start(config, folder, setting)
             found = run(config, folder, setting)
             _tell_end(config, found)
@@ -234,7 +234,7 @@ def make_setting(config: Config) -> Setting:
 def run(config: Config, folder: pathlib.Path, setting: Setting) -> Results:
     """Plans all episodes and returns what came of them, having written a line of metrics.jsonl now and then."""
     writer = open_writers(
-        folder, tuple(config.metrics), None, name=folder.name, config=_run.identity(config)
+        folder, tuple(config.metrics), None, name=folder.name, config=runner.identity(config)
     )
     try:
         with open_progress(config.episodes, 0, "planning", "episode") as progress:
@@ -388,7 +388,7 @@ def save_film(config: Config, folder: pathlib.Path, setting: Setting) -> pathlib
     path.parent.mkdir(parents=True, exist_ok=True)
     frames = film(made, env, params, draw_key, f"{config.env}, {config.planner['kind']}")
     gif(frames, path, fps=1.5)
-    say(f"film       {_run.short(path)}")
+    say(f"film       {runner.short(path)}")
     return path
 
 
@@ -401,7 +401,7 @@ def _tell_start(config: Config, folder: pathlib.Path, setting: Setting) -> None:
         if config.budget_s
         else f"{setting.planner.iterations} batches a plan"
     )
-    say(f"run        {_run.short(folder)}")
+    say(f"run        {runner.short(folder)}")
     say(f"env        {config.env}: {setting.env.action_space(setting.params).n} actions, discount "
         f"{float(discount_of(setting.params, setting.planner.discount)):g}")  # fmt: skip
     say(f"planner    {config.planner['kind']}: {shown}")
@@ -452,8 +452,8 @@ def _draw(config: Config, folder: pathlib.Path, setting: Setting, found: Results
     if config.gif:
         save_film(config, folder, setting)
     for what, path in (("plot", plot), ("metrics", folder / "metrics.jsonl")):
-        say(f"{what:10} {_run.short(path)}")
+        say(f"{what:10} {runner.short(path)}")
 
 
 if __name__ == "__main__":
-    _run.launch("pomdp", Config, execute)
+    runner.launch("pomdp", Config, execute)

@@ -58,8 +58,10 @@ from jaxpar.rl.memory import memory_of
 from jaxpar.rollout import NextStep
 from jaxpar.types import PyTree, UsageError
 
-from . import _run
-from ._evaluation import (
+from .app import runner
+from .app.env.environment import changes, make_world
+from .app.env.policies import FILMED, PolicyRun, older_prng, save_film
+from .app.env.returns import (
     compared,
     comparison_lines,
     evaluation_against_itself,
@@ -69,14 +71,12 @@ from ._evaluation import (
     evaluation_while_learning,
     in_play,
 )
-from ._folder import owning
-from ._mesh import check_split, refuse_idle
-from ._policy_run import FILMED, PolicyRun, older_prng, save_film
-from ._run import identifying, say
-from ._saved import newest_state, saved_run
-from ._solvers import method_to_keep
-from ._train import Run, TrainConfig, train
-from ._world import changes, make_world
+from .app.harness import Run, TrainConfig, train
+from .app.mesh_flags import check_split, refuse_idle
+from .app.run_folder import owning
+from .app.runner import identifying, say
+from .app.saved_runs import newest_state, saved_run
+from .app.solver_flags import method_to_keep
 
 ALGORITHMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "ppo": (Ppo, {}),
@@ -108,7 +108,7 @@ def _perturbed(names: list[str]) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(_run.RunConfig):
+class Config(runner.RunConfig):
     """What is learned, and how.
 
     Attributes:
@@ -225,7 +225,7 @@ class Config(_run.RunConfig):
 
 def compose(*flags: str) -> Config:
     """Returns the configuration that these flags give on the command line."""
-    return _run.compose("rl", Config, list(flags))
+    return runner.compose("rl", Config, list(flags))
 
 
 def make_learner(config: Config) -> tuple[Any, PyTree]:
@@ -364,7 +364,7 @@ def execute(config: Config, folder: pathlib.Path) -> FitResult | np.ndarray | pa
 
     With mode=eval it plays a saved run's episodes and writes nothing; with mode=film it writes plots/agent.gif.
     """
-    with _run.open_devices(config, MeshSpec(data=2, fsdp=2)):
+    with runner.open_devices(config, MeshSpec(data=2, fsdp=2)):
         return learn(config, folder) if config.mode == "train" else play_saved(config, folder)
 
 
@@ -410,7 +410,7 @@ def play_saved(config: Config, folder: pathlib.Path) -> np.ndarray | pathlib.Pat
     run, saved, asked = saved_run(config, ("seed", "eval_episodes", "eval_steps", "frames"))
     asked = dataclasses.replace(asked, mode=config.mode, search=config.search)
     learner, params = make_learner(saved)
-    metadata = _run.identity(saved) | ({"steps": saved.train.steps} if saved.anneal else {})
+    metadata = runner.identity(saved) | ({"steps": saved.train.steps} if saved.anneal else {})
     _, state = newest_state(run, side_by_side(saved, learner, params), metadata, RENAMED, "update")
     params = in_play(learner, params)
     if config.mode == "film":
@@ -464,7 +464,7 @@ def _tell_start(
     agents = capabilities(learner.env).num_agents
     count = f", {agents} agents" if agents else ""
     per_update = learner.num_envs * learner.num_steps
-    say(f"run        {_run.short(folder)}" + (f" (resuming at update {start})" if start else ""))
+    say(f"run        {runner.short(folder)}" + (f" (resuming at update {start})" if start else ""))
     say(f"env        {config.env}{count}")
     solved = ""
     if (config.method_taken or config.method) != "auto":
@@ -542,8 +542,8 @@ def _tell_end(
     if config.gif:
         _film_agent(config, learner, params, result.state, plots)
     for path in (plots, metrics, folder / "checkpoints"):
-        say(f"{path.name:14} {_run.short(path)}")
+        say(f"{path.name:14} {runner.short(path)}")
 
 
 if __name__ == "__main__":
-    _run.launch("rl", Config, execute)
+    runner.launch("rl", Config, execute)

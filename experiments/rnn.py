@@ -44,14 +44,14 @@ from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.stack import Stack
 from jaxpar.types import PyTree, UsageError, largest
 
-from . import _run, _train
-from ._folder import owning
-from ._mesh import check_split, refuse_idle
-from ._run import say
-from ._saved import restored, saved_run
-from ._series import SeriesConfig, Task, open_task
-from ._solvers import method_to_keep
-from ._train import Run
+from .app import harness, runner
+from .app.harness import Run
+from .app.mesh_flags import check_split, refuse_idle
+from .app.run_folder import owning
+from .app.runner import say
+from .app.saved_runs import restored, saved_run
+from .app.sequences.series import SeriesConfig, Task, open_task
+from .app.solver_flags import method_to_keep
 
 STACKED = ("lmu", "spiking_lmu", "lmuformer", "spiking_lmuformer", "hgrn", "block_recurrent", "block_recurrent_lstm",
            "tcnca")  # fmt: skip
@@ -138,7 +138,7 @@ class TrainConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(_run.RunConfig):
+class Config(runner.RunConfig):
     """The recurrent experiment.
 
     Attributes:
@@ -161,7 +161,7 @@ class Config(_run.RunConfig):
 
 def compose(*flags: str) -> Config:
     """Returns the configuration that these flags give on the command line."""
-    return _run.compose("rnn", Config, list(flags))
+    return runner.compose("rnn", Config, list(flags))
 
 
 def execute(config: Config, folder: pathlib.Path) -> Any:
@@ -169,7 +169,7 @@ def execute(config: Config, folder: pathlib.Path) -> Any:
     modes = {"train": train, "eval": evaluate}
     if config.mode not in modes:
         raise UsageError(f"mode={config.mode!r} is unknown; legal are {', '.join(modes)}.")
-    with _run.open_devices(config):
+    with runner.open_devices(config):
         return modes[config.mode](config, folder)
 
 
@@ -209,7 +209,7 @@ def learn(
         check=_check,
         extending="stretches its schedule",
     )
-    result = _train.train(trainer, lambda step: _place(task.train(step)), run)
+    result = harness.train(trainer, lambda step: _place(task.train(step)), run)
     _tell_end(folder, result)
     return result
 
@@ -355,7 +355,7 @@ def _tell_start(
 ) -> None:
     shapes: Any = jax.eval_shape(trainer.init, jax.random.key(0))
     count = sum(leaf.size for leaf in jax.tree.leaves(shapes.params))
-    say(f"run        {_run.short(folder)}" + (f" (resuming at step {start})" if start else ""))
+    say(f"run        {runner.short(folder)}" + (f" (resuming at step {start})" if start else ""))
     say(f"parameters {count:,}")
     for line in sizes:
         say(line)
@@ -388,8 +388,8 @@ def _tell_end(folder: pathlib.Path, result: FitResult) -> None:
         ("metrics", folder / "metrics.jsonl"),
         ("checkpoint", folder / "checkpoints"),
     ):
-        say(f"{what:10} {_run.short(path)}")
+        say(f"{what:10} {runner.short(path)}")
 
 
 if __name__ == "__main__":
-    _run.launch("rnn", Config, execute)
+    runner.launch("rnn", Config, execute)

@@ -35,18 +35,18 @@ from jaxpar.pipeline import PIPELINES
 from jaxpar.types import UsageError
 from jaxpar.verify import TOLERANCE, Layout, LayoutReport, every_layout, verify_cases
 
-from . import _run, _silence
-from ._folder import run_folder
-from ._mesh import LM_AXES, parse_layout, refuse_idle, staged
-from ._proof import STEPS, cases_of, expert_model, schedule_of
-from ._run import say
+from .app import runner, silence
+from .app.lm.judged_trainings import STEPS, cases_of, expert_model, schedule_of
+from .app.mesh_flags import LM_AXES, parse_layout, refuse_idle, staged
+from .app.run_folder import run_folder
+from .app.runner import say
 
 DTYPES = (*TOLERANCE, "bfloat16")
 """Dtypes in which values are compared, and one in which collectives alone are judged."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(_run.RunConfig):
+class Config(runner.RunConfig):
     """The verification of layouts.
 
     Attributes:
@@ -121,13 +121,13 @@ class Config(_run.RunConfig):
 
 def compose(*flags: str) -> Config:
     """Returns the configuration that these flags give on the command line."""
-    return _run.compose("verify", Config, list(flags))
+    return runner.compose("verify", Config, list(flags))
 
 
-@_silence.broken()
+@silence.broken()
 def execute(config: Config, folder: pathlib.Path) -> None:
     """Verifies, prints the table, writes layouts.json and plots/layouts.png."""
-    with _run.open_devices(config):
+    with runner.open_devices(config):
         layouts = chosen_layouts(config, jax.device_count())
     if config.gather_chunks and not any(layout.schedule for layout in layouts):
         raise UsageError(
@@ -172,9 +172,8 @@ def execute(config: Config, folder: pathlib.Path) -> None:
     unjudged = collections.Counter(sentence for row in rows for sentence in row.unjudged)
     for sentence, count in unjudged.items():
         say(f"not judged in {count} rows: {sentence}")
-    say(
-        f"table      {_run.short(folder / 'layouts.json')}\nplot       {_run.short(folder / 'plots' / 'layouts.png')}"
-    )
+    say(f"table      {runner.short(folder / 'layouts.json')}")
+    say(f"plot       {runner.short(folder / 'plots' / 'layouts.png')}")
     bad = sum(bool(row.breaches) for row in rows)
     judged = sum(not row.refused for row in rows)
     say(f"{judged - bad} of {judged} rows hold" + (f", {bad} DO NOT" if bad else ""))
@@ -354,4 +353,4 @@ def as_json(row: LayoutReport) -> dict:
 
 
 if __name__ == "__main__":
-    _run.launch("verify", Config, execute)
+    runner.launch("verify", Config, execute)

@@ -3,9 +3,9 @@
 import importlib
 import sys
 import warnings
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import InspectLoader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 
 __all__ = ["find_renamed", "renamed"]
 
@@ -87,6 +87,23 @@ MODULES = {
 }
 """Modules by their older names; what lies below one is found below the new one."""
 
+PAPERS = (
+    "gru_svm",
+    "information_gain_trellis",
+    "l2mu",
+    "moving_digits",
+    "pipelined_speculation",
+    "rl_scaling",
+    "scattered_attention",
+    "step_speculation",
+    "trading",
+    "volunteer_experts",
+)
+"""Commands of single papers, which lay beside the others."""
+for _command in PAPERS:
+    MODULES[f"experiments.{_command}"] = f"experiments.papers.{_command}"
+    MODULES[f"jaxpar.commands.{_command}"] = f"jaxpar.commands.papers.{_command}"
+
 GONE = ("jaxpar.parallel", "jaxpar.parallel.controller", "jaxpar.parallel.placement")
 """Packages that are no more: their modules went to several others."""
 
@@ -160,8 +177,11 @@ def renamed(package: str, name: str) -> object:
 
 
 def _warn(older: str, name: str, level: int) -> None:
-    sentence = f"{older} is now {name}; the older name goes with the first release."
-    warnings.warn(sentence, FutureWarning, stacklevel=level + 1)
+    warnings.warn(_sentence(older, name), FutureWarning, stacklevel=level + 1)
+
+
+def _sentence(older: str, name: str) -> str:
+    return f"{older} is now {name}; the older name goes with the first release."
 
 
 def _today(older: str) -> str | None:
@@ -174,7 +194,7 @@ def _today(older: str) -> str | None:
     return None
 
 
-class _Finder(MetaPathFinder, Loader):
+class _Finder(MetaPathFinder, InspectLoader):
     """Finds modules by older names, as the same modules: no class exists twice."""
 
     def find_spec(
@@ -186,7 +206,9 @@ class _Finder(MetaPathFinder, Loader):
         name = _today(fullname)
         if name is None:
             return None
-        return ModuleSpec(fullname, self, is_package=True)
+        # `python -m` would look for the main module of a package.
+        is_command = fullname.startswith(("experiments.", "jaxpar.commands."))
+        return ModuleSpec(fullname, self, is_package=not is_command)
 
     def exec_module(self, module: ModuleType) -> None:
         """Replaces the empty module that Python has made by the one of today's name."""
@@ -197,3 +219,14 @@ class _Finder(MetaPathFinder, Loader):
             return
         sys.modules[older] = importlib.import_module(name)
         _warn(older, name, level=2)
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Returns a program for `python -m` that runs the module of today's name."""
+        name = _today(fullname)
+        print(f"note: {_sentence(fullname, str(name))}", file=sys.stderr)
+        program = f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
+        return compile(program, fullname, "exec")
+
+    def get_source(self, fullname: str) -> str | None:
+        """Returns nothing: the source belongs to the module of today's name."""
+        return None

@@ -68,7 +68,8 @@ import numpy as np
 from IPython.display import Image
 from matplotlib.patches import Rectangle
 
-from jaxpar.commands import _run, lm
+from jaxpar.commands import lm
+from jaxpar.commands.app import runner
 from jaxpar.io import read_jsonl
 from jaxpar.lm import axes, loss
 from jaxpar.lm.text.data import Windows, open_corpus
@@ -103,8 +104,8 @@ config.model
 # calls under it. On eight simulated devices the mesh is data=2, fsdp=2, tensor=2.
 
 # %%
-with _run.open_devices(config) as mesh:
-    folder = _run.fresh_folder(Path("runs/notebook_01"), resume=False)
+with runner.open_devices(config) as mesh:
+    folder = runner.fresh_folder(Path("runs/notebook_01"), resume=False)
     first_half = lm.train(config, folder)
 dict(mesh.shape)
 
@@ -194,8 +195,8 @@ with use_mesh(mesh):
 # steps without a break, in a folder of its own.
 
 # %%
-other_folder = _run.fresh_folder(Path("runs/notebook_01_unbroken"), resume=False)
-with _run.open_devices(longer):
+other_folder = runner.fresh_folder(Path("runs/notebook_01_unbroken"), resume=False)
+with runner.open_devices(longer):
     resumed = lm.train(longer, folder)
     unbroken = lm.train(longer, other_folder)
 

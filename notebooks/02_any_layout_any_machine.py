@@ -71,7 +71,7 @@ from jaxpar.commands.verify import as_json
 from matplotlib.patches import Circle, Rectangle
 
 from jaxpar import aot
-from jaxpar.commands import _estimate_report as report
+from jaxpar.commands.app.estimate import report
 from jaxpar.commands import estimate
 from jaxpar.io import Checkpoints, plot_layouts, plot_memory
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, axes, init, loss

@@ -64,8 +64,8 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-from jaxpar.commands._memory import BLANK, KEYS
-from jaxpar.commands._series import SeriesConfig, open_task
+from jaxpar.commands.app.sequences.memory_tasks import BLANK, KEYS
+from jaxpar.commands.app.sequences.series import SeriesConfig, open_task
 
 from jaxpar.loop import run
 from jaxpar.nn import SequenceNetwork, SequenceTrainer

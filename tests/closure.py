@@ -23,7 +23,7 @@ ALIASES = {"jaxpar.envs": "envs", "jaxpar.commands": "experiments"}
 # These import a command by a name that they are given: a test that gives it has it as a string.
 NAMED_BY_CALLERS = (
     "tests/experiments/conftest.py",
-    "experiments/_mistakes.py",
+    "experiments/app/mistakes.py",
     "experiments/__main__.py",
 )
 
@@ -105,6 +105,7 @@ class Imports:
         names_command = file.startswith("tests/experiments/") and file not in NAMED_BY_CALLERS
         if names_command and re.fullmatch(r"\w+", text):
             yield f"experiments.{text}"
+            yield f"experiments.papers.{text}"
 
     def _files_named(self, text):
         """Returns files that a string names, as `bench/decode.py` or `decode.py`."""

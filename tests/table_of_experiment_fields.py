@@ -15,37 +15,39 @@ from ranges_of_fields import (
 )
 
 from experiments import (
-    _evaluate,
-    _life_neat,
     compare,
     digits,
     env,
     generate,
-    gru_svm,
     hosted,
-    information_gain_trellis,
-    l2mu,
     life,
     lm,
-    moving_digits,
     neat,
     own,
     pipeline,
-    pipelined_speculation,
     pomdp,
     rl,
-    rl_scaling,
     rnn,
+    verify,
+)
+from experiments.app.env import neat_brains
+from experiments.app.harness import TrainConfig
+from experiments.app.lm import benchmark
+from experiments.app.lm.pipeline_flags import PipelineConfig
+from experiments.app.runner import Processes, RunConfig
+from experiments.app.sequences.series import SeriesConfig
+from experiments.papers import (
+    gru_svm,
+    information_gain_trellis,
+    l2mu,
+    moving_digits,
+    pipelined_speculation,
+    rl_scaling,
     scattered_attention,
     step_speculation,
     trading,
-    verify,
     volunteer_experts,
 )
-from experiments._pipeline import PipelineConfig
-from experiments._run import Processes, RunConfig
-from experiments._series import SeriesConfig
-from experiments._train import TrainConfig
 
 EXPERIMENTS = {
     RunConfig: {"seed": SEED, "cpu_devices": LEAST_0},
@@ -62,7 +64,7 @@ EXPERIMENTS = {
         "eval_every eval_batches save_every": LEAST_0,
         "keep_every_s": FRACTION_FROM_0,
     },
-    _evaluate.EvalConfig: {"batch_size": COUNT, "length": LEAST_0},
+    benchmark.EvalConfig: {"batch_size": COUNT, "length": LEAST_0},
     rnn.ModelConfig: {
         "size layers heads width mlp memory": COUNT,
         "window": LEAST_0,
@@ -120,7 +122,7 @@ EXPERIMENTS = {
         "seeds": SEED,
     },
     trading.Market: {"assets": ((0, 9), (1, 8)), "lot": COUNT},
-    _life_neat.NeatBrain: {
+    neat_brains.NeatBrain: {
         "max_nodes": ((29,), (30,)),
         "max_conns": ((215,), (216,)),
         "std": ((-1, 11), (0, 10)),

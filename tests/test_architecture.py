@@ -273,6 +273,22 @@ def test_commands_and_environments_import_what_wheels_have():
     none_of(offence for file in files("experiments", "envs") for offence in offences(file))
 
 
+def test_commands_of_papers_are_leaves_and_helpers_know_no_command():
+    for file in everything():
+        is_paper = file.name.startswith("experiments/papers/")
+        is_helper = file.name.startswith("experiments/app/")
+        for name in sorted(file.imported):
+            of_experiments = name.startswith("experiments.")
+            part = name.split(".")[1] if of_experiments else ""
+            assert is_paper or part != "papers", f"{file.name} imports a paper's command: {name}"
+            if is_helper and of_experiments:
+                command = (ROOT / "experiments" / f"{part}.py").is_file()
+                assert not command, f"{file.name} imports a command: {name}"
+            if name.startswith("jaxpar.experimental"):
+                legal = is_paper or file.part == "experimental" or file.name.startswith("bench/")
+                assert legal, f"{file.name} imports {name}, which only commands of papers may"
+
+
 # Checks of values read them by `jaxpar.types.concrete_values`: an array that a jitted closure
 # captures is no tracer, and what JAX computes from it is one. These files do something else.
 NAMES_TRACERS = {

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from experiments import _proof, lm, verify
+from experiments import lm, verify
+from experiments.app.lm import judged_trainings
 from jaxpar.lm.text.tokenizer import Bytes
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, rules_from, use_mesh
 from jaxpar.types import UsageError
@@ -63,18 +64,18 @@ CLAIMS = {
     "mixers trained for equal seconds": "experiments/test_compare.py"
     "::rows_get_what_their_speed_makes_of_the_budget_and_are_trained_once "
     "experiments/test_compare.py::a_speed_is_the_median_of_rounds_in_which_all_take_turns",
-    "by what a route says of their class": "experiments/test_information_gain_trellis.py"
+    "by what a route says of their class": "experiments/papers/test_information_gain_trellis.py"
     "::it_learns_to_tell_classes_apart",
     "experts that fail or answer with old weights": "nn/test_experts.py::experts_that_fail_are_masked "
-    "experiments/test_volunteer_experts.py::training_is_that_of_a_loop_that_keeps_all_old_weights",
-    "the best of a grid of them": "experiments/test_volunteer_experts.py::a_beam_finds_the_best_of_all_sums",
+    "experiments/papers/test_volunteer_experts.py::training_is_that_of_a_loop_that_keeps_all_old_weights",
+    "the best of a grid of them": "experiments/papers/test_volunteer_experts.py::a_beam_finds_the_best_of_all_sums",
     "samples that share their prompt": "decode/test_generate.py::samples_share_their_prompt_and_differ",
     "speculative decoding that gives the plain loop's tokens": "decode/test_generate.py"
     "::any_draft_gives_the_tokens_of_the_slow_oracle",
-    "a conformal quantile holds their share": "experiments/test_step_speculation.py"
+    "a conformal quantile holds their share": "experiments/papers/test_step_speculation.py"
     "::conformal_shares_are_those_that_are_asked_for "
     "experimental/test_conformal.py::of_exchangeable_scores_the_share_is_alpha_from_the_first_on",
-    "a schedule changes no token": "experiments/test_pipelined_speculation.py"
+    "a schedule changes no token": "experiments/papers/test_pipelined_speculation.py"
     "::tokens_are_those_of_the_greedy_loop_and_each_is_verified_once",
     "beams, automata": "decode/test_beam.py::beams_equal_the_plain_search "
     "decode/test_generate.py::an_automaton_says_what_may_come_after_what",
@@ -187,7 +188,7 @@ PAGES = {
         ),
         "Outputs and gradients are those of the dense": "experts/test_lend.py::it_is_the_dense_mixture",
         "dealt out first ones first": "experts/test_lend.py::choices_are_dealt_as_a_loop_deals_them",
-        "Rows sorted by block give the numbers and gradients": "experiments/test_information_gain_trellis.py"
+        "Rows sorted by block give the numbers and gradients": "experiments/papers/test_information_gain_trellis.py"
         "::hard_routes_are_the_masked_dense_evaluation",
     },
     "docs/decoding.md": {
@@ -201,17 +202,18 @@ PAGES = {
         "decode/test_company.py::tokens_depend_on_no_company_and_no_place",
         "the first difference is where the two best scores were that near": "decode/test_company.py"
         "::tokens_are_those_of_the_slow_oracle_but_for_near_ties",
-        "the tokens are those of the target alone": "experiments/test_step_speculation.py"
+        "the tokens are those of the target alone": "experiments/papers/test_step_speculation.py"
         "::where_all_is_rejected_tokens_are_those_of_the_target_alone",
         "from the first score on": "experimental/test_conformal.py"
         "::of_exchangeable_scores_the_share_is_alpha_from_the_first_on",
-        "counted as a loop that keeps one cache would count them": "experiments/test_step_speculation.py"
+        "counted as a loop that keeps one cache would count them": "experiments/papers/test_step_speculation.py"
         "::texts_lines_and_counts_are_those_of_a_plain_loop",
-        "that ends in an error if it is not": "experiments/test_pipelined_speculation.py::a_wrong_text_is_noticed",
-        "a plain count of the same events gives every tick": "experiments/test_pipelined_speculation.py"
+        "that ends in an error if it is not": "experiments/papers/test_pipelined_speculation.py"
+        "::a_wrong_text_is_noticed",
+        "a plain count of the same events gives every tick": "experiments/papers/test_pipelined_speculation.py"
         "::tokens_are_those_of_the_greedy_loop_and_each_is_verified_once "
-        "experiments/test_pipelined_speculation.py::ticks_a_token_are_those_of_the_closed_form "
-        "experiments/test_pipelined_speculation.py::cancelling_saves_work_and_no_tick",
+        "experiments/papers/test_pipelined_speculation.py::ticks_a_token_are_those_of_the_closed_form "
+        "experiments/papers/test_pipelined_speculation.py::cancelling_saves_work_and_no_tick",
         "The same command goes on": "experiments/test_generate_command.py"
         "::what_is_there_is_neither_drawn_again_nor_touched "
         "experiments/test_generate_command.py::lines_of_others_are_left_alone",
@@ -233,9 +235,9 @@ PAGES = {
     "docs/mixers.md": {
         "Streamed outputs equal whole ones to 1e-10 in float64, and gradients too": "nn/test_lmuformer.py"
         "::a_network_streams_with_the_values_and_gradients_of_the_whole",
-        "however tokens fall (counted in the program)": "experiments/test_scattered_attention.py"
+        "however tokens fall (counted in the program)": "experiments/papers/test_scattered_attention.py"
         "::its_cost_is_that_of_its_tokens_alone",
-        "values and gradients are equal": "experiments/test_scattered_attention.py"
+        "values and gradients are equal": "experiments/papers/test_scattered_attention.py"
         "::it_is_its_sums_over_pairs_in_value_and_gradient",
     },
     "docs/benchmarks.md": {
@@ -346,7 +348,7 @@ def test_the_run_shown_is_that_of_the_default_flags(monkeypatch, tmp_path):
 def test_the_layouts_that_verify_judges_are_counted():
     """Two rows of each, float64 and compiled for a TPU, and float32 of some."""
     config = verify.Config()
-    proof = _proof.Proof(config)
+    proof = judged_trainings.Proof(config)
     rows = 0
     legal = 0
     for number, layout in enumerate(verify.chosen_layouts(config, 8)):

@@ -12,7 +12,6 @@ import pytest
 
 import jaxpar
 from experiments import (
-    _run,
     compare,
     digits,
     env,
@@ -20,18 +19,18 @@ from experiments import (
     generate,
     life,
     lm,
-    moving_digits,
     neat,
     own,
     pipeline,
-    pipelined_speculation,
     pomdp,
     rl,
     rnn,
     verify,
 )
-from experiments import step_speculation as steps
+from experiments.app import runner
 from experiments.lm import compose, make_trainer
+from experiments.papers import moving_digits, pipelined_speculation
+from experiments.papers import step_speculation as steps
 from jaxpar.aot.placement import Broadcast, Partial, Split, conversion
 from jaxpar.experimental.product_chain import MATMUL_PLACEMENTS
 from jaxpar.lm import LMConfig
@@ -410,7 +409,7 @@ def test_every_preset_is_named_in_the_quick_start():
 
 def test_the_run_folder_shown_is_the_one_of_the_default_run():
     shown = {name for page in PAGES for name in re.findall(r"tiny-[0-9a-f]{8}", page.read_text())}
-    assert shown == {_run.folder_name(compose())}
+    assert shown == {runner.folder_name(compose())}
 
 
 def test_the_version_is_the_same_everywhere():

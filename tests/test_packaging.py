@@ -155,10 +155,8 @@ def test_commands_are_listed_and_run_as_themselves(capfd, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["jaxpar"])
     command.main()
     shown = re.findall(r"^  (\w+) +\w", capfd.readouterr().out, re.MULTILINE)
-    assert (
-        shown == sorted(path.stem for path in (ROOT / "experiments").glob("[a-z]*.py"))
-        and "lm" in shown
-    )
+    files = sorted(path.stem for path in (ROOT / "experiments").glob("[a-z]*.py"))
+    assert shown == [*files, "papers"] and "lm" in shown
     ran = []
     monkeypatch.setattr(
         command.runpy, "run_module", lambda name, **kinds: ran.append((name, sys.argv, kinds))

@@ -9,8 +9,11 @@ import pytest
 
 from jaxpar import _renamed
 
+# A checkout has commands in `experiments`, of which `jaxpar.commands` is another name.
+OLDER = [older for older in _renamed.MODULES if not older.startswith("jaxpar.commands.")]
 
-@pytest.mark.parametrize("older", sorted(_renamed.MODULES))
+
+@pytest.mark.parametrize("older", sorted(OLDER))
 def test_a_module_has_its_older_name(older):
     sys.modules.pop(older, None)
     with pytest.warns(FutureWarning, match=f"{older} is now {_renamed.MODULES[older]};"):

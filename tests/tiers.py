@@ -37,16 +37,11 @@ PROCESSES = (
 ).split()
 PROGRAMS = ("contracts/", "distributed/", "experiments/", "own/", "test_docs.py", "verify/")
 PAPERS = (
-    "experimental/test_conformal.py decode/test_noise.py experiments/test_gru_svm.py "
-    "experiments/test_information_gain_trellis.py experiments/test_l2mu.py "
-    "experiments/test_moving_digits.py experiments/test_pipelined_speculation.py "
-    "experiments/test_rl_scaling.py experiments/test_scattered_attention.py "
-    "experiments/test_step_speculation.py experiments/test_trading.py "
-    "experiments/test_volunteer_experts.py experimental/test_action_saliency.py "
-    "experimental/test_attention_experts.py experimental/test_autoregressive.py experimental/test_dense_depth.py "
-    "experimental/test_product_chain.py experimental/test_controller.py pipeline/test_asynchronous.py "
-    "rl/test_saliency.py"
-).split()
+    "experimental/",
+    "experiments/papers/",
+    "pipeline/test_asynchronous.py",
+    "rl/test_saliency.py",
+)
 
 
 def tier_of(file):
@@ -54,7 +49,7 @@ def tier_of(file):
     name = file.removeprefix("tests/")
     if name in GUARDS:
         return "guards"
-    if name in PAPERS:
+    if name.startswith(PAPERS):
         return "papers"
     if name in PROCESSES:
         return "processes"
@@ -80,7 +75,9 @@ def digests_of_papers(tests=None, root=ROOT):
     """Returns, for each file of a paper's tests, the digests of all that it depends on."""
     imports = Imports(root)
     if tests is None:
-        tests = [f"tests/{name}" for name in PAPERS]
+        paths = sorted((root / "tests").rglob("test_*.py"))
+        files = [path.relative_to(root).as_posix() for path in paths]
+        tests = [file for file in files if tier_of(file) == "papers"]
     return {test: digest_of(imports.closure(test), root) for test in tests}
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from fast import OPTIONS
 
-from experiments._estimate_report import verdict
+from experiments.app.estimate.report import verdict
 from jaxpar.aot import CHIPS, Job, estimate, factorisations, rank_candidates
 from jaxpar.aot.candidates import DOUBT
 from jaxpar.aot.estimate import EFFORTS, MARGINS

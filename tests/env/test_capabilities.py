@@ -8,7 +8,7 @@ import pytest
 from worlds import Corridor, Team
 
 import envs
-from experiments._policy_run import Revealing
+from experiments.app.env.policies import Revealing
 from jaxpar.env import Discrete, adapt, capabilities, is_adapter, own_discount
 from jaxpar.rl import LastActionReward
 from jaxpar.types import UsageError

@@ -17,6 +17,8 @@ import pytest
 from hydra._internal.hydra import Hydra
 from jax.experimental.compilation_cache import compilation_cache
 
+from experiments import module_of
+
 ROOT = pathlib.Path(__file__).parents[2]
 TINY = (
     "model.num_layers=1 model.embed_dim=32 model.num_heads=2 model.num_kv_heads=2 model.mlp_dim=64 data.seq_len=16 "
@@ -209,17 +211,17 @@ def main(monkeypatch, capfd, tmp_path, cache, text, compile_once):
     It fails if a training step is compiled, unless `compiles` says that one may be. `of` is another
     experiment, which gets no flags but those given.
     """
-    from experiments import _interrupt, _run
+    from experiments.app import interrupts, runner
     from jaxpar import loop
     from jaxpar.io import graphs, plots
 
     def refuse(*args, **kwargs):
         raise AssertionError("a training step is compiled")
 
-    monkeypatch.setattr(_run, "_quieten", lambda: None)  # it silences loggers for good
+    monkeypatch.setattr(runner, "_quieten", lambda: None)  # it silences loggers for good
     # Hydra reads all flags twice, the first time for hydra.mode alone, which nothing here sets.
     monkeypatch.setattr(Hydra, "get_mode", lambda self, config_name, overrides: None)
-    monkeypatch.setattr(_interrupt, "_end", sys.exit)
+    monkeypatch.setattr(interrupts, "_end", sys.exit)
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(cache))
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.chdir(tmp_path)
@@ -230,12 +232,12 @@ def main(monkeypatch, capfd, tmp_path, cache, text, compile_once):
     base = [*TINY, f"data.path={text}"]
 
     def call(*flags, of="lm", compiles=False):
-        experiment = importlib.import_module(f"experiments.{of}")
+        experiment = importlib.import_module(f"experiments.{module_of(of)}")
         monkeypatch.setattr(loop, "compile_step", compile_once if compiles else refuse)
         monkeypatch.setattr(sys, "argv", [of, *(base if of == "lm" else ()), *flags])
         capfd.readouterr()
         try:
-            _run.launch(of, experiment.Config, experiment.execute)
+            runner.launch(of, experiment.Config, experiment.execute)
             code = 0
         except SystemExit as exit_:
             code = exit_.code

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from experiments import estimate, generate, lm
-from experiments._run import folder_name
+from experiments.app.runner import folder_name
 from jaxpar import aot
 from jaxpar.lm import from_hf, from_peft, merge_adapters, with_adapters
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import _run, compare
+from experiments import compare
+from experiments.app import runner
 from jaxpar.lm import num_params
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.types import UsageError
@@ -141,8 +142,8 @@ def test_states_of_a_block_recurrent_row_are_carried():
 
 
 def test_more_mixers_and_seeds_are_the_same_run():
-    usual = _run.identity(compare.compose())
-    assert _run.identity(compare.compose("mixers=[gla]", "num_seeds=9", "timed_s=1")) == usual
+    usual = runner.identity(compare.compose())
+    assert runner.identity(compare.compose("mixers=[gla]", "num_seeds=9", "timed_s=1")) == usual
     for flag in (
         "seconds=3",
         "evaluations=4",
@@ -150,4 +151,4 @@ def test_more_mixers_and_seeds_are_the_same_run():
         "optimizer.learning_rate=1e-4",
         "seed=2",
     ):
-        assert _run.identity(compare.compose(flag)) != usual
+        assert runner.identity(compare.compose(flag)) != usual

@@ -4,9 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import _digits_1d, rnn
-from experiments._digits_1d import LENGTH, PENS, digits_1d
-from experiments._series import SeriesConfig, open_task
+from experiments import rnn
+from experiments.app.sequences import curves
+from experiments.app.sequences.curves import LENGTH, PENS, digits_1d
+from experiments.app.sequences.series import SeriesConfig, open_task
 
 
 def test_curves_are_a_pure_function_of_the_generator_and_each_digit_comes_as_often():
@@ -28,7 +29,7 @@ def test_curves_are_a_pure_function_of_the_generator_and_each_digit_comes_as_oft
 
 
 def test_a_curve_is_its_pen_moved_and_scaled_on_a_ramp(monkeypatch):
-    monkeypatch.setattr(_digits_1d, "NOISE", 0.0)
+    monkeypatch.setattr(curves, "NOISE", 0.0)
     places = set()
     for curve, label in zip(*digits_1d(np.random.default_rng(0), 300), strict=True):
         slope = np.median(np.diff(curve))  # that of the silence, which is most of a curve
@@ -43,9 +44,9 @@ def test_a_curve_is_its_pen_moved_and_scaled_on_a_ramp(monkeypatch):
 
 
 def test_noise_is_as_large_at_each_step_and_smooth(monkeypatch):
-    curves, labels = digits_1d(np.random.default_rng(0), 4000)
-    monkeypatch.setattr(_digits_1d, "NOISE", 0.0)
-    noise = curves - digits_1d(np.random.default_rng(0), 4000)[0]
+    noisy, labels = digits_1d(np.random.default_rng(0), 4000)
+    monkeypatch.setattr(curves, "NOISE", 0.0)
+    noise = noisy - digits_1d(np.random.default_rng(0), 4000)[0]
     np.testing.assert_allclose(noise.std(0), 0.4, rtol=0.05)
     assert (
         0.9 < np.corrcoef(noise[:, 20], noise[:, 21])[0, 1]

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import _run, env
-from experiments._policy_run import FirstAction, Shot, captions, save_film
+from experiments import env
+from experiments.app import runner
+from experiments.app.env.policies import FirstAction, Shot, captions, save_film
 from jaxpar.env import Box, Discrete, Fields
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.rollout import episode_stats, first_episodes, init, rollout
@@ -126,7 +127,7 @@ def test_mistakes_end_in_a_sentence(main, flags, sentence):
 def test_how_long_and_how_shown_is_no_part_of_a_runs_identity():
     usual = env.compose()
     for flag in ("num_steps=5", "gif=false", "frames=3", "mesh.data=8"):
-        assert _run.folder_name(env.compose(flag)) == _run.folder_name(usual)
+        assert runner.folder_name(env.compose(flag)) == runner.folder_name(usual)
     for flag in (
         "params.max_steps=9",
         "policy=noop",
@@ -135,8 +136,8 @@ def test_how_long_and_how_shown_is_no_part_of_a_runs_identity():
         "prng=batch",
         "seed=2",
     ):
-        assert _run.folder_name(env.compose(flag)) != _run.folder_name(usual)
-    assert _run.folder_name(usual).startswith("DoorKey-8x8-")
+        assert runner.folder_name(env.compose(flag)) != runner.folder_name(usual)
+    assert runner.folder_name(usual).startswith("DoorKey-8x8-")
 
 
 # ---------------------------------------------------------------- the rollout

@@ -12,7 +12,7 @@ import types
 
 import pytest
 
-from experiments._mistakes import sentence_of
+from experiments.app.mistakes import sentence_of
 from jaxpar.io.metrics import JsonlWriter
 
 FIXED = [

@@ -15,9 +15,10 @@ import pytest
 from fast import OPTIONS
 from jax.experimental.compilation_cache import compilation_cache
 
-from experiments import _run, estimate
-from experiments._estimate_pipeline import MARGIN, Held
-from experiments._estimate_report import context_seconds, size_text
+from experiments import estimate
+from experiments.app import runner
+from experiments.app.estimate.pipelines import MARGIN, Held
+from experiments.app.estimate.report import context_seconds, size_text
 from jaxpar import aot
 from jaxpar.lm import config_from_hf, num_params
 from jaxpar.nn.attention.context import Sizes, move_for
@@ -95,7 +96,7 @@ def told(err):
 @pytest.fixture
 def main(monkeypatch, capfd, tmp_path):
     """`main(*flags)` is the command in this process, in `tmp_path`: exit code, stdout, stderr."""
-    monkeypatch.setattr(_run, "_quieten", lambda: None)
+    monkeypatch.setattr(runner, "_quieten", lambda: None)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
@@ -104,7 +105,7 @@ def main(monkeypatch, capfd, tmp_path):
     def call(*flags):
         monkeypatch.setattr(sys, "argv", ["estimate", "hydra.run.dir=run", *flags])
         try:
-            _run.launch("estimate", estimate.Config, estimate.execute)
+            runner.launch("estimate", estimate.Config, estimate.execute)
             code = 0
         except SystemExit as exit_:
             code = exit_.code

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 
-from experiments._estimate_moves import _common_axes, _placement, moves
-from experiments._mesh import parse_layout
+from experiments.app.estimate.moves import _common_axes, _placement, moves
+from experiments.app.mesh_flags import parse_layout
 from jaxpar import aot
 from jaxpar.experimental.placement_conversion import specs
 from jaxpar.mesh import make_mesh, rules_from

@@ -11,9 +11,10 @@ import pytest
 from fast import jit, noisy_params
 from jax.errors import JaxRuntimeError
 
-from experiments import _batches, _completions, _texts, generate
-from experiments._mistakes import CONF
-from experiments._requests import Request, read_requests
+from experiments import generate
+from experiments.app.lm import completions, prompt_batches, text_codec
+from experiments.app.lm.requests import Request, read_requests
+from experiments.app.mistakes import CONF
 from jaxpar.decode import (
     CopyDraft,
     JacobiDraft,
@@ -120,7 +121,7 @@ def asked(monkeypatch):
             passes,
         )
 
-    monkeypatch.setattr(_batches, "draw", draw)
+    monkeypatch.setattr(prompt_batches, "draw", draw)
     return calls
 
 
@@ -223,7 +224,7 @@ def test_lines_of_others_are_left_alone(main, folder, tmp_path, flags, sentence)
     line = json.dumps({"prompt": "", "seed": 0, "id": None, "sample": 0}) + "\n"
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "alpha"}\n')
     target = generate.Saved(*from_hf(folder, dtype="float32"), load_tokenizer(folder))
-    job = _batches.Job(target, None, None, 1, (), None, None, "coupled", 1)
+    job = prompt_batches.Job(target, None, None, 1, (), None, None, "coupled", 1)
     said = generate.told(generate.compose(*FAST), job)
     for name in ("ours", "orphan", "held"):
         (tmp_path / f"{name}.jsonl").write_text(line)
@@ -281,7 +282,7 @@ def test_a_row_ends_with_the_tokens_that_a_stop_string_is_cut_into(ask, folder):
 
 def test_endings():
     def of(text, stops=(), stop_tokens=(), begun="say "):
-        return _texts.ending(
+        return text_codec.ending(
             Bytes(), *(np.array(list(x.encode()), int) for x in (begun, text)), stop_tokens, stops
         )
 
@@ -295,19 +296,19 @@ def test_endings():
         3,
     )  # what the prompt ends with is no part of the text
     assert of("", ["x"]) == ("", "length", 0)
-    assert _texts.ending_tokens(Bytes(), ["\n", "ab"]) == (10,)
-    assert _texts.ending_tokens(Bytes(), []) == ()
-    assert _texts.ending_sequences(Bytes(), ["\n", "ab", "é"]) == ((97, 98), (195, 169))
+    assert text_codec.ending_tokens(Bytes(), ["\n", "ab"]) == (10,)
+    assert text_codec.ending_tokens(Bytes(), []) == ()
+    assert text_codec.ending_sequences(Bytes(), ["\n", "ab", "é"]) == ((97, 98), (195, 169))
 
     class Trimming(Bytes):
         def decode(self, ids):
             return super().decode(ids).lstrip()
 
-    assert _texts.ending_sequences(Trimming(), [" a", "b "]) == (
+    assert text_codec.ending_sequences(Trimming(), [" a", "b "]) == (
         (98, 32),
     )  # what " a" is cut into may mean "a" alone
     assert (
-        _texts.decode(Bytes(), np.array([65, 300, 66])) == "AB"
+        text_codec.decode(Bytes(), np.array([65, 300, 66])) == "AB"
     )  # a vocabulary that was rounded up
 
 
@@ -411,7 +412,7 @@ def folders(folder, tmp_path_factory):
 
 @pytest.mark.parametrize("flags, sentence", BAD_FLAGS, ids=[flags for flags, _ in BAD_FLAGS])
 def test_bad_flags(main, folders, tmp_path, monkeypatch, flags, sentence):
-    monkeypatch.setattr(_batches, "draw", None)  # nothing is compiled
+    monkeypatch.setattr(prompt_batches, "draw", None)  # nothing is compiled
     (tmp_path / "empty.jsonl").write_text('{"prompt": "a"}\n{"prompt": ""}\n')
     for name, path in folders.items():
         flags = flags.replace(f"={name}", f"={path}")
@@ -423,7 +424,7 @@ def test_a_batch_that_does_not_fit_says_what_to_lower(main, folder, monkeypatch)
     def draw(*_, **__):
         raise JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
-    monkeypatch.setattr(_batches, "draw", draw)
+    monkeypatch.setattr(prompt_batches, "draw", draw)
     said = main(f"hf={folder}", "prompt=alpha", "num_samples=3", *FAST, of="generate").sentence()
     assert (
         "1 prompts of up to 16 tokens, 3 x 6 new ones each, do not fit into memory; lower batch_size"
@@ -433,20 +434,20 @@ def test_a_batch_that_does_not_fit_says_what_to_lower(main, folder, monkeypatch)
 
 def test_logits_that_are_not_finite_are_no_text(folder):
     target = generate.Saved(None, None, load_tokenizer(folder))
-    job = _batches.Job(target, None, Sampling(2), 1, (), None, None, "coupled", 1)
-    task = _batches.Task(Request("a", where="line 3"), np.array([1]), 16, (0,))
+    job = prompt_batches.Job(target, None, Sampling(2), 1, (), None, None, "coupled", 1)
+    task = prompt_batches.Task(Request("a", where="line 3"), np.array([1]), 16, (0,))
     with pytest.raises(UsageError, match="line 3 makes the model's logits infinite or NaN"):
-        _batches._line(job, task, 0, np.array([1, 2]), np.array([0.0, np.nan]), 1)
+        prompt_batches._line(job, task, 0, np.array([1, 2]), np.array([0.0, np.nan]), 1)
 
 
 def test_ctrl_c_says_how_many_lines_are_whole(main, asked, folder, tmp_path, monkeypatch):
-    write = _completions.Completions.write
+    write = completions.Completions.write
 
     def once(self, lines):
         write(self, lines)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_completions.Completions, "write", once)
+    monkeypatch.setattr(completions.Completions, "write", once)
     (tmp_path / "prompts.txt").write_text("alpha\nbeta\n")
     said = main(
         f"hf={folder}",
@@ -492,8 +493,8 @@ def test_a_smaller_model_drafts(ask, asked, folder, tmp_path):
     ask("draft=model", f"draft_run={folder}", "draft_length=3", "rule=rejection")
     (call,) = asked
     assert call["draft"] == ModelDraft(Decoder(call["model"]), 3) and call["rule"] == "rejection"
-    weights = _texts.fingerprint(from_hf(folder)[1])
-    assert _texts.fingerprint(call["draft_params"]) == weights
+    weights = text_codec.fingerprint(from_hf(folder)[1])
+    assert text_codec.fingerprint(call["draft_params"]) == weights
     said = json.loads(
         (tmp_path / "texts.jsonl.flags").read_text()
     )  # by this rule a draft decides on tokens, too
@@ -521,7 +522,7 @@ def test_every_preset_opens_with_its_command_and_composes():
 
 def test_a_fingerprint_is_of_every_array():
     params = {"a": jnp.arange(6.0).reshape(2, 3), "b": jnp.zeros(2)}
-    known = _texts.fingerprint(params)
-    assert known == _texts.fingerprint(jax.tree.map(jnp.array, params)) and len(known) == 8
+    known = text_codec.fingerprint(params)
+    assert known == text_codec.fingerprint(jax.tree.map(jnp.array, params)) and len(known) == 8
     for changed in ({"a": params["a"].at[0, 1].add(1)}, {"b": params["b"] + 1}):
-        assert _texts.fingerprint(params | changed) != known
+        assert text_codec.fingerprint(params | changed) != known

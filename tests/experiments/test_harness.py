@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments._run import RunConfig, identity
-from experiments._train import Run, TrainConfig, train
+from experiments.app.harness import Run, TrainConfig, train
+from experiments.app.runner import RunConfig, identity
 from jaxpar.io import Checkpoints
 from jaxpar.loop import Fit
 from jaxpar.types import UsageError

@@ -7,28 +7,29 @@ import shlex
 
 import pytest
 
-from experiments import _help, _run
+from experiments import module_of
+from experiments.app import help_text, runner
 from jaxpar.fields import AtLeast, Each, OneOf, field
 
-NAMES = sorted(path.stem for path in _run.CONF.glob("*/*.yaml"))
+NAMES = sorted(path.stem for path in runner.CONF.glob("*/*.yaml"))
 
 
 @pytest.fixture(params=NAMES, scope="module")
 def asked(request):
     """An experiment, its configuration and its help."""
-    schema = importlib.import_module(f"experiments.{request.param}").Config
-    config = _run.compose(request.param, schema, [])
+    schema = importlib.import_module(f"experiments.{module_of(request.param)}").Config
+    config = runner.compose(request.param, schema, [])
     return (
         request.param,
         schema,
         config,
-        _help.text_of(request.param, schema, config, _run.RunConfig),
+        help_text.text_of(request.param, schema, config, runner.RunConfig),
     )
 
 
 def test_every_flag_has_a_line(asked):
     _, schema, config, text = asked
-    rows = list(_help.flags(schema, config))
+    rows = list(help_text.flags(schema, config))
     assert [name for name, _, _, said in rows if len(said) < 6] == []
     for name, _, legal, said in rows:
         shown = re.search(rf"^  {re.escape(name)}=(.*)\n      (.*)$", text, re.MULTILINE)
@@ -44,13 +45,17 @@ def examples(name, text):
     """The flags of each example."""
     lines = text.split("\nexamples:\n")[1].split("\n\n")[0].splitlines()
     words = [shlex.split(line, comments=True) for line in lines]
-    assert all(each[:3] == ["python", "-m", f"experiments.{name}"] for each in words)
+    assert all(each[:3] == ["python", "-m", f"experiments.{module_of(name)}"] for each in words)
     return [each[3:] for each in words]
 
 
 def test_examples_are_five_of_flags_that_exist(asked):
     name, schema, config, text = asked
-    known = {flag for flag, *_ in _help.flags(schema, config)} | {"preset", "adapter", "planner"}
+    known = {flag for flag, *_ in help_text.flags(schema, config)} | {
+        "preset",
+        "adapter",
+        "planner",
+    }
     open_ended = {
         flag.name for flag in dataclasses.fields(schema) if flag.type not in (int, float, str, bool)
     }
@@ -66,12 +71,12 @@ def test_examples_are_five_of_flags_that_exist(asked):
 def test_examples_are_legal(asked):
     name, schema, _, text = asked
     for flags in examples(name, text):
-        _run.compose(name, schema, flags)
+        runner.compose(name, schema, flags)
 
 
 def test_presets_say_what_they_are(asked):
     name, _, _, text = asked
-    for path in _run.conf_of(name).glob("*/*.yaml"):
+    for path in runner.conf_of(name).glob("*/*.yaml"):
         assert re.search(rf"^  {path.parent.name}={path.stem}\n      \S", text, re.MULTILINE), path
 
 
@@ -85,10 +90,10 @@ MACHINE = re.compile(r"\b(?:CPU cores?|busy cores?|H100|H200|a CPU|TPU)\b")
 
 def test_each_preset_tells_its_time_and_on_what():
     """But for adapters, which are an entry of a run and not one themselves."""
-    files = [path for path in _run.CONF.glob("*/*/*.yaml") if path.parent.name != "adapter"]
+    files = [path for path in runner.CONF.glob("*/*/*.yaml") if path.parent.name != "adapter"]
     assert len(files) > 50
     for path in files:
-        said = " ".join(line[1:].strip() for line in _help._opening(path.read_text()))
+        said = " ".join(line[1:].strip() for line in help_text._opening(path.read_text()))
         assert TIME.search(said) and MACHINE.search(said), path
 
 
@@ -111,7 +116,7 @@ def test_flags_beside_it_change_what_it_shows(monkeypatch, capsys):
     from experiments import neat
 
     monkeypatch.setattr("sys.argv", ["neat", "--help", "preset=paper_xor"])
-    _run.launch("neat", neat.Config, None)
+    runner.launch("neat", neat.Config, None)
     out = capsys.readouterr().out
     assert out.startswith(
         "Evolves networks, structure and all, until the task is solved.\n\npython -m experiments.neat "
@@ -137,7 +142,7 @@ def test_what_is_legal_is_said_as_it_is_refused():
         others: list[str] = field(legal=Each(OneOf(("a", "b"))), default_factory=list)
         n: bool = True
 
-    assert list(_help.flags(Config, Config())) == [
+    assert list(help_text.flags(Config, Config())) == [
         ("count", 1, "whole number, at least 1", "How many, and of what."),
         ("others", [], "a list, each a, b", "How many, and of what."),
         ("n", True, "true or false", "n, of all."),

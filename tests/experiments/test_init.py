@@ -109,7 +109,7 @@ def test_what_is_no_start_is_refused(init, sentence, tmp_path):
 
 
 def test_another_start_is_another_run(folder):
-    from experiments._run import folder_name
+    from experiments.app.runner import folder_name
 
     names = {folder_name(lm.compose(*flags)) for flags in ((), ("init=hf:a",), ("init=hf:b",))}
     assert len(names) == 3

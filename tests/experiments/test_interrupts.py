@@ -15,7 +15,8 @@ import types
 import jax.numpy as jnp
 import pytest
 
-from experiments import _folder, _interrupt, _run, env, launch
+from experiments import env, launch, module_of
+from experiments.app import interrupts, run_folder, runner
 
 ROOT = pathlib.Path(__file__).parents[2]
 NOTHING = "interrupted; nothing had been saved yet, and the same command begins anew."
@@ -66,7 +67,7 @@ def ended(monkeypatch, capfd, tmp_path):
     def end(code):
         raise Ended(code)
 
-    monkeypatch.setattr(_interrupt, "_end", end)
+    monkeypatch.setattr(interrupts, "_end", end)
     monkeypatch.setattr(sys, "argv", ["env", f"hydra.run.dir={tmp_path}"])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     before = signal.getsignal(signal.SIGINT), sys.unraisablehook
@@ -74,7 +75,7 @@ def ended(monkeypatch, capfd, tmp_path):
     def call(execute):
         capfd.readouterr()
         with pytest.raises(Ended) as ended:
-            _run.launch("env", env.Config, lambda config, folder: execute(folder))
+            runner.launch("env", env.Config, lambda config, folder: execute(folder))
         assert (signal.getsignal(signal.SIGINT), sys.unraisablehook) == before
         return ended.value.args[0], capfd.readouterr().err
 
@@ -112,7 +113,7 @@ ENDS = {
     "raised": lambda folder: interrupt(),
     "swallowed": swallowed,
     "an error": turned_into(RuntimeError("native code failed")),
-    "a mistake": turned_into(_run.UsageError("native code failed")),
+    "a mistake": turned_into(runner.UsageError("native code failed")),
     "an exit": turned_into(SystemExit(1)),
     "twice": twice,
 }
@@ -137,8 +138,8 @@ def test_the_sentence_tells_what_there_is_to_go_on_from(ended, tmp_path, resume)
 
     def execute(folder):
         with (
-            _folder.run_folder(folder, True) as folder,
-            _folder.saving(folder, resume) as checkpoints,
+            run_folder.run_folder(folder, True) as folder,
+            run_folder.saving(folder, resume) as checkpoints,
         ):
             for step in steps:
                 checkpoints.save(step, {"x": jnp.ones(3)}, {}, {})
@@ -157,7 +158,7 @@ def test_the_sentence_tells_what_there_is_to_go_on_from(ended, tmp_path, resume)
 def test_a_half_written_checkpoint_is_not_told_of(tmp_path, monkeypatch):
     """A second Ctrl-C comes while step 7 is written."""
     said, gate = [], threading.Event()
-    with _folder.saving(tmp_path, True) as checkpoints:
+    with run_folder.saving(tmp_path, True) as checkpoints:
         checkpoints.save(3, {"x": jnp.ones(3)}, {}, {})
         checkpoints.wait()
         manager, save = checkpoints._manager, checkpoints._manager.save
@@ -166,9 +167,9 @@ def test_a_half_written_checkpoint_is_not_told_of(tmp_path, monkeypatch):
         )
         checkpoints.save(7, {"x": jnp.ones(3)}, {}, {})
         (tmp_path / "checkpoints" / "7.orbax-checkpoint-tmp").mkdir()
-        said.append(_interrupt.answer.sentence())
+        said.append(interrupts.answer.sentence())
         gate.set()
-    said.append(_interrupt.answer.sentence())
+    said.append(interrupts.answer.sentence())
     steps = [re.search(r"checkpoint of step (\d+) is whole", text)[1] for text in said]
     assert steps == ["3", "7"]
 
@@ -177,7 +178,7 @@ def test_outside_the_main_thread_ctrl_c_is_left_alone():
     before, seen = signal.getsignal(signal.SIGINT), []
 
     def work():
-        with _interrupt.answering():
+        with interrupts.answering():
             seen.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=work)
@@ -217,7 +218,7 @@ FIRST = {  # what a command does first that takes long
     "env": "experiments.env.PolicyRun.compiled",
     "estimate": "jaxpar.aot.estimate",
     "pipeline": "experiments.pipeline.run",
-    "pipelined_speculation": "experiments.pipelined_speculation.run",
+    "pipelined_speculation": "experiments.papers.pipelined_speculation.run",
     "pomdp": "experiments.pomdp.batched",
     "step_speculation": "jaxpar.loop._first_state",
     "verify": "experiments.verify.verify_lm",
@@ -248,7 +249,7 @@ def test_ctrl_c_while_all_is_imported(tmp_path, name):
     """Something else is imported in place of JAX, which sends the signal and would swallow an exception."""
     (tmp_path / "jax.py").write_text(STAND_IN)
     line, environment = (
-        [sys.executable, "-m", f"experiments.{name}"],
+        [sys.executable, "-m", f"experiments.{module_of(name)}"],
         os.environ | {"PYTHONPATH": str(ROOT)},
     )
     said = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env=environment)
@@ -262,13 +263,13 @@ def test_ctrl_c_while_all_is_imported(tmp_path, name):
 PROGRAM = """
 import atexit, os, signal, sys
 sys.argv[0] = "-m"
-from experiments import _interrupt
+from experiments.app import interrupts
 
 class Interrupt:
     def __del__(self):
         os.kill(os.getpid(), signal.SIGINT)
 
-with _interrupt.answering():
+with interrupts.answering():
     {inside}
 {after}
 """
@@ -287,14 +288,14 @@ with _interrupt.answering():
         ("pass", "Interrupt()", 130, "interrupted when all was done.\n"),
         (
             "pass",
-            "atexit.register(Interrupt); _interrupt.finish(0)",
+            "atexit.register(Interrupt); interrupts.finish(0)",
             130,
             "interrupted when all was done.\n",
         ),
         # Nothing of Python's own end, in which a signal is lost, is left to come.
         (
             "pass",
-            "atexit.register(sys.stderr.write, 'bye'); kept = Interrupt(); _interrupt.finish(3)",
+            "atexit.register(sys.stderr.write, 'bye'); kept = Interrupt(); interrupts.finish(3)",
             3,
             "bye",
         ),
@@ -311,11 +312,11 @@ BUSY = """
 import sys, threading
 sys.argv[0] = "-m"
 import jax, jax.numpy as jnp
-from experiments import _interrupt
+from experiments.app import interrupts
 
-_interrupt.PATIENCE_S = 0.3
+interrupts.PATIENCE_S = 0.3
 loop = jax.jit(lambda x: jax.lax.while_loop(lambda x: x >= 0, lambda x: (x + 1) % 7, x)).lower(0).compile()
-with _interrupt.answering():
+with interrupts.answering():
     print("runs", flush=True)
     loop(jnp.int32(0)).block_until_ready()
 """
@@ -328,7 +329,7 @@ def test_ctrl_c_is_heard_while_a_program_runs_that_does_not_end():
             assert process.stdout.readline() == "runs\n"
             time.sleep(0.5)  # its loop has begun
             process.send_signal(signal.SIGINT)
-            assert process.stderr.readline() == _interrupt.HEARD + "\n"
+            assert process.stderr.readline() == interrupts.HEARD + "\n"
             process.send_signal(signal.SIGINT)
             assert (process.stderr.read(), process.wait(20)) == (NONE + "\n", 130)
         finally:
@@ -343,7 +344,7 @@ def test_ctrl_c_ignored_by_the_shell_stays_ignored():
 
 def start(name, flags, cwd, environment):
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", errors="replace")
-    line = [sys.executable, "-m", f"experiments.{name}", *flags]
+    line = [sys.executable, "-m", f"experiments.{module_of(name)}", *flags]
     return subprocess.Popen(line, cwd=cwd, env=environment | {"PYTHONUNBUFFERED": "1"}, **pipes)
 
 

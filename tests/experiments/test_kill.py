@@ -253,9 +253,10 @@ def test_eval_and_sample_work_on_a_run(main, copied):
 
 
 def test_no_resume_makes_the_next_folder(main, finished, tmp_path):
-    from experiments import _run, lm
+    from experiments import lm
+    from experiments.app import runner
 
-    name = _run.folder_name(lm.compose(*main.flags))
+    name = runner.folder_name(lm.compose(*main.flags))
     shutil.copytree(finished[1], tmp_path / "runs" / "lm" / name)
     for count in (2, 3):
         with pytest.raises(AssertionError, match="a training step is compiled"):

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from test_kill import half_written, losses, rows
 
-from experiments import _interrupt, _run, launch
+from experiments import launch
+from experiments.app import interrupts, runner
 
 # Adam divides by |g| + eps: where a gradient is nothing but rounding, the usual eps of 1e-8 would let another order of
 # sums move a parameter by a whole learning rate.
@@ -310,7 +311,7 @@ def test_without_a_launcher_the_survivor_ends_with_a_sentence(command):
     began = time.monotonic()
     said = command.finish(first)
     command.finish(second)
-    assert time.monotonic() - began < _interrupt.SHUTDOWN_S + 20
+    assert time.monotonic() - began < interrupts.SHUTDOWN_S + 20
     errors = [line for line in said.err.splitlines() if line.startswith("error: ")]
     assert said.code in (1, -signal.SIGABRT) and "Traceback" not in said.err, said
     assert (
@@ -373,7 +374,7 @@ def test_mistakes_of_the_launcher_are_one_sentence(capsys, arguments, sentence):
 
 
 def test_accelerators_are_not_divided(capsys, monkeypatch):
-    monkeypatch.setattr(_run, "accelerator", lambda: "cuda")
+    monkeypatch.setattr(runner, "accelerator", lambda: "cuda")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     assert launch.main(["lm"]) == 2
     assert "this machine has cuda, which the launcher cannot divide" in capsys.readouterr().err

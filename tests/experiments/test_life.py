@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from fast import jit
 
-from experiments._life_neat import NUM_INPUTS, NeatBrain
+from experiments.app.env.neat_brains import NUM_INPUTS, NeatBrain
 from jaxpar.life import Sight
 from jaxpar.life.brains import sight_of_one
 from jaxpar.neat.genome import check_genomes

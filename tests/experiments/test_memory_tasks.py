@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import _memory
-from experiments._series import SeriesConfig, open_task
+from experiments.app.sequences import memory_tasks
+from experiments.app.sequences.series import SeriesConfig, open_task
 from jaxpar.nn.mixers import delta_rule, linear_attention
 from jaxpar.types import UsageError
 
@@ -27,15 +27,17 @@ def by_a_loop(task, line, fields):
         answer = None
         if task == "delayed_copy":
             answer = (
-                line[place - fields["length"]] - _memory.KEYS if place >= fields["length"] else None
+                line[place - fields["length"]] - memory_tasks.KEYS
+                if place >= fields["length"]
+                else None
             )
         elif task == "s5":
             orders = list(itertools.permutations(range(5)))
             before = orders[out[-1]] if out else range(5)
             answer = orders.index(tuple(orders[symbol][thing] for thing in before))
         elif waiting is not None:
-            stored[waiting], waiting = symbol - _memory.KEYS, None
-        elif symbol < _memory.KEYS:
+            stored[waiting], waiting = symbol - memory_tasks.KEYS, None
+        elif symbol < memory_tasks.KEYS:
             is_question = place >= 2 * fields["symbols"]
             answer, waiting = (stored[symbol], None) if is_question else (None, symbol)
         out.append(answer)
@@ -69,8 +71,8 @@ def test_a_batch_is_a_pure_function_of_seed_and_step(task):
 
 
 def test_a_swap_and_a_cycle_make_every_permutation():
-    table = _memory.permutations(5)
-    swap, cycle = (table[number] for number in _memory.generators(5, 2))
+    table = memory_tasks.permutations(5)
+    swap, cycle = (table[number] for number in memory_tasks.generators(5, 2))
     assert swap.tolist() == [1, 0, 2, 3, 4] and cycle.tolist() == [1, 2, 3, 4, 0]
     met, new = {tuple(range(5))}, [np.arange(5)]
     while new:
@@ -81,9 +83,9 @@ def test_a_swap_and_a_cycle_make_every_permutation():
             if tuple(order) not in met
         ]
         met |= {tuple(order) for order in new}
-    assert len(met) == 120 == len(set(_memory.generators(5, 1000)))
+    assert len(met) == 120 == len(set(memory_tasks.generators(5, 1000)))
     shown = batch("s5", length=9, symbols=2)[1]["inputs"].argmax(-1)
-    assert set(shown.ravel()) == set(_memory.generators(5, 2))
+    assert set(shown.ravel()) == set(memory_tasks.generators(5, 2))
 
 
 def test_a_question_has_the_newest_value_and_keys_do_come_again():
@@ -94,7 +96,7 @@ def test_a_question_has_the_newest_value_and_keys_do_come_again():
 
 def test_questions_are_near_the_pairs_and_never_twice():
     """Of 1,000 rows the first free place is asked far more often than the last one, as a power law has it."""
-    shown, _, judged = _memory.mqar(np.random.default_rng(0), 1000, 4, 16)
+    shown, _, judged = memory_tasks.mqar(np.random.default_rng(0), 1000, 4, 16)
     questions = judged[:, 8:]
     assert questions[:, 0].mean() > 3 * questions[:, -1].mean() > 0
     assert all(np.unique(row[place]).size == 4 for row, place in zip(shown, judged, strict=True))
@@ -107,18 +109,18 @@ def test_a_key_that_comes_again_is_what_the_delta_rule_is_for():
     """
     _, got = batch("recall", length=1, symbols=12)
     lines = got["inputs"].argmax(-1)
-    eye = jnp.eye(2 * _memory.KEYS + 1)
-    is_value = (lines >= _memory.KEYS) & (lines < _memory.BLANK)
+    eye = jnp.eye(2 * memory_tasks.KEYS + 1)
+    is_value = (lines >= memory_tasks.KEYS) & (lines < memory_tasks.BLANK)
     keys = np.concatenate([lines[:, :1], lines[:, :-1]], 1)  # of the place before
     k, v, q = eye[keys] * is_value[..., None], eye[lines], eye[lines]
     k, v, q = (x[:, :, None] for x in (k, v, q))
     right = got["targets"][:, -1]
 
     def read(out):
-        return np.asarray(out[:, -1, 0, _memory.KEYS : _memory.BLANK])
+        return np.asarray(out[:, -1, 0, memory_tasks.KEYS : memory_tasks.BLANK])
 
     exact = read(delta_rule(q, k, v, jnp.ones(lines.shape)[..., None], chunk=8)[0])
-    np.testing.assert_allclose(exact, np.eye(_memory.KEYS)[right], atol=1e-6)
+    np.testing.assert_allclose(exact, np.eye(memory_tasks.KEYS)[right], atol=1e-6)
     summed = read(linear_attention(q, k, v, chunk=8)[0])
     assert (summed.sum(-1) > 1.5).any() and (summed[np.arange(16), right] > 0.5).all()
 

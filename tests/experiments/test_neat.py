@@ -9,7 +9,7 @@ import pytest
 from fast import jit
 
 from experiments import neat
-from experiments._champions import NetworkPolicy
+from experiments.app.env.champions import NetworkPolicy
 from jaxpar.neat import GeneralizationTest, from_json, init_carry, play
 from jaxpar.rollout import evaluate
 from jaxpar.types import UsageError

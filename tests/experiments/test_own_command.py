@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import _own, own
+from experiments import own
+from experiments.app import own_models
 from jaxpar.io import Checkpoints
 
 TINY = "task=maml width=4 batch_size=8 train.eval_every=2 train.save_every=2 cpu_devices=8".split()
@@ -86,7 +87,9 @@ def test_mistakes_end_in_a_sentence(main, flags, sentence):
 
 
 def test_sinusoids_are_adapted_by_one_step_of_descent():
-    task = _own.sinusoids(4, 0, own.open_own(own.compose("task=maml")).model.optimizer, rate=0.1)
+    task = own_models.sinusoids(
+        4, 0, own.open_own(own.compose("task=maml")).model.optimizer, rate=0.1
+    )
     variables = jax.jit(task.model.init_variables)(jax.random.key(0))
     batch = task.model.collate(list(task.examples[:2]))
     found = task.model.predict(variables, batch)
@@ -114,7 +117,9 @@ def test_sinusoids_are_adapted_by_one_step_of_descent():
 
 
 def test_the_policys_gradient_is_the_score_functions():
-    task = _own.balance(4, 0, own.open_own(own.compose("task=maml")).model.optimizer, length=12)
+    task = own_models.balance(
+        4, 0, own.open_own(own.compose("task=maml")).model.optimizer, length=12
+    )
     state = task.model.init(jax.random.key(0))
     batch = task.model.collate(list(task.examples[:8]))
     loss = lambda params: task.model.valued(params, state.collections, batch, jax.random.key(0))[0]  # noqa: E731

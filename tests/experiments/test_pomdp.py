@@ -12,10 +12,11 @@ import pytest
 import envs
 from envs.pomdp.mars import Mars
 from envs.pomdp.rocksample import RockSample
-from experiments import _run, pomdp
-from experiments._judge import Judge
-from experiments._pomdp_film import _draw_tree, moves, planned
-from experiments._rocks import RockBelief
+from experiments import pomdp
+from experiments.app import runner
+from experiments.app.env.pomdp_film import _draw_tree, moves, planned
+from experiments.app.env.regrets import Judge
+from experiments.app.env.rock_beliefs import RockBelief
 from jaxpar.env import reset, step
 from jaxpar.pomdp.planners.outline import Branch
 from jaxpar.types import UsageError
@@ -201,7 +202,7 @@ def test_mistakes_end_in_a_sentence(main, flags, sentence):
 
 def test_how_shown_is_no_part_of_a_runs_identity():
     usual = pomdp.compose()
-    assert _run.folder_name(pomdp.compose("gif=false")) == _run.folder_name(usual)
+    assert runner.folder_name(pomdp.compose("gif=false")) == runner.folder_name(usual)
     for flag in (
         "planner=pomcp",
         "planner.eta=3",
@@ -210,7 +211,7 @@ def test_how_shown_is_no_part_of_a_runs_identity():
         "budget_s=1",
         "seed=2",
     ):
-        assert _run.folder_name(pomdp.compose(flag)) != _run.folder_name(usual)
+        assert runner.folder_name(pomdp.compose(flag)) != runner.folder_name(usual)
     with pytest.raises(UsageError, match="unknown flag"):
         pomdp.compose("plannner.eta=3")
 

@@ -13,7 +13,8 @@ import pytest
 from fast import OPTIMISED
 
 from envs.puzzles.rubiks_cube import RubiksCube, Scramble
-from experiments import _run, rl
+from experiments import rl
+from experiments.app import runner
 from jaxpar.io import Checkpoints
 from jaxpar.io.reading import flatten, nest
 from jaxpar.rl import Pqn, Seeds, train
@@ -354,7 +355,7 @@ def test_a_team_learns_to_fight():
 
 
 @pytest.mark.parametrize(
-    "path", sorted((_run.CONF / "rl" / "preset").glob("*.yaml")), ids=lambda path: path.stem
+    "path", sorted((runner.CONF / "rl" / "preset").glob("*.yaml")), ids=lambda path: path.stem
 )
 def test_each_preset_makes_a_learner_and_opens_with_its_command(path):
     name = path.stem
@@ -376,7 +377,7 @@ def test_each_preset_makes_a_learner_and_opens_with_its_command(path):
 )
 def test_a_run_goes_on_in_the_folder_that_it_had_before_flags_were_renamed(flags, folder):
     """By `draw`, `recall`, `rates.trace` and the like, as they stand in the identity of runs made then."""
-    assert _run.folder_name(rl.compose(*flags.split())) == folder
+    assert runner.folder_name(rl.compose(*flags.split())) == folder
 
 
 def test_a_run_whose_state_has_older_names_goes_on(main, first, tmp_path):

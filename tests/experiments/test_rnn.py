@@ -7,8 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import _run, rnn
-from experiments._series import SeriesConfig, open_task, read_series
+from experiments import rnn
+from experiments.app import runner
+from experiments.app.sequences.series import SeriesConfig, open_task, read_series
 from jaxpar.types import UsageError
 
 TINY = (
@@ -111,13 +112,13 @@ def test_mixers_of_a_stack_stream_what_they_make_of_the_whole(cell):
 
 
 def test_how_a_recurrence_is_solved_is_no_part_of_a_runs_identity():
-    usual = _run.identity(rnn.compose())
+    usual = runner.identity(rnn.compose())
     assert (
-        _run.identity(rnn.compose("model.method=sequential", "model.window=8", "train.steps=3"))
+        runner.identity(rnn.compose("model.method=sequential", "model.window=8", "train.steps=3"))
         == usual
     )
     for flag in ("model.cell=gru", "data.task=adding", "optimizer.learning_rate=1", "seed=2"):
-        assert _run.identity(rnn.compose(flag)) != usual
+        assert runner.identity(rnn.compose(flag)) != usual
 
 
 @pytest.mark.slow

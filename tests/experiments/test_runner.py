@@ -7,29 +7,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments import (
-    _run,
-    digits,
-    env,
-    estimate,
-    generate,
-    life,
-    lm,
-    moving_digits,
-    neat,
-    pipelined_speculation,
-    pomdp,
-    rl,
-    rnn,
-    step_speculation,
-)
-from experiments._mistakes import RENAMED, _flags, presets_of
+from experiments import digits, env, estimate, generate, life, lm, neat, pomdp, rl, rnn
+from experiments.app import runner
+from experiments.app.mistakes import RENAMED, _flags, presets_of
+from experiments.papers import moving_digits, pipelined_speculation, step_speculation
 from jaxpar.lm import gpt2, llama, num_params
 from jaxpar.lm.text.tokenizer import Bytes
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.types import UsageError
 
-PRESETS = sorted(path.stem for path in (_run.CONF / "lm" / "preset").glob("*.yaml"))
+PRESETS = sorted(path.stem for path in (runner.CONF / "lm" / "preset").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -52,7 +39,7 @@ def test_each_preset_traces_a_whole_step_on_its_mesh(preset):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_each_preset_opens_with_its_command(preset):
-    lines = (_run.CONF / "lm" / "preset" / f"{preset}.yaml").read_text().splitlines()
+    lines = (runner.CONF / "lm" / "preset" / f"{preset}.yaml").read_text().splitlines()
     flags = re.search(r"python -m experiments.lm([^)]*)", "\n".join(lines[:2]))[1].split()
     if preset == "tiny":
         assert flags == [] and lm.compose().name == "tiny"
@@ -80,7 +67,7 @@ def test_a_preset_is_the_model_that_it_is_named_after_whatever_the_tokenizer(pre
     assert lm.with_vocabulary(config, Bytes()).model == config.model
     count, _, unit = re.fullmatch(r"\w+_([\d]+)(\.\d+)?([mb])", preset).groups()
     assert float(count) == pytest.approx(PUBLISHED[preset] / {"m": 1e6, "b": 1e9}[unit], abs=0.5)
-    lines = (_run.CONF / "lm" / "preset" / f"{preset}.yaml").read_text()
+    lines = (runner.CONF / "lm" / "preset" / f"{preset}.yaml").read_text()
     assert f"{PUBLISHED[preset]:,} parameters" in lines
 
 
@@ -148,42 +135,42 @@ OTHER = [
 
 @pytest.mark.parametrize("flags", SAME)
 def test_how_a_run_is_computed_is_no_part_of_its_identity(flags):
-    assert _run.identity(lm.compose(*flags.split())) == _run.identity(lm.compose())
+    assert runner.identity(lm.compose(*flags.split())) == runner.identity(lm.compose())
 
 
 def test_what_a_run_computes_is_its_identity():
     usual, others = lm.compose(), [lm.compose(flag) for flag in OTHER]
-    for flag, other in zip(OTHER, map(_run.identity, others), strict=True):
-        assert [name for name, value in _run.identity(usual).items() if other[name] != value] == [
+    for flag, other in zip(OTHER, map(runner.identity, others), strict=True):
+        assert [name for name, value in runner.identity(usual).items() if other[name] != value] == [
             flag.partition("=")[0]
         ]
-    assert len({_run.folder_name(config) for config in [usual, *others]}) == 1 + len(OTHER)
+    assert len({runner.folder_name(config) for config in [usual, *others]}) == 1 + len(OTHER)
 
 
 def test_a_flag_that_came_later_leaves_the_names_of_runs_as_they_were():
     later = ("optimizer.warmup_start", "tuning.", "objective.", "teacher", "data.pairs", "eval.")
-    assert not [name for name in _run.identity(lm.compose()) if name.startswith(later)]
+    assert not [name for name in runner.identity(lm.compose()) if name.startswith(later)]
     flags = ["tuning.freeze=[wq]", "tuning.ema=0.5", "objective.distil=0.3", "teacher=run:x"]
-    known = _run.identity(lm.compose(*flags))
+    known = runner.identity(lm.compose(*flags))
     assert (
         known["tuning.freeze"] == ["wq"]
         and known["teacher"] == "run:x"
         and known["objective.distil"] == 0.3
     )
-    assert _run.identity(lm.compose("objective.kind=dpo"))["data.pairs"]
-    assert _run.identity(lm.compose("optimizer.warmup_start=0"))["optimizer.warmup_start"] == 0
+    assert runner.identity(lm.compose("objective.kind=dpo"))["data.pairs"]
+    assert runner.identity(lm.compose("optimizer.warmup_start=0"))["optimizer.warmup_start"] == 0
 
 
 def test_the_folder_is_named_after_preset_and_identity():
-    assert re.fullmatch("tiny-[0-9a-f]{8}", _run.folder_name(lm.compose()))
-    assert re.fullmatch("gpt2_124m-[0-9a-f]{8}", _run.folder_name(lm.compose("preset=gpt2_124m")))
-    assert re.fullmatch("mine-[0-9a-f]{8}", _run.folder_name(lm.compose("name=mine")))
-    assert _run.folder_name(lm.compose("train.steps=3")) == _run.folder_name(lm.compose())
+    assert re.fullmatch("tiny-[0-9a-f]{8}", runner.folder_name(lm.compose()))
+    assert re.fullmatch("gpt2_124m-[0-9a-f]{8}", runner.folder_name(lm.compose("preset=gpt2_124m")))
+    assert re.fullmatch("mine-[0-9a-f]{8}", runner.folder_name(lm.compose("name=mine")))
+    assert runner.folder_name(lm.compose("train.steps=3")) == runner.folder_name(lm.compose())
 
 
 def words():
     """The rows of the quick start's table of flags: flag -> experiments that have it."""
-    page = (_run.CONF.parents[1] / "docs" / "quickstart.md").read_text()
+    page = (runner.CONF.parents[1] / "docs" / "quickstart.md").read_text()
     rows = re.findall(r"^\| `([\w.]+)` \| .* \| ([a-z_, ]+) \|$", page, re.MULTILINE)
     return {flag: sorted(names.split(", ")) for flag, names in rows}
 
@@ -262,7 +249,7 @@ def test_presets_are_those_of_the_experiment(flag):
 
 
 def test_renamed_flags_leave_the_names_of_runs_as_they_were():
-    assert _run.identity(pomdp.compose("max_steps=7"))["steps"] == 7
+    assert runner.identity(pomdp.compose("max_steps=7"))["steps"] == 7
     names = {
         rl: "CartPole-v1-8a2fc571",
         neat: "neat-68548286",
@@ -270,21 +257,21 @@ def test_renamed_flags_leave_the_names_of_runs_as_they_were():
         lm: "tiny-90ecd57b",
     }
     assert all(
-        _run.folder_name(experiment.compose()).startswith(name)
+        runner.folder_name(experiment.compose()).startswith(name)
         for experiment, name in names.items()
     )
 
 
 def test_a_fresh_folder_takes_the_next_number(tmp_path):
     folder = tmp_path / "runs" / "tiny"
-    assert _run.fresh_folder(folder, resume=False) == folder  # new
-    assert _run.fresh_folder(folder, resume=False) == folder  # still empty
+    assert runner.fresh_folder(folder, resume=False) == folder  # new
+    assert runner.fresh_folder(folder, resume=False) == folder  # still empty
     for count in (2, 3):
         (
             tmp_path / "runs" / ("tiny" if count == 2 else f"tiny-{count - 1}") / "metrics.jsonl"
         ).write_text("{}\n")
-        assert _run.fresh_folder(folder, resume=True) == folder
-        assert _run.fresh_folder(folder, resume=False) == folder.with_name(f"tiny-{count}")
+        assert runner.fresh_folder(folder, resume=True) == folder
+        assert runner.fresh_folder(folder, resume=False) == folder.with_name(f"tiny-{count}")
 
 
 @pytest.mark.parametrize(
@@ -297,17 +284,17 @@ def test_a_fresh_folder_takes_the_next_number(tmp_path):
 )
 def test_a_saved_configuration_loads_as_it_was(tmp_path, flags):
     config = lm.compose(*flags.split())
-    _run.write_start(tmp_path, config)
-    assert _run.load(tmp_path, lm.Config) == config
+    runner.write_start(tmp_path, config)
+    assert runner.load(tmp_path, lm.Config) == config
 
 
 def test_a_folder_without_configuration_is_refused(tmp_path):
     with pytest.raises(UsageError, match="it has no config.yaml"):
-        _run.load(tmp_path, lm.Config)
+        runner.load(tmp_path, lm.Config)
 
 
 def test_the_mesh_that_nobody_asked_for_has_no_idle_axis(monkeypatch, tmp_path):
-    monkeypatch.setattr(_run, "_quieten", lambda: None)
+    monkeypatch.setattr(runner, "_quieten", lambda: None)
     monkeypatch.setenv(
         "JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir or str(tmp_path)
     )
@@ -324,8 +311,8 @@ def test_the_mesh_that_nobody_asked_for_has_no_idle_axis(monkeypatch, tmp_path):
             opened.append(tuple(mesh.shape[axis] for axis in ("data", "fsdp", "tensor")))
         raise UsageError("that is all")
 
-    open_devices = _run.open_devices
-    monkeypatch.setattr(_run, "open_devices", record)
+    open_devices = runner.open_devices
+    monkeypatch.setattr(runner, "open_devices", record)
     for experiment, sizes in kinds:
         for flags, want in (("", sizes), ("mesh.data=8", (8, 1, 1))):
             with pytest.raises(UsageError, match="that is all"):

@@ -9,8 +9,9 @@ import pytest
 from make_older_runs import ROOT, call
 from older_cases import CASES, WORDS, differences, rows_of, words
 
-from experiments import compare, digits, life, lm, moving_digits, neat, own, pomdp, rl, rnn
-from experiments._run import folder_name
+from experiments import compare, digits, life, lm, neat, own, pomdp, rl, rnn
+from experiments.app.runner import folder_name
+from experiments.papers import moving_digits
 
 HERE = pathlib.Path(__file__).parent / "older"
 COMMANDS = {

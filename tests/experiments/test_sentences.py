@@ -8,7 +8,7 @@ import types
 import pytest
 
 from experiments import lm
-from experiments._mistakes import sentence_of
+from experiments.app.mistakes import sentence_of
 from jaxpar.io.storage import storage_reason, unreadable_reason
 from jaxpar.lm.text.tokenizer import Bytes
 from jaxpar.types import UsageError

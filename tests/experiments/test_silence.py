@@ -5,14 +5,13 @@ import io
 import re
 import sys
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import experiments
-from experiments import _interrupt, _silence
+from experiments.app import interrupts, silence
 
 TRACE = "/jax/core/compile/jaxpr_trace_duration"
 COMPILE = "/jax/core/compile/backend_compile_duration"
@@ -23,7 +22,7 @@ class Clocked:
 
     def __init__(self):
         self.now, self.out = 0.0, io.StringIO()
-        self.pulse = _silence.Pulse(self.out, lambda: self.now)
+        self.pulse = silence.Pulse(self.out, lambda: self.now)
 
     def wait(self, seconds):
         for _ in range(2 * seconds):
@@ -103,7 +102,7 @@ def test_a_slow_start_is_told(monkeypatch, capfd):
 def test_what_a_command_takes_to_begin_is_counted():
     clocked = Clocked()
     clocked.now = 7.0
-    clocked.pulse = _silence.Pulse(clocked.out, lambda: clocked.now, began=0.0)
+    clocked.pulse = silence.Pulse(clocked.out, lambda: clocked.now, began=0.0)
     clocked.wait(1)
     assert clocked.said() == "running ."
 
@@ -130,15 +129,15 @@ def test_a_bar_keeps_its_line():
 
 
 def test_it_hears_jax_and_what_is_printed(monkeypatch, capfd):
-    monkeypatch.setattr(_silence, "FIRST_S", 0.0)
-    monkeypatch.setattr(_silence, "BEAT_S", 0.01)
+    monkeypatch.setattr(silence, "FIRST_S", 0.0)
+    monkeypatch.setattr(silence, "BEAT_S", 0.01)
 
     def slow(x):
         time.sleep(0.1)
         return x + 1
 
     before, listeners = (sys.stdout, sys.stderr), len(jax._src.monitoring._scalar_listeners)
-    with _silence.broken(), _silence.broken():
+    with silence.broken(), silence.broken():
         jax.jit(slow)(jnp.ones(3)).block_until_ready()
         print("all done", file=sys.stderr)
     assert (sys.stdout, sys.stderr) == before
@@ -147,24 +146,25 @@ def test_it_hears_jax_and_what_is_printed(monkeypatch, capfd):
 
 
 def test_an_interrupt_begins_a_line_of_its_own(monkeypatch, capfd):
-    monkeypatch.setattr(_interrupt, "_end", sys.exit)
-    with _silence.broken():
+    monkeypatch.setattr(interrupts, "_end", sys.exit)
+    with silence.broken():
         sys.stderr._pulse._line = "compiling play"
         with pytest.raises(SystemExit):
-            _interrupt._leave_with(2, "interrupted.")
+            interrupts._leave_with(2, "interrupted.")
         sys.stderr._pulse._line = ""
     assert capfd.readouterr().err == "\ninterrupted.\n"
 
 
 def test_every_command_breaks_its_silences():
     """Each runs inside of `open_devices` to its end, or breaks silences by itself."""
-    paths = sorted(Path(experiments.__file__).parent.glob("[a-z]*.py"))
+    paths = [*experiments.HERE.glob("[a-z]*.py"), *experiments.HERE.glob("papers/[a-z]*.py")]
+    assert len(paths) > 20
     for path in paths:
         body = next((node for node in ast.parse(path.read_text()).body
                      if isinstance(node, ast.FunctionDef) and node.name == "execute"), None)  # fmt: skip
-        if body is None or "_small" in path.read_text():  # whose runner does
+        if body is None or "small_commands" in path.read_text():  # whose runner does
             continue
-        by_itself = any("_silence" in ast.unparse(each) for each in body.decorator_list)
+        by_itself = any("silence" in ast.unparse(each) for each in body.decorator_list)
         within = body.body[-1]
         while isinstance(within, ast.Try):
             within = within.body[-1]

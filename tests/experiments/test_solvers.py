@@ -2,7 +2,8 @@
 
 import pytest
 
-from experiments import _run, lm, rl, rnn
+from experiments import lm, rl, rnn
+from experiments.app import runner
 
 RNN = ("model.cell=gru", "model.size=4", "data.batch_size=2")
 RL = ("memory=gru", "memory_size=4", "num_envs=4", "num_steps=4")
@@ -44,12 +45,12 @@ def test_a_run_names_its_method_and_keeps_it(made, flag, tmp_path):
     taken = flag
     if made is by_rl:
         taken = "method_taken"
-    _run.write_start(tmp_path, made(tmp_path, f"{taken}=newton")[0])
+    runner.write_start(tmp_path, made(tmp_path, f"{taken}=newton")[0])
     assert made(tmp_path)[1] == "newton"
     assert made(tmp_path, f"{flag}=quasi")[1] == "quasi"
 
     # A run from before configurations named it.
-    _run.write_start(tmp_path, {by_rnn: rnn, by_rl: rl, by_lm: lm}[made].compose())
+    runner.write_start(tmp_path, {by_rnn: rnn, by_rl: rl, by_lm: lm}[made].compose())
     assert made(tmp_path)[1] == name
 
 

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from experiments import _folder, _run, lm
-from experiments._folder import LOCK, held
+from experiments import lm
+from experiments.app import run_folder, runner
+from experiments.app.run_folder import LOCK, held
 from jaxpar.io import Checkpoints
 from jaxpar.lm import from_hf
 from jaxpar.lm.text.corpus import open_corpus
@@ -44,7 +45,7 @@ def test_a_configuration_refers_to_nothing(tmp_path, content, name):
     (tmp_path / "config.yaml").write_text(content)
     try:
         with pytest.raises(UsageError) as end:
-            _run.load(tmp_path, lm.Config)
+            runner.load(tmp_path, lm.Config)
     finally:
         OmegaConf.clear_resolver("witness")
     said = str(end.value)
@@ -74,7 +75,7 @@ def test_a_configuration_is_plain_data(tmp_path, content):
     witness = tmp_path / "witness"
     (tmp_path / "config.yaml").write_text(content.replace("{witness}", str(witness)))
     with pytest.raises(UsageError, match="config.yaml is not the configuration of such a run"):
-        _run.load(tmp_path, lm.Config)
+        runner.load(tmp_path, lm.Config)
     assert not witness.exists()
 
 
@@ -95,7 +96,7 @@ OUTSIDE = ["../out", "a/b", "/out", "..", ".", "", ".hidden", "a\\b", "a\x00b", 
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_a_name_that_leads_out_of_the_folder_of_runs(name):
     with pytest.raises(UsageError, match="cannot name a folder; legal are names without /"):
-        _run.RunConfig(name=name)
+        runner.RunConfig(name=name)
 
 
 @pytest.mark.parametrize(
@@ -159,10 +160,10 @@ def test_a_link_in_place_of_a_file_is_not_followed(tmp_path):
     outside.write_text("mine")
     for name in ("config.yaml", "env.json", LOCK, ".config.yaml.partial"):
         (folder / name).symlink_to(outside)
-    _run.write_start(folder, lm.compose())
+    runner.write_start(folder, lm.compose())
     with pytest.raises(UsageError, match="cannot be written"), held(folder):
         pass
-    assert outside.read_text() == "mine" and _run.load(folder, lm.Config) == lm.compose()
+    assert outside.read_text() == "mine" and runner.load(folder, lm.Config) == lm.compose()
 
 
 # ---------------------------------------------------------------- checkpoints and networks
@@ -221,7 +222,7 @@ def test_a_network_nested_without_end_is_a_mistake():
 
 
 def test_an_array_file_with_objects_is_refused(tmp_path):
-    from experiments._series import read_series
+    from experiments.app.sequences.series import read_series
 
     np.savez(tmp_path / "x.npz", x=np.array([[object()]]), y=np.zeros(1))
     with pytest.raises(UsageError, match="is not a whole .npz file"):
@@ -239,7 +240,7 @@ def test_a_second_run_in_a_folder_in_use_refuses(main, tmp_path, of):
         ).sentence()
         assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [LOCK]
         if of == "lm":
-            _run.write_start(tmp_path / "run", lm.compose(*main.flags))
+            runner.write_start(tmp_path / "run", lm.compose(*main.flags))
             assert (
                 "run has no checkpoint yet; train it first"
                 in main("mode=eval", "run=run").sentence()
@@ -292,10 +293,10 @@ def test_storage_without_locks_is_told_of(tmp_path, monkeypatch, capsys, number)
 
 def test_only_process_0_locks_and_all_refuse(tmp_path, monkeypatch):
     told = []
-    monkeypatch.setattr(_folder.jax, "process_index", lambda: 1)
-    monkeypatch.setattr(_folder.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(run_folder.jax, "process_index", lambda: 1)
+    monkeypatch.setattr(run_folder.jax, "process_count", lambda: 2)
     monkeypatch.setattr(
-        _folder.multihost_utils, "process_allgather", lambda own: told.append(own) or [of_0, own]
+        run_folder.multihost_utils, "process_allgather", lambda own: told.append(own) or [of_0, own]
     )
     of_0 = False
     with held(tmp_path):
@@ -307,13 +308,13 @@ def test_only_process_0_locks_and_all_refuse(tmp_path, monkeypatch):
 
 
 def test_another_run_with_resume_false_takes_the_next_folder(tmp_path):
-    with _folder.run_folder(tmp_path / "a", False) as first:
+    with run_folder.run_folder(tmp_path / "a", False) as first:
         (first / "metrics.jsonl").write_text("")
-        with _folder.run_folder(tmp_path / "a", False) as second:
+        with run_folder.run_folder(tmp_path / "a", False) as second:
             assert (first.name, second.name) == ("a", "a-2")
     with (
-        _folder.run_folder(tmp_path / "a", False) as third,
-        _folder.run_folder(pathlib.Path(tmp_path / "a"), True),
+        run_folder.run_folder(tmp_path / "a", False) as third,
+        run_folder.run_folder(pathlib.Path(tmp_path / "a"), True),
     ):
         assert third.name == "a-2"  # nothing but a lock was left in it
 
@@ -321,8 +322,8 @@ def test_another_run_with_resume_false_takes_the_next_folder(tmp_path):
 def test_checkpoints_elsewhere_are_held_as_well(tmp_path):
     where = str(tmp_path / "elsewhere" / "a")
     with (
-        _folder.saving(tmp_path / "one", True, where),
+        run_folder.saving(tmp_path / "one", True, where),
         pytest.raises(UsageError, match="elsewhere/a is in use by"),
     ):
-        with _folder.saving(tmp_path / "two", True, where):
+        with run_folder.saving(tmp_path / "two", True, where):
             pass

@@ -25,10 +25,10 @@ TINY = (
 @pytest.fixture
 def verify(monkeypatch, capfd, tmp_path):
     """`verify(*flags)` -> (exit code, what it printed), in `tmp_path`."""
-    from experiments import _run
     from experiments import verify as experiment
+    from experiments.app import runner
 
-    monkeypatch.setattr(_run, "_quieten", lambda: None)
+    monkeypatch.setattr(runner, "_quieten", lambda: None)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.chdir(tmp_path)
     before = jax.config.jax_compilation_cache_dir
@@ -37,7 +37,7 @@ def verify(monkeypatch, capfd, tmp_path):
         monkeypatch.setattr(sys, "argv", ["verify", *TINY, *flags])
         capfd.readouterr()
         try:
-            _run.launch("verify", experiment.Config, experiment.execute)
+            runner.launch("verify", experiment.Config, experiment.execute)
             code = 0
         except SystemExit as exit_:
             code = exit_.code
@@ -82,28 +82,28 @@ def test_experts_parts_averages_and_jobs(verify, tmp_path):
 
 def test_dropout_stays_where_it_is_asked_for():
     """Without it, a layout that splits a sequence says that dropout was not judged."""
-    from experiments import _proof
+    from experiments.app.lm import judged_trainings
     from experiments.verify import compose
     from jaxpar.verify import Layout
 
     split = Layout(MeshSpec(context=2))
     rows = Layout(MeshSpec(data=2))
     for flag, rate in (("true", 0.0), ("false", 0.1)):
-        proof = _proof.Proof(compose(f"dropout_off={flag}"))
+        proof = judged_trainings.Proof(compose(f"dropout_off={flag}"))
         assert proof.training(split, number=0).model.dropout == rate
         assert proof.training(rows, number=0).model.dropout == 0.1
 
 
 def test_parts_experts_and_odd_rows_of_a_layout():
-    from experiments import _proof
+    from experiments.app.lm import judged_trainings
     from experiments.verify import compose
     from jaxpar.verify import Layout
 
     config = compose("accumulate=8", "microbatches=2", "num_experts=6", "ema=0.5")
-    proof = _proof.Proof(config)
+    proof = judged_trainings.Proof(config)
     plain = Layout(MeshSpec(data=2))
     assert proof.training(plain, number=0) == (
-        _proof.Training(model=config.model, length=config.data.seq_len, parts=8)
+        judged_trainings.Training(model=config.model, length=config.data.seq_len, parts=8)
     )
     assert proof.training(plain, number=2).length == config.data.seq_len - 1
     assert proof.training(Layout(MeshSpec(stage=2), "stages", "1f1b"), number=0).parts == 2
@@ -114,7 +114,7 @@ def test_parts_experts_and_odd_rows_of_a_layout():
 
 
 def test_float32_is_compared_for_every_so_many_layouts():
-    from experiments._proof import cases_of
+    from experiments.app.lm.judged_trainings import cases_of
     from experiments.verify import compose
     from jaxpar.verify import every_layout
 
@@ -126,13 +126,16 @@ def test_float32_is_compared_for_every_so_many_layouts():
 
 
 def test_batches_of_steps_differ_and_are_uneven():
-    from experiments import _proof
+    from experiments.app.lm import judged_trainings
     from experiments.verify import compose
     from jaxpar.verify import Layout
 
     config = compose()
-    training = _proof.Proof(config).training(Layout(MeshSpec()), number=0)
-    batches = [_proof.rows_of(config, training, "float64", step) for step in range(_proof.STEPS)]
+    training = judged_trainings.Proof(config).training(Layout(MeshSpec()), number=0)
+    batches = [
+        judged_trainings.rows_of(config, training, "float64", step)
+        for step in range(judged_trainings.STEPS)
+    ]
     for name in ("tokens", "weights", "segments", "positions"):
         assert len({batch[name].tobytes() for batch in batches}) == len(batches), name
     for batch in batches:
@@ -176,16 +179,16 @@ def test_a_split_sequence_is_verified_by_any_move_and_order(move, order, verify,
 
 def test_stages_are_verified_by_their_schedule(verify, tmp_path, monkeypatch):
     """Values, and the messages between stages, which are here left out of what is declared."""
-    from experiments import _proof
+    from experiments.app.lm import judged_trainings
 
-    declared = _proof.pipeline_transfers
+    declared = judged_trainings.pipeline_transfers
     asked = []
 
     def without_messages(*args):
         asked.extend(declared(*args))
         return [t for t in asked if (t.kind, t.axes) != ("exchange", ("stage",))]
 
-    monkeypatch.setattr(_proof, "pipeline_transfers", without_messages)
+    monkeypatch.setattr(judged_trainings, "pipeline_transfers", without_messages)
     flags = "data.batch_size=16", "data.seq_len=4", "model.dropout=0.2", "optimizer.name=muon"
     code, said = verify("layouts=[stage2.fsdp4]", "dtypes=[float64]", *flags)
     (row,) = rows_of(tmp_path)
@@ -201,7 +204,7 @@ def test_stages_are_verified_by_their_schedule(verify, tmp_path, monkeypatch):
 
 
 def pipeline_declared(gather_chunks):
-    from experiments._proof import schedule_of
+    from experiments.app.lm.judged_trainings import schedule_of
     from experiments.verify import Config
     from jaxpar.verify import Layout
 
@@ -214,7 +217,7 @@ def pipeline_declared(gather_chunks):
 
 def moves_of(schedule):
     """Returns declared arrays and bytes of w_up, sent to the stages of its chunks and back."""
-    from experiments._proof import schedule_of
+    from experiments.app.lm.judged_trainings import schedule_of
     from experiments.verify import Config
     from jaxpar.verify import Layout
 
@@ -247,7 +250,7 @@ def test_weights_that_are_gathered_once_are_declared_a_chunk_a_tick():
 @pytest.mark.slow  # 15 CPU s
 def test_weights_that_are_gathered_once_are_verified(verify, monkeypatch):
     """Also that a program which gathers in its tasks is one too many for that table."""
-    from experiments import _proof
+    from experiments.app.lm import judged_trainings
 
     flags = (
         "layouts=[stage2.fsdp2/breadth_first]",
@@ -257,12 +260,12 @@ def test_weights_that_are_gathered_once_are_verified(verify, monkeypatch):
     )
     code, said = verify(*flags, "gather_chunks=true")
     assert code == 0 and "1 of 1 rows hold" in said, said
-    declared = _proof.pipeline_transfers
+    declared = judged_trainings.pipeline_transfers
 
     def once(config, rows, length, schedule, name):
         return declared(config, rows, length, with_gathers(schedule), name)
 
-    monkeypatch.setattr(_proof, "pipeline_transfers", once)
+    monkeypatch.setattr(judged_trainings, "pipeline_transfers", once)
     code, said = verify(*flags)
     expected = "are gathered over fsdp, where at most"
     assert code == 1 and expected in said.replace("\n", " "), said
@@ -271,7 +274,7 @@ def test_weights_that_are_gathered_once_are_verified(verify, monkeypatch):
 @pytest.mark.parametrize(("heads", "kinds"), [(1, {"gather"}), (2, {"gather", "exchange"})])
 def test_a_sequence_split_within_a_stage_is_declared_by_the_move_that_is_safe_there(heads, kinds):
     """Keys are gathered, or swapped for heads and places gathered; without a pipeline rings would go round."""
-    from experiments._proof import schedule_of
+    from experiments.app.lm.judged_trainings import schedule_of
     from experiments.verify import Config
     from jaxpar.verify import Layout
 
@@ -284,9 +287,9 @@ def test_a_sequence_split_within_a_stage_is_declared_by_the_move_that_is_safe_th
 
 
 def test_a_breach_ends_in_exit_code_1(verify, monkeypatch):
-    from experiments import _proof
+    from experiments.app.lm import judged_trainings
 
-    monkeypatch.setattr(_proof, "step_transfers", lambda *_: [])
+    monkeypatch.setattr(judged_trainings, "step_transfers", lambda *_: [])
     code, said = verify("layouts=[data8]", "dtypes=[float32]", "accumulate=1")
     assert code == 1 and "0 of 1 rows hold, 1 DO NOT" in said
     assert "are summed over data, where at most 0 of 0 are declared" in said.replace("\n", " ")

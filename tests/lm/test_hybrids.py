@@ -10,7 +10,7 @@ from fast import jit
 from tolerance import assert_close
 
 from experiments import verify
-from experiments._run import identity
+from experiments.app.runner import identity
 from jaxpar.lm import flops_per_token, num_params, to_hf
 from jaxpar.lm.stages import stages
 from jaxpar.pipeline.accumulation import layer_by_layer

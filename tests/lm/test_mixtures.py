@@ -10,7 +10,7 @@ from fast import jit, noisy_params
 from tolerance import EXACT_MATHS, assert_close
 
 from experiments import verify
-from experiments._experts import expert_loads
+from experiments.app.lm.expert_loads import expert_loads
 from jaxpar.io import Checkpoints
 from jaxpar.lm import (
     LMConfig,

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from experiments import _own
+from experiments.app import own_models
 from jaxpar.aot import hlo
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, rules_from, use_mesh
 from jaxpar.own import OwnModel, lay_out
@@ -76,7 +76,7 @@ def test_layers_in_a_row_are_split_by_outputs_then_by_inputs():
 
 
 def test_a_transformer_is_split_as_megatron_splits_it():
-    task = _own.language(16, 2, 0, RULE)
+    task = own_models.language(16, 2, 0, RULE)
     with on(fsdp=2, tensor=4):
         batch = task.model.collate(list(task.examples[:8]))
         laid = lay_out(task.model, batch)

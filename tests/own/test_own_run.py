@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from tolerance import LAYOUT, assert_close
 
-from experiments import _own
+from experiments.app import own_models
 from jaxpar.loop import Fit
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.own import (
@@ -30,9 +30,11 @@ from jaxpar.verify import Layout
 RULE = optax.adam(1e-2, eps=1e-6)
 ALL_AXES = Layout(MeshSpec(data=2, fsdp=2, tensor=2))
 TASKS = {
-    "lm": lambda: _own.language(8, 1, 0, RULE),
-    "maml": lambda: _own.sinusoids(8, 0, RULE),
-    "policy": lambda: _own.balance(8, 0, RULE, length=24),  # no shorter, or all episodes are equal
+    "lm": lambda: own_models.language(8, 1, 0, RULE),
+    "maml": lambda: own_models.sinusoids(8, 0, RULE),
+    "policy": lambda: own_models.balance(
+        8, 0, RULE, length=24
+    ),  # no shorter, or all episodes are equal
 }
 
 

@@ -12,7 +12,7 @@ import pipeline_toy as toy
 import pytest
 from compiled import copies, needs_libtpu, on_a_tpu
 
-from experiments._pipeline import make_schedule
+from experiments.app.lm.pipeline_flags import make_schedule
 from jaxpar.lm import LMConfig
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.pipeline import (

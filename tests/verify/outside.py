@@ -8,8 +8,8 @@ import numpy as np
 import optax
 from jax import lax
 
-from experiments._mesh import shares as shares_of
-from experiments._validation import row_length
+from experiments.app.lm.validation import row_length
+from experiments.app.mesh_flags import shares as shares_of
 from jaxpar.lm.loss import _on_device
 from jaxpar.lm.params import leaves
 from jaxpar.lm.tuning import next_average
@@ -802,7 +802,7 @@ OUTSIDE: tuple[Planted, ...] = (
     Planted(
         "batch",
         "Tokens are put in order by the shares of the residual stream.",
-        "experiments._validation:place",
+        "experiments.app.lm.validation:place",
         _order_of_the_stream,
         "data4.tensor2/sequence",
     ),

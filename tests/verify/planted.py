@@ -18,8 +18,9 @@ from typing import Any
 
 import jax
 
-from experiments import _proof, verify
-from experiments._mesh import parse_layout, staged
+from experiments import verify
+from experiments.app.lm import judged_trainings
+from experiments.app.mesh_flags import parse_layout, staged
 from jaxpar.mesh import simulate_devices
 from jaxpar.verify import TOLERANCE, verify_cases
 
@@ -178,7 +179,7 @@ class Clean:
 
     def __init__(self, flags: tuple[str, ...]):
         self.config = verify.compose(*flags)
-        self.proof = _proof.Proof(self.config)
+        self.proof = judged_trainings.Proof(self.config)
 
 
 @functools.cache
