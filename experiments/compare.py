@@ -30,10 +30,8 @@ from rich.table import Column, Table
 
 from jaxpar.fields import AtLeast, Between, Positive, field
 from jaxpar.io import plot_fits, read_jsonl
-from jaxpar.lm import LMConfig, OptimizerConfig, num_params
-from jaxpar.lm.mixers import BLOCK_RECURRENT, with_mixer
-from jaxpar.lm.text.batches import check_batch
-from jaxpar.lm.text.data import Corpus, DataConfig, Windows, open_corpus
+from jaxpar.lm import BLOCK_RECURRENT, LMConfig, OptimizerConfig, num_params, with_mixer
+from jaxpar.lm.text import Corpus, DataConfig, Windows, check_batch, open_corpus
 from jaxpar.loop import Fit, FitResult, compile_step
 from jaxpar.mesh import MeshSpec, named_shardings, place_rows
 from jaxpar.types import UsageError

@@ -18,14 +18,9 @@ import numpy as np
 
 from jaxpar.fields import AtLeast, Between, OneOf, check_fields, field
 from jaxpar.loop import FitResult
+from jaxpar.nn import ImageClassifier, Mlp, Norm, SequenceTrainer, Stack
 from jaxpar.nn.attention import Attention, Visible
-from jaxpar.nn.cells.network import SequenceTrainer
-from jaxpar.nn.images.vision import ImageClassifier
-from jaxpar.nn.mixers import LAYERS, MatrixState, layer_of
-from jaxpar.nn.mixers.by_name import layer_size
-from jaxpar.nn.mlp import Mlp
-from jaxpar.nn.norm import Norm
-from jaxpar.nn.stack import Stack
+from jaxpar.nn.mixers import LAYERS, MatrixState, layer_of, layer_size
 from jaxpar.types import UsageError
 
 from .app import runner

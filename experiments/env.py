@@ -25,8 +25,7 @@ from jaxpar.env import capabilities
 from jaxpar.fields import AtLeast, OneOf, field
 from jaxpar.io import open_progress, open_writers, plot_histograms
 from jaxpar.mesh import MeshSpec
-from jaxpar.rollout import Chunked, EpisodeResults, NextStep, NoReset, Pool, SameStep
-from jaxpar.rollout.prng import check_prng
+from jaxpar.rollout import Chunked, EpisodeResults, NextStep, NoReset, Pool, SameStep, check_prng
 
 from .app import runner
 from .app.env.environment import make_world

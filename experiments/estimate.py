@@ -28,15 +28,18 @@ from jaxpar.lm import (
     ObjectiveConfig,
     OptimizerConfig,
     TuningConfig,
+    cache_axes,
     config_from_hf,
+    context_bytes,
+    empty_cache,
+    expert_bytes,
+    extend,
     flops_per_token,
     loss,
     with_adapters,
 )
 from jaxpar.lm import params as declared
-from jaxpar.lm.sample import cache_axes, empty_cache, extend
-from jaxpar.lm.text.data import DataConfig
-from jaxpar.lm.transfers import context_bytes, expert_bytes
+from jaxpar.lm.text import DataConfig
 from jaxpar.loop import XLA_OPTIONS
 from jaxpar.mesh import MeshSpec, make_mesh, platform, rules_from, simulate_devices, use_mesh
 from jaxpar.pipeline import PIPELINES

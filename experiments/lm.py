@@ -36,13 +36,19 @@ from jaxpar.lm import (
     flops_per_token,
     from_hf,
     merge_adapters,
+    mixers_of,
     num_adapted,
     num_params,
 )
-from jaxpar.lm.mixers import mixers_of
-from jaxpar.lm.text.data import Corpus, DataConfig, Windows
-from jaxpar.lm.text.mixture import open_corpora, training_batches
-from jaxpar.lm.text.tokenizer import Tokenizer, load_tokenizer
+from jaxpar.lm.text import (
+    Corpus,
+    DataConfig,
+    Tokenizer,
+    Windows,
+    load_tokenizer,
+    open_corpora,
+    training_batches,
+)
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import named_shardings, partition
 from jaxpar.nn.mixers import Recurrent

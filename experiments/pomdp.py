@@ -39,10 +39,10 @@ from jaxpar.pomdp import (
     Pomcp,
     Pomcpow,
     Vopp,
+    discount_of,
+    dishonesty,
     simulate,
 )
-from jaxpar.pomdp.model import discount_of
-from jaxpar.pomdp.simulate import dishonesty
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
 from .app import runner

@@ -36,7 +36,7 @@ from jaxpar.fields import AtLeast, Each, OneOf, field
 from jaxpar.io import plot_metrics, plot_seeds, read_jsonl
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import MeshSpec
-from jaxpar.nn.cells.solvers import METHODS, solver
+from jaxpar.nn.cells import METHODS, solver
 from jaxpar.nn.mixers import CELLS
 from jaxpar.rl import (
     RENAMED,
@@ -53,8 +53,8 @@ from jaxpar.rl import (
     Seeds,
     SelfPlay,
     Td3,
+    memory_of,
 )
-from jaxpar.rl.memory import memory_of
 from jaxpar.rollout import NextStep
 from jaxpar.types import PyTree, UsageError
 

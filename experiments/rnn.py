@@ -28,20 +28,19 @@ from jaxpar.fields import AtLeast, OneOf, Positive, check_fields, field
 from jaxpar.io import Checkpoints, plot_metrics
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import named_shardings, place_rows
-from jaxpar.nn.cells.conv_embedding import ConvEmbedding
-from jaxpar.nn.cells.network import SequenceNetwork, SequenceTrainer
-from jaxpar.nn.cells.solvers import solver
-from jaxpar.nn.cells.stack_network import StackNetwork
-from jaxpar.nn.mixer import Mixer
-from jaxpar.nn.mixers import CELLS, LAYERS
-from jaxpar.nn.mixers.block_recurrent import GATES, BlockRecurrent
-from jaxpar.nn.mixers.hgrn import Hgrn
-from jaxpar.nn.mixers.lmu import Lmu
-from jaxpar.nn.mixers.recurrent import cell_of
-from jaxpar.nn.mixers.spiking_mlp import SpikingMlp
-from jaxpar.nn.mixers.tcnca import Tcnca
-from jaxpar.nn.mlp import Mlp
-from jaxpar.nn.stack import Stack
+from jaxpar.nn import Mixer, Mlp, SequenceNetwork, SequenceTrainer, Stack
+from jaxpar.nn.cells import ConvEmbedding, StackNetwork, solver
+from jaxpar.nn.mixers import (
+    CELLS,
+    GATES,
+    LAYERS,
+    BlockRecurrent,
+    Hgrn,
+    Lmu,
+    SpikingMlp,
+    Tcnca,
+    cell_of,
+)
 from jaxpar.types import PyTree, UsageError, largest
 
 from .app import harness, runner

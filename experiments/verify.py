@@ -27,9 +27,8 @@ from rich.table import Table
 from jaxpar.aot import topology
 from jaxpar.fields import AtLeast, Between, field
 from jaxpar.io import plot_layouts
-from jaxpar.lm import LMConfig, OptimizerConfig, axes
-from jaxpar.lm.stages import stages
-from jaxpar.lm.text.data import DataConfig
+from jaxpar.lm import LMConfig, OptimizerConfig, axes, stages
+from jaxpar.lm.text import DataConfig
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, use_mesh
 from jaxpar.pipeline import PIPELINES
 from jaxpar.types import UsageError

@@ -108,24 +108,71 @@ GONE = ("jaxpar.parallel", "jaxpar.parallel.controller", "jaxpar.parallel.placem
 """Packages that are no more: their modules went to several others."""
 
 NAMES = {
+    "jaxpar.aot.verify": {
+        "Compiled": "jaxpar.aot.verify.program",
+        "NOISE": "jaxpar.aot.verify.compare",
+        "breaches_of": "jaxpar.aot.verify.collectives",
+        "dead_leaves": "jaxpar.aot.verify.compare",
+        "found_transfers": "jaxpar.aot.verify.collectives",
+        "leaf_errors": "jaxpar.aot.verify.compare",
+        "of_live": "jaxpar.aot.verify.compare",
+        "sum_by_axis": "jaxpar.transfers",
+    },
     "jaxpar.decode": {
         "Calibration": "jaxpar.experimental.conformal",
+        "Found": "jaxpar.decode.beam",
         "Heads": "jaxpar.experimental.pseudo_tokens",
         "HiddenTransfer": "jaxpar.experimental.pseudo_tokens",
         "PromptTokens": "jaxpar.experimental.pseudo_tokens",
+        "Selection": "jaxpar.decode.policies",
+        "automaton_of": "jaxpar.decode.automaton",
         "conformal_p": "jaxpar.experimental.conformal",
         "conformal_rejects": "jaxpar.experimental.conformal",
+        "count_token": "jaxpar.decode.penalties",
+        "count_tokens": "jaxpar.decode.penalties",
         "empty_calibration": "jaxpar.experimental.conformal",
+        "expected_length": "jaxpar.decode.accept",
+        "expected_tokens": "jaxpar.decode.trees",
+        "tokens_read": "jaxpar.decode.cost",
+    },
+    "jaxpar.env": {
+        "Adapted": "jaxpar.env.adapt",
+        "check_params": "jaxpar.env.check",
+        "legal_sample": "jaxpar.env.spaces",
     },
     "jaxpar.life": {
         "HEARD": "jaxpar.experimental.action_saliency",
+        "Ledger": "jaxpar.life.inhabitants",
         "action_saliency": "jaxpar.experimental.action_saliency",
+        "half_adder": "jaxpar.life.gadgets",
+        "nand_gate": "jaxpar.life.gadgets",
+        "set_robots": "jaxpar.life.gadgets",
     },
     "jaxpar.lm": {
         "DraftTrainer": "jaxpar.experimental.trained_drafts",
         "accept_rates": "jaxpar.experimental.trained_drafts",
     },
-    "jaxpar.nn.experts": {"AttentionExperts": "jaxpar.experimental.attention_experts"},
+    "jaxpar.neat": {
+        "Discovered": "jaxpar.neat.quadtree",
+    },
+    "jaxpar.nn.attention.context": {
+        "ORDERS": "jaxpar.nn.attention.context.token_orders",
+    },
+    "jaxpar.nn.cells": {
+        "gate_leaves": "jaxpar.nn.cells.cell",
+        "gate_products": "jaxpar.nn.cells.cell",
+        "heads_product": "jaxpar.nn.cells.cell",
+    },
+    "jaxpar.nn.experts": {
+        "AttentionExperts": "jaxpar.experimental.attention_experts",
+    },
+    "jaxpar.nn.mixers": {
+        "short_conv": "jaxpar.nn.mixers.short_conv",
+    },
+    "jaxpar.optim": {
+        "Joined": "jaxpar.optim.update",
+        "matrices": "jaxpar.optim.masks",
+    },
     "jaxpar.parallel.controller": {
         "Client": "jaxpar.experimental.controller",
         "Event": "jaxpar.experimental.controller",
@@ -151,7 +198,39 @@ NAMES = {
         "place_chain": "jaxpar.experimental.product_chain",
         "specs": "jaxpar.experimental.placement_conversion",
     },
-    "jaxpar.rl": {"saliency": "jaxpar.experimental.saliency"},
+    "jaxpar.pipeline": {
+        "COLUMNS": "jaxpar.pipeline.pack",
+        "Preference": "jaxpar.pipeline.greedy",
+        "Side": "jaxpar.pipeline.ops",
+        "SlotSizes": "jaxpar.pipeline.timing",
+        "TickTable": "jaxpar.pipeline.pack",
+        "closed_forms": "jaxpar.pipeline.search",
+        "mirrored": "jaxpar.pipeline.ops",
+        "wave": "jaxpar.pipeline.ops",
+    },
+    "jaxpar.pomdp": {
+        "DenseChildren": "jaxpar.pomdp.planners.tree",
+        "DespotInfo": "jaxpar.pomdp.planners.scenario_tree",
+        "HashedChildren": "jaxpar.pomdp.planners.tree",
+        "check_tabular": "jaxpar.pomdp.check",
+        "iterated_values": "jaxpar.pomdp.exact.solver",
+        "reachable_beliefs": "jaxpar.pomdp.exact.solver",
+    },
+    "jaxpar.pomdp.exact": {
+        "iterated_values": "jaxpar.pomdp.exact.solver",
+        "reachable_beliefs": "jaxpar.pomdp.exact.solver",
+    },
+    "jaxpar.rl": {
+        "CellMemory": "jaxpar.rl.memory",
+        "next_values": "jaxpar.rl.returns",
+        "saliency": "jaxpar.experimental.saliency",
+    },
+    "jaxpar.rollout": {
+        "Value": "jaxpar.rollout.policies",
+    },
+    "jaxpar.solve": {
+        "Choice": "jaxpar.solve.default",
+    },
 }
 """Names that have left a package, by that package, with the module that has each."""
 

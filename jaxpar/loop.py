@@ -34,6 +34,7 @@ from jaxpar.types import (
 
 __all__ = [
     "AGREE_EVERY",
+    "XLA_OPTIONS",
     "Fit",
     "FitResult",
     "Hooks",

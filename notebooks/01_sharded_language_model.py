@@ -72,7 +72,7 @@ from jaxpar.commands import lm
 from jaxpar.commands.app import runner
 from jaxpar.io import read_jsonl
 from jaxpar.lm import axes, loss
-from jaxpar.lm.text.data import Windows, open_corpus
+from jaxpar.lm.text import Windows, open_corpus
 from jaxpar.mesh import MeshSpec, make_mesh, place_rows, shard, use_mesh
 from jaxpar.processes import keep_programs
 

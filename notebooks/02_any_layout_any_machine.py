@@ -75,7 +75,7 @@ from jaxpar.commands.app.estimate import report
 from jaxpar.commands import estimate
 from jaxpar.io import Checkpoints, plot_layouts, plot_memory
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, axes, init, loss
-from jaxpar.lm.transfers import declared_transfers
+from jaxpar.lm import declared_transfers
 from jaxpar.loop import Fit, Hooks, fit
 from jaxpar.mesh import MeshSpec, in_role, make_mesh, partition, place_rows, rules_from, simulate_devices, use_mesh
 from jaxpar.processes import keep_programs

@@ -68,7 +68,7 @@ import numpy as np
 from jaxpar import envs
 from jaxpar.env import reset, step
 from jaxpar.pomdp import ParticleBelief, Vopp, from_environment, solve_exact
-from jaxpar.pomdp.planners.outline import outline
+from jaxpar.pomdp import outline
 from jaxpar.processes import keep_programs
 
 keep_programs()  # what this notebook compiles is loaded the next time

@@ -70,9 +70,9 @@ import numpy as np
 from jaxpar import envs
 from jaxpar.loop import run
 from jaxpar.neat import Episodes, Neat, NeatConfig, apply, init_carry, io_sizes
-from jaxpar.neat.episodes import act
+from jaxpar.neat import act
 from jaxpar.pomdp import ParticleBelief, Vopp, from_environment, solve_exact
-from jaxpar.pomdp.simulate import simulate_many
+from jaxpar.pomdp import simulate_many
 from jaxpar.processes import keep_programs
 from jaxpar.rl import LastActionReward, Network, Ppo, PpoRates, train
 from jaxpar.rollout import NoReset, init, rollout

@@ -70,7 +70,7 @@ import optax
 
 from jaxpar.processes import keep_programs
 from jaxpar.solve import Newton, lyapunov, parallel_scan
-from jaxpar.solve.systems import intervals, ode_step
+from jaxpar.solve import intervals, ode_step
 
 keep_programs()  # what this notebook compiles is loaded the next time
 

@@ -71,13 +71,13 @@ from jaxpar.commands.digits import DataConfig, open_digits
 
 from jaxpar.nn import ImageClassifier, MinGRU, SequenceTrainer
 from jaxpar.nn.attention import Attention, Visible
-from jaxpar.nn.auxiliary import Aux, Max, both
-from jaxpar.nn.linear import Lora
+from jaxpar.nn import Aux, Max, both
+from jaxpar.nn import Lora
 from jaxpar.nn.mixers import Recurrent
-from jaxpar.nn.mlp import Mlp
-from jaxpar.nn.norm import Norm
-from jaxpar.nn.position import Alibi, Rope
-from jaxpar.nn.stack import Stack
+from jaxpar.nn import Mlp
+from jaxpar.nn import Norm
+from jaxpar.nn import Alibi, Rope
+from jaxpar.nn import Stack
 from jaxpar.processes import keep_programs
 from jaxpar.rl import StackMemory
 

@@ -66,12 +66,12 @@ import numpy as np
 import optax
 
 from jaxpar.nn.experts import Experts, route
-from jaxpar.nn.experts.dispatch import sort_choices
-from jaxpar.nn.experts.layer import dense_mixture
-from jaxpar.nn.experts.losses import load
-from jaxpar.nn.leaf import init_leaves
-from jaxpar.nn.mixer import Context
-from jaxpar.nn.mlp import Mlp
+from jaxpar.nn.experts import sort_choices
+from jaxpar.nn.experts import dense_mixture
+from jaxpar.nn.experts import load
+from jaxpar.nn import init_leaves
+from jaxpar.nn import Context
+from jaxpar.nn import Mlp
 from jaxpar.processes import keep_programs
 
 keep_programs()  # what this notebook compiles is loaded the next time

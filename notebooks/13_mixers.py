@@ -69,10 +69,10 @@ from jaxpar.commands.app.sequences.series import SeriesConfig, open_task
 
 from jaxpar.loop import run
 from jaxpar.nn import SequenceNetwork, SequenceTrainer
-from jaxpar.nn.leaf import init_leaves
-from jaxpar.nn.mixer import DECODING, Context
+from jaxpar.nn import init_leaves
+from jaxpar.nn import DECODING, Context
 from jaxpar.nn.mixers import LAYERS, MatrixState, delta_rule, layer_of, linear_attention
-from jaxpar.nn.mixers.linear_attention import gates_of
+from jaxpar.nn.mixers import gates_of
 from jaxpar.processes import keep_programs
 
 keep_programs()  # what this notebook compiles is loaded the next time

@@ -68,7 +68,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from jaxpar.lm import LMConfig, axes, init
-from jaxpar.lm.stages import stages
+from jaxpar.lm import stages
 from jaxpar.mesh import MeshSpec, make_mesh, shard, simulate_devices, use_mesh
 from jaxpar.pipeline import (
     Pipelined,
@@ -79,7 +79,7 @@ from jaxpar.pipeline import (
     schedule_text,
     simulate_schedule,
 )
-from jaxpar.pipeline.accumulation import InTurn
+from jaxpar.pipeline import InTurn
 from jaxpar.processes import keep_programs
 
 keep_programs()  # what this notebook compiles is loaded the next time

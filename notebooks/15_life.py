@@ -63,7 +63,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
-from jaxpar.env.picture import Animation
+from jaxpar.env import Animation
 from jaxpar.life import Jitter, Laws, Lstm, Reflex, World, automaton_ring, draw_world, ring_bits
 from jaxpar.loop import run
 from jaxpar.processes import keep_programs

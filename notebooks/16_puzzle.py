@@ -68,10 +68,10 @@ from envs.puzzles.tiles2048 import State, legal_slides, slide_left
 from jaxpar import envs
 from jaxpar.loop import run
 from jaxpar.neat import Episodes, Neat, NeatConfig, apply, init_carry, io_sizes
-from jaxpar.neat.episodes import act
+from jaxpar.neat import act
 from jaxpar.processes import keep_programs
 from jaxpar.rl import GuidedSearch, Network, Ppo, PpoRates, train
-from jaxpar.rl.guided_search import guide_of
+from jaxpar.rl import guide_of
 
 keep_programs()  # what this notebook compiles is loaded the next time
 

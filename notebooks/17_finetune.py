@@ -75,7 +75,7 @@ import numpy as np
 from jaxpar.commands import generate, lm
 from jaxpar.io import read_jsonl
 from jaxpar.lm import from_hf, from_peft, loss, merge_adapters, num_adapted, num_params, with_adapters
-from jaxpar.lm.text.tokenizer import load_tokenizer
+from jaxpar.lm.text import load_tokenizer
 from jaxpar.mesh import MeshSpec, make_mesh, simulate_devices, use_mesh
 from jaxpar.processes import keep_programs
 

@@ -193,9 +193,9 @@ def test_imports_point_one_way():
     def offences(file):
         parts = {name.split(".")[1] for name in file.imported if name.startswith("jaxpar.")}
         if file.part == "__init__":
-            wanted = sorted(name for name in file.imported if name.startswith("jaxpar"))
-            if wanted != ["jaxpar._renamed", "jaxpar._renamed.find_renamed"]:
-                yield f"importing jaxpar must import no part of it, but it imports {wanted}"
+            # Its ten names are read by type checkers alone: tests/test_public_names.py sees that
+            # `import jaxpar` loads nothing.
+            return
         elif file.part not in ALLOWED:
             yield f"jaxpar/{file.part} has no place in the order of imports; give it one here and in the design"
         elif wrong := sorted(parts - ALLOWED[file.part] - {file.part} - EVERYBODY):
@@ -239,7 +239,9 @@ def test_two_short_files_are_other_names_of_folders():
     names = {"jaxpar." + file.part for file in said.values()} | {"jaxpar._checkout"}
     takers = [(file, taken) for file in library() for taken in file.imported if taken in names]
     none_of(
-        f"{file.name} must not import {taken}" for file, taken in takers if file.name not in ALIASES
+        f"{file.name} must not import {taken}"
+        for file, taken in takers
+        if file.name not in (*ALIASES, "jaxpar/__init__.py")
     )
     outside = [(file, taken) for file in everything() for taken in file.imported]
     assert [file.name for file, taken in outside if taken == "jaxpar._checkout.alias"] == sorted(

@@ -201,7 +201,7 @@ def test_flags_exist(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_flags_of_other_experiments_exist(page):
     for name, flags in re.findall(
-        rf"python -m experiments\.({'|'.join(OTHERS)})\b([^\n`)]*)", page.read_text()
+        rf"python -m experiments\.(?:papers\.)?({'|'.join(OTHERS)})\b([^\n`)]*)", page.read_text()
     ):
         given = [
             flag

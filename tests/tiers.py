@@ -24,7 +24,8 @@ TIERS = {
 """The tiers in the order in which they run."""
 
 GUARDS = (
-    "test_architecture.py test_claims.py test_fields.py test_howto.py test_notation.py test_repository.py"
+    "test_architecture.py test_claims.py test_fields.py test_howto.py test_notation.py "
+    "test_public_names.py test_repository.py"
 ).split()
 PROCESSES = (
     "aot/test_topology.py decode/test_bench.py distributed/test_processes.py "

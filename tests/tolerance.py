@@ -3,7 +3,8 @@
 The measure is that of `jaxpar.verify.leaf_errors`.
 """
 
-from jaxpar.verify import TOLERANCE, leaf_errors
+from jaxpar.aot.verify.compare import leaf_errors
+from jaxpar.verify import TOLERANCE
 
 LAYOUT = TOLERANCE
 """Between device layouts: only the order of sums differs."""

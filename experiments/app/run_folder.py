@@ -11,8 +11,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxpar.io import Checkpoints
-from jaxpar.io.lock import LOCK, lock_folder, unlock_folder
+from jaxpar.io import LOCK, Checkpoints, lock_folder, unlock_folder
 from jaxpar.types import UsageError
 
 from . import interrupts

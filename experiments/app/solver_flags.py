@@ -4,8 +4,7 @@ import operator
 import pathlib
 from collections.abc import Sequence
 
-from jaxpar.nn.cells.cell import Cell, SequenceCell
-from jaxpar.nn.cells.solvers import name_taken
+from jaxpar.nn.cells import Cell, SequenceCell, name_taken
 
 from . import runner
 

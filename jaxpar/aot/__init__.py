@@ -13,18 +13,21 @@
 """
 
 from jaxpar.aot.candidates import Finding, factorisations, rank_candidates
-from jaxpar.aot.estimate import Estimate, compile_job, estimate
+from jaxpar.aot.estimate import Estimate, compile_job, estimate, has_margin
 from jaxpar.aot.job import Job, Placement, placements
-from jaxpar.aot.memory_estimate import analyse
+from jaxpar.aot.memory_estimate import JobLayout, analyse
+from jaxpar.aot.roofline import LINK_SHARE
 from jaxpar.aot.topology import CHIPS, Chip, Topology, chip_of, devices, parse_topology
 from jaxpar.lower.flops import count_flops
 
 __all__ = [
     "CHIPS",
+    "LINK_SHARE",
     "Chip",
     "Estimate",
     "Finding",
     "Job",
+    "JobLayout",
     "Placement",
     "Topology",
     "analyse",
@@ -34,6 +37,7 @@ __all__ = [
     "devices",
     "estimate",
     "factorisations",
+    "has_margin",
     "parse_topology",
     "placements",
     "rank_candidates",

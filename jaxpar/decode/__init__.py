@@ -22,18 +22,10 @@
 """
 
 from jaxpar._renamed import renamed
-from jaxpar.decode.accept import (
-    Accepted,
-    Drawn,
-    Verdict,
-    coupled,
-    expected_length,
-    rejection,
-    verdict,
-)
-from jaxpar.decode.automaton import Automaton, automaton_of, regex_automaton
-from jaxpar.decode.beam import Beams, Found, beam_search
-from jaxpar.decode.cost import DecodingCost, decoding_cost, tokens_read
+from jaxpar.decode.accept import Accepted, Drawn, Verdict, coupled, rejection, verdict
+from jaxpar.decode.automaton import Automaton, regex_automaton
+from jaxpar.decode.beam import Beams, beam_search
+from jaxpar.decode.cost import DecodingCost, decoding_cost
 from jaxpar.decode.draft import (
     CopyDraft,
     Draft,
@@ -46,33 +38,31 @@ from jaxpar.decode.draft import (
 from jaxpar.decode.generate import Generated, generate
 from jaxpar.decode.model import TokenModel
 from jaxpar.decode.noise import gumbel, token_keys
-from jaxpar.decode.penalties import Counts, count_token, count_tokens
-from jaxpar.decode.policies import BlockTopK, CachePolicy, HeavyHitters, Selection, SinksAndWindow
+from jaxpar.decode.penalties import Counts
+from jaxpar.decode.policies import BlockTopK, CachePolicy, HeavyHitters, SinksAndWindow
 from jaxpar.decode.process import Sampling, is_stuck, process, token_log_probs
 from jaxpar.decode.stops import StopSequences, StopStream, cut_at_stop, ends_with, stop_sequences
-from jaxpar.decode.trees import Tree, allocate, best_tree, chain, expected_tokens
+from jaxpar.decode.trees import Tree, allocate, best_tree, chain
 
 __all__ = [
     "Accepted",
     "Automaton",
     "Beams",
     "BlockTopK",
+    "CachePolicy",
     "CopyDraft",
     "Counts",
     "DecodingCost",
     "Draft",
     "Drawn",
-    "Found",
     "Generated",
     "HeavyHitters",
     "JacobiDraft",
     "LookaheadDraft",
     "ModelDraft",
     "NoDraft",
-    "CachePolicy",
     "Proposal",
     "Sampling",
-    "Selection",
     "SinksAndWindow",
     "StopSequences",
     "StopStream",
@@ -80,18 +70,13 @@ __all__ = [
     "Tree",
     "Verdict",
     "allocate",
-    "automaton_of",
     "beam_search",
     "best_tree",
     "chain",
-    "count_token",
-    "count_tokens",
     "coupled",
     "cut_at_stop",
     "decoding_cost",
     "ends_with",
-    "expected_length",
-    "expected_tokens",
     "generate",
     "gumbel",
     "is_stuck",
@@ -100,7 +85,6 @@ __all__ = [
     "rejection",
     "stop_sequences",
     "token_keys",
-    "tokens_read",
     "token_log_probs",
     "verdict",
 ]

@@ -19,21 +19,20 @@ The last two import gymnax and Gymnasium, which takes a second, and are loaded w
 import importlib
 from typing import TYPE_CHECKING
 
-from jaxpar.env.adapt import Adapted, adapt
+from jaxpar.env.adapt import adapt
 from jaxpar.env.capabilities import Capabilities, capabilities, is_adapter, own_discount
-from jaxpar.env.check import check_action, check_environment, check_params
+from jaxpar.env.check import check_action, check_environment
 from jaxpar.env.draws import distinct
 from jaxpar.env.kernel import reset, step
 from jaxpar.env.picture import Animation, captioned, gif, grid_of
 from jaxpar.env.protocols import Adapter, Environment, PartiallyObserved, Transition
-from jaxpar.env.spaces import Box, Discrete, Fields, MultiDiscrete, Space, legal_sample, mask_shape
+from jaxpar.env.spaces import Box, Discrete, Fields, MultiDiscrete, Space, mask_shape
 
 if TYPE_CHECKING:
     from jaxpar.env.facade import agents_view, to_gymnax
     from jaxpar.env.gymnasium import to_gymnasium, to_gymnasium_vector
 
 __all__ = [
-    "Adapted",
     "Adapter",
     "Animation",
     "Box",
@@ -48,15 +47,13 @@ __all__ = [
     "adapt",
     "agents_view",
     "capabilities",
+    "captioned",
     "check_action",
     "check_environment",
-    "check_params",
-    "captioned",
     "distinct",
     "gif",
     "grid_of",
     "is_adapter",
-    "legal_sample",
     "mask_shape",
     "own_discount",
     "reset",

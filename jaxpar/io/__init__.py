@@ -19,7 +19,9 @@ file            | in -> out                                            | called 
 import importlib
 from typing import TYPE_CHECKING
 
+from jaxpar.io.figure import BLUE, GRAY, VERMILION, empty_figure, tidy
 from jaxpar.io.graphs import plot_graph, plot_seeds, plot_stream
+from jaxpar.io.lock import LOCK, lock_folder, unlock_folder
 from jaxpar.io.metrics import Writer, open_writers, read_jsonl
 from jaxpar.io.plots import (
     plot_experts,
@@ -43,12 +45,18 @@ if TYPE_CHECKING:
     from jaxpar.io.export import write_arrays
 
 __all__ = [
+    "BLUE",
+    "GRAY",
+    "LOCK",
+    "VERMILION",
     "Checkpoints",
     "CorruptCheckpointError",
     "Progress",
     "RunMismatchError",
     "SaveError",
     "Writer",
+    "empty_figure",
+    "lock_folder",
     "open_progress",
     "open_writers",
     "plot_experts",
@@ -63,6 +71,8 @@ __all__ = [
     "plot_seeds",
     "plot_stream",
     "read_jsonl",
+    "tidy",
+    "unlock_folder",
     "write_arrays",
 ]
 

@@ -16,8 +16,8 @@
 from jaxpar._renamed import renamed
 from jaxpar.life.bodies import NUM_ACTIONS
 from jaxpar.life.brains import Brain, Jitter, Lstm, Reflex, Sight
-from jaxpar.life.gadgets import automaton_ring, half_adder, nand_gate, ring_bits, set_robots
-from jaxpar.life.inhabitants import Agents, Ledger, WorldState
+from jaxpar.life.gadgets import automaton_ring, ring_bits
+from jaxpar.life.inhabitants import Agents, WorldState
 from jaxpar.life.laws import Laws, Prices
 from jaxpar.life.picture import draw_world
 from jaxpar.life.world import World
@@ -27,20 +27,16 @@ __all__ = [
     "Agents",
     "Brain",
     "Jitter",
-    "Ledger",
+    "Laws",
     "Lstm",
     "Prices",
     "Reflex",
-    "Laws",
     "Sight",
     "World",
     "WorldState",
     "automaton_ring",
     "draw_world",
-    "half_adder",
-    "nand_gate",
     "ring_bits",
-    "set_robots",
 ]
 
 

@@ -33,31 +33,49 @@ from jaxpar.lm.hub.architectures import config_from_hf
 from jaxpar.lm.hub.exchange import from_hf, to_hf
 from jaxpar.lm.hub.peft import from_peft, to_peft
 from jaxpar.lm.loss import cross_entropy, loss
+from jaxpar.lm.mixers import BLOCK_RECURRENT, mixers_of, with_mixer
 from jaxpar.lm.model import apply
-from jaxpar.lm.objectives import ObjectiveConfig
-from jaxpar.lm.params import axes, flops_per_token, init, num_params
-from jaxpar.lm.sample import Decoder, generate
+from jaxpar.lm.objectives import ObjectiveConfig, num_pairs, preference_loss
+from jaxpar.lm.params import Leaf, axes, flops_per_token, init, leaves, num_params
+from jaxpar.lm.plain_step import plain_state, plain_step
+from jaxpar.lm.sample import Decoder, cache_axes, empty_cache, extend, generate
+from jaxpar.lm.stages import stages
 from jaxpar.lm.train import Trainer, TrainState
+from jaxpar.lm.transfers import (
+    context_bytes,
+    declared_transfers,
+    expert_bytes,
+    pipeline_transfers,
+    step_transfers,
+)
 from jaxpar.lm.tuning import TuningConfig
 from jaxpar.optim import OptimizerConfig
 
 __all__ = [
+    "BLOCK_RECURRENT",
     "AdaptedState",
     "AdapterConfig",
     "AdapterTrainer",
-    "adapter_axes",
     "Decoder",
     "LMConfig",
+    "Leaf",
     "ObjectiveConfig",
     "OptimizerConfig",
     "Sampling",
     "TrainState",
     "Trainer",
     "TuningConfig",
+    "adapter_axes",
     "apply",
     "axes",
+    "cache_axes",
     "config_from_hf",
+    "context_bytes",
     "cross_entropy",
+    "declared_transfers",
+    "empty_cache",
+    "expert_bytes",
+    "extend",
     "flops_per_token",
     "from_hf",
     "from_peft",
@@ -65,14 +83,24 @@ __all__ = [
     "generate",
     "gpt2",
     "init",
+    "leaves",
     "llama",
     "loss",
     "merge_adapters",
+    "mixers_of",
     "num_adapted",
+    "num_pairs",
     "num_params",
+    "pipeline_transfers",
+    "plain_state",
+    "plain_step",
+    "preference_loss",
+    "stages",
+    "step_transfers",
     "to_hf",
     "to_peft",
     "with_adapters",
+    "with_mixer",
 ]
 
 

@@ -17,6 +17,7 @@
 | `exchange.py`, `picture.py` | a genome <-> neat-python's JSON; -> DOT, formulas, PNG | experiments, users |
 """
 
+from jaxpar._renamed import renamed
 from jaxpar.neat.config import CANONICAL, FAST, NeatConfig, Rates
 from jaxpar.neat.episodes import (
     Episodes,
@@ -24,23 +25,25 @@ from jaxpar.neat.episodes import (
     GeneralizationResult,
     GeneralizationTest,
     PlayResult,
+    act,
     io_sizes,
     play,
 )
 from jaxpar.neat.evolution import RENAMED, Neat, NeatState, Problem, Score
 from jaxpar.neat.exchange import expressions, from_json, to_dot, to_json
-from jaxpar.neat.genome import Genomes, check_genomes
+from jaxpar.neat.genome import Genomes, check_genomes, initial
 from jaxpar.neat.hyper import Substrate, SubstrateTable, grid, substrate_apply, substrate_weights
+from jaxpar.neat.mutate import apply_edit, choose_edit, mutate_numbers
 from jaxpar.neat.network import Networks, apply, express, init_carry, with_networks
 from jaxpar.neat.picture import draw_network
 from jaxpar.neat.problems import Table, multiplexer, xor
-from jaxpar.neat.quadtree import Discovered, Quadtree, discover, discovered_apply
+from jaxpar.neat.quadtree import Quadtree, discover, discovered_apply
+from jaxpar.neat.uniforms import Uniforms
 
 __all__ = [
     "CANONICAL",
     "FAST",
     "RENAMED",
-    "Discovered",
     "Episodes",
     "GeneralizationInputs",
     "GeneralizationResult",
@@ -58,8 +61,12 @@ __all__ = [
     "Substrate",
     "SubstrateTable",
     "Table",
+    "Uniforms",
+    "act",
     "apply",
+    "apply_edit",
     "check_genomes",
+    "choose_edit",
     "discover",
     "discovered_apply",
     "draw_network",
@@ -68,8 +75,10 @@ __all__ = [
     "from_json",
     "grid",
     "init_carry",
+    "initial",
     "io_sizes",
     "multiplexer",
+    "mutate_numbers",
     "play",
     "substrate_apply",
     "substrate_weights",
@@ -78,3 +87,7 @@ __all__ = [
     "with_networks",
     "xor",
 ]
+
+
+def __getattr__(name: str) -> object:
+    return renamed(__name__, name)

@@ -13,6 +13,7 @@
 | `weights` | weights of few bits, in the position of an array | `linear`, `lm` |
 """
 
+from jaxpar.nn.auxiliary import Aux, Max, both
 from jaxpar.nn.cells.aaren import Aaren
 from jaxpar.nn.cells.cell import Cell, SequenceCell
 from jaxpar.nn.cells.gated import GRU, LEM, LSTM, CfC, MinGRU, MinLSTM, ParaGRU, ParaLSTM
@@ -21,24 +22,44 @@ from jaxpar.nn.cells.network import SequenceNetwork, SequenceTrainer
 from jaxpar.nn.cells.s5 import S5
 from jaxpar.nn.images.space_time import SpaceTimeStack
 from jaxpar.nn.images.vision import FramePredictor, ImageClassifier
+from jaxpar.nn.leaf import init_leaves
+from jaxpar.nn.linear import Lora
+from jaxpar.nn.mixer import DECODING, Context, Mixer
+from jaxpar.nn.mlp import Mlp
+from jaxpar.nn.norm import Norm
+from jaxpar.nn.position import Alibi, Rope
+from jaxpar.nn.stack import Stack
 
 __all__ = [
+    "DECODING",
     "GRU",
     "LEM",
     "LSTM",
     "S5",
     "Aaren",
+    "Alibi",
+    "Aux",
     "Cell",
     "CfC",
+    "Context",
     "FramePredictor",
     "ImageClassifier",
+    "Lora",
+    "Max",
     "MinGRU",
     "MinLSTM",
+    "Mixer",
+    "Mlp",
+    "Norm",
     "ParaGRU",
     "ParaLSTM",
+    "Rope",
     "SequenceCell",
     "SequenceNetwork",
     "SequenceTrainer",
     "SpaceTimeStack",
+    "Stack",
+    "both",
+    "init_leaves",
     "recurrent",
 ]

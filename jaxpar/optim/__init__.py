@@ -26,19 +26,22 @@ Example:
     assert jnp.all(jnp.abs(params["w"]) < 0.1) and skipped == 1
 """
 
+from jaxpar._renamed import renamed
 from jaxpar.optim.config import OptimizerConfig
-from jaxpar.optim.masks import matrices, muon_dimensions
+from jaxpar.optim.masks import muon_dimensions
 from jaxpar.optim.rules import make_optimizer
 from jaxpar.optim.schedules import annealed, learning_rate
-from jaxpar.optim.update import Joined, Optimizer
+from jaxpar.optim.update import Optimizer
 
 __all__ = [
-    "Joined",
     "Optimizer",
     "OptimizerConfig",
     "annealed",
     "learning_rate",
     "make_optimizer",
-    "matrices",
     "muon_dimensions",
 ]
+
+
+def __getattr__(name: str) -> object:
+    return renamed(__name__, name)

@@ -15,12 +15,14 @@
 | `_host`, `_trips` | slots in the host's memory; when they travel | `_work`, `timing`, `pack` |
 """
 
+from jaxpar._renamed import renamed
+from jaxpar.pipeline.accumulation import Accumulation, InTurn
 from jaxpar.pipeline.asynchronous import PipeDream
 from jaxpar.pipeline.check import check_schedule
 from jaxpar.pipeline.draw import draw_schedule, schedule_text
-from jaxpar.pipeline.greedy import Preference, bitpipe, hanayo, list_schedule
+from jaxpar.pipeline.greedy import bitpipe, hanayo, list_schedule
 from jaxpar.pipeline.named import PIPELINES, named_schedule
-from jaxpar.pipeline.ops import Op, Schedule, Side, Task, loop, mirrored, vee, wave
+from jaxpar.pipeline.ops import Op, Schedule, Task, loop, vee
 from jaxpar.pipeline.orders import (
     blockwise,
     breadth_first,
@@ -33,27 +35,24 @@ from jaxpar.pipeline.orders import (
     zb_v,
     zero_bubble,
 )
-from jaxpar.pipeline.pack import COLUMNS, TickTable, check_table, pack_schedule
+from jaxpar.pipeline.pack import check_table, pack_schedule
 from jaxpar.pipeline.partition import Stage, partition_layers
 from jaxpar.pipeline.run import Pipelined
-from jaxpar.pipeline.search import closed_forms, search_schedule
+from jaxpar.pipeline.search import search_schedule
 from jaxpar.pipeline.sides import with_gathers, with_offload, with_reductions, with_vocabulary
-from jaxpar.pipeline.timing import SlotSizes, TaskCosts, Timed, Timing, simulate_schedule
+from jaxpar.pipeline.timing import TaskCosts, Timed, Timing, simulate_schedule
 
 __all__ = [
-    "COLUMNS",
     "PIPELINES",
+    "Accumulation",
+    "InTurn",
     "Op",
     "PipeDream",
     "Pipelined",
-    "Preference",
     "Schedule",
-    "Side",
-    "SlotSizes",
     "Stage",
     "Task",
     "TaskCosts",
-    "TickTable",
     "Timed",
     "Timing",
     "bitpipe",
@@ -61,14 +60,12 @@ __all__ = [
     "breadth_first",
     "check_schedule",
     "check_table",
-    "closed_forms",
     "draw_schedule",
     "gpipe",
     "hanayo",
     "interleaved",
     "list_schedule",
     "loop",
-    "mirrored",
     "named_schedule",
     "one_f_one_b",
     "pack_schedule",
@@ -78,7 +75,6 @@ __all__ = [
     "search_schedule",
     "simulate_schedule",
     "vee",
-    "wave",
     "with_gathers",
     "with_offload",
     "with_reductions",
@@ -88,3 +84,7 @@ __all__ = [
     "zb_v",
     "zero_bubble",
 ]
+
+
+def __getattr__(name: str) -> object:
+    return renamed(__name__, name)

@@ -45,6 +45,7 @@ Example:
     assert info.visits.tolist() == [10, 10, 10]
 """
 
+from jaxpar._renamed import renamed
 from jaxpar.pomdp.beliefs.belief import (
     Belief,
     BeliefUpdater,
@@ -55,26 +56,27 @@ from jaxpar.pomdp.beliefs.belief import (
     Particles,
 )
 from jaxpar.pomdp.beliefs.exact_belief import ExactBelief
-from jaxpar.pomdp.check import check_model, check_tabular
+from jaxpar.pomdp.check import check_model
 from jaxpar.pomdp.exact.bounds import blind, fib, qmdp
-from jaxpar.pomdp.exact.solver import Exact, iterated_values, reachable_beliefs, solve_exact
+from jaxpar.pomdp.exact.solver import Exact, solve_exact
 from jaxpar.pomdp.files.cassandra import load_pomdp, save_pomdp
 from jaxpar.pomdp.files.policies import load_policy, save_policy
 from jaxpar.pomdp.files.pomdpx import load_pomdpx, save_pomdpx
+from jaxpar.pomdp.model import discount_of
 from jaxpar.pomdp.planners.despot import Despot
+from jaxpar.pomdp.planners.outline import Branch, outline
 from jaxpar.pomdp.planners.pft import Pft
 from jaxpar.pomdp.planners.planner import AnytimePlanner, PlanInfo, Planner, SearchPlanner
 from jaxpar.pomdp.planners.pomcp import Pomcp
 from jaxpar.pomdp.planners.pomcpow import Pomcpow
 from jaxpar.pomdp.planners.root_parallel import RootParallel
-from jaxpar.pomdp.planners.scenario_tree import DespotInfo
-from jaxpar.pomdp.planners.tree import DenseChildren, HashedChildren
 from jaxpar.pomdp.planners.tree_search import TreeSearch
 from jaxpar.pomdp.planners.vopp import FixedReference, Vopp
 from jaxpar.pomdp.simulate import (
     DishonestValues,
     Episode,
     Summary,
+    dishonesty,
     simulate,
     simulate_many,
     summarize,
@@ -85,9 +87,8 @@ __all__ = [
     "AnytimePlanner",
     "Belief",
     "BeliefUpdater",
-    "DenseChildren",
+    "Branch",
     "Despot",
-    "DespotInfo",
     "DishonestValues",
     "Episode",
     "Evidence",
@@ -95,7 +96,6 @@ __all__ = [
     "ExactBelief",
     "FixedReference",
     "Gaussian",
-    "HashedChildren",
     "KalmanBelief",
     "ParticleBelief",
     "Particles",
@@ -113,15 +113,15 @@ __all__ = [
     "Vopp",
     "blind",
     "check_model",
-    "check_tabular",
+    "discount_of",
+    "dishonesty",
     "fib",
     "from_environment",
-    "iterated_values",
     "load_policy",
     "load_pomdp",
     "load_pomdpx",
+    "outline",
     "qmdp",
-    "reachable_beliefs",
     "save_policy",
     "save_pomdp",
     "save_pomdpx",
@@ -131,3 +131,7 @@ __all__ = [
     "summarize",
     "tabular_update",
 ]
+
+
+def __getattr__(name: str) -> object:
+    return renamed(__name__, name)

@@ -24,16 +24,16 @@ from jaxpar.rl.action_values import ActionValues
 from jaxpar.rl.agent import ActorCritic
 from jaxpar.rl.alpha_zero import AlphaZero, AlphaZeroRates
 from jaxpar.rl.dqn import Dqn, DqnRates
-from jaxpar.rl.guided_search import GuidedSearch
+from jaxpar.rl.guided_search import GuidedSearch, guide_of
 from jaxpar.rl.items import Items
 from jaxpar.rl.last_action_reward import LastActionReward, returns_by_trial
 from jaxpar.rl.learner import RENAMED
-from jaxpar.rl.memory import CellMemory, Memory, StackMemory
+from jaxpar.rl.memory import Memory, StackMemory, memory_of
 from jaxpar.rl.network import Network
 from jaxpar.rl.population import Pbt
 from jaxpar.rl.ppo import Ppo, PpoRates
 from jaxpar.rl.pqn import Pqn, PqnRates
-from jaxpar.rl.returns import advantages, lambda_returns, n_step_returns, next_values, vtrace
+from jaxpar.rl.returns import advantages, lambda_returns, n_step_returns, vtrace
 from jaxpar.rl.sac import Sac, SacRates
 from jaxpar.rl.self_play import Against, SelfPlay
 from jaxpar.rl.td3 import Td3, Td3Rates
@@ -48,7 +48,6 @@ __all__ = [
     "Against",
     "AlphaZero",
     "AlphaZeroRates",
-    "CellMemory",
     "Dqn",
     "DqnRates",
     "GuidedSearch",
@@ -69,9 +68,10 @@ __all__ = [
     "Td3",
     "Td3Rates",
     "advantages",
+    "guide_of",
     "lambda_returns",
+    "memory_of",
     "n_step_returns",
-    "next_values",
     "returns_by_trial",
     "train",
     "vtrace",

@@ -12,8 +12,10 @@
 | `statistics.py` | `Trajectory [T, B]` -> returns and lengths; faulty actions and rewards | experiments |
 """
 
-from jaxpar.rollout.env_state import EnvState, init
-from jaxpar.rollout.policies import MaskedPolicy, Policy, RandomPolicy, Value, random_policy
+from jaxpar._renamed import renamed
+from jaxpar.rollout.env_state import EnvState, init, per_env, where
+from jaxpar.rollout.policies import MaskedPolicy, Policy, RandomPolicy, random_policy
+from jaxpar.rollout.prng import check_prng
 from jaxpar.rollout.resets import Chunked, GivenLevel, NextStep, NoReset, Pool, Reset, SameStep
 from jaxpar.rollout.statistics import (
     EpisodeResults,
@@ -38,12 +40,18 @@ __all__ = [
     "Reset",
     "SameStep",
     "Trajectory",
-    "Value",
+    "check_prng",
     "check_trajectory",
     "episode_stats",
     "evaluate",
     "first_episodes",
     "init",
+    "per_env",
     "random_policy",
     "rollout",
+    "where",
 ]
+
+
+def __getattr__(name: str) -> object:
+    return renamed(__name__, name)

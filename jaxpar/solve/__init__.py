@@ -20,9 +20,10 @@ A method is a frozen dataclass with `jac` and `states` (`problem.Method`); one t
 and its `states` calls `windows.by_windows`. Nothing else has to know of a new one.
 """
 
+from jaxpar._renamed import renamed
 from jaxpar.solve.auto import Auto, choose
 from jaxpar.solve.causal import causal_fixed_point, check_causal
-from jaxpar.solve.default import Choice, explain
+from jaxpar.solve.default import explain
 from jaxpar.solve.elk import Elk
 from jaxpar.solve.fixed_point import Jacobi, Picard
 from jaxpar.solve.fused import Fused
@@ -32,11 +33,11 @@ from jaxpar.solve.newton import Newton, Quasi
 from jaxpar.solve.parallel import Stats, parallel_scan
 from jaxpar.solve.sequential import ParallelBackward, Sequential
 from jaxpar.solve.structure import Block, Dense, check_structure
+from jaxpar.solve.systems import intervals, ode_step
 
 __all__ = [
     "Auto",
     "Block",
-    "Choice",
     "Dense",
     "Elk",
     "Fused",
@@ -53,6 +54,12 @@ __all__ = [
     "check_structure",
     "choose",
     "explain",
+    "intervals",
     "lyapunov",
+    "ode_step",
     "parallel_scan",
 ]
+
+
+def __getattr__(name: str) -> object:
+    return renamed(__name__, name)

@@ -26,7 +26,7 @@ from jaxpar.solve.structure import MAX_LANES, Jac, Leaves, Structure, structure_
 from jaxpar.solve.windows import auto_window
 from jaxpar.types import PyTree, UsageError
 
-__all__ = ["Choice", "explain"]
+__all__ = ["explain"]
 
 
 class Costs(NamedTuple):

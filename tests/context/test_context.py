@@ -20,7 +20,8 @@ from jaxpar.aot import count_flops, hlo
 from jaxpar.mesh import RULES, MeshSpec, make_mesh, use_mesh
 from jaxpar.nn.attention import Visible, kernels, pairs
 from jaxpar.nn.attention import gradient as pieces
-from jaxpar.nn.attention.context import MOVES, ORDERS, Order, Sizes, context_attention, move_for
+from jaxpar.nn.attention.context import MOVES, Order, Sizes, context_attention, move_for
+from jaxpar.nn.attention.context.token_orders import ORDERS
 
 LONG = 8 * 26  # a size that nothing else has
 MOST_ROWS, LONGEST = 4, LONG

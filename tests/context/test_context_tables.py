@@ -12,7 +12,8 @@ from fast import jit
 
 from jaxpar.mesh import RULES, MeshSpec, make_mesh, use_mesh
 from jaxpar.nn.attention import Visible
-from jaxpar.nn.attention.context import ORDERS, Order, Sizes, context_attention, move_for
+from jaxpar.nn.attention.context import Order, Sizes, context_attention, move_for
+from jaxpar.nn.attention.context.token_orders import ORDERS
 from jaxpar.types import UsageError
 
 

@@ -23,15 +23,10 @@ import envs
 from envs.puzzles.rubiks_cube import given_cubes
 from envs.puzzles.sliding_tile import given_tiles
 from envs.puzzles.tiles2048 import given_boards
-from jaxpar.decode import (
-    Sampling,
-    automaton_of,
-    best_tree,
-    expected_tokens,
-    generate,
-    stop_sequences,
-)
+from jaxpar.decode import Sampling, best_tree, generate, stop_sequences
 from jaxpar.decode import forest as tables
+from jaxpar.decode.automaton import automaton_of
+from jaxpar.decode.trees import expected_tokens
 from jaxpar.env import check_action
 from jaxpar.fields import check_fields
 from jaxpar.lm import AdapterConfig, Decoder

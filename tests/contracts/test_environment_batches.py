@@ -10,7 +10,8 @@ from fast import jit
 from tolerance import EXACT_MATHS, assert_close
 
 import envs
-from jaxpar.env import legal_sample, reset, step
+from jaxpar.env import reset, step
+from jaxpar.env.spaces import legal_sample
 
 
 @functools.cache

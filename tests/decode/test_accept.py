@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from exact_law import START, emitted, judged, law_error, program, random_chain, target_law, windows
 
-from jaxpar.decode import Tree, Verdict, chain, coupled, expected_length, gumbel, rejection, verdict
-from jaxpar.decode.accept import _walk
+from jaxpar.decode import Tree, Verdict, chain, coupled, gumbel, rejection, verdict
+from jaxpar.decode.accept import _walk, expected_length
 from jaxpar.types import UsageError
 
 KEY = jax.random.key(11)

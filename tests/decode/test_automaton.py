@@ -13,7 +13,8 @@ from fast import jit
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxpar.decode import Automaton, Sampling, automaton_of, is_stuck, process, regex_automaton
+from jaxpar.decode import Automaton, Sampling, is_stuck, process, regex_automaton
+from jaxpar.decode.automaton import automaton_of
 from jaxpar.lm.text.tokenizer import Bytes, train_bpe
 from jaxpar.types import UsageError
 

@@ -20,12 +20,12 @@ from jaxpar.decode import (
     NoDraft,
     Sampling,
     Tree,
-    automaton_of,
     generate,
     gumbel,
     process,
     stop_sequences,
 )
+from jaxpar.decode.automaton import automaton_of
 from jaxpar.experimental.pseudo_tokens import Heads, HiddenTransfer, PromptTokens
 from jaxpar.lm import Decoder, LMConfig
 from jaxpar.types import UsageError

@@ -14,15 +14,8 @@ from hypothesis import strategies as st
 from slow_process import slow_process
 from tolerance import EXACT_MATHS, assert_close
 
-from jaxpar.decode import (
-    Counts,
-    Sampling,
-    count_token,
-    count_tokens,
-    is_stuck,
-    process,
-    token_log_probs,
-)
+from jaxpar.decode import Counts, Sampling, is_stuck, process, token_log_probs
+from jaxpar.decode.penalties import count_token, count_tokens
 from jaxpar.types import UsageError
 
 V = 12

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar.decode import Sampling, count_tokens, process
+from jaxpar.decode import Sampling, process
+from jaxpar.decode.penalties import count_tokens
 
 torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers.generation.logits_process")

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpar.decode import Tree, allocate, best_tree, chain, expected_tokens
+from jaxpar.decode import Tree, allocate, best_tree, chain
+from jaxpar.decode.trees import expected_tokens
 from jaxpar.types import UsageError
 
 BUSHY = Tree((-1, 0, 0, 1, 2, 2, 3, 0))

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from fast import OPTIMISED
 
-from jaxpar.env import legal_sample, reset, step
+from jaxpar.env import reset, step
+from jaxpar.env.spaces import legal_sample
 
 
 def legal_action(key, env, state, params):

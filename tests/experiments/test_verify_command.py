@@ -12,7 +12,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxpar.lm import LMConfig
 from jaxpar.lm.transfers import pipeline_transfers
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, use_mesh
-from jaxpar.nn.attention.context import MOVES, ORDERS
+from jaxpar.nn.attention.context import MOVES
+from jaxpar.nn.attention.context.token_orders import ORDERS
 from jaxpar.pipeline import PIPELINES, pack_schedule, with_gathers
 from jaxpar.transfers import sum_by_axis
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from fast import jit
 
-from jaxpar.life import automaton_ring, half_adder, nand_gate, ring_bits
+from jaxpar.life import automaton_ring, ring_bits
+from jaxpar.life.gadgets import half_adder, nand_gate
 from jaxpar.loop import run
 from jaxpar.types import UsageError
 

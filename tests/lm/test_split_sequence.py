@@ -11,22 +11,14 @@ import numpy as np
 import pytest
 from fast import jit, noisy_params
 
+from jaxpar.aot.verify.collectives import found_transfers
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, apply, axes, loss
 from jaxpar.lm.transfers import context_bytes, declared_transfers
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, shard, use_mesh
-from jaxpar.nn.attention.context import (
-    MOVES,
-    ORDERS,
-    Order,
-    Sizes,
-    choose_move,
-    in_order,
-    move_for,
-    padded,
-)
+from jaxpar.nn.attention.context import MOVES, Order, Sizes, choose_move, in_order, move_for, padded
+from jaxpar.nn.attention.context.token_orders import ORDERS
 from jaxpar.transfers import SMALL, sum_by_axis
 from jaxpar.types import UsageError
-from jaxpar.verify import found_transfers
 
 ROWS, LENGTH, VOCAB = 4, 32, 32
 MODEL = LMConfig(

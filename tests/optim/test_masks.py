@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar.optim import OptimizerConfig, make_optimizer, matrices, muon_dimensions
+from jaxpar.optim import OptimizerConfig, make_optimizer, muon_dimensions
+from jaxpar.optim.masks import matrices
 from jaxpar.types import UsageError
 
 AXES = {

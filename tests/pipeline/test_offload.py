@@ -19,8 +19,6 @@ from jaxpar.pipeline import (
     PIPELINES,
     Op,
     Pipelined,
-    Side,
-    SlotSizes,
     TaskCosts,
     check_schedule,
     check_table,
@@ -34,6 +32,8 @@ from jaxpar.pipeline import (
     with_offload,
     zb_v,
 )
+from jaxpar.pipeline.ops import Side
+from jaxpar.pipeline.timing import SlotSizes
 from jaxpar.types import UsageError
 
 LAYERS = 8

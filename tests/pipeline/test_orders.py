@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from jaxpar.pipeline import (
     Op,
     Schedule,
-    Side,
-    SlotSizes,
     Task,
     TaskCosts,
     bitpipe,
@@ -25,13 +23,11 @@ from jaxpar.pipeline import (
     hanayo,
     interleaved,
     loop,
-    mirrored,
     one_f_one_b,
     pack_schedule,
     pipedream,
     simulate_schedule,
     vee,
-    wave,
     with_gathers,
     with_offload,
     with_reductions,
@@ -41,6 +37,8 @@ from jaxpar.pipeline import (
     zb_v,
     zero_bubble,
 )
+from jaxpar.pipeline.ops import Side, mirrored, wave
+from jaxpar.pipeline.timing import SlotSizes
 from jaxpar.types import UsageError
 
 # Every generator, at any P and m.

@@ -34,7 +34,6 @@ from jaxpar.pipeline import (
     breadth_first,
     check_table,
     gpipe,
-    mirrored,
     named_schedule,
     one_f_one_b,
     pack_schedule,
@@ -51,6 +50,7 @@ from jaxpar.pipeline import (
     zb_v,
 )
 from jaxpar.pipeline._chunks import rounds_of
+from jaxpar.pipeline.ops import mirrored
 from jaxpar.types import UsageError
 
 TOLERANCE = 1e-12  # float64; gradients pass eight layers, summed in another order

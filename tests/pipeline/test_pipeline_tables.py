@@ -14,9 +14,7 @@ from test_orders import MADE
 
 from jaxpar import pipeline
 from jaxpar.pipeline import (
-    COLUMNS,
     Op,
-    Preference,
     Schedule,
     Task,
     TaskCosts,
@@ -24,7 +22,6 @@ from jaxpar.pipeline import (
     breadth_first,
     check_schedule,
     check_table,
-    closed_forms,
     draw_schedule,
     gpipe,
     interleaved,
@@ -44,6 +41,9 @@ from jaxpar.pipeline import (
     zb_v,
     zero_bubble,
 )
+from jaxpar.pipeline.greedy import Preference
+from jaxpar.pipeline.pack import COLUMNS
+from jaxpar.pipeline.search import closed_forms
 from jaxpar.types import UsageError
 
 # ---------------------------------------------------------------- tables

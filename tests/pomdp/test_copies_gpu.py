@@ -7,7 +7,8 @@ import jax
 import pytest
 from pomdp_worlds import Known, Tiger
 
-from jaxpar.pomdp import DenseChildren, HashedChildren, Pft, Pomcp, Pomcpow, Vopp
+from jaxpar.pomdp import Pft, Pomcp, Pomcpow, Vopp
+from jaxpar.pomdp.planners.tree import DenseChildren, HashedChildren
 
 
 def copied(text: str) -> int:

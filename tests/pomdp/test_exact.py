@@ -7,8 +7,9 @@ import pytest
 from fast import jit
 from models import baby, heavenhell, maze1d, maze4x3, random_model, shuttle, tiger
 
-from jaxpar.pomdp import blind, fib, iterated_values, qmdp, reachable_beliefs, solve_exact
+from jaxpar.pomdp import blind, fib, qmdp, solve_exact
 from jaxpar.pomdp.exact._alpha import prune
+from jaxpar.pomdp.exact.solver import iterated_values, reachable_beliefs
 from jaxpar.types import UsageError
 
 FINITE = [-1, -1.95, 2.3098, 1.79554, 2.7631, 4.42853, 4.58427, 5.32402, 6.42365, 6.69337]

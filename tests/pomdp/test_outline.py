@@ -6,8 +6,9 @@ import pytest
 from fast import jit
 
 import envs
-from jaxpar.pomdp import HashedChildren, ParticleBelief, Pomcp, Vopp
+from jaxpar.pomdp import ParticleBelief, Pomcp, Vopp
 from jaxpar.pomdp.planners.outline import outline
+from jaxpar.pomdp.planners.tree import HashedChildren
 from jaxpar.types import UsageError
 
 PLANNERS = [

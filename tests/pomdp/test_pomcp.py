@@ -69,7 +69,7 @@ def test_means_are_those_of_the_simulations_and_do_not_depend_on_the_back_end():
         lambda planner, key: planner.plan(key, env, env.default_params, belief), static_argnums=0
     )
     _, dense = plan(Pomcp(8, 20, rollout_depth=5), jax.random.key(0))
-    from jaxpar.pomdp import HashedChildren
+    from jaxpar.pomdp.planners.tree import HashedChildren
 
     _, hashed = plan(
         dataclasses.replace(Pomcp(8, 20, rollout_depth=5), children=HashedChildren()),

@@ -6,7 +6,8 @@ from models import maze1d, random_model, tiger
 
 import envs
 from jaxpar.env import step
-from jaxpar.pomdp import TabularPomdp, check_model, check_tabular, from_environment, tabular_update
+from jaxpar.pomdp import TabularPomdp, check_model, from_environment, tabular_update
+from jaxpar.pomdp.check import check_tabular
 from jaxpar.types import UsageError
 
 EYE, HALF = np.eye(2)[None], np.full((1, 2, 2), 0.5)

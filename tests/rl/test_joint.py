@@ -23,7 +23,7 @@ from tapes import (
 )
 from tolerance import assert_close
 
-from jaxpar.optim import Joined
+from jaxpar.optim.update import Joined
 from jaxpar.rl import Dqn, DqnRates, Network, Ppo, PpoRates, Pqn, PqnRates
 
 STEPS, UNROLLS, RATE = 4, 3, 0.3

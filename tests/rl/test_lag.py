@@ -10,9 +10,10 @@ from fast import jit
 from tolerance import EXACT_MATHS, assert_close
 
 import envs
-from jaxpar.rl import A2c, Network, Ppo, next_values, vtrace
+from jaxpar.rl import A2c, Network, Ppo, vtrace
 from jaxpar.rl.collect import collect
 from jaxpar.rl.distributions import log_prob
+from jaxpar.rl.returns import next_values
 from jaxpar.rollout import rollout
 from jaxpar.types import UsageError
 

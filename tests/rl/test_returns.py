@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from tolerance import EXACT_MATHS, assert_close
 
-from jaxpar.rl import advantages, collect, lambda_returns, n_step_returns, next_values, vtrace
+from jaxpar.rl import advantages, collect, lambda_returns, n_step_returns, vtrace
 from jaxpar.rl.moments import discounted
+from jaxpar.rl.returns import next_values
 from jaxpar.types import UsageError
 
 DISCOUNT, TRACE = 0.9, 0.7

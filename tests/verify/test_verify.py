@@ -9,9 +9,9 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpar.aot.verify.collectives import SLACK
-from jaxpar.aot.verify.compare import count_differences
-from jaxpar.aot.verify.program import Outcome
+from jaxpar.aot.verify.collectives import SLACK, breaches_of, found_transfers
+from jaxpar.aot.verify.compare import count_differences, dead_leaves, leaf_errors, of_live
+from jaxpar.aot.verify.program import Compiled, Outcome
 from jaxpar.aot.verify.run import _compare_outcomes
 from jaxpar.mesh import (
     MeshSpec,
@@ -29,19 +29,13 @@ from jaxpar.types import UsageError
 from jaxpar.verify import (
     TOLERANCE,
     Case,
-    Compiled,
     Layout,
     LayoutReport,
     Limits,
     Model,
-    breaches_of,
     bytes_on_device,
-    dead_leaves,
     every_layout,
-    found_transfers,
     judge,
-    leaf_errors,
-    of_live,
     verify,
     verify_cases,
 )

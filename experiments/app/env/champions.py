@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.neat import Episodes, Neat, NeatState, Networks, Table, apply, init_carry, play
-from jaxpar.neat.episodes import act
+from jaxpar.neat import Episodes, Neat, NeatState, Networks, Table, act, apply, init_carry, play
 from jaxpar.rollout import NextStep
 from jaxpar.types import Array, PRNGKey, PyTree
 

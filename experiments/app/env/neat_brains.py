@@ -7,11 +7,18 @@ import jax.numpy as jnp
 
 from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.life import NUM_ACTIONS, Sight
-from jaxpar.neat import Genomes, NeatConfig, Rates, express
+from jaxpar.neat import (
+    Genomes,
+    NeatConfig,
+    Rates,
+    Uniforms,
+    apply_edit,
+    choose_edit,
+    express,
+    initial,
+    mutate_numbers,
+)
 from jaxpar.neat import apply as apply_networks
-from jaxpar.neat.genome import initial
-from jaxpar.neat.mutate import apply_edit, choose_edit, mutate_numbers
-from jaxpar.neat.uniforms import Uniforms
 from jaxpar.types import Array, PRNGKey
 
 NUM_INPUTS = 18

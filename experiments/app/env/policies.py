@@ -23,10 +23,11 @@ from jaxpar.rollout import (
     episode_stats,
     first_episodes,
     init,
+    per_env,
     random_policy,
     rollout,
+    where,
 )
-from jaxpar.rollout.env_state import per_env, where
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 from ..run_folder import short

@@ -8,17 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.env import Environment, capabilities, own_discount, reset, step
-from jaxpar.io.figure import BLUE, GRAY, VERMILION, empty_figure, tidy
+from jaxpar.io import BLUE, GRAY, VERMILION, empty_figure, tidy
 from jaxpar.pomdp import (
     Belief,
     BeliefUpdater,
+    Branch,
     Evidence,
     PlanInfo,
     Planner,
     SearchPlanner,
     TreeSearch,
+    outline,
 )
-from jaxpar.pomdp.planners.outline import Branch, outline
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 from .policies import action_text

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.env import capabilities, is_adapter
-from jaxpar.rl import ActorCritic, Against, GuidedSearch, returns_by_trial
-from jaxpar.rl.guided_search import guide_of
+from jaxpar.rl import ActorCritic, Against, GuidedSearch, guide_of, returns_by_trial
 from jaxpar.rollout import NoReset, evaluate, init, rollout
 from jaxpar.types import PyTree, UsageError
 

@@ -11,8 +11,7 @@ from jaxpar.envs.pomdp.navigation import Navigation
 from jaxpar.envs.pomdp.rocksample import GOOD, NOTHING, SAMPLE, RockSample
 
 from jaxpar.env import Environment
-from jaxpar.pomdp import BeliefUpdater, Evidence, ParticleBelief
-from jaxpar.pomdp.beliefs.belief import Particles
+from jaxpar.pomdp import BeliefUpdater, Evidence, ParticleBelief, Particles
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 

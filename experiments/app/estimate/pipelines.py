@@ -10,11 +10,9 @@ import jax.numpy as jnp
 from rich.table import Column, Table
 
 from jaxpar import aot
-from jaxpar.aot.estimate import has_margin
-from jaxpar.aot.memory_estimate import JobLayout
-from jaxpar.lm import loss
+from jaxpar.aot import JobLayout, has_margin
+from jaxpar.lm import loss, stages
 from jaxpar.lm import params as declared
-from jaxpar.lm.stages import stages
 from jaxpar.mesh import rules_from
 from jaxpar.pipeline import (
     PIPELINES,

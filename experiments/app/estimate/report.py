@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from jaxpar import aot
-from jaxpar.aot.roofline import LINK_SHARE
+from jaxpar.aot import LINK_SHARE
 from jaxpar.io import plot_memory
 from jaxpar.lm import num_params
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxpar.decode import NoDraft
 from jaxpar.fields import AtLeast, OneOf, check_fields, field
 from jaxpar.lm import evaluation
-from jaxpar.lm.text.tokenizer import Tokenizer
+from jaxpar.lm.text import Tokenizer
 from jaxpar.types import PyTree, UsageError
 
 from ..mesh_flags import check_split

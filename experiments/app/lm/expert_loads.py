@@ -6,9 +6,8 @@ import jax
 import numpy as np
 
 from jaxpar.io import plot_experts
-from jaxpar.lm import LMConfig
-from jaxpar.lm.stages import stages
-from jaxpar.nn.experts.losses import load
+from jaxpar.lm import LMConfig, stages
+from jaxpar.nn.experts import load
 from jaxpar.nn.experts.sharded import chosen_experts
 from jaxpar.types import PyTree
 

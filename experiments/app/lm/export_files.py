@@ -8,7 +8,7 @@ import jax
 
 from jaxpar.io import write_arrays
 from jaxpar.lm import AdapterConfig, LMConfig, merge_adapters, to_hf, to_peft
-from jaxpar.lm.text.tokenizer import Bpe, Tokenizer
+from jaxpar.lm.text import Bpe, Tokenizer
 from jaxpar.types import PyTree, UsageError
 
 from .. import runner

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.lm import AdapterTrainer, LMConfig, Trainer, config_from_hf, from_hf
-from jaxpar.lm.text.tokenizer import Bpe, Tokenizer, load_tokenizer
+from jaxpar.lm.text import Bpe, Tokenizer, load_tokenizer
 from jaxpar.mesh import named_shardings
 from jaxpar.types import PyTree, UsageError
 

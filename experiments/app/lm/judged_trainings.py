@@ -9,16 +9,22 @@ import jax
 import numpy as np
 import optax
 
-from jaxpar.lm import LMConfig, Trainer, init
-from jaxpar.lm.params import Leaf, leaves
-from jaxpar.lm.plain_step import plain_state, plain_step
-from jaxpar.lm.transfers import pipeline_transfers, step_transfers
-from jaxpar.lm.tuning import TuningConfig
-from jaxpar.lower.flops import count_flops
+from jaxpar.aot import count_flops
+from jaxpar.lm import (
+    Leaf,
+    LMConfig,
+    Trainer,
+    TuningConfig,
+    init,
+    leaves,
+    pipeline_transfers,
+    plain_state,
+    plain_step,
+    step_transfers,
+)
 from jaxpar.mesh import MeshSpec, rules_from
 from jaxpar.nn.attention.context import in_order, padded
-from jaxpar.pipeline import Pipelined, Schedule, named_schedule, with_gathers
-from jaxpar.pipeline.accumulation import InTurn
+from jaxpar.pipeline import InTurn, Pipelined, Schedule, named_schedule, with_gathers
 from jaxpar.types import PyTree
 from jaxpar.verify import (
     ROOM_FOR_FLOPS,

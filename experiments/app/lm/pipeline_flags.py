@@ -4,10 +4,11 @@ import dataclasses
 from typing import Any
 
 from jaxpar.fields import AtLeast, OneOf, field
-from jaxpar.lm import LMConfig
-from jaxpar.lm.stages import stages
+from jaxpar.lm import LMConfig, stages
 from jaxpar.pipeline import (
     PIPELINES,
+    Accumulation,
+    InTurn,
     Pipelined,
     Schedule,
     named_schedule,
@@ -15,7 +16,6 @@ from jaxpar.pipeline import (
     with_offload,
     with_vocabulary,
 )
-from jaxpar.pipeline.accumulation import Accumulation, InTurn
 from jaxpar.types import UsageError
 
 from .. import runner

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxpar.decode import Draft, ModelDraft, Sampling
 from jaxpar.lm import Decoder, LMConfig
-from jaxpar.lm.text.tokenizer import Tokenizer
+from jaxpar.lm.text import Tokenizer
 from jaxpar.mesh import place_rows
 from jaxpar.types import PRNGKey, PyTree, UsageError
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxpar.decode import Generated, Sampling, cut_at_stop, stop_sequences
 from jaxpar.lm import LMConfig, generate
-from jaxpar.lm.text.tokenizer import Tokenizer
+from jaxpar.lm.text import Tokenizer
 from jaxpar.mesh import constrain, mesh_axes
 from jaxpar.nn.attention.context import merge_shares
 from jaxpar.types import PyTree, UsageError

@@ -8,10 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.lm import LMConfig, loss
-from jaxpar.lm.objectives import num_pairs, preference_loss
-from jaxpar.lm.text.batches import check_batch, valid_batch
-from jaxpar.lm.text.data import Corpus, Pairs, Windows, sweep, sweep_pairs
+from jaxpar.lm import LMConfig, loss, num_pairs, preference_loss
+from jaxpar.lm.text import Corpus, Pairs, Windows, check_batch, sweep, sweep_pairs, valid_batch
 from jaxpar.mesh import place_rows
 from jaxpar.nn.attention.context import in_order, padded
 from jaxpar.types import PyTree, UsageError

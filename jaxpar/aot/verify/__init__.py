@@ -14,18 +14,11 @@ Works on any model that is a loss of parameters with logical axes (`Model`).
 | `run` | model or cases, layouts -> reports | users, `own`, `experiments.verify` |
 """
 
-from jaxpar.aot.verify.collectives import breaches_of, found_transfers
-from jaxpar.aot.verify.compare import FLOOR, NOISE, TOLERANCE, dead_leaves, leaf_errors, of_live
+from jaxpar._renamed import renamed
+from jaxpar.aot.verify.compare import FLOOR, TOLERANCE
 from jaxpar.aot.verify.judge import LayoutReport, Limits, bytes_on_device, judge
 from jaxpar.aot.verify.layouts import Layout, every_layout
-from jaxpar.aot.verify.program import (
-    Compiled,
-    Outcome,
-    Program,
-    compile_program,
-    on_mesh,
-    run_program,
-)
+from jaxpar.aot.verify.program import Outcome, Program, compile_program, on_mesh, run_program
 from jaxpar.aot.verify.run import (
     ROOM_FOR_FLOPS,
     Case,
@@ -34,16 +27,14 @@ from jaxpar.aot.verify.run import (
     verify,
     verify_cases,
 )
-from jaxpar.transfers import SMALL, Transfer, allowed_by_axes, sum_by_axis
+from jaxpar.transfers import SMALL, Transfer, allowed_by_axes
 
 __all__ = [
     "FLOOR",
-    "NOISE",
     "ROOM_FOR_FLOPS",
     "SMALL",
     "TOLERANCE",
     "Case",
-    "Compiled",
     "Layout",
     "LayoutReport",
     "Limits",
@@ -52,19 +43,17 @@ __all__ = [
     "Program",
     "Transfer",
     "allowed_by_axes",
-    "breaches_of",
     "bytes_of_batch",
     "bytes_on_device",
     "compile_program",
-    "dead_leaves",
     "every_layout",
-    "found_transfers",
     "judge",
-    "leaf_errors",
-    "of_live",
     "on_mesh",
     "run_program",
-    "sum_by_axis",
     "verify",
     "verify_cases",
 ]
+
+
+def __getattr__(name: str) -> object:
+    return renamed(__name__, name)

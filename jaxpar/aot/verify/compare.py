@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxpar.types import PyTree, UsageError
 
-__all__ = ["FLOOR", "NOISE", "TOLERANCE", "dead_leaves", "leaf_errors", "of_live"]
+__all__ = ["FLOOR", "TOLERANCE"]
 
 FLOOR = 1e-3
 """Share of the whole tree's norm under which a leaf's own norm is no measure."""

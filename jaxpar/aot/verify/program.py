@@ -18,7 +18,7 @@ from jaxpar.aot.verify.layouts import Layout
 from jaxpar.mesh import make_mesh, named_shardings, platform, shard, use_mesh
 from jaxpar.types import Array, Device, PRNGKey, PyTree
 
-__all__ = ["Compiled", "Outcome", "Program", "compile_program", "on_mesh", "run_program"]
+__all__ = ["Outcome", "Program", "compile_program", "on_mesh", "run_program"]
 
 Rules = Mapping[str, tuple[str, ...]]
 

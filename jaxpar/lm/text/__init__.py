@@ -8,3 +8,25 @@
 | `data`, `mixture` | (seed, step) -> batches of one corpus, of several | experiments |
 | `batches` | batches -> the same without ids and weights that no model has | `train` |
 """
+
+from jaxpar.lm.text.batches import check_batch, valid_batch
+from jaxpar.lm.text.data import Corpus, DataConfig, Pairs, Windows, open_corpus, sweep, sweep_pairs
+from jaxpar.lm.text.mixture import open_corpora, training_batches
+from jaxpar.lm.text.tokenizer import Bpe, Tokenizer, load_tokenizer
+
+__all__ = [
+    "Bpe",
+    "Corpus",
+    "DataConfig",
+    "Pairs",
+    "Tokenizer",
+    "Windows",
+    "check_batch",
+    "load_tokenizer",
+    "open_corpora",
+    "open_corpus",
+    "sweep",
+    "sweep_pairs",
+    "training_batches",
+    "valid_batch",
+]

@@ -8,13 +8,23 @@
 | `conv_embedding`, `network`, `stack_network` | params, xs [B, T, D] -> [B, T, C]; trainer | experiments |
 """
 
-from jaxpar.nn.cells.cell import (
-    Cell,
-    SequenceCell,
-    along,
-    gate_leaves,
-    gate_products,
-    heads_product,
-)
+from jaxpar._renamed import renamed
+from jaxpar.nn.cells.cell import Cell, SequenceCell, along
+from jaxpar.nn.cells.conv_embedding import ConvEmbedding
+from jaxpar.nn.cells.solvers import METHODS, name_taken, solver
+from jaxpar.nn.cells.stack_network import StackNetwork
 
-__all__ = ["Cell", "SequenceCell", "along", "gate_leaves", "gate_products", "heads_product"]
+__all__ = [
+    "METHODS",
+    "Cell",
+    "ConvEmbedding",
+    "SequenceCell",
+    "StackNetwork",
+    "along",
+    "name_taken",
+    "solver",
+]
+
+
+def __getattr__(name: str) -> object:
+    return renamed(__name__, name)

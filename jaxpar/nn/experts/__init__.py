@@ -12,12 +12,28 @@
 """
 
 from jaxpar._renamed import renamed
+from jaxpar.nn.experts.dispatch import combine, rows_of, sort_choices
 from jaxpar.nn.experts.grouped import grouped_matmul
-from jaxpar.nn.experts.layer import Experts
-from jaxpar.nn.experts.route import Routing, route
-from jaxpar.nn.experts.transport import Transport
+from jaxpar.nn.experts.layer import Experts, dense_mixture
+from jaxpar.nn.experts.losses import information_gain, load
+from jaxpar.nn.experts.route import Routing, heard, route
+from jaxpar.nn.experts.transport import Transport, mixture
 
-__all__ = ["Experts", "Routing", "Transport", "grouped_matmul", "route"]
+__all__ = [
+    "Experts",
+    "Routing",
+    "Transport",
+    "combine",
+    "dense_mixture",
+    "grouped_matmul",
+    "heard",
+    "information_gain",
+    "load",
+    "mixture",
+    "route",
+    "rows_of",
+    "sort_choices",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -19,26 +19,27 @@
 | `tcnca` | params, x [B, T, D], last inputs and a chunk -> the same | `stack`, `lm.config` |
 """
 
-from jaxpar.nn.mixers.block_recurrent import BlockRecurrent
-from jaxpar.nn.mixers.by_name import LAYERS, layer_of
+from jaxpar._renamed import renamed
+from jaxpar.nn.mixers.block_recurrent import GATES, BlockRecurrent
+from jaxpar.nn.mixers.by_name import LAYERS, layer_of, layer_size
 from jaxpar.nn.mixers.delta_rule import delta_rule
 from jaxpar.nn.mixers.exponential_gates import exponential_attention
 from jaxpar.nn.mixers.gated_delta import GatedDelta
 from jaxpar.nn.mixers.gated_linear import GatedLinear
 from jaxpar.nn.mixers.hgrn import Hgrn
-from jaxpar.nn.mixers.linear_attention import linear_attention
+from jaxpar.nn.mixers.linear_attention import gates_of, linear_attention
 from jaxpar.nn.mixers.lmu import Lmu
 from jaxpar.nn.mixers.matrix_state import MatrixState
 from jaxpar.nn.mixers.mlstm import MLstm
 from jaxpar.nn.mixers.recurrent import CELLS, Recurrent, cell_of
 from jaxpar.nn.mixers.rwkv import Rwkv6
-from jaxpar.nn.mixers.short_conv import short_conv
 from jaxpar.nn.mixers.spiking_mlp import SpikingMlp
 from jaxpar.nn.mixers.ssd import Mamba2
 from jaxpar.nn.mixers.tcnca import Tcnca
 
 __all__ = [
     "CELLS",
+    "GATES",
     "LAYERS",
     "BlockRecurrent",
     "GatedDelta",
@@ -55,7 +56,12 @@ __all__ = [
     "cell_of",
     "delta_rule",
     "exponential_attention",
+    "gates_of",
     "layer_of",
+    "layer_size",
     "linear_attention",
-    "short_conv",
 ]
+
+
+def __getattr__(name: str) -> object:
+    return renamed(__name__, name)

@@ -7,6 +7,14 @@
 | `solver` | `TabularPomdp` -> value, bounds, alpha vectors | tests, users |
 """
 
-from jaxpar.pomdp.exact.solver import Exact, iterated_values, reachable_beliefs, solve_exact
+from jaxpar._renamed import renamed
+from jaxpar.pomdp.exact.solver import Exact, solve_exact
 
-__all__ = ["Exact", "iterated_values", "reachable_beliefs", "solve_exact"]
+__all__ = [
+    "Exact",
+    "solve_exact",
+]
+
+
+def __getattr__(name: str) -> object:
+    return renamed(__name__, name)

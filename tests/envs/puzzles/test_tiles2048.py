@@ -20,7 +20,7 @@ from envs.puzzles.tiles2048 import (
     legal_slides,
     slide_left,
 )
-from jaxpar.env import legal_sample
+from jaxpar.env.spaces import legal_sample
 from jaxpar.types import UsageError
 
 

@@ -11,6 +11,7 @@
 | `split_sequence` | a mixer, q, k, v -> outputs, by a move that suits it; its collectives | `jaxpar.lm` |
 """
 
+from jaxpar._renamed import renamed
 from jaxpar.nn.attention.context.moves import MOVES, Move, Sizes, move_for
 from jaxpar.nn.attention.context.split_cache import (
     attend_split_cache,
@@ -24,14 +25,13 @@ from jaxpar.nn.attention.context.split_sequence import (
     SplitSequence,
     choose_move,
 )
-from jaxpar.nn.attention.context.token_orders import ORDERS, Order, in_order, padded
+from jaxpar.nn.attention.context.token_orders import Order, in_order, padded
 from jaxpar.nn.attention.context.walk import context_attention
 
 __all__ = [
     "CONTEXT_MOVES",
     "CONTEXT_ORDERS",
     "MOVES",
-    "ORDERS",
     "Move",
     "Order",
     "Sizes",
@@ -46,3 +46,7 @@ __all__ = [
     "padded",
     "spread_blocks",
 ]
+
+
+def __getattr__(name: str) -> object:
+    return renamed(__name__, name)
