@@ -10,6 +10,7 @@
 | `last_action_reward` | an environment -> one whose observations include the last action and reward | users |
 | `returns` | rewards, values, ends `[T, B]` -> advantages and targets, by one scan each | `collect`, learners |
 | `collect`, `learner` | `EnvState` -> a batch `[T, B]` -> minibatches -> updates | learners |
+| `actor_critic` | a batch and weights -> terms of a loss | `ppo`, `a2c` |
 | `value_decomposition`, `action_values` | observations `[T, B, ...]` -> values of actions | `pqn`, `dqn` |
 | `buffer`, `replay` | rows `[M, ...]` -> a ring of them -> random rows -> updates | `dqn`, `td3`, `sac` |
 | `guided_search` | a state, a policy and value -> visits `[A]` and a value | `alpha_zero` |

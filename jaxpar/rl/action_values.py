@@ -1,12 +1,13 @@
-"""Values of actions (Q), for a step of one environment or rollouts of many, and the epsilon-greedy policy by them.
+"""Values of actions (Q) at steps of environments, and the epsilon-greedy policy by them.
 
-With several agents, all share one network, and each is a row of its batch; a value decomposition makes their values a
-team's (`jaxpar.rl.value_decomposition`). An agent that has ended still counts in it until its episode ends.
+With several agents, all share one network, and each is a row of its batch; a value decomposition
+makes their values a team's (`jaxpar.rl.value_decomposition`). An agent that has ended still counts
+in it until its episode ends.
 """
 
 import dataclasses
 import math
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import flax.struct
 import jax
@@ -14,7 +15,8 @@ import jax.numpy as jnp
 
 from jaxpar.env import Adapter, Discrete, Environment, Space, capabilities
 from jaxpar.fields import AtLeast, OneOf, check_fields, field
-from jaxpar.rl.distributions import masked
+from jaxpar.rl.collect import carry_at_start, done_and_weight, normalized_weights
+from jaxpar.rl.distributions import Mask, masked
 from jaxpar.rl.features import (
     agent_action_space,
     agent_obs_space,
@@ -25,16 +27,20 @@ from jaxpar.rl.features import (
 from jaxpar.rl.items import refuse_items
 from jaxpar.rl.network import Network
 from jaxpar.rl.value_decomposition import DECOMPOSITIONS, init_decomposition, joint_value
-from jaxpar.rollout import Trajectory
+from jaxpar.rollout import EnvState, Trajectory
 from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
 
 __all__ = [
     "ActionValues",
     "QBatch",
+    "QLearner",
     "QValues",
     "action_masks",
+    "action_values_agent",
     "epsilon_schedule",
+    "last_values",
     "q_loss",
+    "team_steps",
     "team_trajectory",
 ]
 
@@ -55,17 +61,17 @@ class QValues(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ActionValues:
-    """Values of actions in an environment, and the policy by them; a `jaxpar.rollout.Policy`, static and hashable.
+    """Values of actions in an environment, and the policy by them; a `jaxpar.rollout.Policy`.
 
-    Its parameters are the weights where it is greedy, else `(weights, epsilon)`: with probability epsilon an agent acts
-    uniformly among its legal actions.
+    It is static and hashable. Its parameters are the weights where it is greedy, else
+    `(weights, epsilon)`: with probability epsilon an agent acts uniformly among its legal actions.
 
     Attributes:
         env: the environment or adapter, with actions `Discrete`, one choice an agent.
-        network: of the values.
+        network: the network, with a head of the values.
         decomposition: "none", "vdn" or "qmix".
         decomposition_size: hidden units of QMIX's mixing network.
-        greedy: whether it always takes the best action.
+        greedy: True if it always takes the best action.
     """
 
     env: Environment | Adapter
@@ -75,7 +81,7 @@ class ActionValues:
     greedy: bool = False
 
     def __post_init__(self):
-        """Refuses action spaces without a largest value, and teams of one."""
+        """Rejects action spaces without a largest value, and teams of one."""
         refuse_items(self.network)
         check_fields(self)
         name = self.env.name
@@ -134,7 +140,7 @@ class ActionValues:
         carry: PyTree,
         action_mask: Array | None = None,
     ) -> QValues:
-        """Values of actions at observations `[T, B, ...]`, from a carry `[B, ...]` on; `starts [T, B]`.
+        """Values of actions at observations `[T, B, ...]`, with `starts [T, B]`, `carry [B, ...]`.
 
         One parallel pass over all steps, where a memory has one.
         """
@@ -154,26 +160,21 @@ class ActionValues:
         )
 
     def joint(self, weights: PyTree, obs: PyTree, q: Array) -> Array:
-        """Values `[T, B]` of the joint action from those of the agents `[T, B, N]`; without a team, those."""
+        """Values `[T, B]` of the joint action, by `q [T, B, N]` of agents; without a team, `q`."""
         if self.decomposition == "none":
             return q
         state = features(self.obs_space, obs).reshape(*q.shape[:2], -1)
         return joint_value(weights["decomposition"], self.decomposition, state, q)
 
     def __call__(
-        self,
-        key: PRNGKey,
-        params: PyTree,
-        obs: PyTree,
-        carry: PyTree,
-        action_mask: Array | None = None,
+        self, key: PRNGKey, params: PyTree, obs: PyTree, carry: PyTree, action_mask: Mask = None
     ) -> tuple:
         """Acts in one environment: `(action, carry, extras)`; consumes `key`.
 
-        The extras: "raw_action", the action; "value" of the best one, the team's where there is a decomposition;
-        "action_mask".
+        The extras: "raw_action", the action; "value" of the best one, the team's where there is a
+        decomposition; "action_mask".
         """
-        weights = params if self.greedy else params[0]
+        weights = self._weights(params)
         out, value = self._one(weights, obs, carry, action_mask)
         q = out.q[0, 0]
         action = jnp.argmax(q, -1)
@@ -194,9 +195,20 @@ class ActionValues:
     def value(
         self, params: PyTree, obs: PyTree, carry: PyTree, action_mask: Array | None = None
     ) -> Array:
-        """The value of the best legal action in one environment: `[]`, or `[N]` agents, a team's for each of them."""
-        value = self._one(params if self.greedy else params[0], obs, carry, action_mask)[1]
-        return jnp.broadcast_to(value, (self.num_agents,)) if self.num_agents else value
+        """The value of the best legal action in one environment: `[]`, or `[N]` agents.
+
+        A team's value is that of each agent.
+        """
+        weights = self._weights(params)
+        _, value = self._one(weights, obs, carry, action_mask)
+        if self.num_agents:
+            value = jnp.broadcast_to(value, (self.num_agents,))
+        return value
+
+    def _weights(self, params: PyTree) -> PyTree:
+        if self.greedy:
+            return params
+        return params[0]
 
     def _one(self, weights, obs, carry, action_mask) -> tuple[QValues, Array]:
         """Values of one step of one environment, with axes T and B of 1; and the best of them."""
@@ -211,15 +223,50 @@ class ActionValues:
         return out, self.joint(weights, obs, jnp.max(out.q, -1))[0, 0]
 
 
+class QLearner(Protocol):
+    """Fields of a learner from which its `ActionValues` are made: `Dqn` and `Pqn`."""
+
+    @property
+    def env(self) -> Environment | Adapter:
+        """The environment or adapter, with actions `Discrete`."""
+        ...
+
+    @property
+    def network(self) -> Network:
+        """The network of the values."""
+        ...
+
+    @property
+    def decomposition(self) -> str:
+        """Decomposition of a team's mean reward: "none", "vdn" or "qmix"."""
+        ...
+
+    @property
+    def decomposition_size(self) -> int:
+        """Hidden units of QMIX's mixing network."""
+        ...
+
+
+def action_values_agent(learner: QLearner, greedy: bool = False) -> ActionValues:
+    """The policy, by a state's weights if greedy, else by `(weights, epsilon)`."""
+    return ActionValues(
+        env=learner.env,
+        network=learner.network,
+        decomposition=learner.decomposition,
+        decomposition_size=learner.decomposition_size,
+        greedy=greedy,
+    )
+
+
 @flax.struct.dataclass
 class QBatch:
-    """Actions and their targets; `[T, B, (N)]` but for the carry, without N where a decomposition makes agents a team.
+    """Actions and their targets `[T, B, (N)]`, without N where a decomposition makes agents a team.
 
     Attributes:
-        obs: what the policy saw `[T, B, (N), ...]`.
+        obs: observations of the policy `[T, B, (N), ...]`.
         start: bool `[T, B]`.
         action: int32 `[T, B, (N)]`.
-        target: the value that the action is to have.
+        target: the value that the action shall have.
         weight: float32, 1 where the step counts.
         carry: the memory's `[B, ...]` before the first step.
     """
@@ -233,7 +280,7 @@ class QBatch:
 
 
 def q_loss(weights: PyTree, agent: ActionValues, batch: QBatch) -> tuple[Array, Info]:
-    """Half the mean squared error of the values of actions, `mean((Q(s, a) - target)^2) / 2`, by `QBatch.weight`.
+    """Half the mean squared error of values, `mean((Q(s, a) - target)^2) / 2`, by `QBatch.weight`.
 
     Returns:
         The loss, and "q_loss", "q_mean" and "converged".
@@ -241,7 +288,7 @@ def q_loss(weights: PyTree, agent: ActionValues, batch: QBatch) -> tuple[Array, 
     out = agent.apply(weights, batch.obs, batch.start, batch.carry)
     chosen = jnp.take_along_axis(out.q, batch.action[..., None].astype(jnp.int32), -1)[..., 0]
     q = agent.joint(weights, batch.obs, chosen)
-    share = batch.weight / jnp.maximum(jnp.sum(batch.weight), 1)
+    share = normalized_weights(batch.weight)
     loss = 0.5 * jnp.sum(share * (q - batch.target) ** 2)
     return loss, {
         "q_loss": loss,
@@ -251,23 +298,36 @@ def q_loss(weights: PyTree, agent: ActionValues, batch: QBatch) -> tuple[Array, 
 
 
 def epsilon_schedule(rates: PyTree, updates: Array) -> Array:
-    """The share of random actions: linear from `epsilon_start` to `epsilon_end` over `epsilon_anneal` updates."""
+    """The share of random actions after a number of updates.
+
+    It is linear from `epsilon_start` to `epsilon_end` over `epsilon_anneal` updates.
+    """
     fraction = jnp.minimum(updates / jnp.maximum(rates.epsilon_anneal, 1), 1)
-    return (rates.epsilon_start + (rates.epsilon_end - rates.epsilon_start) * fraction).astype(
-        jnp.float32
-    )
+    epsilon = rates.epsilon_start + (rates.epsilon_end - rates.epsilon_start) * fraction
+    return epsilon.astype(jnp.float32)
 
 
 def action_masks(env: Environment | Adapter, state: PyTree, params: PyTree) -> Array | None:
     """Legal actions of states `[B, ...]`, None where the environment has no mask."""
     mask = capabilities(env).action_mask
-    return None if mask is None else jax.vmap(mask, (0, None))(state, params)
+    if mask is None:
+        return None
+    return jax.vmap(mask, (0, None))(state, params)
+
+
+def last_values(agent: ActionValues, acting: PyTree, env_state: EnvState, params: PyTree) -> Array:
+    """Values of the best legal actions after a rollout: `[B]`, or `[B, N]` agents."""
+    masks = action_masks(agent.env, env_state.state, params)
+    return jax.vmap(agent.value, (None, 0, 0, 0))(
+        acting, env_state.obs, carry_at_start(env_state), masks
+    )
 
 
 def team_trajectory(agent: ActionValues, trajectory: Trajectory) -> Trajectory:
-    """The trajectory of a team, if there is a decomposition: its reward is the agents' mean, its end the episode's.
+    """The trajectory of a team, if there is a decomposition.
 
-    The episode was truncated if it was for some agent that had not terminated; the bootstrap is then a team's value.
+    Its reward is the agents' mean, and its end the episode's. The episode was truncated if it was
+    for some agent that had not terminated; the bootstrap is then a team's value.
     """
     if agent.decomposition == "none":
         return trajectory
@@ -281,3 +341,14 @@ def team_trajectory(agent: ActionValues, trajectory: Trajectory) -> Trajectory:
         bootstrap=jnp.sum(jnp.where(cut, trajectory.bootstrap, 0), -1)
         / jnp.maximum(jnp.sum(cut, -1), 1),
     )
+
+
+def team_steps(
+    agent: ActionValues, trajectory: Trajectory, agent_done: Array | None
+) -> tuple[Trajectory, Array, Array]:
+    """Returns the `team_trajectory` with its `done_and_weight`; a team ends as one."""
+    trajectory = team_trajectory(agent, trajectory)
+    if agent.decomposition != "none":
+        agent_done = None
+    done, weight = done_and_weight(trajectory, agent_done)
+    return trajectory, done, weight

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxpar.env import Adapter, Box, Environment, Space
 from jaxpar.rl.distributions import (
     ActionSpace,
+    Mask,
     check_actions,
     head_size,
     log_prob,
@@ -181,12 +182,7 @@ class ActorCritic:
         return ActorCriticOutput(policy, out.heads["value"].reshape(lead), out.carry, out.converged)
 
     def __call__(
-        self,
-        key: PRNGKey,
-        params: PyTree,
-        obs: PyTree,
-        carry: PyTree,
-        action_mask: Array | None = None,
+        self, key: PRNGKey, params: PyTree, obs: PyTree, carry: PyTree, action_mask: Mask = None
     ) -> tuple:
         """Acts in one environment: `(action, carry, extras)`; consumes `key`.
 

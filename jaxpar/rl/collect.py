@@ -21,6 +21,7 @@ __all__ = [
     "done_and_weight",
     "last_agent_done",
     "make_batch",
+    "normalized_weights",
     "scan_minibatches",
     "update_episode_stats",
 ]
@@ -38,7 +39,8 @@ class Batch:
         value: likewise.
         advantage: of the action.
         target: the return that the value is to learn.
-        weight: float32, 1 where the step counts, 0 outside of episodes and for agents that have ended.
+        weight: float32, 1 where the step counts, 0 outside of episodes and for agents that have
+            ended.
         action_mask: legal actions, or None.
         carry: the policy's `[B, ...]` before the first step.
     """
@@ -70,8 +72,8 @@ def collect(
 ) -> tuple[EnvState, Batch, Trajectory]:
     """Makes `num_steps` steps with the policy, and a batch of them; consumes `key`.
 
-    Where older weights act, values and densities of the batch are those of `weights`, its targets and advantages
-    V-trace's: one more pass over all steps.
+    Where older weights act, values and densities of the batch are by `weights`, its targets and
+    advantages V-trace's: one more pass over all steps.
 
     Args:
         key: consumed.
@@ -86,10 +88,25 @@ def collect(
         reset: likewise.
         behaviour: weights that act; None for `weights`.
     """
-    carry, log_ratio = env_state.carry, None
-    acts, acting = (agent, weights) if behaviour is None else (_Older(agent), (behaviour, weights))
-    env_state, trajectory = rollout(key, env_state, agent.env, params, acts, acting, num_steps, value=acts.value,
-                                    prng=prng, reset=reset)  # fmt: skip
+    carry = env_state.carry
+    log_ratio = None
+    actor = agent
+    acting = weights
+    if behaviour is not None:
+        actor = _Older(agent)
+        acting = behaviour, weights
+    env_state, trajectory = rollout(
+        key,
+        env_state,
+        agent.env,
+        params,
+        actor,
+        acting,
+        num_steps,
+        value=actor.value,
+        prng=prng,
+        reset=reset,
+    )
     last = jax.vmap(agent.value, (None, 0, 0))(weights, env_state.obs, carry_at_start(env_state))
     if behaviour is not None:
         extras = trajectory.extras
@@ -108,17 +125,10 @@ class _Older:
 
     agent: ActorCritic
 
-    def __call__(
-        self,
-        key: PRNGKey,
-        params: PyTree,
-        obs: PyTree,
-        carry: PyTree,
-        action_mask: Array | None = None,
-    ) -> tuple:
+    def __call__(self, key, params, obs, carry, action_mask=None) -> tuple:
         return self.agent(key, params[0], obs, carry, action_mask)
 
-    def value(self, params: PyTree, obs: PyTree, carry: PyTree) -> Array:
+    def value(self, params, obs, carry) -> Array:
         return self.agent.value(params[1], obs, carry)
 
 
@@ -150,10 +160,11 @@ def make_batch(
         carry: the policy's `[B, ...]` before the first step.
         rates: with `discount`, `gae_lambda` and `reward_scale`.
         agent_done: as in `done_and_weight`.
-        log_ratio: as in `jaxpar.rl.vtrace`; None where the policy that learns is the one that acted.
+        log_ratio: as in `jaxpar.rl.vtrace`; None where the policy that learns has acted.
     """
     extras = trajectory.extras
-    value, reward = extras["value"], trajectory.reward * rates.reward_scale
+    value = extras["value"]
+    reward = trajectory.reward * rates.reward_scale
     done, weight = done_and_weight(trajectory, agent_done)
     following = next_values(value, last_value, done, trajectory.bootstrap)
     if log_ratio is None:
@@ -178,7 +189,9 @@ def make_batch(
 
 
 def done_and_weight(trajectory: Trajectory, agent_done: Array | None = None) -> tuple[Array, Array]:
-    """Which steps end their trajectories, bool `[T, B, (N)]`, and which count, float32: 1, or 0 without an agent.
+    """Flags of steps that end their trajectories, bool `[T, B, (N)]`, and weights of all, float32.
+
+    A weight is 1 where the step counts, and 0 without an agent.
 
     Args:
         trajectory: `[T, B]`.
@@ -186,8 +199,11 @@ def done_and_weight(trajectory: Trajectory, agent_done: Array | None = None) -> 
     """
     ended = _per_agent(trajectory.ended, trajectory.reward)
     agent_ends = trajectory.terminated | trajectory.truncated
-    # An agent that ends before its episode still gets observations and acts; those steps do not count.
-    before = jnp.zeros_like(ended[:1]) if agent_done is None else agent_done[None]
+    # An agent that ends before its episode still gets observations and acts; those steps do not
+    # count.
+    before = jnp.zeros_like(ended[:1])
+    if agent_done is not None:
+        before = agent_done[None]
     had_ended = jnp.concatenate([before, agent_ends[:-1]]) & ~_per_agent(
         trajectory.start, trajectory.reward
     )
@@ -195,14 +211,19 @@ def done_and_weight(trajectory: Trajectory, agent_done: Array | None = None) -> 
     return agent_ends | ended, weight.astype(jnp.float32)
 
 
-def last_agent_done(trajectory: Trajectory) -> Array | None:
-    """Which of several agents have ended at the end of a trajectory, bool `[B, N]`: `agent_done` of the next one.
+def normalized_weights(weight: Array) -> Array:
+    """Weights that sum to 1, so that `sum(share * x)` is a mean; all 0 where none counts."""
+    return weight / jnp.maximum(jnp.sum(weight), 1)
 
-    None for a single agent, whose end is the episode's.
+
+def last_agent_done(trajectory: Trajectory) -> Array | None:
+    """Ends of several agents after a trajectory, bool `[B, N]`: `agent_done` of the next one.
+
+    None for a single agent, which ends with its episode.
     """
-    return (
-        (trajectory.terminated | trajectory.truncated)[-1] if trajectory.reward.ndim > 2 else None
-    )
+    if trajectory.reward.ndim <= 2:
+        return None
+    return (trajectory.terminated | trajectory.truncated)[-1]
 
 
 def _per_agent(flag: Array, like: Array) -> Array:
@@ -210,12 +231,12 @@ def _per_agent(flag: Array, like: Array) -> Array:
 
 
 def check_minibatches(num_steps: int, num_envs: int, minibatches: int, has_memory: bool) -> None:
-    """Refuses a number of minibatches that does not divide what is shuffled: environments with a memory, else steps."""
-    count, what = (
-        (num_envs, "environments")
-        if has_memory
-        else (num_steps * num_envs, "steps of all environments")
-    )
+    """Rejects minibatches that do not divide the environments with a memory, else all steps."""
+    count = num_steps * num_envs
+    what = "steps of all environments"
+    if has_memory:
+        count = num_envs
+        what = "environments"
     if minibatches < 1 or count % minibatches:
         legal = [n for n in range(1, count + 1) if count % n == 0]
         near = sorted(legal, key=lambda n: (abs(n - minibatches), n))[:3]
@@ -234,9 +255,10 @@ def scan_minibatches(
     minibatches: int,
     has_memory: bool,
 ) -> tuple[PyTree, PyTree]:
-    """Scans `update` over a batch in `minibatches` random parts, `num_epochs` times; consumes `key`.
+    """Scans `update` over a batch in random parts, `num_epochs` times; consumes `key`.
 
-    A memory needs whole rollouts, so environments are shuffled then; without one single steps are, as `[1, M]`.
+    A memory needs whole rollouts, so environments are shuffled then; without one, single steps are,
+    as `[1, M]`.
 
     Args:
         key: consumed.
@@ -251,8 +273,9 @@ def scan_minibatches(
         The last state, and infos `[num_epochs, minibatches, ...]`.
     """
     num_steps, num_envs = batch.start.shape
-    count = num_envs if has_memory else num_steps * num_envs
+    count = num_envs
     if not has_memory:  # the carry has no leaves then, so all leaves are [T, B, ...]
+        count = num_steps * num_envs
         batch = jax.tree.map(lambda x: x.reshape(1, count, *x.shape[2:]), batch)
 
     def minibatch(rows):
@@ -269,7 +292,7 @@ def scan_minibatches(
 def update_episode_stats(
     info: Info, before: dict[str, Array], trajectory: Trajectory
 ) -> tuple[Info, dict[str, Array]]:
-    """Adds mean return and length of the episodes that ended within the trajectory; where none did, those of `before`.
+    """Adds mean return and length of episodes that ended in the trajectory; without any, `before`.
 
     Returns:
         The info, also with "num_episodes"; and the means alone, NaN until an episode has ended.

@@ -35,7 +35,10 @@ LOG_STD = (-20.0, 2.0)  # what `draw_squashed` holds log standard deviations to,
 
 
 ActionSpace = Discrete | MultiDiscrete | Box
-"""What `check_actions` lets pass."""
+"""Spaces that `check_actions` accepts."""
+
+Mask = Array | None
+"""Legal actions, bool; None where all are."""
 
 
 def check_actions(env: Environment | Adapter, space: Space) -> None:
@@ -53,7 +56,7 @@ def head_size(space: ActionSpace) -> int:
     return math.prod(space.shape if isinstance(space, Box) else mask_shape(space) or ())
 
 
-def masked(space: ActionSpace, outputs: Array, mask: Array | None) -> Array:
+def masked(space: ActionSpace, outputs: Array, mask: Mask) -> Array:
     """Logits `[..., *space.shape, choices]` with illegal choices at -1e9; outputs as they are for boxes.
 
     Finite: an infinite logit would make the gradient of a log probability NaN (infinity less infinity).

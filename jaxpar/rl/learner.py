@@ -1,4 +1,6 @@
-"""What learners have in common: their state, its initialisation, and an update from a rollout.
+"""State, protocols, initialisation and updates that learners share.
+
+Functions here take the learner first, so that a learner has them as methods: `axes = learner_axes`.
 
 Example:
     from jaxpar import envs
@@ -8,21 +10,25 @@ Example:
     from jaxpar.rl.distributions import log_prob
     from jaxpar.rl.learner import actor_critic_update
 
-    def reinforce_loss(weights, agent, batch, rates):  # returns alone say how good an action was; no critic is asked
+    # Returns alone say how good an action was: there is no critic.
+    def reinforce_loss(weights, agent, batch, rates):
         out = agent.apply(weights, batch.obs, batch.start, batch.carry, batch.action_mask)
         log_p = log_prob(agent.action_space, out.policy, batch.raw_action)
         ratio_error = jnp.max(jnp.abs(jnp.exp(log_p - batch.log_prob) - 1))
-        return -jnp.mean(log_p * batch.target), {"ratio_error": ratio_error, "converged": jnp.float32(1)}
+        info = {"ratio_error": ratio_error, "converged": jnp.float32(1)}
+        return -jnp.mean(log_p * batch.target), info
 
     class Reinforce(A2c):
         def step(self, key, state, inputs):
             return actor_critic_update(self, key, state, inputs, reinforce_loss)
 
     env, params = envs.make("CartPole-v1")
-    state, info = train(Reinforce(env, Network(hidden=()), num_envs=2, num_steps=4), jax.random.key(0), params, 3)
+    learner = Reinforce(env, Network(hidden=()), num_envs=2, num_steps=4)
+    state, info = train(learner, jax.random.key(0), params, 3)
     assert state.updates == 3 and jnp.all(info["ratio_error"] < 1e-5)
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Protocol, TypeVar
@@ -37,9 +43,11 @@ from jaxpar.optim import Optimizer, annealed
 from jaxpar.rl.agent import ActorCritic
 from jaxpar.rl.collect import (
     Batch,
+    check_minibatches,
     collect,
     done_and_weight,
     last_agent_done,
+    normalized_weights,
     scan_minibatches,
     update_episode_stats,
 )
@@ -66,6 +74,9 @@ __all__ = [
     "MinibatchLearner",
     "actor_critic_update",
     "check_learner",
+    "check_minibatch_learner",
+    "env_params",
+    "finish_update",
     "has_memory",
     "init_learner",
     "learner_axes",
@@ -93,7 +104,7 @@ RENAMED = {
     "rates/epsilon_anneal": "rates/explore",
     "rates/tau": "rates/target",
 }
-"""Names in states that older checkpoints have under another one, for `jaxpar.loop.Hooks.renamed`."""
+"""Older names in checkpoints by those of today, for `jaxpar.loop.Hooks.renamed`."""
 
 
 @flax.struct.dataclass
@@ -104,11 +115,14 @@ class LearnerState:
         weights: of its network.
         opt_state: of its optimizer.
         env_state: of its environments.
-        agent_done: bool `[B, N]`, which agents have ended in an episode that goes on; None for a single agent.
+        agent_done: bool `[B, N]`, agents that have ended before their episode; None for a single
+            agent.
         rates: float32 scalars; replace them to sweep.
         updates: int32 [], made so far.
-        episode_stats: mean return and length of the last episodes, float32 [] each; NaN before the first.
-        older: the weights before each of the last `lag` updates `[lag, ...]`, the oldest first; None without a lag.
+        episode_stats: mean return and length of the last episodes, float32 [] each; NaN before the
+            first.
+        older: the weights before each of the last `lag` updates `[lag, ...]`, the oldest first;
+            None without a lag.
         returns: by which rewards are scaled; None where they are not.
     """
 
@@ -127,7 +141,10 @@ LearnerStateT = TypeVar("LearnerStateT", bound=LearnerState)
 
 
 class Agent(Policy, Protocol):
-    """What a learner trains: a policy with weights, `ActorCritic` or `ActionValues`; static and hashable."""
+    """A policy with weights that a learner trains: `ActorCritic`, `ActionValues` or `TwinCritics`.
+
+    It is static and hashable.
+    """
 
     @property
     def num_agents(self) -> int:
@@ -144,44 +161,49 @@ class Agent(Policy, Protocol):
 
 
 class Learner(Algorithm[LearnerStateT], Protocol[LearnerStateT]):
-    """An `Algorithm` whose step is an update from a rollout, and whose inputs are the environment's parameters.
+    """An `Algorithm` with an update from a rollout as its step.
 
-    `Ppo`, `A2c`, `Pqn` and `Dqn` are learners, frozen dataclasses whose fields are these and more.
+    Learners are frozen dataclasses with these fields and more. Inputs are the environment's
+    parameters, or None for the default ones.
     """
 
     @property
     def env(self) -> Environment | Adapter:
-        """In which it learns."""
+        """The environment or adapter."""
         ...
 
     @property
     def network(self) -> Network | Items:
-        """Whose weights it learns."""
+        """The network, or the one by which several are shaped."""
         ...
 
     @property
     def rates(self) -> PyTree:
-        """Its numbers at first; those of a state can be swept."""
+        """Numbers at first; those of a state can be swept."""
         ...
 
     @property
     def num_envs(self) -> int:
-        """B."""
+        """B, environments that run at once."""
         ...
 
     @property
     def num_steps(self) -> int:
-        """T, of a rollout."""
+        """T, steps of a rollout in each environment."""
         ...
 
     @property
     def normalize_obs(self) -> bool:
-        """Whether observations are standardised by running moments, which are part of the weights."""
+        """True if observations are standardised by their running mean and deviation.
+
+        These moments are part of the weights. An update uses those before it in all of its steps,
+        and evaluation does not move them.
+        """
         ...
 
     @property
     def normalize_returns(self) -> bool:
-        """Whether rewards are divided by the running deviation of returns."""
+        """True if rewards are divided by the running deviation of their discounted sums."""
         ...
 
     @property
@@ -196,7 +218,7 @@ class Learner(Algorithm[LearnerStateT], Protocol[LearnerStateT]):
 
     @property
     def optimizer(self) -> Optimizer:
-        """Of the weights."""
+        """The optimizer of the weights."""
         ...
 
     def agent(self, greedy: bool = False) -> Agent:
@@ -209,48 +231,60 @@ class Learner(Algorithm[LearnerStateT], Protocol[LearnerStateT]):
 
 
 class MinibatchLearner(Learner[LearnerState], Protocol):
-    """A learner that goes several times through each rollout in random parts: `Ppo`, `A2c` and `Pqn`."""
+    """A learner that goes through each rollout in random parts: `Ppo`, `A2c` and `Pqn`."""
 
     @property
     def epochs(self) -> int:
-        """Times that each rollout is gone through."""
+        """Passes over each rollout."""
         ...
 
     @property
     def minibatches(self) -> int:
-        """Parts of a rollout."""
+        """Parts of a rollout: of whole environments with a memory, else of single steps."""
         ...
 
     @property
     def has_memory(self) -> bool:
-        """Whether rollouts must stay whole, since the agent remembers."""
+        """True if rollouts must stay whole, since the agent remembers."""
         ...
 
 
 class ActorCriticLearner(MinibatchLearner, Protocol):
-    """One whose agent is an `ActorCritic`: `Ppo` and `A2c`."""
+    """A learner with an `ActorCritic` as its agent: `Ppo` and `A2c`."""
+
+    @property
+    def central(self) -> bool:
+        """True if the value reads all agents' observations."""
+        ...
 
     @property
     def lag(self) -> int:
-        """Updates for which the weights that act are old."""
+        """Age in updates of the weights that act, as of actors that run apart from a learner."""
         ...
 
     @property
     def correct(self) -> bool:
-        """Whether V-trace corrects for that."""
+        """True if V-trace corrects for the lag."""
         ...
 
 
 def check_learner(learner: Learner) -> None:
-    """Refuses counts and rates that are not legal; rates that are traced are not checked."""
+    """Rejects counts and rates that are not legal; rates that are traced are not checked."""
     check_fields(learner)
     check_fields(learner.rates, "rates.")
     if learner.normalize_obs:
         refuse_moments(learner.env, learner.network)
 
 
+def check_minibatch_learner(learner: MinibatchLearner) -> None:
+    """Rejects fields that are not legal, uneven minibatches, and environments of other agents."""
+    check_learner(learner)
+    check_minibatches(learner.num_steps, learner.num_envs, learner.minibatches, learner.has_memory)
+    learner.agent()
+
+
 def refuse_moments(env: Environment | Adapter, network: Network | Items) -> None:
-    """Refuses to standardise observations that have no mean, or whose place shall not matter."""
+    """Rejects moments of observations without a mean, and of items, which have no order."""
     if isinstance(network, Items):
         raise UsageError(
             "normalize_obs=True would scale items by their place; leave it False with Items."
@@ -259,55 +293,69 @@ def refuse_moments(env: Environment | Adapter, network: Network | Items) -> None
 
 
 def has_memory(network: Network | Items) -> bool:
-    """Whether a learner's rollouts must stay whole."""
+    """Returns True if rollouts with this network must stay whole."""
     return network.memory_layer() is not None
 
 
-def init_learner(learner: Learner, key: PRNGKey, inputs: PyTree, lag: int = 0) -> LearnerState:
-    """Draws weights and starts an episode in every environment; consumes `key`. A learner's `init`."""
-    params = learner.env.default_params if inputs is None else inputs
+def env_params(learner: Learner, inputs: PyTree) -> PyTree:
+    """Returns the environment's parameters that inputs are, or the default ones for None."""
+    if inputs is None:
+        return learner.env.default_params
+    return inputs
+
+
+def init_learner(learner: Learner, key: PRNGKey, inputs: PyTree) -> LearnerState:
+    """Draws weights and starts an episode in every environment; consumes `key`."""
+    params = env_params(learner, inputs)
     weights_key, envs_key = jax.random.split(key)
+
     agent = learner.agent()
     weights = agent.init(weights_key)
     if learner.normalize_obs:
         weights["moments"] = no_moments(check_obs(learner.env.name, agent_obs_space(learner.env)))
-    agents = (learner.num_envs, agent.num_agents) if agent.num_agents else (learner.num_envs,)
+
+    each_agent = (learner.num_envs,)
+    agent_done = None
+    if agent.num_agents:
+        each_agent = (learner.num_envs, agent.num_agents)
+        agent_done = jnp.zeros(each_agent, bool)
+
+    returns = None
+    if learner.normalize_returns:
+        returns = Returns(running=jnp.zeros(each_agent), moments=no_moments())
+
     return LearnerState(
         weights=weights,
         opt_state=learner.optimizer.init(weights),
-        agent_done=jnp.zeros((learner.num_envs, agent.num_agents), bool)
-        if agent.num_agents
-        else None,
         env_state=init(
             envs_key, learner.env, params, learner.num_envs, agent.first_carry(), prng=learner.prng
         ),
+        agent_done=agent_done,
         rates=jax.tree.map(jnp.float32, learner.rates),
         updates=jnp.int32(0),
         episode_stats={name: jnp.float32(jnp.nan) for name in ("return_mean", "length_mean")},
-        older=jax.tree.map(lambda x: jnp.broadcast_to(x, (lag, *x.shape)), weights)
-        if lag
-        else None,
-        returns=Returns(jnp.zeros(agents), no_moments()) if learner.normalize_returns else None,
+        returns=returns,
     )
 
 
 def learner_axes(learner: Learner) -> PyTree:
-    """Logical axes of the state: environments are split by the rule of "envs", the rest is on every device."""
+    """Logical axes of the state: environments are split by the rule "envs", the rest is whole."""
     state = jax.eval_shape(lambda: learner.init(jax.random.key(0), None))
 
-    def named(path, leaf):
+    def name_axes(path, leaf):
         names = [
             entry.name if isinstance(entry, jax.tree_util.GetAttrKey) else None
             for entry in path[:2]
         ]
-        split = (
-            names in (["agent_done"], ["returns", "running"])
-            or names[0] == "env_state"
-            and names[1] not in ("first_carry", "step")
-        )
-        return (("envs",) if split else (None,)) + (None,) * (leaf.ndim - 1) if leaf.ndim else ()
+        if not leaf.ndim:
+            return ()
+        is_split = names in (["agent_done"], ["returns", "running"])
+        if names[0] == "env_state":
+            is_split = names[1] not in ("first_carry", "step")
+        first = "envs" if is_split else None
+        return (first,) + (None,) * (leaf.ndim - 1)
 
-    return jax.tree_util.tree_map_with_path(named, state)
+    return jax.tree_util.tree_map_with_path(name_axes, state)
 
 
 def actor_critic_update(
@@ -318,11 +366,11 @@ def actor_critic_update(
     loss: Callable,
     too_far: Callable[[Info], Array] | None = None,
 ) -> tuple[LearnerState, Info]:
-    """An update of an actor and its critic: a rollout, its advantages, and gradient steps on its minibatches.
+    """Updates an actor and its critic by a rollout, its advantages, and steps on its minibatches.
 
-    With a lag the weights of that many updates ago act. If corrected, all else is by the weights before the update; if
-    not, what was drawn is learned from as if it had just been. Moments are those before the update in all of it, and
-    see its rollout afterwards.
+    With a lag the weights of that many updates ago act. If corrected, all else is by the weights
+    before the update; if not, what was drawn is learned from as if it had just been. Moments are
+    those before the update in all of it, and include its rollout afterwards.
 
     Args:
         learner: `Ppo`, `A2c`, or one like them.
@@ -332,60 +380,100 @@ def actor_critic_update(
         loss: `(weights, agent, batch, rates) -> (loss, info)`.
         too_far: as in `minibatch_updates`.
     """
-    agent, rates = learner.agent(), state.rates
+    agent = learner.agent()
     assert isinstance(agent, ActorCritic)
-    params = learner.env.default_params if inputs is None else inputs
+    rates = state.rates
+    params = env_params(learner, inputs)
     act_key, deal_key = jax.random.split(key)
-    judge, behaviour, older = state.weights, None, state.older
+
+    # The critic's weights value the rollout; `behaviour` acts in it where that is another's.
+    critic = state.weights
+    behaviour = None
+    older = state.older
     if older is not None:
         oldest = jax.tree.map(lambda x: x[0], older)
-        judge, behaviour = (judge, oldest) if learner.correct else (oldest, None)
+        if learner.correct:
+            behaviour = oldest
+        else:
+            critic = oldest
         older = jax.tree.map(
             lambda old, now: jnp.concatenate([old[1:], now[None]]), older, state.weights
         )
+
     scaled = rates.replace(reward_scale=rates.reward_scale * reward_factor(state.returns))
-    env_state, batch, trajectory = collect(act_key, state.env_state, state.agent_done, agent, params, judge, scaled,
-                                           learner.num_steps, prng=learner.prng, reset=learner.reset,
-                                           behaviour=behaviour)  # fmt: skip
+    env_state, batch, trajectory = collect(
+        act_key,
+        state.env_state,
+        state.agent_done,
+        agent,
+        params,
+        critic,
+        scaled,
+        learner.num_steps,
+        prng=learner.prng,
+        reset=learner.reset,
+        behaviour=behaviour,
+    )
     weights, opt_state, infos = minibatch_updates(
         learner, deal_key, state, batch, functools.partial(loss, rates=rates), too_far
     )
-    # Of the first minibatch alone: there the weights are those that acted, and every ratio should be 1.
-    ratio_error = infos["ratio_error"][0, 0]
-    info = mean_metrics(infos) | {
+    state = dataclasses.replace(state, older=older)
+    state, info = finish_update(learner, state, env_state, trajectory, weights, opt_state, infos)
+    return state, info | {
         "explained_variance": _explained_variance(batch),
-        "ratio_error": ratio_error,
+        # Of the first minibatch alone: there the weights are those that acted, and every ratio
+        # should be 1.
+        "ratio_error": infos["ratio_error"][0, 0],
     }
-    info, stats = update_episode_stats(info, state.episode_stats, trajectory)
+
+
+def finish_update(
+    learner: Learner[LearnerStateT],
+    state: LearnerStateT,
+    env_state: EnvState,
+    trajectory: Trajectory,
+    weights: PyTree,
+    opt_state: PyTree,
+    infos: Info,
+) -> tuple[LearnerStateT, Info]:
+    """Returns the state after an update, and its metrics: of learning, and of episodes that ended.
+
+    Args:
+        learner: any.
+        state: before.
+        env_state: of the environments after the rollout.
+        trajectory: of the rollout.
+        weights: after the gradient steps.
+        opt_state: likewise.
+        infos: of the gradient steps.
+    """
+    info, stats = update_episode_stats(mean_metrics(infos), state.episode_stats, trajectory)
     weights, returns = seen(learner, state, weights, trajectory)
-    done = last_agent_done(trajectory)
-    return LearnerState(
-        weights,
-        opt_state,
-        env_state,
-        done,
-        rates,
-        state.updates + 1,
-        stats,
-        older=older,
+    state = dataclasses.replace(
+        state,
+        weights=weights,
+        opt_state=opt_state,
+        env_state=env_state,
+        agent_done=last_agent_done(trajectory),
+        updates=state.updates + 1,
+        episode_stats=stats,
         returns=returns,
-    ), info
+    )
+    return state, info
 
 
 def seen(
     learner: Learner, state: LearnerState, weights: PyTree, trajectory: Trajectory
 ) -> tuple[PyTree, Returns | None]:
-    """The weights and the returns with moments that have seen a trajectory, where they have any."""
+    """Adds a trajectory to the moments of the weights and of the returns, where they have any."""
     done, weight = done_and_weight(trajectory, state.agent_done)
     if learner.normalize_obs:
-        weights = weights | {
-            "moments": with_batch(state.weights["moments"], trajectory.obs, weight)
-        }
+        moments = with_batch(state.weights["moments"], trajectory.obs, weight)
+        weights = weights | {"moments": moments}
     if state.returns is None:
         return weights, None
-    return weights, seen_returns(
-        state.returns, trajectory.reward, done, weight, state.rates.discount
-    )
+    discount = state.rates.discount
+    return weights, seen_returns(state.returns, trajectory.reward, done, weight, discount)
 
 
 def minibatch_updates(
@@ -398,14 +486,18 @@ def minibatch_updates(
 ) -> tuple[PyTree, PyTree, Info]:
     """Makes the gradient steps of all epochs on minibatches of a batch; consumes `key`.
 
-    `loss` is `(weights, agent, minibatch) -> (loss, info)`. From the first minibatch on whose info is `too_far`, no
-    step is made; what is left is computed all the same, since a scan has one length.
+    `loss` is `(weights, agent, minibatch) -> (loss, info)`. From the first minibatch on whose info
+    is `too_far`, no step is made; the rest is computed all the same, since a scan has one length.
 
     Returns:
-        The weights, the optimizer's state, and infos `[epochs, minibatches]`, with "grad_norm", "skipped" and
-        "learning_rate" added to those of `loss`, and with `too_far` "stopped", 1 where no step was made for it.
+        The weights, the optimizer's state, and infos `[epochs, minibatches]`.
+
+        To the infos of `loss` are added "grad_norm", "skipped" and "learning_rate", and with
+        `too_far` "stopped", 1 where no step was made for it.
     """
-    rates, agent, optimizer = state.rates, learner.agent(), learner.optimizer
+    rates = state.rates
+    agent = learner.agent()
+    optimizer = learner.optimizer
     rate = annealed(rates.learning_rate, rates.anneal, state.updates)
     joined = optimizer.joined(state.weights, state.opt_state)
 
@@ -432,15 +524,19 @@ def minibatch_updates(
 
 
 def mean_metrics(infos: Info) -> Info:
-    """The mean of each metric over all updates; the least "converged"; and how many updates were "skipped"."""
+    """The mean of each metric over all updates; the least "converged", and the sum of "skipped"."""
     reduced = {"converged": jnp.min(infos["converged"]), "skipped": jnp.sum(infos["skipped"])}
     return jax.tree.map(jnp.mean, infos) | reduced
 
 
 def _explained_variance(batch: Batch) -> Array:
-    """`1 - Var(target - value) / Var(target)`, by the weights of the batch: 1 at best, 0 for a constant value."""
-    share = batch.weight / jnp.maximum(jnp.sum(batch.weight), 1)
-    error, centred = batch.target - batch.value, batch.target - jnp.sum(share * batch.target)
+    """`1 - Var(target - value) / Var(target)`, by the weights of the batch.
+
+    It is 1 at best, 0 for a constant value.
+    """
+    share = normalized_weights(batch.weight)
+    error = batch.target - batch.value
+    centred = batch.target - jnp.sum(share * batch.target)
     error = error - jnp.sum(share * error)
     # Targets of one value alone have no variance to explain: 1 - 0 / 1e-8 there, and no NaN.
     return 1 - jnp.sum(share * error**2) / jnp.maximum(jnp.sum(share * centred**2), 1e-8)

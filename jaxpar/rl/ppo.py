@@ -8,21 +8,25 @@ import jax.numpy as jnp
 from jaxpar.env import Adapter, Environment
 from jaxpar.fields import AtLeast, Between, Finite, Positive, field
 from jaxpar.optim import OptimizerConfig, make_optimizer
+from jaxpar.rl.actor_critic import (
+    actor_critic_agent,
+    actor_critic_loss,
+    evaluate_batch,
+    init_actor_critic,
+)
 from jaxpar.rl.agent import ActorCritic
-from jaxpar.rl.collect import Batch, check_minibatches
-from jaxpar.rl.distributions import entropy, log_prob
+from jaxpar.rl.collect import Batch
 from jaxpar.rl.items import Items
 from jaxpar.rl.learner import (
     LearnerState,
     actor_critic_update,
-    check_learner,
+    check_minibatch_learner,
     has_memory,
-    init_learner,
     learner_axes,
 )
 from jaxpar.rl.network import Network
 from jaxpar.rollout import Reset
-from jaxpar.types import Array, Info, PRNGKey, PyTree, Scalar, largest
+from jaxpar.types import Array, Info, PRNGKey, PyTree, Scalar
 
 __all__ = ["Ppo", "PpoRates", "ppo_loss"]
 
@@ -32,15 +36,15 @@ class PpoRates:
     """Numbers of PPO: floats here, float32 scalars in a state, so that a sweep is a `vmap`.
 
     Attributes:
-        learning_rate: of Adam, at first.
+        learning_rate: of the optimizer, at first.
         anneal: updates over which it falls to 0 in a line; 0 keeps it.
         discount: of a step.
         gae_lambda: lambda of the generalised advantages.
-        clip: how far the ratio, and the value, may usefully move from what they were.
+        clip: distance from the old ratio, and the old value, beyond which no gain is counted.
         value_coef: weight of the value's loss.
         entropy_coef: weight of the policy's entropy.
-        max_grad_norm: gradients longer than this are shortened to it.
-        reward_scale: what rewards are multiplied by before anything is learned from them.
+        max_grad_norm: norm to which longer gradients are shortened.
+        reward_scale: factor of rewards before anything is learned from them.
     """
 
     learning_rate: Scalar = field(2.5e-4, Positive())
@@ -56,31 +60,17 @@ class PpoRates:
 
 @dataclasses.dataclass(frozen=True)
 class Ppo:
-    """Proximal policy optimisation (Schulman et al. 2017, arXiv:1707.06347); an `Algorithm`, a step of it an update.
+    """Proximal policy optimisation (Schulman et al. 2017, arXiv:1707.06347); an `Algorithm`.
 
-    An update makes `num_steps` steps in each of `num_envs` environments, computes generalised advantages, and goes
-    `epochs` times through them in `minibatches` parts. Its inputs are the environment's parameters, None for the
-    default ones. With a memory, whole rollouts are trained on, all steps at once, from the carry before them, with
-    episodes' starts inside. Several agents share the network (IPPO); `central` gives them MAPPO's critic.
+    An update makes `num_steps` steps in each of `num_envs` environments, computes generalised
+    advantages, and goes `epochs` times through them in `minibatches` parts. With a memory, whole
+    rollouts are trained on, all steps at once, from the carry before them, with episodes' starts
+    inside. Several agents share the network (IPPO); `central` gives them MAPPO's critic. Fields are
+    those of `ActorCriticLearner`, and:
 
     Attributes:
-        env: the environment or adapter.
-        network: of policy and value.
-        rates: numbers.
-        num_envs: B.
-        num_steps: T, of a rollout.
-        epochs: passes over each rollout.
-        minibatches: parts of a rollout: of whole environments where there is a memory, else of single steps.
-        central: whether the value reads all agents' observations.
-        target_kl: an update makes no more gradient steps from the first minibatch on in which "approx_kl", the distance
-            to the policy before it, is over this; 0 leaves out none.
-        lag: updates for which the weights that act are old, as where actors run beside the learner.
-        correct: whether V-trace corrects for that.
-        normalize_obs: whether observations are standardised by their running mean and deviation, which are part of the
-            weights: those before an update in all of it, and in evaluation as they stand.
-        normalize_returns: whether rewards are divided by the running deviation of their discounted sums.
-        prng: as in `jaxpar.rollout.rollout`.
-        reset: likewise; None for the exact default.
+        target_kl: bound on "approx_kl", the distance to the policy before the update. From the
+            first minibatch over it on, the update makes no more gradient steps; 0 bounds nothing.
     """
 
     env: Environment | Adapter
@@ -101,39 +91,31 @@ class Ppo:
 
     optimizer = make_optimizer(OptimizerConfig(eps=1e-5, b2=0.999, weight_decay=0.0))
 
-    def __post_init__(self):
-        """Refuses what no learner can be."""
-        check_learner(self)
-        check_minibatches(self.num_steps, self.num_envs, self.minibatches, self.has_memory)
-        self.agent()
+    __post_init__ = check_minibatch_learner
+    agent = actor_critic_agent
+    init = init_actor_critic
+    axes = learner_axes
 
     @property
     def has_memory(self) -> bool:
-        """Whether rollouts must stay whole."""
+        """True if rollouts must stay whole."""
         return has_memory(self.network)
-
-    def agent(self, greedy: bool = False) -> ActorCritic:
-        """The policy, for `jaxpar.rollout.rollout` and `evaluate`, with the weights of a state as its parameters."""
-        return ActorCritic(self.env, self.network, self.central, greedy)
-
-    def init(self, key: PRNGKey, inputs: PyTree) -> LearnerState:
-        """Draws weights and starts an episode in every environment; consumes `key`."""
-        return init_learner(self, key, inputs, self.lag)
 
     def step(self, key: PRNGKey, state: LearnerState, inputs: PyTree) -> tuple[LearnerState, Info]:
         """Makes an update; consumes `key`."""
-        too_far = (lambda info: info["approx_kl"] > self.target_kl) if self.target_kl else None
-        return actor_critic_update(self, key, state, inputs, ppo_loss, too_far)
+        if not self.target_kl:
+            return actor_critic_update(self, key, state, inputs, ppo_loss)
 
-    def axes(self) -> PyTree:
-        """Logical axes of the state; see `learner_axes`."""
-        return learner_axes(self)
+        def too_far(info: Info) -> Array:
+            return info["approx_kl"] > self.target_kl
+
+        return actor_critic_update(self, key, state, inputs, ppo_loss, too_far)
 
 
 def ppo_loss(
     weights: PyTree, agent: ActorCritic, batch: Batch, rates: PpoRates
 ) -> tuple[Array, Info]:
-    """The clipped surrogate (eq. 7), the clipped value loss, and the entropy, of a batch; means by `Batch.weight`.
+    """The clipped surrogate (eq. 7), the clipped value loss, and the entropy; by `Batch.weight`.
 
         ratio = exp(log_prob - old)    L = mean(-min(ratio A, clip(ratio, 1 - c, 1 + c) A))
         V = mean(max((v - G)^2, (old_v + clip(v - old_v, -c, c) - G)^2)) / 2
@@ -142,33 +124,26 @@ def ppo_loss(
     with advantages A of mean 0 and deviation 1 in the batch.
 
     Returns:
-        The loss, and of its parts: "policy_loss", "value_loss", "entropy", "approx_kl" (mean of ratio - 1 - log ratio),
-        "clip_fraction" (share of ratios beyond the clip), "ratio_error" (largest distance of a ratio from 1) and
-        "converged".
+        The loss, and the metrics of `actor_critic_loss` with "approx_kl", the mean of
+        ratio - 1 - log ratio, and "clip_fraction", the share of ratios beyond the clip.
     """
-    out = agent.apply(weights, batch.obs, batch.start, batch.carry, batch.action_mask)
-    share = batch.weight / jnp.maximum(jnp.sum(batch.weight), 1)
+    now = evaluate_batch(weights, agent, batch)
 
     def mean(x):
-        return jnp.sum(share * x)
+        return jnp.sum(now.share * x)
 
     centred = batch.advantage - mean(batch.advantage)
     advantage = centred / (jnp.sqrt(mean(centred**2)) + 1e-8)
-    log_ratio = log_prob(agent.action_space, out.policy, batch.raw_action) - batch.log_prob
-    ratio = jnp.exp(log_ratio)
-    policy = -mean(
-        jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - rates.clip, 1 + rates.clip) * advantage)
-    )
-    near = batch.value + jnp.clip(out.value - batch.value, -rates.clip, rates.clip)
-    value = 0.5 * mean(jnp.maximum((out.value - batch.target) ** 2, (near - batch.target) ** 2))
-    spread = mean(entropy(agent.action_space, out.policy))
-    info = {
-        "policy_loss": policy,
-        "value_loss": value,
-        "entropy": spread,
-        "approx_kl": mean(ratio - 1 - log_ratio),
+    ratio = jnp.exp(now.log_ratio)
+    clipped = jnp.clip(ratio, 1 - rates.clip, 1 + rates.clip)
+    policy_loss = -mean(jnp.minimum(ratio * advantage, clipped * advantage))
+
+    near = batch.value + jnp.clip(now.value - batch.value, -rates.clip, rates.clip)
+    error = jnp.maximum((now.value - batch.target) ** 2, (near - batch.target) ** 2)
+    value_loss = 0.5 * mean(error)
+
+    loss, info = actor_critic_loss(policy_loss, value_loss, now, batch, rates)
+    return loss, info | {
+        "approx_kl": mean(ratio - 1 - now.log_ratio),
         "clip_fraction": mean((jnp.abs(ratio - 1) > rates.clip).astype(jnp.float32)),
-        "ratio_error": largest(batch.weight * jnp.abs(ratio - 1)),
-        "converged": out.converged.astype(jnp.float32),
     }
-    return policy + rates.value_coef * value - rates.entropy_coef * spread, info

@@ -1,4 +1,4 @@
-"""What learners from a replay buffer have in common: experiences of n steps, their ring, and an update from it."""
+"""Parts that learners from a replay buffer share: experiences of n steps, their ring, an update."""
 
 import dataclasses
 from typing import Protocol
@@ -7,17 +7,19 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxpar.optim import annealed
+from jaxpar.env import Adapter, Environment
+from jaxpar.fields import AtLeast, field
+from jaxpar.optim import OptimizerConfig, annealed, make_optimizer
 from jaxpar.rl.buffer import Buffer, add, empty_buffer
-from jaxpar.rl.collect import done_and_weight, last_agent_done, update_episode_stats
+from jaxpar.rl.collect import done_and_weight
 from jaxpar.rl.learner import (
     Learner,
     LearnerState,
     check_learner,
+    env_params,
+    finish_update,
     has_memory,
     init_learner,
-    mean_metrics,
-    seen,
 )
 from jaxpar.rl.moments import reward_factor
 from jaxpar.rl.network import Network
@@ -37,6 +39,7 @@ from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
 __all__ = [
     "Experience",
     "LevelReset",
+    "ReplayFields",
     "ReplayLearner",
     "ReplayState",
     "check_replay",
@@ -54,7 +57,9 @@ LevelReset = Chunked | SameStep | Pool | GivenLevel
 
 @flax.struct.dataclass
 class Experience:
-    """A transition of up to n steps; `[*L, (N), ...]`, numbers without N where a decomposition makes agents a team.
+    """A transition of up to n steps; `[*L, (N), ...]`.
+
+    Numbers are without N where a decomposition makes agents a team.
 
     Attributes:
         obs: before the first step.
@@ -95,17 +100,17 @@ class ReplayLearner(Learner[ReplayState], Protocol):
 
     @property
     def network(self) -> Network:
-        """Whose weights it learns."""
+        """The network, without a memory."""
         ...
 
     @property
     def reset(self) -> LevelReset | None:
-        """Where new episodes begin; None for the exact default."""
+        """Start of new episodes, as `by` of `NextStep`; None for the exact default."""
         ...
 
     @property
     def gradient_steps(self) -> int:
-        """After each rollout."""
+        """Gradient steps after each rollout."""
         ...
 
     @property
@@ -120,24 +125,27 @@ class ReplayLearner(Learner[ReplayState], Protocol):
 
     @property
     def n_step(self) -> int:
-        """Rewards that a target sums."""
+        """Rewards in a target's sum."""
         ...
 
     def collect(
         self, key: PRNGKey, state: LearnerState, warm: Array, params: PyTree
     ) -> tuple[EnvState, Trajectory, Experience]:
-        """Makes a rollout, as explores before and after the warmup, and its experiences `[T, B]`; consumes `key`."""
+        """Makes a rollout, which may explore otherwise until `warm`, and its experiences `[T, B]`.
+
+        It consumes `key`.
+        """
         ...
 
     def gradient(
         self, key: PRNGKey, carry: tuple, buffer: Buffer, rates: PyTree, rate: Array
     ) -> tuple[tuple, Info]:
-        """Makes a gradient step of `(weights, opt_state, target_weights, gradient_steps)`; consumes `key`."""
+        """Makes a step of `(weights, opt_state, target_weights, gradient_steps)` by `key`."""
         ...
 
 
 def check_replay(learner: ReplayLearner) -> None:
-    """Refuses a ring that is too small, and memories, beside what `check_learner` refuses."""
+    """Rejects all that `check_learner` does, small rings, memories, and unfit environments."""
     check_learner(learner)
     per_update = learner.num_envs * learner.num_steps
     least = max(per_update, learner.warmup)
@@ -151,12 +159,48 @@ def check_replay(learner: ReplayLearner) -> None:
             f"memory={learner.network.memory!r} has no place in a buffer of single experiences: give memory='none', "
             "or learn with Ppo or Pqn."
         )
+    learner.agent()
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplayFields:
+    """Fields with which `Dqn`, `Td3` and `Sac` begin, and their ranges; others are `Learner`'s.
+
+    An update makes `num_steps` steps in `num_envs` environments, keeps them in a ring of `capacity`
+    experiences on the device, and makes `gradient_steps` gradient steps on batches sampled from it.
+
+    Attributes:
+        env: the environment or adapter.
+        network: the network, without a memory.
+        rates: numbers of the algorithm.
+        num_envs: B, environments that run at once.
+        num_steps: T, steps of a rollout in each environment.
+        gradient_steps: gradient steps after each rollout.
+        batch_size: experiences in a gradient step.
+        capacity: experiences that are kept.
+        warmup: experiences before anything is learned.
+        n_step: rewards in a target's sum, fewer where an episode or the rollout ends.
+    """
+
+    env: Environment | Adapter
+    network: Network
+    rates: PyTree
+    num_envs: int = field(4, AtLeast(1))
+    num_steps: int = field(16, AtLeast(1))
+    gradient_steps: int = field(64, AtLeast(1))
+    batch_size: int = field(128, AtLeast(1))
+    capacity: int = field(65536, AtLeast(1))
+    warmup: int = field(1024, AtLeast(0))
+    n_step: int = field(1, AtLeast(1))
+
+    __post_init__ = check_replay
+    optimizer = make_optimizer(OptimizerConfig(eps=1e-8, b2=0.999, weight_decay=0.0))
 
 
 def init_replay(learner: ReplayLearner, key: PRNGKey, inputs: PyTree) -> ReplayState:
-    """Draws weights, starts an episode in every environment, and empties the ring; consumes `key`."""
+    """Draws weights and starts an episode in every environment; consumes `key`."""
     first = init_learner(learner, key, inputs)
-    params = learner.env.default_params if inputs is None else inputs
+    params = env_params(learner, inputs)
     experience = jax.eval_shape(
         lambda key: learner.collect(key, first, jnp.bool_(False), params)[2], key
     )
@@ -170,18 +214,19 @@ def init_replay(learner: ReplayLearner, key: PRNGKey, inputs: PyTree) -> ReplayS
 
 
 def learned(weights: PyTree) -> PyTree:
-    """The weights that gradients move: all but the moments."""
+    """Returns the weights that gradients move: all but the moments."""
     return {name: part for name, part in weights.items() if name != "moments"}
 
 
 def replay_update(
     learner: ReplayLearner, key: PRNGKey, state: ReplayState, inputs: PyTree
 ) -> tuple[ReplayState, Info]:
-    """A rollout into the ring, and gradient steps on what is drawn from it; consumes `key`.
+    """Makes an update; consumes `key`.
 
-    During the warmup nothing is learned, and metrics of learning are NaN.
+    A rollout goes into the ring, and gradient steps are made on draws from it. During the warmup
+    nothing is learned, and metrics of learning are NaN.
     """
-    params = learner.env.default_params if inputs is None else inputs
+    params = env_params(learner, inputs)
     act_key, learn_key = jax.random.split(key)
     env_state, trajectory, experience = learner.collect(
         act_key, state, state.buffer.size >= learner.warmup, params
@@ -213,32 +258,18 @@ def replay_update(
         lambda: jax.lax.scan(gradient, carry, keys),
         lambda: (carry, during_warmup),
     )
-    weights, returns = seen(learner, state, weights, trajectory)
-    info = mean_metrics(infos) | {
-        "learning_rate": rate,
-        "buffer_size": buffer.size.astype(jnp.float32),
-    }
-    info, stats = update_episode_stats(info, state.episode_stats, trajectory)
     state = dataclasses.replace(
-        state,
-        weights=weights,
-        opt_state=opt_state,
-        target_weights=target,
-        gradient_steps=gradient_steps,
-        buffer=buffer,
-        env_state=env_state,
-        agent_done=last_agent_done(trajectory),
-        updates=state.updates + 1,
-        episode_stats=stats,
-        returns=returns,
+        state, target_weights=target, buffer=buffer, gradient_steps=gradient_steps
     )
-    return state, info
+    state, info = finish_update(learner, state, env_state, trajectory, weights, opt_state, infos)
+    buffer_size = buffer.size.astype(jnp.float32)
+    return state, info | {"learning_rate": rate, "buffer_size": buffer_size}
 
 
 def collect_experience(
     learner: ReplayLearner, key: PRNGKey, state: LearnerState, acting: PyTree, params: PyTree
 ) -> tuple[EnvState, Trajectory, Experience]:
-    """A rollout of a lone agent without masks, and its experiences `[T, B]`; consumes `key`."""
+    """Makes a rollout of a lone agent without masks, and its experiences `[T, B]` by `key`."""
     env_state, trajectory = next_step_rollout(learner, key, state.env_state, params, acting)
     done, weight = done_and_weight(trajectory)
     experience = n_step_experience(
@@ -255,8 +286,17 @@ def next_step_rollout(
     So what a step led to is always in the next row.
     """
     reset = NextStep(Chunked() if learner.reset is None else learner.reset)
-    return rollout(key, env_state, learner.env, params, learner.agent(), acting, learner.num_steps, prng=learner.prng,
-                   reset=reset)  # fmt: skip
+    return rollout(
+        key,
+        env_state,
+        learner.env,
+        params,
+        learner.agent(),
+        acting,
+        learner.num_steps,
+        prng=learner.prng,
+        reset=reset,
+    )
 
 
 def n_step_experience(
@@ -268,13 +308,16 @@ def n_step_experience(
     done: Array,
     weight: Array,
 ) -> Experience:
-    """A transition of `num_steps` steps from each step of a rollout, of fewer where an episode or the rollout ends.
+    """A transition of `num_steps` steps from each step of a rollout.
 
-        reward = r[t] + discount r[t + 1] + ... + discount^(m - 1) r[t + m - 1],    next_obs = obs[t + m]
+        reward = r[t] + discount r[t + 1] + ... + discount^(m - 1) r[t + m - 1]
+        next_obs = obs[t + m]
+
+    with m = n, or fewer where an episode or the rollout ends.
 
     Args:
-        trajectory: `[T, B]` by `NextStep`: what a step led to is the observation of the next row, also at an episode's
-            end.
+        trajectory: `[T, B]` by `NextStep`: the next row has the observation after a step, also at
+            an episode's end.
         last_obs: the observation after it `[B, ...]`.
         last_mask: legal actions there, or None.
         rates: with `discount` and `reward_scale`.
@@ -282,22 +325,20 @@ def n_step_experience(
         done: bool `[T, B, (N)]`, whether the trajectory ends with the step.
         weight: float32, 1 where the step counts.
     """
-    obs, action, mask = (
-        trajectory.obs,
-        trajectory.extras["raw_action"],
-        trajectory.extras.get("action_mask"),
-    )
-    zero, alive = jnp.zeros_like(trajectory.reward), (~trajectory.terminated).astype(jnp.float32)
+    mask = trajectory.extras.get("action_mask")
+    zero = jnp.zeros_like(trajectory.reward)
+    alive = (~trajectory.terminated).astype(jnp.float32)
     reward = n_step_returns(
         trajectory.reward * rates.reward_scale, zero, done, rates.discount, num_steps
     )
-    # The same sweep over other leaves: a "next value" of 1 gives the product of discounts, and one of t + 1 (without
-    # rewards and discount) gives the row of the next observation.
+    # The same sweep over other leaves: a "next value" of 1 gives the product of discounts, and one
+    # of t + 1 (without rewards and discount) gives the row of the next observation.
     discount = n_step_returns(zero, alive, done, rates.discount, num_steps)
     next_row = jnp.broadcast_to(
         jnp.arange(1.0, len(done) + 1).reshape(-1, *[1] * (done.ndim - 1)), done.shape
     )
-    # For each agent: the next observation of one that ended alone is its own last one, not its team mates' later one.
+    # For each agent: the next observation of one that ended alone is its own last one, not its team
+    # mates' later one.
     next_row = n_step_returns(jnp.zeros_like(next_row), next_row, done, 1.0, num_steps).astype(
         jnp.int32
     )
@@ -305,6 +346,15 @@ def n_step_experience(
     def at_next_row(x, last):
         return jnp.concatenate([x, last[None]])[next_row, *jnp.indices(done.shape, sparse=True)[1:]]
 
-    next_mask = None if mask is None else at_next_row(mask, last_mask)
-    next_obs = jax.tree.map(at_next_row, obs, last_obs)
-    return Experience(obs, action, reward, discount, next_obs, next_mask, weight)
+    next_mask = None
+    if mask is not None:
+        next_mask = at_next_row(mask, last_mask)
+    return Experience(
+        obs=trajectory.obs,
+        action=trajectory.extras["raw_action"],
+        reward=reward,
+        discount=discount,
+        next_obs=jax.tree.map(at_next_row, trajectory.obs, last_obs),
+        next_mask=next_mask,
+        weight=weight,
+    )
