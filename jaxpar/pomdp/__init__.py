@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | `tabular` | arrays or an environment's `tabular` -> `TabularPomdp`, its environment; Bayes | all |
 | `files` | `.POMDP`, POMDPX, `.policy` and `.alpha` files <-> `TabularPomdp`, `Exact` | users |
-| `model` | an environment -> sizes, legal actions, steps and rollouts of n simulations | planners |
+| `model` | environment, parameters, discount -> `Model`; steps, rollouts of n states | planners |
 | `beliefs` | belief, action, observation -> belief, evidence | planners, `simulate` |
 | `exact` | `TabularPomdp` -> value, bounds, alpha vectors `[N, S]` | planners, tests, users |
 | `planners` | belief -> action, report | `simulate`, users |
@@ -58,7 +58,7 @@ from jaxpar.pomdp.beliefs.belief import (
 from jaxpar.pomdp.beliefs.exact_belief import ExactBelief
 from jaxpar.pomdp.check import check_model
 from jaxpar.pomdp.exact.bounds import blind, fib, qmdp
-from jaxpar.pomdp.exact.solver import Exact, solve_exact
+from jaxpar.pomdp.exact.solver import Exact, Trials, solve_exact
 from jaxpar.pomdp.files.cassandra import load_pomdp, save_pomdp
 from jaxpar.pomdp.files.policies import load_policy, save_policy
 from jaxpar.pomdp.files.pomdpx import load_pomdpx, save_pomdpx
@@ -110,6 +110,7 @@ __all__ = [
     "TabularEnvironment",
     "TabularPomdp",
     "TreeSearch",
+    "Trials",
     "Vopp",
     "blind",
     "check_model",

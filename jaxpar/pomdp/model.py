@@ -1,7 +1,8 @@
-"""What planners ask of an environment: sizes, discount, legal actions, keys of observations, rollouts."""
+"""Models that planners simulate: sizes, discount, legal actions, keys of observations, rollouts."""
 
 from typing import NamedTuple, cast
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +18,7 @@ from jaxpar.env import (
 )
 from jaxpar.types import Array, PRNGKey, PyTree, Scalar, UsageError, concrete_values
 
-__all__ = ["discount_of"]
+__all__ = ["Model", "discount_of"]
 
 LARGEST = 1e24
 """Size of rewards and leaf values above which they are not used: the sums of 2^31 smaller ones over any horizon, and
@@ -25,8 +26,28 @@ their differences, are still float32."""
 
 
 def is_usable(values: Array) -> Array:
-    """Whether rewards or values can be added up: finite, and at most `LARGEST` in size; bool."""
+    """Rewards or values that can be added up: finite, and at most `LARGEST` in size; bool."""
     return jnp.abs(values) <= LARGEST  # false of NaN
+
+
+@flax.struct.dataclass
+class Model:
+    """Environment, parameters and discount: what simulations need, passed as one.
+
+    Attributes:
+        env: the environment; static, so hashable where a model crosses `jit`.
+        params: its parameters.
+        discount: of one step, in (0, 1].
+    """
+
+    env: Environment = flax.struct.field(pytree_node=False)
+    params: PyTree
+    discount: Scalar
+
+
+def make_model(env: Environment, params: PyTree, discount: Scalar | None = None) -> Model:
+    """The model with `discount`, or else `params.discount`; `UsageError` as of `discount_of`."""
+    return Model(env=env, params=params, discount=discount_of(params, discount))
 
 
 class Simulated(NamedTuple):
@@ -74,44 +95,47 @@ def discount_of(params: PyTree, discount: Scalar | None = None) -> Scalar:
     return discount
 
 
-def legal_actions(env: Environment, params: PyTree, states: PyTree) -> Array:
-    """Which actions are legal in each of n states, bool `[n, A]`."""
-    count, mask = jax.tree.leaves(states)[0].shape[0], capabilities(env).action_mask
+def legal_actions(model: Model, states: PyTree) -> Array:
+    """Legal actions of each of n states, bool `[n, A]`."""
+    mask = capabilities(model.env).action_mask
     if mask is not None:
-        return jax.vmap(lambda state: mask(state, params))(states)
-    return jnp.ones((count, num_actions(env, params)), bool)
+        return jax.vmap(lambda state: mask(state, model.params))(states)
+
+    count = jax.tree.leaves(states)[0].shape[0]
+    return jnp.ones((count, num_actions(model.env, model.params)), bool)
 
 
 def _step_keyed(
-    key: PRNGKey, env: Environment, params: PyTree, state: PyTree, action: Array
+    key: PRNGKey, model: Model, state: PyTree, action: Array
 ) -> tuple[Transition, Array]:
-    following = step(key, env, state, action, params)
-    obs_key = capabilities(env).obs_key
-    name = following.obs if obs_key is None else obs_key(following.obs, params)
+    following = step(key, model.env, state, action, model.params)
+    obs_key = capabilities(model.env).obs_key
+    name = following.obs if obs_key is None else obs_key(following.obs, model.params)
     if jnp.shape(name) or not jnp.issubdtype(jnp.asarray(name).dtype, jnp.integer):
         raise UsageError(
-            f"{env.name} needs obs_key(obs, params) -> int32: its observations are not integers"
+            f"{model.env.name} needs obs_key(obs, params) -> int32: its observations are not integers"
         )
     return following, jnp.asarray(name, jnp.int32)
 
 
-def simulate_keyed(
-    keys: PRNGKey, env: Environment, params: PyTree, states: PyTree, actions: Array
-) -> Simulated:
+def simulate_keyed(keys: PRNGKey, model: Model, states: PyTree, actions: Array) -> Simulated:
     """One step of n simulations, each with its own of `keys` `[n]`, which it consumes."""
-    following, names = jax.vmap(lambda *row: _step_keyed(row[0], env, params, *row[1:]))(
+    following, names = jax.vmap(lambda key, *pair: _step_keyed(key, model, *pair))(
         keys, states, actions
     )
     usable = is_usable(following.reward)
-    reward = jnp.where(usable, following.reward, 0.0)
-    return Simulated(following.state, names, reward, following.terminated, ~usable)
+    return Simulated(
+        state=following.state,
+        obs_key=names,
+        reward=jnp.where(usable, following.reward, 0.0),
+        terminated=following.terminated,
+        invalid=~usable,
+    )
 
 
-def simulate_steps(
-    key: PRNGKey, env: Environment, params: PyTree, states: PyTree, actions: Array
-) -> Simulated:
+def simulate_steps(key: PRNGKey, model: Model, states: PyTree, actions: Array) -> Simulated:
     """One step of n simulations, each with a key of its own; consumes `key`."""
-    return simulate_keyed(jax.random.split(key, actions.shape[0]), env, params, states, actions)
+    return simulate_keyed(jax.random.split(key, actions.shape[0]), model, states, actions)
 
 
 def random_legal(draws: Array, mask: Array) -> Array:
@@ -122,37 +146,29 @@ def random_legal(draws: Array, mask: Array) -> Array:
     return jnp.argmax(mask & (order > draws[:, None] * order[:, -1:]), axis=1).astype(jnp.int32)
 
 
-def rollout_values(
-    key: PRNGKey,
-    env: Environment,
-    params: PyTree,
-    states: PyTree,
-    discount: Scalar,
-    length: int,
-    live: Array,
-) -> Array:
+def rollout_values(key: PRNGKey, model: Model, states: PyTree, live: Array, length: int) -> Array:
     """Discounted returns of `length` steps from each state, float32 `[n]`; consumes `key`.
 
     The environment's `rollout_action` acts, or, without one, chance, uniformly over legal actions. Simulations that
     are not `live` (bool `[n]`) return 0.
     """
-    act = capabilities(env).rollout_action
+    act = capabilities(model.env).rollout_action
 
     def advance(carry: tuple, key: PRNGKey) -> tuple:
         states, live, total, weight = carry
         pick, move = jax.random.split(key)
         if act is not None:
             play = act
-            action = jax.vmap(lambda key, state: play(key, state, params))(
+            action = jax.vmap(lambda key, state: play(key, state, model.params))(
                 jax.random.split(pick, live.size), states
             )
         else:
-            action = random_legal(
-                jax.random.uniform(pick, live.shape), legal_actions(env, params, states)
-            )
-        result = simulate_steps(move, env, params, states, action)
+            draws = jax.random.uniform(pick, live.shape)
+            action = random_legal(draws, legal_actions(model, states))
+
+        result = simulate_steps(move, model, states, action)
         total = total + jnp.where(live, weight * result.reward, 0.0)
-        return (result.state, live & ~result.terminated, total, weight * discount), None
+        return (result.state, live & ~result.terminated, total, weight * model.discount), None
 
     first = (states, live, jnp.zeros(live.shape, jnp.float32), jnp.ones((), jnp.float32))
     return jax.lax.scan(advance, first, jax.random.split(key, length))[0][2]

@@ -128,7 +128,8 @@ def simulate(
     discount = discount_of(params, planner.discount if discount is None else discount)
     start_key, belief_key, steps_key = jax.random.split(key, 3)
     _, state = reset(start_key, env, params)
-    belief, mask = updater.init(belief_key, env, params), capabilities(env).action_mask
+    belief = updater.init(belief_key, env, params)
+    mask = capabilities(env).action_mask
 
     def advance(carry: tuple, key: PRNGKey) -> tuple:
         state, belief, live = carry
@@ -185,21 +186,21 @@ def simulate_many(
     num_episodes: int,
     *,
     batch: int | None = None,
-    discount: Scalar | None = None,
 ) -> Episode:
     """`num_episodes` independent episodes: `simulate` under `vmap`, in turns of `batch` where memory asks for it.
 
     On the ambient mesh (`jaxpar.mesh.use_mesh`) episodes are split by the rule of "envs", and each device plays its own
     without communication. Every leaf has a leading axis of episodes. Episode i has the key `fold_in(key, i)`,
     whatever the devices and `batch`; with a `batch` that divides each device's share its bits are the same, too, as
-    the same program then plays it.
+    the same program then plays it. Returns have the planner's discount, or else that of the parameters; returns with
+    another are sums of `reward`.
 
     Raises:
         UsageError: for a number of episodes that the devices do not divide.
     """
 
     def one(key: PRNGKey) -> Episode:
-        return simulate(key, env, params, planner, updater, num_steps, discount=discount)
+        return simulate(key, env, params, planner, updater, num_steps)
 
     def played(keys: PRNGKey) -> Episode:
         return jax.vmap(one)(keys) if batch is None else jax.lax.map(one, keys, batch_size=batch)
@@ -216,7 +217,8 @@ def summarize(episodes: Episode) -> Summary:
 
     Warns with `DishonestValues` where `dishonesty` has something to say (outside transformations only).
     """
-    returns, steps = episodes.discounted_return, jnp.maximum(jnp.sum(episodes.length), 1)
+    returns = episodes.discounted_return
+    steps = jnp.maximum(jnp.sum(episodes.length), 1)
     promised = episodes.value[:, 0]
     optimism = promised - returns - episodes.left
     summary = Summary(
@@ -245,12 +247,14 @@ def standard_error(values: Array) -> Array:
 
 
 def dishonesty(optimism: Scalar, error: Scalar, promised: Scalar) -> str:
-    """What to say where a planner's start values are far above what was earned; empty where they are not.
+    """Sentence on start values of a planner far above what was earned; empty where they are not.
 
     Far is beyond 4 standard errors, and beyond a twentieth of what was promised, however many the episodes. A promise
     below what is earned is no warning: `Despot` returns lower bounds, and means of UCB1 hold what exploring cost.
     """
-    optimism, error, promised = float(optimism), float(error), float(promised)
+    optimism = float(optimism)
+    error = float(error)
+    promised = float(promised)
     if not optimism > max(4 * error, 0.05 * abs(promised)):  # not of a NaN, either
         return ""
     return (

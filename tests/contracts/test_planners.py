@@ -25,7 +25,8 @@ from jaxpar.pomdp import (
     RootParallel,
     Vopp,
 )
-from jaxpar.pomdp.model import random_legal
+from jaxpar.pomdp.model import make_model, random_legal
+from jaxpar.pomdp.planners import clock, planner
 from jaxpar.pomdp.planners.leaves import HeuristicValues, leaf_values
 from jaxpar.types import UsageError
 
@@ -82,6 +83,13 @@ def test_is_a_hashable_value_with_the_planners_methods(name):
     assert list(inspect.signature(planner.plan).parameters) == ["key", "env", "params", "belief"]
     until = list(inspect.signature(planner.plan_until).parameters)
     assert until == ["key", "env", "params", "belief", "deadline", "clock"]
+
+
+@each_row
+def test_plans_by_the_functions_that_all_planners_share(name):
+    kind = type(ROWS[name])
+    assert kind.plan is planner.plan and kind.search is planner.search
+    assert kind.plan_until is clock.plan_until
 
 
 @each_row
@@ -258,7 +266,7 @@ def test_rewards_are_discounted_and_observations_used(name):
 def test_an_exchanged_evaluation_values_the_leaves(name):
     """One step deep: what it earns, and half of what the part says of every leaf."""
 
-    def four(key, env, params, states, actions, live, discount):
+    def four(key, model, states, actions, live):
         return jnp.full(live.shape, 4.0)
 
     search = dataclasses.replace(LEARNED[name].tree_search(), evaluate=four, iterations=1)
@@ -307,14 +315,13 @@ def test_each_level_has_keys_of_its_own(of):
 
 
 def test_leaf_values_of_what_has_ended_or_cannot_be_added_are_0():
-    def odd(key, env, params, states, actions, live, discount):
+    def odd(key, model, states, actions, live):
         return jnp.asarray([4.0, 4.0, jnp.nan, 1e30, jnp.nan])
 
     live = jnp.asarray([True, False, True, True, False])
     none = jnp.full((5,), -1)
-    values, wrong = leaf_values(
-        jax.random.key(0), odd, LESSON, LessonParams(), none, none, live, 1.0
-    )
+    model = make_model(LESSON, LessonParams(), 1.0)
+    values, wrong = leaf_values(jax.random.key(0), odd, model, none, none, live)
     assert values.tolist() == [4.0, 0.0, 0.0, 0.0, 0.0] and wrong.tolist() == [
         False,
         False,

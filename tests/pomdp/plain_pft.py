@@ -88,15 +88,15 @@ class RecordedNodes:
     def has_ended(self, descent, is_keyed):
         return self.inner.has_ended(descent, is_keyed)
 
-    def visit(self, key, env, params, beliefs, simulations, descent, before, is_keyed):
-        out = self.inner.visit(key, env, params, beliefs, simulations, descent, before, is_keyed)
-        noted(out[1], simulations, descent, out[2], out[3])
+    def visit(self, key, batch, state, descent):
+        out = self.inner.visit(key, batch, state, descent)
+        noted(out[1], state.simulations, descent, out[2], out[3])
         return out
 
-    def fill(self, *args):
-        out = self.inner.fill(*args)
-        note("end", states=out[2].states, waiting=out[3], rewards=out[1].rewards)
-        return out
+    def fill(self, key, batch, state):
+        state, waiting = self.inner.fill(key, batch, state)
+        note("end", states=state.simulations.states, waiting=waiting, rewards=state.path.rewards)
+        return state, waiting
 
 
 @dataclasses.dataclass(frozen=True)

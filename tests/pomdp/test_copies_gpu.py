@@ -8,6 +8,7 @@ import pytest
 from pomdp_worlds import Known, Tiger
 
 from jaxpar.pomdp import Pft, Pomcp, Pomcpow, Vopp
+from jaxpar.pomdp.model import make_model
 from jaxpar.pomdp.planners.tree import DenseChildren, HashedChildren
 
 
@@ -28,7 +29,8 @@ def largest_copy_and_table(planner, **options) -> tuple[int, int]:
     env, params, belief = Tiger(), Tiger().default_params, Known(0.5)
     plan = jax.jit(lambda key: planner.plan(key, env, params, belief), **options)
     text = plan.lower(jax.eval_shape(lambda: jax.random.key(0))).compile().as_text()
-    begun = planner.tree_search().init_search(env, params, belief)
+    model = make_model(env, params)
+    begun = planner.tree_search().init_search(jax.random.key(0), model, belief)
     return copied(text), begun.tree.edges.size
 
 

@@ -14,6 +14,7 @@ from pomdp_worlds import Bayes, Known, Leaving, Tiger
 
 from envs.pomdp.rocksample import RockSample
 from jaxpar.pomdp import Despot, ParticleBelief, Particles, simulate_many, summarize
+from jaxpar.pomdp.model import make_model
 from jaxpar.pomdp.planners.tree import EMPTY, HashedChildren
 from jaxpar.types import UsageError
 
@@ -27,9 +28,16 @@ def planned(planner, key, env, params, belief):
     return planner.plan(key, env, params, belief)
 
 
+@functools.partial(jit, static_argnums=(0, 2))
+def started(planner, key, env, params, belief):
+    return planner.init_search(key, make_model(env, params, planner.discount), belief)
+
+
 @functools.partial(jit, static_argnums=(0, 1))
 def waved(planner, env, params, tree):
-    return planner.grow(env, params, tree, 1)
+    """A wave uses neither the key nor the belief: all chance is in the tree's scenarios."""
+    model = make_model(env, params, planner.discount)
+    return planner.grow(jax.random.key(0), model, None, tree, 1)
 
 
 def leaving():
@@ -94,7 +102,7 @@ LONG = [pytest.param(name, marks=pytest.mark.slow) for name in ("tiger", "tiger-
 def test_equals_a_plain_tree_node_for_node(world):
     env, params, planner = WORLDS[world]
     belief = Known(0.5) if env is TIGER else ParticleBelief(32).init(jax.random.key(1), env, params)
-    tree = jit(planner.init_search, static_argnums=1)(jax.random.key(3), env, params, belief)
+    tree = started(planner, jax.random.key(3), env, params, belief)
     states = jax.tree.map(
         lambda x: x.reshape(-1, *x.shape[2:])[: planner.num_scenarios], tree.states
     )
@@ -157,11 +165,7 @@ def test_bounds_meet_at_the_exact_value_of_three_steps_of_tiger():
 def test_lower_bounds_rise_and_upper_bounds_fall():
     planner = WORLDS["rocks"][2]
     belief = ParticleBelief(32).init(jax.random.key(1), ROCKS, ROCKS.default_params)
-    trees = [
-        jit(planner.init_search, static_argnums=1)(
-            jax.random.key(2), ROCKS, ROCKS.default_params, belief
-        )
-    ]
+    trees = [started(planner, jax.random.key(2), ROCKS, ROCKS.default_params, belief)]
     for _ in range(planner.iterations):
         trees.append(waved(planner, ROCKS, ROCKS.default_params, trees[-1]))
     lower, upper = np.asarray([tree.node[0, :2] for tree in trees]).T
@@ -189,7 +193,7 @@ def test_default_policies(default):
     planner = Despot(256, 3, max_depth=2, default=default, max_reward=10.0)
     _, info = planned(planner, jax.random.key(0), TIGER, PARAMS, Known(0.5))
     np.testing.assert_allclose(float(info.value), -1.95, atol=1e-3)
-    none = planner.init_search(jax.random.key(0), TIGER, PARAMS, Known(0.5))
+    none = started(planner, jax.random.key(0), TIGER, PARAMS, Known(0.5))
     want = -91 / 3 * 1.95 if default is None else -45 * 1.95
     np.testing.assert_allclose(
         float(none.born[0, 1]), want, atol=15.0
@@ -198,7 +202,7 @@ def test_default_policies(default):
 
 def test_decides_by_the_lower_bound():
     """An action that may earn more loses to one that is known to earn more; and both to a default that earns that."""
-    tree = SHORT.init_search(jax.random.key(0), TIGER, PARAMS, Known(0.5))
+    tree = started(SHORT, jax.random.key(0), TIGER, PARAMS, Known(0.5))
     bounds = jnp.asarray([[-5.0, 9.0], [-3.0, -2.0], [-4.0, 5.0]])
     tree = dataclasses.replace(
         tree,

@@ -7,7 +7,7 @@ import pytest
 from fast import jit
 from models import baby, heavenhell, maze1d, maze4x3, random_model, shuttle, tiger
 
-from jaxpar.pomdp import blind, fib, qmdp, solve_exact
+from jaxpar.pomdp import Trials, blind, fib, qmdp, solve_exact
 from jaxpar.pomdp.exact._alpha import prune
 from jaxpar.pomdp.exact.solver import iterated_values, reachable_beliefs
 from jaxpar.types import UsageError
@@ -214,8 +214,11 @@ def test_same_key_same_bits():
         (lambda: solve_exact(tiger(), 0), "horizon must be at least one"),
         (lambda: solve_exact(tiger(), method="sarsop"), "method must be 'points' or 'alpha'"),
         (lambda: solve_exact(tiger(), tol=0.0), "tol must be above zero"),
-        (lambda: solve_exact(tiger(), depth=0), "depth=0 must be at least 1"),
-        (lambda: solve_exact(tiger(), num_paths=-1), "num_paths=-1 must be at least 1"),
+        (lambda: solve_exact(tiger(), trials=Trials(depth=0)), "depth=0 must be at least 1"),
+        (
+            lambda: solve_exact(tiger(), trials=Trials(num_paths=-1)),
+            "num_paths=-1 must be at least 1",
+        ),
         (lambda: solve_exact(tiger(), max_iterations=0), "max_iterations=0 must be at least 1"),
         (lambda: solve_exact(tiger(1.0)), "infinite horizon needs a discount below one"),
         (lambda: solve_exact(random_model(), 5, max_vectors=3), "more than max_vectors = 3"),

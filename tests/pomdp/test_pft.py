@@ -14,6 +14,7 @@ from pomdp_worlds import Bayes, Known, Leaving, Tiger
 
 from jaxpar.env import Transition
 from jaxpar.pomdp import ParticleBelief, Pft, Pomcpow, simulate_many, summarize
+from jaxpar.pomdp.model import make_model
 from jaxpar.pomdp.planners.tree import EMPTY
 from jaxpar.pomdp.planners.widening import drawn_index, filter_step, open_slots, slot_of_visit
 from jaxpar.types import UsageError
@@ -105,9 +106,14 @@ def test_a_filter_step_is_bayes():
     states, never = jax.random.normal(jax.random.key(0), (20_000,)) * 0.5, jnp.zeros((), bool)
     result = Transition(jnp.asarray(0.8), jnp.asarray(0.4), jnp.asarray(0.0), never, never, {})
     step = functools.partial(
-        filter_step, jax.random.key(1), states, jnp.zeros(20_000), jnp.asarray(2)
+        filter_step,
+        jax.random.key(1),
+        make_model(LINE, ON_LINE),
+        states,
+        jnp.zeros(20_000),
+        jnp.asarray(2),
     )
-    got, weights, reward, _ = step(result, env=LINE, params=ON_LINE)
+    got, weights, reward, _ = step(result)
     prior = 0.25 + 0.09
     gain = prior / (prior + 0.36)
     np.testing.assert_allclose(
@@ -116,9 +122,7 @@ def test_a_filter_step_is_bayes():
     np.testing.assert_allclose(float(jnp.exp(weights).sum()), 1.0, rtol=1e-3)
     far = np.abs(1 + np.sqrt(prior) * np.random.default_rng(0).normal(size=20_000))
     np.testing.assert_allclose(float(reward), -far.mean(), atol=0.03)
-    lost, weights, _, wrong = step(
-        result._replace(obs=jnp.asarray(jnp.nan)), env=LINE, params=ON_LINE
-    )
+    lost, weights, _, wrong = step(result._replace(obs=jnp.asarray(jnp.nan)))
     assert (
         (lost == result.state).all()
         and np.isfinite(np.asarray(weights)).all()
@@ -137,11 +141,11 @@ class Nan(Line):
 
 
 def test_a_likelihood_that_is_no_number_costs_its_particle_alone():
-    env, never = Nan(), jnp.zeros((), bool)
+    model, never = make_model(Nan(), ON_LINE), jnp.zeros((), bool)
     states = jnp.asarray([-2.5, 1.0, -2.5, 1.0])
     result = Transition(jnp.asarray(2.0), jnp.asarray(2.0), jnp.asarray(0.0), never, never, {})
     got, weights, _, wrong = filter_step(
-        jax.random.key(1), states, jnp.zeros(4), jnp.asarray(2), result, env=env, params=ON_LINE
+        jax.random.key(1), model, states, jnp.zeros(4), jnp.asarray(2), result
     )
     assert int(wrong) == 2 and (np.asarray(got)[np.asarray(weights) > -np.inf] > 0).all()
     rows = jnp.asarray([[jnp.nan, -1.0], [0.0, jnp.nan], [jnp.inf, 0.0]])

@@ -82,14 +82,16 @@ def test_means_are_those_of_the_simulations_and_do_not_depend_on_the_back_end():
 
 def test_returns_are_discounted_at_every_level():
     """Rewards 1, 2, 4 and a guess of 8, at a discount of a half: 4 + 4, 2 + 4, 1 + 3."""
-    tree = empty_tree(2, 8, 8, DenseChildren(1))
+    children = DenseChildren(1)
+    tree = empty_tree(2, 8, 8, children)
     rewards, once = jnp.asarray([1.0, 2, 4, 0, 0, 0, 0, 0]), tree.edge_visits.at[:3].set(1)
     tree = dataclasses.replace(tree, edge_visits=once, reward_sum=rewards)
     column = lambda *values: jnp.asarray(values)[:, None]  # noqa: E731
     path = Path(
         column(0, 1, 2, 3), column(0, 1, 2, EMPTY), column(1.0, 2.0, 4.0, 0.0), jnp.asarray([8.0])
     )
-    np.testing.assert_allclose(add_returns(tree, path, jnp.asarray(3), 0.5).value[:3], [4, 6, 8])
+    tree = add_returns(tree, children, path, jnp.asarray(3), 0.5)
+    np.testing.assert_allclose(tree.value[:3], [4, 6, 8])
 
 
 def test_bad_sizes_are_refused():

@@ -255,7 +255,13 @@ class ParticleBelief:
         )
         equal = jnp.full_like(weights, -math.log(self.num_particles))
         kept = jax.tree.map(lambda x: x[chosen], posterior.states)
-        found = Evidence(evidence, ess, depleted, resampled, invalid)
+        found = Evidence(
+            log_evidence=evidence,
+            ess=ess,
+            depleted=depleted,
+            resampled=resampled,
+            invalid=invalid,
+        )
         return Particles(kept, jnp.where(resampled, equal, weights)), found
 
 
@@ -354,7 +360,8 @@ class KalmanBelief:
             raise UsageError(
                 f"a Kalman belief needs linear_gaussian of the environment, and {env.name} has none"
             )
-        return Gaussian(*able.gaussian_start(params))
+        mean, covariance = able.gaussian_start(params)
+        return Gaussian(mean=mean, covariance=covariance)
 
     def update(
         self,
@@ -374,20 +381,27 @@ class KalmanBelief:
         forward, drift, noise, seen, blur = linear_gaussian(action, params)
         mean = forward @ belief.mean + drift
         covariance = forward @ belief.covariance @ forward.T + noise
-        surprise, spread = obs - seen @ mean, seen @ covariance @ seen.T + blur
+        surprise = obs - seen @ mean
+        spread = seen @ covariance @ seen.T + blur
         factor = jax.scipy.linalg.cho_factor(spread, lower=True)
         gain = jax.scipy.linalg.cho_solve(factor, seen @ covariance).T
         keep = jnp.eye(mean.shape[0], dtype=mean.dtype) - gain @ seen
         learned = Gaussian(
-            mean + gain @ surprise, keep @ covariance @ keep.T + gain @ blur @ gain.T
+            mean=mean + gain @ surprise,
+            covariance=keep @ covariance @ keep.T + gain @ blur @ gain.T,
         )
         log_det = 2 * jnp.sum(jnp.log(jnp.diag(factor[0])))
         distance = surprise @ jax.scipy.linalg.cho_solve(factor, surprise)
         evidence = -0.5 * (distance + log_det + surprise.shape[0] * math.log(2 * math.pi))
-        lost, never = ~jnp.isfinite(evidence), jnp.zeros((), bool)
-        posterior = jax.tree.map(
-            lambda new, old: jnp.where(lost, old, new), learned, Gaussian(mean, covariance)
+        lost = ~jnp.isfinite(evidence)
+        never = jnp.zeros((), bool)
+        predicted = Gaussian(mean=mean, covariance=covariance)
+        posterior = jax.tree.map(lambda new, old: jnp.where(lost, old, new), learned, predicted)
+        found = Evidence(
+            log_evidence=evidence,
+            ess=jnp.asarray(jnp.inf),
+            depleted=lost,
+            resampled=never,
+            invalid=lost.astype(jnp.int32),
         )
-        return posterior, Evidence(
-            evidence, jnp.asarray(jnp.inf), lost, never, lost.astype(jnp.int32)
-        )
+        return posterior, found

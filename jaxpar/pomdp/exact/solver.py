@@ -1,5 +1,6 @@
 """Oracles for small models: exact values, bounds that meet, the iterated scheme swept over all beliefs."""
 
+import dataclasses
 import math
 from typing import Literal
 
@@ -10,7 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jaxpar.env import Environment
-from jaxpar.fields import AtLeast, check_value
+from jaxpar.fields import AtLeast, check_fields, check_value, field
 from jaxpar.pomdp.beliefs.belief import Belief
 from jaxpar.pomdp.beliefs.exact_belief import chances_of
 from jaxpar.pomdp.exact import _alpha, _points
@@ -20,7 +21,7 @@ from jaxpar.pomdp.planners.planner import PlanInfo
 from jaxpar.pomdp.tabular import TabularPomdp
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError, concrete_values
 
-__all__ = ["Exact", "iterated_values", "reachable_beliefs", "solve_exact"]
+__all__ = ["Exact", "Trials", "iterated_values", "reachable_beliefs", "solve_exact"]
 
 
 SETTLED = 256
@@ -108,6 +109,22 @@ class Exact:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Trials:
+    """Size of a trial of `solve_exact`: beliefs that are reached and backed up together.
+
+    Attributes:
+        num_paths: paths, side by side.
+        depth: steps of a path, at most.
+    """
+
+    num_paths: int = field(4, AtLeast(1))
+    depth: int = field(32, AtLeast(1))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
 def solve_exact(
     model: TabularPomdp,
     horizon: int | None = None,
@@ -116,8 +133,7 @@ def solve_exact(
     tol: float = 1e-3,
     max_iterations: int = 1000,
     max_vectors: int = 100_000,
-    num_paths: int = 4,
-    depth: int = 32,
+    trials: Trials = Trials(),
     key: PRNGKey | None = None,
 ) -> Exact:
     """The value of a finite model, and vectors that attain it.
@@ -135,8 +151,7 @@ def solve_exact(
         tol: the gap between the bounds at the start at which to stop.
         max_iterations: trials, after which the bounds are returned as they are (`converged=False`).
         max_vectors: of an alpha set before it is pruned.
-        num_paths: paths of a trial, side by side.
-        depth: steps of a path, at most.
+        trials: their size.
         key: consumed by the trials; `jax.random.key(0)` if None.
 
     Raises:
@@ -149,20 +164,15 @@ def solve_exact(
         raise UsageError(f"the horizon must be at least one step, or None for ever, not {horizon}")
     if not tol > 0:
         raise UsageError(f"tol must be above zero, not {tol}")
-    for name, value in (
-        ("max_iterations", max_iterations),
-        ("max_vectors", max_vectors),
-        ("num_paths", num_paths),
-        ("depth", depth),
-    ):
+    for name, value in (("max_iterations", max_iterations), ("max_vectors", max_vectors)):
         check_value(name, value, AtLeast(1), int)
     # An array that is made here is a tracer wherever a program is traced.
     if horizon is None and concrete_values(jnp.zeros(())) is None:
         raise UsageError("without a horizon, solve_exact reads results: call it outside of jit.")
     if horizon is None and method == "points":
-        return _by_trials(
-            jax.random.key(0) if key is None else key, model, tol, max_iterations, num_paths, depth
-        )
+        if key is None:
+            key = jax.random.key(0)
+        return _by_trials(key, model, tol, max_iterations, trials)
     return _by_vectors(model, horizon, tol, max_vectors)
 
 
@@ -196,8 +206,10 @@ def _by_vectors(model: TabularPomdp, horizon: int | None, tol: float, max_vector
 
 
 def _by_trials(
-    key: PRNGKey, model: TabularPomdp, tol: float, max_iterations: int, num_paths: int, depth: int
+    key: PRNGKey, model: TabularPomdp, tol: float, max_iterations: int, trials: Trials
 ) -> Exact:
+    num_paths = trials.num_paths
+    depth = trials.depth
     most = max(num_paths * depth, SETTLED)
     capacity = 2 ** math.ceil(math.log2(2 * most + len(model.actions)))
     check_discounted(model)  # in a program its value is not known

@@ -3,7 +3,7 @@
 | file | in -> out | called by |
 |---|---|---|
 | `tree`, `adding`, `_loops` | (node, action), (edge, observation) -> ids, statistics | planners |
-| `planner`, `clock` | a search -> action, `PlanInfo`; until a deadline; `Planner` | planners |
+| `planner`, `clock` | start, grow, decide -> `plan`, `search`; `plan_until` a deadline | planners |
 | `simulations`, `leaves` | belief -> n simulations at the root; states -> values | searches |
 | `tree_search`, `vopp`, `pomcp` | parts, belief -> a tree of nodes; action, report | users |
 | `particle_search`, `widening`, `pft`, `pomcpow` | the same of particle sets `[N, m]` | users |

@@ -13,7 +13,7 @@ Carry = TypeVar("Carry")
 
 @jax.custom_batching.custom_vmap
 def any_in_batch(flags: Array) -> Array:
-    """Whether any of the flags is set, bool; under `vmap` in any member of the batch, which is one answer for all.
+    """Disjunction of the flags, bool; under `vmap` in any member of the batch, which is one answer for all.
 
     A loop whose condition is one answer for all keeps its carry as it is. One whose condition is batched selects, for
     each member and at each turn, between the old and the new carry, which copies every tree of the batch.
@@ -63,8 +63,10 @@ def map_active(apply: Callable[[Array], PyTree], active: Array, block: int) -> P
     if block >= count:
         return apply(jnp.arange(count, dtype=jnp.int32))
     # Active numbers are packed to the front; `room` is a multiple of the block, so that no slice is moved by clamping.
-    so_far, room = jnp.cumsum(active, dtype=jnp.int32), count + -count % block
-    most, place = so_far[-1], jnp.where(active, so_far - 1, room)
+    so_far = jnp.cumsum(active, dtype=jnp.int32)
+    room = count + -count % block
+    most = so_far[-1]
+    place = jnp.where(active, so_far - 1, room)
     padded = (
         jnp.zeros((room,), jnp.int32).at[place].set(jnp.arange(count, dtype=jnp.int32), mode="drop")
     )

@@ -49,7 +49,8 @@ def _whole_totals(size: int, ids: Array, values: Array) -> Array:
     exponent = jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23  # biased by 127
     exponent = jnp.clip(jnp.where(largest > 0, exponent + 1, 127), 30, 253)
     above, below = (_power(e) for e in (exponent, 254 - exponent))
-    rest, digits = rest * below, [lowest.astype(jnp.int32)]
+    rest = rest * below
+    digits = [lowest.astype(jnp.int32)]
     for part in range(parts):
         rest = rest * 2**width
         whole = jnp.floor(rest) if part < parts - 1 else jnp.round(rest)
@@ -63,7 +64,8 @@ def _whole_totals(size: int, ids: Array, values: Array) -> Array:
         .at[ids]
         .get(mode="clip")
     )
-    total, unit = jnp.zeros(values.shape, jnp.float32), 1.0
+    total = jnp.zeros(values.shape, jnp.float32)
+    unit = 1.0
     for k in range(1, parts + 1):
         unit = unit * 2.0**-width
         total = total + sums[..., k].astype(jnp.float32) * unit

@@ -1,19 +1,19 @@
-"""Planning against the clock, on the host: batch after batch until a deadline, and what cannot be planned refused."""
+"""Planning against the clock, on the host: batch after batch until a deadline; what cannot be planned is rejected."""
 
 import dataclasses
 import functools
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxpar.env import Environment
 from jaxpar.pomdp.beliefs.belief import Belief
-from jaxpar.pomdp.model import discount_of, legal_actions
-from jaxpar.pomdp.planners.planner import PlanInfo, SearchPlanner
-from jaxpar.pomdp.planners.simulations import State
+from jaxpar.pomdp.model import Model, legal_actions, make_model
+from jaxpar.pomdp.planners.planner import PlanInfo, Searcher, State
+from jaxpar.pomdp.planners.simulations import State as TreeState
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 __all__ = ["plan_until"]
@@ -21,42 +21,28 @@ __all__ = ["plan_until"]
 Carry = TypeVar("Carry")
 
 
-@functools.partial(jax.jit, static_argnames=("planner", "env"))
-def _begun(
-    key: PRNGKey, planner: SearchPlanner[State], env: Environment, params: PyTree, belief: Belief
-) -> tuple[State, Array]:
-    """The empty search, and what `refuse_empty` takes: one launch, where op by op takes 40 ms on a GPU."""
-    states = belief.sample(key, planner.num_simulations)
-    search = planner.tree_search().init_search(env, params, belief)
-    legal = jnp.all(legal_actions(env, params, states), axis=0)
-    return dataclasses.replace(search, legal=legal), nothing_to_plan(env, params, belief, states)
+class Simulating(Protocol):
+    """A search by simulations."""
+
+    @property
+    def num_simulations(self) -> int:
+        """Of a batch."""
+        ...
 
 
-@functools.partial(jax.jit, static_argnames=("planner", "env"), donate_argnames=("search",))
-def _grown(
-    key: PRNGKey,
-    planner: SearchPlanner[State],
-    env: Environment,
-    params: PyTree,
-    belief: Belief,
-    search: State,
-) -> State:
-    """One batch more, in place: the search is donated, so that no batch copies its tree."""
-    return planner.tree_search().grow(key, env, params, belief, search, 1)
+def inspect_root(
+    parts: Simulating, key: PRNGKey, model: Model, belief: Belief, search: TreeState
+) -> tuple[TreeState, Array]:
+    """The search with the actions that a first draw of states allows, as `Search.inspect_root`; consumes `key`."""
+    states = belief.sample(key, parts.num_simulations)
+    ended = jnp.all(jax.vmap(lambda state: model.env.terminal(state, model.params))(states))
+    legal = jnp.all(legal_actions(model, states), axis=0)
+
+    nothing = jnp.stack([ended, jnp.asarray(belief.weightless)])
+    return dataclasses.replace(search, legal=legal), nothing
 
 
-@functools.partial(jax.jit, static_argnames=("planner",))
-def _decided(planner: SearchPlanner[State], search: State) -> tuple[Array, PlanInfo]:
-    return planner.tree_search().decide(search)
-
-
-def nothing_to_plan(env: Environment, params: PyTree, belief: Belief, states: PyTree) -> Array:
-    """Whether all of `states` `[n, ...]`, drawn from `belief`, have ended, and whether it has no weight: bool `[2]`."""
-    ended = jnp.all(jax.vmap(lambda state: env.terminal(state, params))(states))
-    return jnp.stack([ended, jnp.asarray(belief.weightless)])
-
-
-def refuse_empty(nothing: Array) -> None:
+def reject_empty(nothing: Array) -> None:
     """`UsageError` where there is nothing to plan, which a compiled draw cannot say."""
     ended, weightless = jax.device_get(nothing)
     if weightless:
@@ -89,8 +75,8 @@ def repeat_until(
 
 
 def plan_until(
+    planner: Searcher,
     key: PRNGKey,
-    planner: SearchPlanner,
     env: Environment,
     params: PyTree,
     belief: Belief,
@@ -99,9 +85,12 @@ def plan_until(
 ) -> tuple[Array, PlanInfo]:
     """Runs batches until the next one would probably end after `deadline`, at most `planner.iterations`, and decides.
 
+    Stops before, too, where further batches would change nothing. A deadline that is too short for one batch still
+    gives a legal action, with `iterations` 0.
+
     Args:
-        key: consumed.
         planner: its `iterations` bound the work and, with the capacities, the memory.
+        key: consumed.
         env: hashable.
         params: its parameters.
         belief: what is known of the state.
@@ -111,14 +100,39 @@ def plan_until(
     Raises:
         UsageError: every state drawn from the belief has ended, so that there is nothing to plan.
     """
-    discount_of(params, planner.discount)  # here, since a discount that is traced cannot be refused
-    search, nothing = _begun(key, planner, env, params, belief)
-    refuse_empty(nothing)
+    # Here, since a discount that is traced cannot be rejected.
+    model = make_model(env, params, planner.discount)
+    search, nothing = _start(key, planner, model, belief)
+    reject_empty(nothing)
+
     search = repeat_until(
-        lambda search: _grown(key, planner, env, params, belief, search),
+        lambda search: _advance(key, planner, model, belief, search),
         search,
-        planner.iterations,
+        planner.tree_search().iterations,
         deadline,
         clock,
+        lambda search: bool(search.is_finished),
     )
-    return _decided(planner, search)
+    return _decide(planner, search)
+
+
+@functools.partial(jax.jit, static_argnames=("planner",))
+def _start(
+    key: PRNGKey, planner: Searcher[State], model: Model, belief: Belief
+) -> tuple[State, Array]:
+    """The first search and what `reject_empty` takes: one launch, where op by op takes 40 ms on a GPU."""
+    parts = planner.tree_search()
+    return parts.inspect_root(key, model, belief, parts.init_search(key, model, belief))
+
+
+@functools.partial(jax.jit, static_argnames=("planner",), donate_argnames=("search",))
+def _advance(
+    key: PRNGKey, planner: Searcher[State], model: Model, belief: Belief, search: State
+) -> State:
+    """One batch more, in place: the search is donated, so that no batch copies its tree."""
+    return planner.tree_search().grow(key, model, belief, search, 1)
+
+
+@functools.partial(jax.jit, static_argnames=("planner",))
+def _decide(planner: Searcher[State], search: State) -> tuple[Array, PlanInfo]:
+    return planner.tree_search().decide(search)

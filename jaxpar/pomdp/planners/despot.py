@@ -24,20 +24,16 @@ Sources: Somani, Ye, Hsu and Lee (2013), "DESPOT: online POMDP planning with reg
 """
 
 import dataclasses
-import functools
-import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxpar.env import Environment
 from jaxpar.fields import AtLeast, Between, Finite, OneOf, check_fields, field
 from jaxpar.pomdp.beliefs.belief import Belief
-from jaxpar.pomdp.model import discount_of, legal_actions, num_actions
+from jaxpar.pomdp.model import Model, legal_actions, num_actions
+from jaxpar.pomdp.planners import clock, planner
 from jaxpar.pomdp.planners.adding import add_at
-from jaxpar.pomdp.planners.clock import refuse_empty, repeat_until
 from jaxpar.pomdp.planners.scenario_tree import (
     COUNT,
     DEFAULT,
@@ -59,7 +55,7 @@ from jaxpar.pomdp.planners.scenarios import (
 from jaxpar.pomdp.planners.simulations import invalid_weights, samples_without_weight
 from jaxpar.pomdp.planners.tree import EMPTY, DenseChildren, HashedChildren
 from jaxpar.pomdp.planners.tree_search import children_of
-from jaxpar.types import Array, PRNGKey, PyTree, Scalar, UsageError
+from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 __all__ = ["Despot"]
 
@@ -114,60 +110,23 @@ class Despot:
                 f"max_particles must be at least num_scenarios = {self.num_scenarios}, for the root"
             )
 
-    def plan(
-        self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief
-    ) -> tuple[Array, DespotInfo]:
-        """As `Planner.plan`, with bounds in the report."""
-        return self.decide(self.search(key, env, params, belief))
+    # Functions that all planners share, as methods (see `planners.planner`).
+    plan = planner.plan
+    plan_until = clock.plan_until
+    search = planner.search
+    grow = planner.grow_by_batches
 
-    def search(
-        self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief
-    ) -> ScenarioTree:
-        """The tree that `plan` decides by."""
-        return self.grow(env, params, self.init_search(key, env, params, belief), self.iterations)
-
-    def plan_until(
-        self,
-        key: PRNGKey,
-        env: Environment,
-        params: PyTree,
-        belief: Belief,
-        deadline: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> tuple[Array, DespotInfo]:
-        """As `plan`, with as many of the waves as end before `deadline` on `clock` (s); runs on the host.
-
-        Stops before, too, once the root's bounds meet or a wave found nothing to expand (as none after it would). A
-        deadline that is too short for one wave still gives a legal action, the default policy's, with `iterations` 0.
-
-        Raises:
-            UsageError: every state drawn from the belief has ended.
-        """
-        discount_of(
-            params, self.discount
-        )  # here, since a discount that is traced cannot be refused
-        tree = jax.tree.map(
-            jnp.copy, _begun(key, self, env, params, belief)
-        )  # shared buffers cannot be donated
-        refuse_empty(jnp.stack([tree.ended >= 1, tree.stranded > 0]))
-        steps = -1
-
-        def done(tree: ScenarioTree) -> bool:
-            nonlocal steps
-            before, steps = steps, int(tree.steps)
-            return steps == before or bool(tree.node[0, UPPER_BOUND] <= tree.node[0, LOWER])
-
-        def advance(tree: ScenarioTree) -> ScenarioTree:
-            return _grown(self, env, params, tree)
-
-        return _decided(self, repeat_until(advance, tree, self.iterations, deadline, clock, done))
+    def tree_search(self) -> "Despot":
+        """Itself, whose methods are the parts of its plan."""
+        return self
 
     def decide(self, tree: ScenarioTree) -> tuple[Array, DespotInfo]:
         """The action of the highest lower bound, or the default policy's where none is above what that earns."""
         row = tree.block[0]
         tried = (row != EMPTY) & tree.legal
         values = jnp.where(tried[:, None], tree.edge.at[row].get(mode="clip"), -jnp.inf)
-        lower, upper = values[:, LOWER], values[:, UPPER_BOUND]
+        lower = values[:, LOWER]
+        upper = values[:, UPPER_BOUND]
         defaulted = ~(jnp.max(lower) > tree.born[0, DEFAULT])
         action = jnp.where(defaulted, tree.default_action, jnp.argmax(lower)).astype(jnp.int32)
         return action, DespotInfo(
@@ -192,30 +151,28 @@ class Despot:
             inconsistent=tree.inconsistent,
         )
 
-    def init_search(
-        self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief
-    ) -> ScenarioTree:
+    def init_search(self, key: PRNGKey, model: Model, belief: Belief) -> ScenarioTree:
         """K scenarios and their root; consumes `key`."""
-        discount, count, actions = (
-            discount_of(params, self.discount),
-            self.num_scenarios,
-            num_actions(env, params),
-        )
+        count = self.num_scenarios
+        actions = num_actions(model.env, model.params)
         draw_key, scenario_key = jax.random.split(key)
-        states, keys = belief.sample(draw_key, count), jax.random.split(scenario_key, count)
-        ended = jax.vmap(lambda state: env.terminal(state, params))(states)
-        legal = jnp.all(legal_actions(env, params, states) | ended[:, None], axis=0)
+        states = belief.sample(draw_key, count)
+        keys = jax.random.split(scenario_key, count)
+        ended = jax.vmap(lambda state: model.env.terminal(state, model.params))(states)
+        legal = jnp.all(legal_actions(model, states) | ended[:, None], axis=0)
+
         column = jax.tree.map(lambda x: x[:, None], states)
         depth = jnp.zeros((count,), jnp.int32)
         default, upper, invalid, inconsistent = self.evaluate(
-            keys, env, params, column, depth, ~ended[:, None], discount
+            keys, model, column, depth, ~ended[:, None]
         )
-        chosen = default_actions(
-            scenario_keys(keys, depth)[:, 1], self.default, env, params, column
-        )
+        chosen = default_actions(scenario_keys(keys, depth)[:, 1], self.default, model, column)
         chosen = chosen[jnp.argmin(ended), 0]
-        default, utility = default.sum() / count, jnp.maximum(upper.sum(), default.sum()) / count
+        default = default.sum()
+        utility = jnp.maximum(upper.sum(), default) / count
+        default = default / count
         node = jnp.stack([default, jnp.maximum(default, utility - self.regularization)])
+
         max_nodes = min(self.max_nodes, 1 + self.iterations * count * actions)
         roots = -(-count // actions)  # blocks that hold the K roots, A particles each
         max_blocks = roots + min(self.max_particles, self.iterations * count)
@@ -235,7 +192,8 @@ class Despot:
             )
             return filled.reshape(max_blocks, actions, *first.shape[1:])
 
-        zero, none = jnp.zeros((), jnp.int32), jnp.full((max_blocks, actions), EMPTY, jnp.int32)
+        zero = jnp.zeros((), jnp.int32)
+        none = jnp.full((max_blocks, actions), EMPTY, jnp.int32)
         return ScenarioTree(
             keys=keys,
             default_action=jnp.where(legal[chosen], chosen, jnp.argmax(legal)).astype(jnp.int32),
@@ -263,22 +221,26 @@ class Despot:
             stranded=samples_without_weight(belief, count),
             inconsistent=inconsistent,
             depth=zero,
+            stalled=jnp.zeros((), bool),
         )
 
-    def grow(
-        self, env: Environment, params: PyTree, tree: ScenarioTree, iterations: int
+    def inspect_root(
+        self, key: PRNGKey, model: Model, belief: Belief, search: ScenarioTree
+    ) -> tuple[ScenarioTree, Array]:
+        """As `Search.inspect_root`, by the scenarios that are there; does not use the key."""
+        return search, jnp.stack([search.ended >= 1, search.stranded > 0])
+
+    def batch(
+        self, key: PRNGKey, model: Model, belief: Belief, search: ScenarioTree
     ) -> ScenarioTree:
-        """`iterations` waves more; pure, and deterministic: all chance is in the scenarios."""
-
-        def wave(_: Array, tree: ScenarioTree) -> ScenarioTree:
-            path = self.select(tree)
-            return self.back_up(self.expand(env, params, tree, path), path)
-
-        return jax.lax.fori_loop(0, iterations, wave, tree)
+        """One wave more; does not use the key, since all chance is in the scenarios."""
+        path = self.select(search)
+        return self.back_up(self.expand(model, search, path), path)
 
     def select(self, tree: ScenarioTree) -> WavePath:
         """Down the optimistic policy, every scenario to its own child, until nothing is left to gain."""
-        count, scenarios = tree.keys.shape[0], jnp.arange(tree.keys.shape[0], dtype=jnp.int32)
+        count = tree.keys.shape[0]
+        scenarios = jnp.arange(tree.keys.shape[0], dtype=jnp.int32)
         root_gap = tree.node[0, UPPER_BOUND] - tree.node[0, LOWER]
 
         def level(d: Array, carry: tuple) -> tuple:
@@ -286,7 +248,8 @@ class Despot:
             node = tree.particle_node.reshape(-1)[particle]
             live = live & (node != EMPTY)
             values, born = (x.at[node].get(mode="clip") for x in (tree.node, tree.born))
-            gap, share = values[:, UPPER_BOUND] - values[:, LOWER], born[:, COUNT] / count
+            gap = values[:, UPPER_BOUND] - values[:, LOWER]
+            share = born[:, COUNT] / count
             excess = jnp.where(
                 live & (root_gap > 0), gap - share * self.gap_ratio * root_gap, -jnp.inf
             )
@@ -317,12 +280,12 @@ class Despot:
             0
         ]
 
-    def expand(
-        self, env: Environment, params: PyTree, tree: ScenarioTree, path: WavePath
-    ) -> ScenarioTree:
+    def expand(self, model: Model, tree: ScenarioTree, path: WavePath) -> ScenarioTree:
         """All actions of all scenarios at the leaves that the wave reached."""
-        discount, actions = discount_of(params, self.discount), tree.legal.shape[0]
-        count, max_blocks = tree.keys.shape[0], tree.particle_node.shape[0]
+        discount = model.discount
+        actions = tree.legal.shape[0]
+        count = tree.keys.shape[0]
+        max_blocks = tree.particle_node.shape[0]
         wanted = jnp.sum(path.grow, dtype=jnp.int32)
         # All or none: a leaf that only some of its scenarios expand would be a node of fewer scenarios.
         fits = tree.num_blocks + wanted <= max_blocks
@@ -334,21 +297,19 @@ class Despot:
         edges = block.at[leaf].get(mode="fill", fill_value=EMPTY)
 
         states = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[path.particle], tree.states)
-        legal = legal_actions(env, params, states)
+        legal = legal_actions(model, states)
         rows = jax.tree.map(
             lambda x: jnp.broadcast_to(x[:, None], (count, actions, *x.shape[1:])), states
         )
         choice = jnp.broadcast_to(jnp.arange(actions, dtype=jnp.int32), (count, actions))
-        result = scenario_steps(
-            scenario_keys(tree.keys, path.depth)[:, 0], env, params, rows, choice
-        )
+        result = scenario_steps(scenario_keys(tree.keys, path.depth)[:, 0], model, rows, choice)
         taken = grow[:, None] & legal
         on = taken & ~result.terminated
         default, upper, wrong, inconsistent = self.evaluate(
-            tree.keys, env, params, result.state, path.depth + 1, on, discount
+            tree.keys, model, result.state, path.depth + 1, on
         )
-        children = children_of(self.children, env, params)
-        # Children are told apart within this wave only, so their table is as large as the wave and not as the tree.
+        children = children_of(self.children, model.env, model.params)
+        # Children are distinguished within this wave only, so their table is as large as the wave and not as the tree.
         places = jnp.where(on, (edges - tree.num_blocks)[:, None] * actions + choice, 0)
         table = children.empty(count * actions, count * actions)
         _, ids, num_nodes = children.find(
@@ -362,11 +323,11 @@ class Despot:
         ids = ids.reshape(count, actions)
         lost = on & (ids == EMPTY)
         weight = (jnp.asarray(discount, jnp.float32) ** path.depth / count)[:, None]
-        default, upper = weight * discount * default, weight * discount * upper
+        default = weight * discount * default
+        upper = weight * discount * upper
         tree, below = self._add_nodes(tree, ids, default, upper)
-        below = (
-            below + jnp.where(lost, default, 0.0)[..., None]
-        )  # who finds no room counts as the default policy
+        # Who finds no room counts as the default policy.
+        below = below + jnp.where(lost, default, 0.0)[..., None]
         # Values are sums over a node's scenarios; the price of a node is paid once, by the one that owns its row.
         price = jnp.where(own == edges, self.regularization, 0.0)[:, None, None]
         gain = jnp.where(
@@ -394,14 +355,14 @@ class Despot:
             stranded=tree.stranded + jnp.sum(grow & ~jnp.any(legal, axis=1), dtype=jnp.int32),
             inconsistent=tree.inconsistent + inconsistent,
             depth=jnp.maximum(tree.depth, jnp.max(jnp.where(grow, path.depth + 1, 0))),
+            stalled=~jnp.any(taken),
         )
 
     def evaluate(
-        self, keys: PRNGKey, env: Environment, params: PyTree, states: PyTree, depth: Array, live: Array,
-        discount: Scalar,
-    ) -> tuple[Array, Array, Array, Array]:  # fmt: skip
-        """What the default policy earns from states `[K, A]`, and an upper bound, by `scenario_bounds`."""
-        return scenario_bounds(keys, self, env, params, states, depth, live, discount)
+        self, keys: PRNGKey, model: Model, states: PyTree, depth: Array, live: Array
+    ) -> tuple[Array, Array, Array, Array]:
+        """Return of the default policy from states `[K, A]`, and an upper bound, by `scenario_bounds`."""
+        return scenario_bounds(keys, self, model, states, depth, live)
 
     def _add_nodes(
         self, tree: ScenarioTree, ids: Array, default: Array, upper: Array
@@ -460,20 +421,3 @@ class Despot:
         nothing = jnp.zeros((scenarios.shape[0], 2), jnp.float32)
         tree, _ = jax.lax.fori_loop(0, deepest + 1, level, (tree, nothing))
         return dataclasses.replace(tree, iteration=tree.iteration + 1)
-
-
-@functools.partial(jax.jit, static_argnames=("planner", "env"))
-def _begun(
-    key: PRNGKey, planner: Despot, env: Environment, params: PyTree, belief: Belief
-) -> ScenarioTree:
-    return planner.init_search(key, env, params, belief)
-
-
-@functools.partial(jax.jit, static_argnames=("planner", "env"), donate_argnames=("tree",))
-def _grown(planner: Despot, env: Environment, params: PyTree, tree: ScenarioTree) -> ScenarioTree:
-    return planner.grow(env, params, tree, 1)
-
-
-@functools.partial(jax.jit, static_argnames=("planner",))
-def _decided(planner: Despot, tree: ScenarioTree) -> tuple[Array, DespotInfo]:
-    return planner.decide(tree)

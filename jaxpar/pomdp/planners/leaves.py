@@ -1,7 +1,7 @@
-"""What a state is worth where a simulation stops: the part `evaluate` of a tree search, in three kinds.
+"""Values of states where simulations stop: the part `evaluate` of a tree search, in three kinds.
 
-A kind is a function of `(key, env, params, states, actions, live, discount)` that gives values float32 `[n]`. Whatever
-it is, `leaf_values` counts what cannot be added up and gives what has ended the value 0.
+A kind is a function of `(key, model, states, actions, live)` that gives values float32 `[n]`. Whatever it is,
+`leaf_values` counts what cannot be added up and gives what has ended the value 0.
 """
 
 import dataclasses
@@ -10,10 +10,10 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxpar.env import Environment, capabilities
+from jaxpar.env import capabilities
 from jaxpar.fields import AtLeast, check_fields, field
-from jaxpar.pomdp.model import is_usable, rollout_values
-from jaxpar.types import Array, PRNGKey, PyTree, Scalar, UsageError
+from jaxpar.pomdp.model import Model, is_usable, rollout_values
+from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 __all__ = ["Evaluate", "HeuristicValues", "RolloutValues", "ZeroValues"]
 
@@ -26,43 +26,41 @@ class Evaluate(Protocol):
     """Guesses what n states are worth from now on."""
 
     def __call__(
-        self, key: PRNGKey, env: Environment, params: PyTree, states: PyTree, actions: Array, live: Array,
-        discount: Scalar,
-    ) -> Array:  # fmt: skip
+        self, key: PRNGKey, model: Model, states: PyTree, actions: Array, live: Array
+    ) -> Array:
         """Values, float32 `[n]`; those of states that are not live are not used.
 
         Args:
             key: consumed.
-            env: the environment.
-            params: its parameters.
+            model: environment, parameters and discount.
             states: `[n, ...]`.
             actions: int32 `[n]`, what led to each state; -1 where nothing did.
             live: bool `[n]`, the state has not ended.
-            discount: of one step.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class HeuristicValues:
-    """The environment's own guess, `heuristic(state, params)`, which may ask for the action that led there."""
+    """The environment's own guess, `heuristic(state, params)`, which may take the action that led there."""
 
     def __call__(
-        self, key: PRNGKey, env: Environment, params: PyTree, states: PyTree, actions: Array, live: Array,
-        discount: Scalar,
-    ) -> Array:  # fmt: skip
+        self, key: PRNGKey, model: Model, states: PyTree, actions: Array, live: Array
+    ) -> Array:
         """The guesses; draws nothing. `UsageError` where the environment has none."""
-        heuristic = capabilities(env).heuristic
+        heuristic = capabilities(model.env).heuristic
         if heuristic is None:
             raise UsageError(
-                f'{env.name} has no heuristic(state, params); use leaf="rollout" or leaf="zero"'
+                f'{model.env.name} has no heuristic(state, params); use leaf="rollout" or leaf="zero"'
             )
-        return jax.vmap(lambda state, action: heuristic(state, params, action))(states, actions)
+        return jax.vmap(lambda state, action: heuristic(state, model.params, action))(
+            states, actions
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutValues:
-    """What a rollout of so many steps earns, played by the environment's `rollout_action`, else by chance."""
+    """Return of a rollout of `length` steps, played by the environment's `rollout_action`, else by chance."""
 
     length: int = field(legal=AtLeast(1))
 
@@ -70,11 +68,10 @@ class RolloutValues:
         check_fields(self)
 
     def __call__(
-        self, key: PRNGKey, env: Environment, params: PyTree, states: PyTree, actions: Array, live: Array,
-        discount: Scalar,
-    ) -> Array:  # fmt: skip
+        self, key: PRNGKey, model: Model, states: PyTree, actions: Array, live: Array
+    ) -> Array:
         """The discounted returns; costs `length` steps of each state."""
-        return rollout_values(key, env, params, states, discount, self.length, live)
+        return rollout_values(key, model, states, live, self.length)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +79,8 @@ class ZeroValues:
     """Nothing: what comes after the tree is not counted."""
 
     def __call__(
-        self, key: PRNGKey, env: Environment, params: PyTree, states: PyTree, actions: Array, live: Array,
-        discount: Scalar,
-    ) -> Array:  # fmt: skip
+        self, key: PRNGKey, model: Model, states: PyTree, actions: Array, live: Array
+    ) -> Array:
         """Zeros; draws nothing."""
         return jnp.zeros(live.shape)
 
@@ -99,13 +95,12 @@ def evaluation(leaf: str, rollout_depth: int) -> Evaluate:
 
 
 def leaf_values(
-    key: PRNGKey, evaluate: Evaluate, env: Environment, params: PyTree, states: PyTree, actions: Array, live: Array,
-    discount: Scalar,
-) -> tuple[Array, Array]:  # fmt: skip
-    """What `evaluate` says of n states, float32 `[n]`, and which values were not finite or too large, bool `[n]`.
+    key: PRNGKey, evaluate: Evaluate, model: Model, states: PyTree, actions: Array, live: Array
+) -> tuple[Array, Array]:
+    """Values of n states by `evaluate`, float32 `[n]`, and a mask of those not finite or too large, bool `[n]`.
 
     Those count as 0, and so do states that are not live: they have ended.
     """
-    values = jnp.asarray(evaluate(key, env, params, states, actions, live, discount), jnp.float32)
+    values = jnp.asarray(evaluate(key, model, states, actions, live), jnp.float32)
     usable = is_usable(values)
     return jnp.where(live & usable, values, 0.0), live & ~usable

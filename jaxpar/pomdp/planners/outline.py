@@ -70,7 +70,8 @@ def outline(
     """
     for name, value in (("depth", depth), ("width", width)):
         check_value(name, value, AtLeast(0), int)
-    choices, seen = env.action_space(params), env.observation_space(params)
+    choices = env.action_space(params)
+    seen = env.observation_space(params)
     actions = actions or (choices.names if isinstance(choices, Discrete) else ())
     if (
         isinstance(seen, Discrete) and capabilities(env).obs_key is None
@@ -81,7 +82,9 @@ def outline(
     edge, key, node = (np.asarray(x) for x in links)
     used = node != EMPTY
     order = np.argsort(edge[used], kind="stable")
-    edge, key, node = edge[used][order], key[used][order], node[used][order]
+    edge = edge[used][order]
+    key = key[used][order]
+    node = node[used][order]
 
     def named(names: Sequence[str], letter: str, number: int) -> str:
         return str(names[number]) if number < len(names) else f"{letter}{number}"
@@ -103,7 +106,8 @@ def outline(
 
     def action(name: str, at: int, left: int) -> Branch:
         mine = slice(*np.searchsorted(edge, [at, at + 1]))
-        keys, nodes = key[mine], node[mine]
+        keys = key[mine]
+        nodes = node[mine]
         busiest = np.argsort(-tree.node_visits[nodes], kind="stable")[:width]
         below = tuple(
             belief(named(observations, "o", int(keys[i])), int(nodes[i]), left - 1) for i in busiest

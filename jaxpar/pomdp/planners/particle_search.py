@@ -6,32 +6,27 @@ node that is visited does to a simulation, and what the batch's new nodes are fi
 """
 
 import dataclasses
-import time
-from collections.abc import Callable
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
-from jaxpar.env import Environment, PartiallyObserved, capabilities, step
+from jaxpar.env import Environment, capabilities, step
 from jaxpar.pomdp.beliefs.belief import Belief
 from jaxpar.pomdp.model import (
-    discount_of,
+    Model,
     is_usable,
     legal_actions,
     num_observations,
     where_rows,
     with_likelihood,
 )
-from jaxpar.pomdp.planners import clock as clocks
-from jaxpar.pomdp.planners import planner
+from jaxpar.pomdp.planners import clock, planner
 from jaxpar.pomdp.planners._loops import while_live
 from jaxpar.pomdp.planners.adding import add_at
 from jaxpar.pomdp.planners.leaves import Evaluate, leaf_values
-from jaxpar.pomdp.planners.planner import PlanInfo
 from jaxpar.pomdp.planners.pomcp import ranks
 from jaxpar.pomdp.planners.simulations import (
-    Path,
     Simulations,
     empty_search,
     record_leaves,
@@ -51,7 +46,9 @@ from jaxpar.pomdp.planners.tree_search import BackUp, Decide, DepthOf, Select, c
 from jaxpar.pomdp.planners.widening import (
     Descent,
     NodeBeliefs,
+    ParticleBatch,
     ParticleSearchState,
+    ParticleState,
     no_descent,
     slot_of_visit,
 )
@@ -61,10 +58,10 @@ __all__ = ["ExpandParticles", "ParticleTreeSearch"]
 
 
 class ExpandParticles(Protocol):
-    """What nodes hold, and what they do to the simulations that reach them."""
+    """Contents of nodes, and their effect on the simulations that reach them."""
 
     def has_ended(self, descent: Descent, is_keyed: bool) -> Array:
-        """Which simulations end on their edge and reach no node, bool `[n]`.
+        """Simulations that end on their edge and reach no node, bool `[n]`.
 
         Args:
             descent: the level's steps.
@@ -73,40 +70,27 @@ class ExpandParticles(Protocol):
         ...
 
     def visit(
-        self, key: PRNGKey, env: PartiallyObserved, params: PyTree, beliefs: NodeBeliefs, simulations: Simulations,
-        descent: Descent, before: Array, is_keyed: bool,
-    ) -> tuple[NodeBeliefs, PyTree, Array, Array]:  # fmt: skip
+        self, key: PRNGKey, batch: ParticleBatch, state: ParticleState, descent: Descent
+    ) -> tuple[NodeBeliefs, PyTree, Array, Array]:
         """The beliefs, the states to go on with `[n, ...]`, what the step earned `[n]`, and who goes on, bool `[n]`.
 
         Args:
             key: consumed.
-            env: the model.
-            params: its parameters.
-            beliefs: of the nodes.
-            simulations: as they were above.
+            batch: what stays the same throughout the batch.
+            state: beliefs, and the simulations as they were above.
             descent: the level's steps.
-            before: int32, the number of nodes before the batch.
-            is_keyed: as above.
         """
         ...
 
     def fill(
-        self, key: PRNGKey, env: PartiallyObserved, params: PyTree, belief: Belief, beliefs: NodeBeliefs, path: Path,
-        simulations: Simulations, last: Descent, before: Array, is_keyed: bool,
-    ) -> tuple[NodeBeliefs, Path, Simulations, Array]:  # fmt: skip
-        """Fills the batch's new nodes; the simulations at their leaves, and whose leaves are valued, bool `[n]`.
+        self, key: PRNGKey, batch: ParticleBatch, state: ParticleState
+    ) -> tuple[ParticleState, Array]:
+        """The state with new nodes filled and simulations at their leaves, and whose leaves are valued, bool `[n]`.
 
         Args:
             key: consumed.
-            env: the model.
-            params: its parameters.
-            belief: of the root.
-            beliefs: of the nodes.
-            path: where the simulations went.
-            simulations: where they are.
-            last: for each simulation the step that led to a new node, if one did.
-            before: int32, the number of nodes before the batch.
-            is_keyed: as above.
+            batch: what stays the same throughout the batch.
+            state: where the simulations went.
         """
         ...
 
@@ -159,32 +143,15 @@ class ParticleTreeSearch:
         """Itself, so that it stands wherever a planner does."""
         return self
 
-    def plan(
-        self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief
-    ) -> tuple[Array, PlanInfo]:
-        """As `Planner.plan`."""
-        return planner.plan(key, self, env, params, belief)
-
-    def plan_until(
-        self,
-        key: PRNGKey,
-        env: Environment,
-        params: PyTree,
-        belief: Belief,
-        deadline: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> tuple[Array, PlanInfo]:
-        """As `AnytimePlanner.plan_until`."""
-        return clocks.plan_until(key, self, env, params, belief, deadline, clock)
-
-    def search(
-        self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief
-    ) -> ParticleSearchState:
-        """The search that `plan` decides by, with the whole tree."""
-        return planner.search(key, self, env, params, belief)
+    # Functions that all planners share, as methods (see `planners.planner`).
+    plan = planner.plan
+    plan_until = clock.plan_until
+    search = planner.search
+    grow = planner.grow_by_batches
+    inspect_root = clock.inspect_root
 
     def is_keyed(self, env: Environment, params: PyTree) -> bool:
-        """Whether nodes are those of observation keys, else of slots that open with the visits."""
+        """True where nodes are those of observation keys, else of slots that open with the visits."""
         return num_observations(env, params) is not None if self.keyed is None else self.keyed
 
     def children_of(self, env: Environment, params: PyTree) -> Children:
@@ -193,19 +160,19 @@ class ParticleTreeSearch:
             return children_of(self.children, env, params)
         return HashedChildren() if self.children is None else self.children
 
-    def init_search(self, env: Environment, params: PyTree, belief: Belief) -> ParticleSearchState:
-        """A root, with room for `iterations` batches; `UsageError` without a likelihood."""
-        env = with_likelihood(env)
-        discount_of(params, self.discount)
+    def init_search(self, key: PRNGKey, model: Model, belief: Belief) -> ParticleSearchState:
+        """A root, with room for `iterations` batches; does not use the key. `UsageError` without a likelihood."""
+        env = with_likelihood(model.env)
         # A simulation adds at most one edge a level, and one node in all.
         most = 1 + sum(self.num_simulations * self.depth_of(k) for k in range(self.iterations))
         nodes = min(1 + self.num_simulations * self.iterations, self.max_nodes)
         edges = min(most, nodes if self.max_edges is None else self.max_edges)
-        search = empty_search(env, params, belief, self.children_of(env, params), nodes, edges)
+        children = self.children_of(env, model.params)
+        search = empty_search(model, belief, children, nodes, edges)
 
         def example(key: PRNGKey) -> tuple[PyTree, PyTree]:
             state = jax.tree.map(lambda x: x[0], belief.sample(key, 1))
-            return state, step(key, env, state, jnp.zeros((), jnp.int32), params).obs
+            return state, step(key, env, state, jnp.zeros((), jnp.int32), model.params).obs
 
         state, obs = jax.eval_shape(example, jax.random.key(0))
         size = self.num_particles
@@ -218,88 +185,78 @@ class ParticleTreeSearch:
             num_added=jnp.zeros((nodes,), jnp.int32),
             invalid=jnp.zeros((), jnp.int32),
         )
-        return ParticleSearchState(search.tree, search.legal, search.ended, search.drawn, beliefs)
-
-    def grow(
-        self,
-        key: PRNGKey,
-        env: Environment,
-        params: PyTree,
-        belief: Belief,
-        search: ParticleSearchState,
-        iterations: int,
-    ) -> ParticleSearchState:
-        """`iterations` batches more; pure. The key of a batch is folded with its number."""
-
-        def batch(_: Array, search: ParticleSearchState) -> ParticleSearchState:
-            own = jax.random.fold_in(key, search.tree.iteration)
-            return self._batch(own, with_likelihood(env), params, belief, search)
-
-        return jax.lax.fori_loop(0, iterations, batch, search)
-
-    def _batch(
-        self,
-        key: PRNGKey,
-        env: PartiallyObserved,
-        params: PyTree,
-        belief: Belief,
-        search: ParticleSearchState,
-    ) -> ParticleSearchState:
-        """One batch from the root to the leaves and back."""
-        sample_key, level_key, node_key, leaf_key = jax.random.split(key, 4)
-        discount, keyed = discount_of(params, self.discount), self.is_keyed(env, params)
-        children = self.children_of(env, params)
-        started, path, simulations = start_simulations(
-            sample_key, env, params, belief, search, self.num_simulations, self.max_depth
+        return ParticleSearchState(
+            tree=search.tree,
+            legal=search.legal,
+            ended=search.ended,
+            drawn=search.drawn,
+            beliefs=beliefs,
         )
-        depth, before = self.depth_of(started.tree.iteration), started.tree.num_nodes
 
-        def level(d: Array, carry: tuple) -> tuple:
-            tree, beliefs, path, simulations, last = carry
+    def batch(
+        self, key: PRNGKey, model: Model, belief: Belief, search: ParticleSearchState
+    ) -> ParticleSearchState:
+        """One batch from the root to the leaves and back; consumes `key`."""
+        sample_key, level_key, node_key, leaf_key = jax.random.split(key, 4)
+        started, path, simulations = start_simulations(
+            sample_key, model, belief, search, self.num_simulations, self.max_depth
+        )
+        batch = ParticleBatch(
+            model=model,
+            belief=belief,
+            children=self.children_of(model.env, model.params),
+            before=started.tree.num_nodes,
+            is_keyed=self.is_keyed(model.env, model.params),
+        )
+
+        def level(d: Array, state: ParticleState) -> ParticleState:
             own_key = jax.random.fold_in(level_key, d)
             step_key, visit_key = jax.random.split(own_key)
             select_key = jax.random.fold_in(own_key, 2)  # a third child beside the two of `split`
             tree, descent = self._descend(
-                select_key, step_key, env, params, children, tree, simulations, before
+                select_key, step_key, batch, state.tree, state.simulations
             )
-            beliefs, states, reward, live = self.expand.visit(
-                visit_key, env, params, beliefs, simulations, descent, before, keyed
-            )
-            moved = descent.edge != EMPTY
-            stuck = moved & (descent.child == EMPTY) & ~self.expand.has_ended(descent, keyed)
-            path = path.after(d, jnp.where(moved, descent.child, EMPTY), descent.edge, reward)
-            simulations = Simulations(
-                states=states,
-                node=jnp.where(moved, descent.child, simulations.node),
-                stuck=jnp.where(stuck, descent.edge, simulations.stuck),
-                live=live,
-                action=jnp.where(moved, descent.action, simulations.action),
-            )
-            last = jax.tree.map(lambda new, old: where_rows(descent.fresh, new, old), descent, last)
-            return tree, beliefs, path, simulations, last
+            beliefs, states, reward, live = self.expand.visit(visit_key, batch, state, descent)
 
-        first = (
-            started.tree,
-            search.beliefs,
-            path,
-            simulations,
-            no_descent(env, params, simulations),
+            moved = descent.edge != EMPTY
+            ended = self.expand.has_ended(descent, batch.is_keyed)
+            stuck = moved & (descent.child == EMPTY) & ~ended
+            child = jnp.where(moved, descent.child, EMPTY)
+            simulations = state.simulations
+            return ParticleState(
+                tree=tree,
+                beliefs=beliefs,
+                path=state.path.after(d, child, descent.edge, reward),
+                simulations=Simulations(
+                    states=states,
+                    node=jnp.where(moved, descent.child, simulations.node),
+                    stuck=jnp.where(stuck, descent.edge, simulations.stuck),
+                    live=live,
+                    action=jnp.where(moved, descent.action, simulations.action),
+                ),
+                last=jax.tree.map(
+                    lambda new, old: where_rows(descent.fresh, new, old), descent, state.last
+                ),
+            )
+
+        first = ParticleState(
+            tree=started.tree,
+            beliefs=search.beliefs,
+            path=path,
+            simulations=simulations,
+            last=no_descent(model, simulations),
         )
-        depth, (tree, beliefs, path, simulations, last) = while_live(
-            depth, level, first, lambda carry: carry[3].live
+        depth, state = while_live(
+            self.depth_of(started.tree.iteration),
+            level,
+            first,
+            lambda state: state.simulations.live,
         )
-        beliefs, path, simulations, waiting = self.expand.fill(
-            node_key, env, params, belief, beliefs, path, simulations, last, before, keyed
-        )
+
+        state, waiting = self.expand.fill(node_key, batch, state)
+        tree, beliefs, path, simulations, _ = state
         leaves = leaf_values(
-            leaf_key,
-            self.evaluate,
-            env,
-            params,
-            simulations.states,
-            simulations.action,
-            waiting,
-            discount,
+            leaf_key, self.evaluate, model, simulations.states, simulations.action, waiting
         )
         # Rewards are added here and not on the way down, since those of new nodes are known only now.
         usable = is_usable(path.rewards)
@@ -312,52 +269,58 @@ class ParticleTreeSearch:
             + beliefs.invalid
             - search.beliefs.invalid,
         )
-        tree, path = record_leaves(tree, path, simulations, leaves, discount)
-        tree = self.back_up(tree, children, path, depth, discount)
+        tree, path = record_leaves(tree, path, simulations, leaves, model.discount)
+        tree = self.back_up(tree, batch.children, path, depth, model.discount)
         return dataclasses.replace(started, tree=tree, beliefs=beliefs)
 
     def _descend(
         self,
         select_key: PRNGKey,
         step_key: PRNGKey,
-        env: PartiallyObserved,
-        params: PyTree,
-        children: Children,
+        batch: ParticleBatch,
         tree: Tree,
         simulations: Simulations,
-        before: Array,
     ) -> tuple[Tree, Descent]:
         """Every live simulation takes an action and finds its child, by key or by slot; consumes both keys."""
+        env = batch.model.env
+        params = batch.model.params
         step_key, slot_key = jax.random.split(step_key)
-        legal = legal_actions(env, params, simulations.states)
+        legal = legal_actions(batch.model, simulations.states)
         simulations, stranded = stop_stranded(simulations, legal)
         action = self.select(select_key, tree, simulations, legal)
+
         earlier = tree.edges.at[simulations.node, action].get(mode="fill", fill_value=EMPTY)
         visits = tree.edge_visits.at[earlier].get(mode="fill", fill_value=0)
-        visits, edges = jax.lax.optimization_barrier(
-            (visits, tree.edges)
-        )  # reads before writes, as in `insert`
+        # Reads before writes, as in `insert`.
+        visits, edges = jax.lax.optimization_barrier((visits, tree.edges))
         tree = dataclasses.replace(tree, edges=edges)
         tree, edge = insert_edges(tree, simulations.node, action, simulations.live)
-        keys, keyed = jax.random.split(step_key, action.shape[0]), self.is_keyed(env, params)
+
+        keys = jax.random.split(step_key, action.shape[0])
         result = jax.vmap(lambda key, state, action: step(key, env, state, action, params))(
             keys, simulations.states, action
         )
-        if keyed:
-            obs_key = capabilities(env).obs_key
-            name = (
-                result.obs
-                if obs_key is None
-                else jax.vmap(lambda obs: obs_key(obs, params))(result.obs)
-            )
-        else:
+        obs_key = capabilities(env).obs_key
+        if not batch.is_keyed:
             draws = jax.random.uniform(slot_key, action.shape)
-            name = slot_of_visit(
-                draws, visits + ranks(edge), self.k_observations, self.alpha_observations
-            )
-        descent = Descent(simulations.node, edge, edge, action, result, simulations.live)
-        on = (edge != EMPTY) & ~self.expand.has_ended(descent, keyed)
-        tree, child, _ = insert_nodes(tree, children, edge, name.astype(jnp.int32), on)
+            visits = visits + ranks(edge)
+            name = slot_of_visit(draws, visits, self.k_observations, self.alpha_observations)
+        elif obs_key is None:
+            name = result.obs
+        else:
+            name = jax.vmap(lambda obs: obs_key(obs, params))(result.obs)
+
+        descent = Descent(
+            node=simulations.node,
+            edge=edge,
+            child=edge,  # until it is known
+            action=action,
+            result=result,
+            fresh=simulations.live,
+        )
+        on = (edge != EMPTY) & ~self.expand.has_ended(descent, batch.is_keyed)
+        tree, child, _ = insert_nodes(tree, batch.children, edge, name.astype(jnp.int32), on)
         lost = (simulations.live & (edge == EMPTY)) | (on & (child == EMPTY))
         tree = add_counts(tree, steps=edge != EMPTY, overflow=lost, stranded=stranded)
-        return tree, descent._replace(child=child, fresh=(child != EMPTY) & (child >= before))
+        fresh = (child != EMPTY) & (child >= batch.before)
+        return tree, descent._replace(child=child, fresh=fresh)

@@ -10,44 +10,37 @@ spaces", algorithm 3. Ours: the reward of a new node is the mean over its partic
 """
 
 import dataclasses
-import functools
-import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxpar.env import Environment, PartiallyObserved
 from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
-from jaxpar.pomdp.beliefs.belief import Belief
 from jaxpar.pomdp.model import where_rows
-from jaxpar.pomdp.planners import clock as clocks
-from jaxpar.pomdp.planners import planner
+from jaxpar.pomdp.planners import clock, planner
 from jaxpar.pomdp.planners.leaves import LEAVES, evaluation
 from jaxpar.pomdp.planners.particle_search import ExpandParticles, ParticleTreeSearch
-from jaxpar.pomdp.planners.planner import PlanInfo
 from jaxpar.pomdp.planners.pomcp import (
     BACKUPS,
-    add_best,
-    add_returns,
     best_mean,
+    one_deeper,
     ranks,
     upper_confidence,
 )
-from jaxpar.pomdp.planners.simulations import Path, SearchState, Simulations, is_waiting
-from jaxpar.pomdp.planners.tree import EMPTY, Children, DenseChildren, HashedChildren, Tree
+from jaxpar.pomdp.planners.simulations import Simulations, is_waiting
+from jaxpar.pomdp.planners.tree import EMPTY, DenseChildren, HashedChildren, Tree
 from jaxpar.pomdp.planners.tree_search import Depth
 from jaxpar.pomdp.planners.widening import (
     Descent,
     NodeBeliefs,
-    ParticleSearchState,
+    ParticleBatch,
+    ParticleState,
     drawn_index,
     filter_step,
     is_first_at_node,
     open_slots,
 )
-from jaxpar.types import Array, PRNGKey, PyTree, Scalar
+from jaxpar.types import Array, PRNGKey, PyTree
 
 __all__ = ["Pft"]
 
@@ -61,37 +54,40 @@ class FilterNodes:
         return descent.result.terminated if is_keyed else jnp.zeros_like(descent.result.terminated)
 
     def visit(
-        self, key: PRNGKey, env: PartiallyObserved, params: PyTree, beliefs: NodeBeliefs, simulations: Simulations,
-        descent: Descent, before: Array, is_keyed: bool,
-    ) -> tuple[NodeBeliefs, PyTree, Array, Array]:  # fmt: skip
+        self, key: PRNGKey, batch: ParticleBatch, state: ParticleState, descent: Descent
+    ) -> tuple[NodeBeliefs, PyTree, Array, Array]:
         """As `ExpandParticles.visit`: a known node gives one of its states and its reward, a new one stops."""
-        moved, known = descent.edge != EMPTY, (descent.child != EMPTY) & ~descent.fresh
+        beliefs = state.beliefs
+        moved = descent.edge != EMPTY
+        known = (descent.child != EMPTY) & ~descent.fresh
         over = beliefs.terminal.at[descent.child].get(mode="clip") & known
         chosen = drawn_index(key, beliefs.log_weights.at[descent.child].get(mode="clip"))
         states = jax.tree.map(
             lambda x: x.at[descent.child, chosen].get(mode="clip"), beliefs.states
         )
         reward = descent.result.reward
-        if (
-            not is_keyed
-        ):  # that of the node, if it has one; of a new one it comes with the filter step
+        if not batch.is_keyed:
+            # That of the node, if it has one; of a new one it comes with the filter step.
             reward = jnp.where(known, beliefs.reward.at[descent.child].get(mode="clip"), reward)
             reward = jnp.where(descent.fresh, 0.0, reward)
         reward = jnp.where(moved, reward, 0.0)
         kept = jax.tree.map(
-            lambda new, old: where_rows(moved, new, old), descent.result.state, simulations.states
+            lambda new, old: where_rows(moved, new, old),
+            descent.result.state,
+            state.simulations.states,
         )
         states = jax.tree.map(lambda new, old: where_rows(known, new, old), states, kept)
         return beliefs, states, reward, known & ~over
 
     def fill(
-        self, key: PRNGKey, env: PartiallyObserved, params: PyTree, belief: Belief, beliefs: NodeBeliefs, path: Path,
-        simulations: Simulations, last: Descent, before: Array, is_keyed: bool,
-    ) -> tuple[NodeBeliefs, Path, Simulations, Array]:  # fmt: skip
+        self, key: PRNGKey, batch: ParticleBatch, state: ParticleState
+    ) -> tuple[ParticleState, Array]:
         """As `ExpandParticles.fill`: one filter step for every new node, by the first simulation that reached it."""
         root_key, filter_key, leaf_key = jax.random.split(key, 3)
-        count, size = last.fresh.shape[0], beliefs.log_weights.shape[1]
-        drawn = belief.sample(root_key, count * size)
+        _, beliefs, path, simulations, last = state
+        count = last.fresh.shape[0]
+        size = beliefs.log_weights.shape[1]
+        drawn = batch.belief.sample(root_key, count * size)
         at_root = last.node == 0
 
         def prior(fresh: Array, held: Array) -> Array:
@@ -104,11 +100,11 @@ class FilterNodes:
             at_root[:, None], 0.0, beliefs.log_weights.at[last.node].get(mode="clip")
         )
         keys = jax.random.split(filter_key, count)
-        filtered = functools.partial(filter_step, env=env, params=params)
-        states, weights, reward, wrong = jax.vmap(filtered)(
-            keys, states, weights, last.action, last.result
-        )
-        first = is_first_at_node(last, before)
+        states, weights, reward, wrong = jax.vmap(
+            lambda key, *row: filter_step(key, batch.model, *row)
+        )(keys, states, weights, last.action, last.result)
+
+        first = is_first_at_node(last, batch.before)
         mine = jnp.where(first, last.child, EMPTY)
         beliefs = dataclasses.replace(
             beliefs,
@@ -123,14 +119,13 @@ class FilterNodes:
             terminal=beliefs.terminal.at[mine].set(last.result.terminated, mode="drop"),
             invalid=beliefs.invalid + jnp.sum(jnp.where(first, wrong, 0), dtype=jnp.int32),
         )
-        if not is_keyed:
+        if not batch.is_keyed:
             own = beliefs.reward.at[last.child].get(mode="clip")
             here = (path.edges == last.edge[None]) & last.fresh[None]
             path = path._replace(rewards=path.rewards + jnp.where(here, own[None], 0.0))
         chosen = drawn_index(leaf_key, beliefs.log_weights.at[simulations.node].get(mode="clip"))
-        inside = (simulations.node != EMPTY) & (
-            simulations.node != 0
-        )  # the root holds no particles of its own
+        # The root holds no particles of its own.
+        inside = (simulations.node != EMPTY) & (simulations.node != 0)
         believed = jax.tree.map(
             lambda x: x.at[simulations.node, chosen].get(mode="clip"), beliefs.states
         )
@@ -138,7 +133,10 @@ class FilterNodes:
             lambda new, old: where_rows(inside, new, old), believed, simulations.states
         )
         over = beliefs.terminal.at[simulations.node].get(mode="clip") & inside
-        return beliefs, path, simulations._replace(states=states), is_waiting(simulations) & ~over
+        state = state._replace(
+            beliefs=beliefs, path=path, simulations=simulations._replace(states=states)
+        )
+        return state, is_waiting(simulations) & ~over
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +179,7 @@ class Pft:
     discount: Any = field(None, Between(0, 1, "(]"))
     leaf: str = field("rollout", OneOf(LEAVES))
     rollout_depth: int = field(20, AtLeast(1))
-    backup: str = field("mean", OneOf(BACKUPS))
+    backup: str = field("mean", OneOf(tuple(BACKUPS)))
     max_nodes: int = field(1 << 16, AtLeast(1))
     max_edges: int | None = field(None, AtLeast(1))
     children: DenseChildren | HashedChildren | None = None
@@ -189,13 +187,19 @@ class Pft:
     def __post_init__(self) -> None:
         check_fields(self)
 
+    # Functions that all planners share, as methods (see `planners.planner`).
+    plan = planner.plan
+    plan_until = clock.plan_until
+    search = planner.search
+    decide = staticmethod(best_mean)
+
     def tree_search(self) -> ParticleTreeSearch:
         """The search with its parts and sizes."""
         return ParticleTreeSearch(
             select=self.select,
             expand=self.expansion(),
             evaluate=evaluation(self.leaf, self.rollout_depth),
-            back_up=self.back_up,
+            back_up=BACKUPS[self.backup],
             decide=best_mean,
             depth_of=self.depth_of,
             num_simulations=self.num_simulations,
@@ -213,14 +217,12 @@ class Pft:
         )
 
     def expansion(self) -> ExpandParticles:
-        """What nodes hold: one filter step."""
+        """Contents of nodes: one filter step."""
         return FilterNodes()
 
     def depth_of(self, k: Depth) -> Depth:
         """At most one level more than the batches so far."""
-        return (
-            min(k + 1, self.max_depth) if isinstance(k, int) else jnp.minimum(k + 1, self.max_depth)
-        )
+        return one_deeper(k, self.max_depth)
 
     def select(self, key: PRNGKey, tree: Tree, simulations: Simulations, legal: Array) -> Array:
         """UCB1 with virtual visits among the actions that widening has opened; int32 `[n]`. The key is not used."""
@@ -241,37 +243,3 @@ class Pft:
         )
         opened = open_slots(visits + 1, self.k_actions, self.alpha_actions)
         return legal & (jnp.cumsum(legal, axis=1) <= opened[:, None])
-
-    def back_up(
-        self, tree: Tree, children: Children, path: Path, depth: Array, discount: Scalar
-    ) -> Tree:
-        """New values of the edges on the way, by the field `backup`."""
-        return (add_best if self.backup == "best" else add_returns)(tree, path, depth, discount)
-
-    def plan(
-        self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief
-    ) -> tuple[Array, PlanInfo]:
-        """As `Planner.plan`."""
-        return planner.plan(key, self, env, params, belief)
-
-    def plan_until(
-        self,
-        key: PRNGKey,
-        env: Environment,
-        params: PyTree,
-        belief: Belief,
-        deadline: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> tuple[Array, PlanInfo]:
-        """As `AnytimePlanner.plan_until`."""
-        return clocks.plan_until(key, self, env, params, belief, deadline, clock)
-
-    def search(
-        self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief
-    ) -> ParticleSearchState:
-        """The search that `plan` decides by, with the whole tree."""
-        return planner.search(key, self, env, params, belief)
-
-    def decide(self, search: SearchState) -> tuple[Array, PlanInfo]:
-        """The action of the highest mean return, and the report; the policy is the visits' share."""
-        return best_mean(search)

@@ -1,28 +1,42 @@
-"""What a planner is, and what a plan says of itself.
+"""Planners, the report of a plan, and `plan` and `search` of all that grow something.
 
-`Planner` is all that `simulate` needs; `AnytimePlanner` can be stopped by the clock; a `SearchPlanner` grows a tree by
-a `Search`, whose roots several trees can share (`RootParallel`).
+`Planner` is all that `simulate` needs; `AnytimePlanner` can be stopped by the clock; a `SearchPlanner` grows a tree,
+and several of its trees can be merged at their roots (`RootParallel`).
+
+What grows is a `Search`: it starts, is grown by batches, and decides. `plan` and `search` here and `plan_until` of
+`clock` are functions of its parts, written once. Planners have them as methods, by `plan = planner.plan` in the body of
+the class, which makes the planner the first argument.
 """
 
 import time
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 
 from jaxpar.env import Environment
 from jaxpar.pomdp.beliefs.belief import Belief
-from jaxpar.pomdp.planners.simulations import SearchState, State
+from jaxpar.pomdp.model import Model, make_model
+from jaxpar.pomdp.planners.simulations import SearchState
 from jaxpar.pomdp.planners.tree import EMPTY, Children
 from jaxpar.types import Array, PRNGKey, PyTree, Scalar
 
-__all__ = ["AnytimePlanner", "PlanInfo", "Planner", "Search", "SearchPlanner", "plan", "search"]
+__all__ = [
+    "AnytimePlanner",
+    "PlanInfo",
+    "Planner",
+    "Search",
+    "SearchPlanner",
+    "plan",
+    "search",
+]
 
 
 @flax.struct.dataclass
 class PlanInfo:
-    """What a plan says of itself.
+    """Report of a plan.
 
     Attributes:
         value: float32, the value of the root belief: 0 where every state drawn from it had ended, and -inf where no
@@ -113,41 +127,37 @@ class AnytimePlanner(Planner, Protocol):
         ...
 
 
-class Search(Protocol[State]):
-    """Grows a tree in batches of simulations, and decides by it: `TreeSearch`, `ParticleTreeSearch`."""
+class Growing(Protocol):
+    """State of a search."""
 
     @property
-    def num_simulations(self) -> int:
-        """Of a batch."""
+    def iteration(self) -> Array:
+        """Number of batches so far, int32."""
         ...
+
+    @property
+    def is_finished(self) -> Array | bool:
+        """True where further batches would change nothing."""
+        ...
+
+
+State = TypeVar("State", bound=Growing)
+
+
+class Search(Protocol[State]):
+    """The parts of a plan: `TreeSearch`, `ParticleTreeSearch`, `Despot`, `RootParallel`."""
 
     @property
     def iterations(self) -> int:
         """Batches, at most."""
         ...
 
-    @property
-    def discount(self) -> Scalar | None:
-        """Of one step; None takes `params.discount`."""
-        ...
-
-    @property
-    def ranked_by(self) -> str:
-        """Which column of a report orders actions, for roots that are merged: "values" or "preferences"."""
-        ...
-
-    def init_search(self, env: Environment, params: PyTree, belief: Belief) -> State:
+    def init_search(self, key: PRNGKey, model: Model, belief: Belief) -> State:
         """A root, with room for `iterations` batches."""
         ...
 
     def grow(
-        self,
-        key: PRNGKey,
-        env: Environment,
-        params: PyTree,
-        belief: Belief,
-        search: State,
-        iterations: int,
+        self, key: PRNGKey, model: Model, belief: Belief, search: State, iterations: int
     ) -> State:
         """`iterations` batches more; pure. The key of a batch is folded with its number."""
         ...
@@ -156,10 +166,38 @@ class Search(Protocol[State]):
         """The action, int32, and the report."""
         ...
 
+    def inspect_root(
+        self, key: PRNGKey, model: Model, belief: Belief, search: State
+    ) -> tuple[State, Array]:
+        """The root that a clock starts from, and why there is nothing to plan, bool `[2]`: ended, without weight."""
+        ...
+
+
+class RankedSearch(Search[State], Protocol[State]):
+    """A search whose reports can be merged with those of others on the same belief."""
+
+    @property
+    def ranked_by(self) -> str:
+        """Column of a report that orders actions: "values" or "preferences"."""
+        ...
+
+
+class Searcher(Protocol[State]):
+    """A planner whose plan is a search."""
+
+    @property
+    def discount(self) -> Scalar | None:
+        """Of one step, in (0, 1]; None takes `params.discount`."""
+        ...
+
+    def tree_search(self) -> Search[State]:
+        """The search with its parts and sizes."""
+        ...
+
 
 @runtime_checkable
 class SearchPlanner(AnytimePlanner, Protocol[State]):
-    """A planner whose plan is a search of a tree."""
+    """A planner whose plan is a search of one tree."""
 
     @property
     def num_simulations(self) -> int:
@@ -171,25 +209,50 @@ class SearchPlanner(AnytimePlanner, Protocol[State]):
         """Where the nodes below an edge are looked up; None picks by the number of observations."""
         ...
 
-    def tree_search(self) -> Search[State]:
+    def tree_search(self) -> RankedSearch[State]:
         """The search with its parts and sizes."""
         ...
 
 
+class Batched(Protocol[State]):
+    """A search that is grown by one batch at a time."""
+
+    def batch(self, key: PRNGKey, model: Model, belief: Belief, search: State) -> State:
+        """One batch more; consumes `key`."""
+        ...
+
+
+def grow_by_batches(
+    parts: Batched[State],
+    key: PRNGKey,
+    model: Model,
+    belief: Belief,
+    search: State,
+    iterations: int,
+) -> State:
+    """`iterations` batches more, as `Search.grow`; pure, for jit, vmap and scan."""
+
+    def batch(_: Array, search: State) -> State:
+        return parts.batch(jax.random.fold_in(key, search.iteration), model, belief, search)
+
+    return jax.lax.fori_loop(0, iterations, batch, search)
+
+
 def search(
-    key: PRNGKey, planner: SearchPlanner[State], env: Environment, params: PyTree, belief: Belief
-) -> State:  # fmt: skip
+    planner: Searcher[State], key: PRNGKey, env: Environment, params: PyTree, belief: Belief
+) -> State:
     """The search that `plan` decides by, with the whole tree; consumes `key`."""
-    searching = planner.tree_search()
-    first = searching.init_search(env, params, belief)
-    return searching.grow(key, env, params, belief, first, searching.iterations)
+    model = make_model(env, params, planner.discount)
+    parts = planner.tree_search()
+    first = parts.init_search(key, model, belief)
+    return parts.grow(key, model, belief, first, parts.iterations)
 
 
 def plan(
-    key: PRNGKey, planner: SearchPlanner, env: Environment, params: PyTree, belief: Belief
+    planner: Searcher, key: PRNGKey, env: Environment, params: PyTree, belief: Belief
 ) -> tuple[Array, PlanInfo]:
     """The action and the report of a planner's search, as `Planner.plan`; consumes `key`."""
-    return planner.tree_search().decide(search(key, planner, env, params, belief))
+    return planner.tree_search().decide(search(planner, key, env, params, belief))
 
 
 def root_value(value: Array, tried: Array, ended: Array) -> Array:
@@ -208,7 +271,7 @@ def report(
     """The action of the highest `order` (`preferences`, if None) that is legal and was tried, and the report.
 
     Where no legal action was tried the lowest legal one is taken, and where the states drawn agree on none, action 0;
-    `visits`, `iterations`, `ended` and `legal` tell.
+    `visits`, `iterations`, `ended` and `legal` show which it was.
     """
     tree = search.tree
     row = tree.edges[0]

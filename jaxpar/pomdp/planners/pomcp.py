@@ -8,36 +8,29 @@ Source: Silver and Veness (2010), "Monte-Carlo planning in large POMDPs".
 """
 
 import dataclasses
-import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxpar.env import Environment
 from jaxpar.fields import AtLeast, Between, OneOf, check_fields, field
-from jaxpar.pomdp.beliefs.belief import Belief
-from jaxpar.pomdp.planners import clock as clocks
-from jaxpar.pomdp.planners import planner
+from jaxpar.pomdp.planners import clock, planner
 from jaxpar.pomdp.planners.adding import add_at
 from jaxpar.pomdp.planners.leaves import LEAVES, evaluation
 from jaxpar.pomdp.planners.planner import PlanInfo, report
 from jaxpar.pomdp.planners.simulations import Path, SearchState, Simulations
 from jaxpar.pomdp.planners.tree import EMPTY, Children, DenseChildren, HashedChildren, Tree, back_up
 from jaxpar.pomdp.planners.tree_search import Depth, TreeSearch
-from jaxpar.types import Array, PRNGKey, PyTree, Scalar
+from jaxpar.types import Array, PRNGKey, Scalar
 
 __all__ = ["Pomcp", "virtual_choice"]
 
-BACKUPS = ("mean", "best")
-"""What a node is worth to the edge above: the mean of all returns from it, or its best action."""
-
 
 def ranks(ids: Array) -> Array:
-    """How many earlier entries have the same id, int32 `[n]`; costs one sort."""
+    """Number of earlier entries with the same id, int32 `[n]`; costs one sort."""
     order = jnp.argsort(ids, stable=True)
-    ordered, place = ids[order], jnp.arange(ids.shape[0], dtype=jnp.int32)
+    ordered = ids[order]
+    place = jnp.arange(ids.shape[0], dtype=jnp.int32)
     starts = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
     first = jax.lax.cummax(jnp.where(starts, place, 0))
     return jnp.zeros_like(place).at[order].set(place - first, unique_indices=True)
@@ -60,12 +53,13 @@ def virtual_choice(
         scale: of the exploration, in units of return.
     """
     bonus = (scale**2 * jnp.log(total))[:, None]
-    low, high = jnp.where(legal, values, jnp.inf).min(1), jnp.where(legal, values, -jnp.inf).max(1)
+    low = jnp.where(legal, values, jnp.inf).min(1)
+    high = jnp.where(legal, values, -jnp.inf).max(1)
     # Above the bound of every action that was visited once; 1.01 and 1e-3 are room for rounding.
     top = high + jnp.sqrt(bonus[:, 0]) * 1.01 + 1e-3
 
     def made(bound: Array) -> Array:
-        """How many virtual visits each action gets before its upper confidence bound falls below `bound`."""
+        """Virtual visits that each action gets before its upper confidence bound falls below `bound`."""
         gap = jnp.maximum(
             bound[:, None] - values, 1e-9
         )  # no division by 0 where the bound is a mean
@@ -107,7 +101,7 @@ def upper_confidence(
     return virtual_choice(rank, values, visits, legal, total, exploration)
 
 
-def add_returns(tree: Tree, path: Path, depth: Array, discount: Scalar) -> Tree:
+def add_returns(tree: Tree, children: Children, path: Path, depth: Array, discount: Scalar) -> Tree:
     """Adds each simulation's return to the edges on its way, deepest level first."""
 
     def level(i: Array, carry: tuple[Tree, Array]) -> tuple[Tree, Array]:
@@ -128,7 +122,7 @@ def add_returns(tree: Tree, path: Path, depth: Array, discount: Scalar) -> Tree:
     return jax.lax.fori_loop(0, depth + 1, level, (tree, jnp.zeros(path.leaf.shape)))[0]
 
 
-def add_best(tree: Tree, path: Path, depth: Array, discount: Scalar) -> Tree:
+def add_best(tree: Tree, children: Children, path: Path, depth: Array, discount: Scalar) -> Tree:
     """Values of the edges on the way from the best actions below, deepest level first.
 
     `Q(b, a) = (sum of rewards + discount * sum_o N(bao) max_a' Q(bao, a')) / N(ba)`, over the actions that were tried;
@@ -137,7 +131,8 @@ def add_best(tree: Tree, path: Path, depth: Array, discount: Scalar) -> Tree:
 
     def level(i: Array, tree: Tree) -> Tree:
         d = depth - i
-        nodes, edges = path.nodes[d], path.edges[d]
+        nodes = path.nodes[d]
+        edges = path.edges[d]
         visits = jnp.maximum(tree.edge_visits.at[edges].get(mode="clip"), 1)
         total = tree.reward_sum.at[edges].get(mode="clip") + discount * tree.future_sum.at[
             edges
@@ -155,6 +150,17 @@ def add_best(tree: Tree, path: Path, depth: Array, discount: Scalar) -> Tree:
         return back_up(tree, nodes, parents, jnp.where(jnp.isfinite(best), best, guess))
 
     return jax.lax.fori_loop(0, depth + 1, level, tree)
+
+
+BACKUPS = {"mean": add_returns, "best": add_best}
+"""What a node is worth to the edge above: the mean of all returns from it, or its best action."""
+
+
+def one_deeper(k: Depth, max_depth: int) -> Depth:
+    """At most one level more than the `k` batches so far; an int of an int, an int32 of a traced number."""
+    if isinstance(k, int):
+        return min(k + 1, max_depth)
+    return jnp.minimum(k + 1, max_depth)
 
 
 def best_mean(search: SearchState) -> tuple[Array, PlanInfo]:
@@ -198,7 +204,7 @@ class Pomcp:
     leaf: str = field("rollout", OneOf(LEAVES))
     rollout_depth: int = field(30, AtLeast(1))
     expand_after: int = field(1, AtLeast(1))
-    backup: str = field("mean", OneOf(BACKUPS))
+    backup: str = field("mean", OneOf(tuple(BACKUPS)))
     max_nodes: int = field(1 << 18, AtLeast(1))
     max_edges: int | None = field(None, AtLeast(1))
     children: DenseChildren | HashedChildren | None = None
@@ -206,12 +212,18 @@ class Pomcp:
     def __post_init__(self) -> None:
         check_fields(self)
 
+    # Functions that all planners share, as methods (see `planners.planner`).
+    plan = planner.plan
+    plan_until = clock.plan_until
+    search = planner.search
+    decide = staticmethod(best_mean)
+
     def tree_search(self) -> TreeSearch:
         """The search with its parts and sizes."""
         return TreeSearch(
             select=self.select,
             evaluate=evaluation(self.leaf, self.rollout_depth),
-            back_up=self.back_up,
+            back_up=BACKUPS[self.backup],
             decide=best_mean,
             depth_of=self.depth_of,
             num_simulations=self.num_simulations,
@@ -227,9 +239,7 @@ class Pomcp:
 
     def depth_of(self, k: Depth) -> Depth:
         """At most one level more than the batches so far."""
-        return (
-            min(k + 1, self.max_depth) if isinstance(k, int) else jnp.minimum(k + 1, self.max_depth)
-        )
+        return one_deeper(k, self.max_depth)
 
     def select(self, key: PRNGKey, tree: Tree, simulations: Simulations, legal: Array) -> Array:
         """UCB1 with virtual visits; int32 `[n]`. The key is not used."""
@@ -238,35 +248,3 @@ class Pomcp:
             simulations.live, ranks(jnp.where(simulations.live, simulations.node, EMPTY)), 0
         )
         return upper_confidence(tree, simulations.node, rank, legal, self.exploration)
-
-    def back_up(
-        self, tree: Tree, children: Children, path: Path, depth: Array, discount: Scalar
-    ) -> Tree:
-        """New values of the edges on the way, by the field `backup`."""
-        return (add_best if self.backup == "best" else add_returns)(tree, path, depth, discount)
-
-    def plan(
-        self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief
-    ) -> tuple[Array, PlanInfo]:
-        """As `Planner.plan`."""
-        return planner.plan(key, self, env, params, belief)
-
-    def plan_until(
-        self,
-        key: PRNGKey,
-        env: Environment,
-        params: PyTree,
-        belief: Belief,
-        deadline: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> tuple[Array, PlanInfo]:
-        """As `AnytimePlanner.plan_until`."""
-        return clocks.plan_until(key, self, env, params, belief, deadline, clock)
-
-    def search(self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief) -> SearchState:
-        """The search that `plan` decides by, with the whole tree."""
-        return planner.search(key, self, env, params, belief)
-
-    def decide(self, search: SearchState) -> tuple[Array, PlanInfo]:
-        """The action of the highest mean return, and the report; the policy is the visits' share."""
-        return best_mean(search)

@@ -12,15 +12,21 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxpar.env import PartiallyObserved
-from jaxpar.pomdp.beliefs.belief import Belief, is_weight
-from jaxpar.pomdp.model import where_rows
+from jaxpar.pomdp.beliefs.belief import is_weight
+from jaxpar.pomdp.model import where_rows, with_likelihood
 from jaxpar.pomdp.planners.particle_search import ExpandParticles
 from jaxpar.pomdp.planners.pft import Pft
 from jaxpar.pomdp.planners.pomcp import ranks
-from jaxpar.pomdp.planners.simulations import Path, Simulations, is_waiting
+from jaxpar.pomdp.planners.simulations import is_waiting
 from jaxpar.pomdp.planners.tree import EMPTY
-from jaxpar.pomdp.planners.widening import Descent, NodeBeliefs, drawn_index, is_first_at_node
+from jaxpar.pomdp.planners.widening import (
+    Descent,
+    NodeBeliefs,
+    ParticleBatch,
+    ParticleState,
+    drawn_index,
+    is_first_at_node,
+)
 from jaxpar.types import Array, PRNGKey, PyTree
 
 __all__ = ["Pomcpow"]
@@ -35,12 +41,16 @@ class WeighArrivals:
         return descent.result.terminated
 
     def visit(
-        self, key: PRNGKey, env: PartiallyObserved, params: PyTree, beliefs: NodeBeliefs, simulations: Simulations,
-        descent: Descent, before: Array, is_keyed: bool,
-    ) -> tuple[NodeBeliefs, PyTree, Array, Array]:  # fmt: skip
+        self, key: PRNGKey, batch: ParticleBatch, state: ParticleState, descent: Descent
+    ) -> tuple[NodeBeliefs, PyTree, Array, Array]:
         """As `ExpandParticles.visit`: the state that arrives is weighted and kept, and one of the node's goes on."""
-        size, moved = beliefs.log_weights.shape[1], descent.edge != EMPTY
-        named = jnp.where(is_first_at_node(descent, before), descent.child, EMPTY)
+        env = with_likelihood(batch.model.env)
+        params = batch.model.params
+        beliefs = state.beliefs
+        simulations = state.simulations
+        size = beliefs.log_weights.shape[1]
+        moved = descent.edge != EMPTY
+        named = jnp.where(is_first_at_node(descent, batch.before), descent.child, EMPTY)
         obs = jax.tree.map(
             lambda old, new: old.at[named].set(new, mode="drop"), beliefs.obs, descent.result.obs
         )
@@ -50,13 +60,14 @@ class WeighArrivals:
         )(seen, simulations.states, descent.action, descent.result.state)
         good = is_weight(weight)
         weight = jnp.where(good, weight, -jnp.inf)
-        if is_keyed:  # who made the observation itself must not be weighted by it again
-            weight, good = jnp.zeros_like(weight), jnp.ones_like(good)
+        if batch.is_keyed:  # who made the observation itself must not be weighted by it again
+            weight = jnp.zeros_like(weight)
+            good = jnp.ones_like(good)
+
         place = ranks(descent.child)
         added = beliefs.num_added.at[descent.child].get(mode="clip")
-        row = jnp.where(
-            place < size, descent.child, EMPTY
-        )  # of one batch a node takes m states at most
+        # Of one batch a node takes m states at most.
+        row = jnp.where(place < size, descent.child, EMPTY)
         slot = (added + place) % size  # the oldest are written over
         beliefs = dataclasses.replace(
             beliefs,
@@ -90,11 +101,10 @@ class WeighArrivals:
         return beliefs, states, reward, on
 
     def fill(
-        self, key: PRNGKey, env: PartiallyObserved, params: PyTree, belief: Belief, beliefs: NodeBeliefs, path: Path,
-        simulations: Simulations, last: Descent, before: Array, is_keyed: bool,
-    ) -> tuple[NodeBeliefs, Path, Simulations, Array]:  # fmt: skip
+        self, key: PRNGKey, batch: ParticleBatch, state: ParticleState
+    ) -> tuple[ParticleState, Array]:
         """As `ExpandParticles.fill`: new nodes were filled on arrival, and nothing is left to do."""
-        return beliefs, path, simulations, is_waiting(simulations)
+        return state, is_waiting(state.simulations)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,5 +117,5 @@ class Pomcpow(Pft):
     """
 
     def expansion(self) -> ExpandParticles:
-        """What nodes hold: the states that arrived."""
+        """Contents of nodes: the states that arrived."""
         return WeighArrivals()

@@ -9,23 +9,27 @@ Source: Chaslot, Winands and van den Herik (2008), "Parallel Monte-Carlo tree se
 """
 
 import dataclasses
-import functools
-import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from jaxpar.env import Environment
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.mesh import constrain, mesh_axes, partition
 from jaxpar.pomdp.beliefs.belief import Belief
-from jaxpar.pomdp.model import legal_actions
-from jaxpar.pomdp.planners.clock import nothing_to_plan, refuse_empty, repeat_until
+from jaxpar.pomdp.model import Model
+from jaxpar.pomdp.planners import clock
+from jaxpar.pomdp.planners import planner as planning
 from jaxpar.pomdp.planners.planner import PlanInfo, SearchPlanner, root_value
-from jaxpar.types import Array, PRNGKey, PyTree, Scalar, UsageError
+from jaxpar.pomdp.planners.simulations import SearchState
+from jaxpar.types import Array, PRNGKey, Scalar, UsageError
 
 __all__ = ["RootParallel", "merged"]
+
+Rows = TypeVar("Rows")
+Shared = TypeVar("Shared")
+Split = TypeVar("Split")
 
 
 def merged(infos: PlanInfo, ranked_by: str, legal: Array) -> tuple[Array, PlanInfo]:
@@ -52,11 +56,14 @@ def merged(infos: PlanInfo, ranked_by: str, legal: Array) -> tuple[Array, PlanIn
         rows = jnp.where(visits > 0, visits * jnp.where(visits > 0, rows, 0.0), 0.0)
         return jnp.where(tried, rows.sum(0) / jnp.maximum(total, 1), -jnp.inf)
 
-    values, policy = mean(infos.values), jnp.mean(infos.policy, axis=0)
+    values = mean(infos.values)
+    policy = jnp.mean(infos.policy, axis=0)
     if ranked_by == "values":
-        order, value = values, jnp.max(jnp.where(legal, values, -jnp.inf))
+        order = values
+        value = jnp.max(jnp.where(legal, values, -jnp.inf))
         share = total.astype(jnp.float32) / jnp.maximum(total.sum(), 1)
-        preferences, policy = jnp.where(tried, share, -jnp.inf), share
+        preferences = jnp.where(tried, share, -jnp.inf)
+        policy = share
     else:
         order = preferences = mean(infos.preferences)
         value = jnp.mean(infos.value)
@@ -95,7 +102,7 @@ class RootParallel:
 
     Attributes:
         planner: `Vopp`, `FixedReference`, `Pomcp`, `Pft`, `Pomcpow`, or another with a `tree_search`. (`Despot` is
-            refused: a tree with all scenarios bounds the value better than several with a part each.)
+            rejected: a tree with all scenarios bounds the value better than several with a part each.)
         trees: W; where the ambient mesh splits "particles", a multiple of its devices.
     """
 
@@ -124,61 +131,68 @@ class RootParallel:
         """The planner's."""
         return self.planner.discount
 
-    def plan(
-        self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief
-    ) -> tuple[Array, PlanInfo]:
-        """An action for `belief`, int32, with its report; pure, with a fixed budget; consumes `key`."""
+    # Functions that all planners share, as methods (see `planners.planner`).
+    plan = planning.plan
+    plan_until = clock.plan_until
+    search = planning.search
 
-        def report(keys: PRNGKey, shared: tuple) -> PlanInfo:
-            params, belief = shared
-            return jax.vmap(lambda key: self.planner.plan(key, env, params, belief)[1])(keys)
+    def tree_search(self) -> "RootParallel":
+        """Itself, whose methods are the parts of its plan."""
+        return self
 
-        infos = _whole(self._split(report)(jax.random.split(key, self.trees), (params, belief)))
-        return merged(infos, self.planner.tree_search().ranked_by, jnp.all(infos.legal, axis=0))
+    def init_search(self, key: PRNGKey, model: Model, belief: Belief) -> SearchState:
+        """The roots, leaves `[W, ...]`, with room for `iterations` batches."""
+        parts = self.planner.tree_search()
 
-    def plan_until(
-        self,
-        key: PRNGKey,
-        env: Environment,
-        params: PyTree,
-        belief: Belief,
-        deadline: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> tuple[Array, PlanInfo]:
-        """As `plan`, with as many of the batches, of all trees at once, as end before `deadline` on `clock` (s).
+        def start(keys: PRNGKey, shared: tuple[Model, Belief]) -> SearchState:
+            return jax.vmap(lambda key: parts.init_search(key, *shared))(keys)
 
-        A deadline that is too short for one batch still gives a legal action, with `iterations` 0.
+        return self._split(start)(jax.random.split(key, self.trees), (model, belief))
 
-        Raises:
-            UsageError: every state drawn from the belief has ended.
-        """
-        states = belief.sample(key, self.planner.num_simulations)
-        refuse_empty(nothing_to_plan(env, params, belief, states))
+    def inspect_root(
+        self, key: PRNGKey, model: Model, belief: Belief, search: SearchState
+    ) -> tuple[SearchState, Array]:
+        """As `Search.inspect_root`, by one draw of states for all trees."""
+        parts = self.planner.tree_search()
+
+        def look(
+            trees: SearchState, shared: tuple[PRNGKey, Model, Belief]
+        ) -> tuple[SearchState, Array]:
+            return jax.vmap(lambda tree: parts.inspect_root(*shared, tree))(trees)
+
+        trees, nothing = self._split(look)(search, (key, model, belief))
+        return trees, nothing[0]
+
+    def grow(
+        self, key: PRNGKey, model: Model, belief: Belief, search: SearchState, iterations: int
+    ) -> SearchState:
+        """`iterations` batches more of each tree."""
+        parts = self.planner.tree_search()
+
+        def advance(rows: tuple[PRNGKey, SearchState], shared: tuple[Model, Belief]) -> SearchState:
+            return jax.vmap(lambda key, tree: parts.grow(key, *shared, tree, iterations))(*rows)
+
         keys = jax.random.split(key, self.trees)
-        trees = jax.tree.map(
-            jnp.copy, _begun(keys, self, env, params, belief)
-        )  # shared buffers cannot be donated
+        return self._split(advance)((keys, search), (model, belief))
 
-        def advance(trees: PyTree) -> PyTree:
-            return _grown(keys, self, env, params, belief, trees)
+    def decide(self, search: SearchState) -> tuple[Array, PlanInfo]:
+        """The action, int32, and the merged report."""
+        parts = self.planner.tree_search()
 
-        legal = jnp.all(legal_actions(env, params, states), axis=0)
-        return _decided(self, repeat_until(advance, trees, self.iterations, deadline, clock), legal)
+        def report(trees: SearchState, _: tuple[()]) -> PlanInfo:
+            return jax.vmap(lambda tree: parts.decide(tree)[1])(trees)
 
-    def _split(self, each: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        """`each(keys [W], shared, *rows [W, ...]) -> [W, ...]` with W split over the devices, where these are free."""
+        infos = _whole(self._split(report)(search, ()))
+        return merged(infos, parts.ranked_by, jnp.all(infos.legal, axis=0))
+
+    def _split(self, each: Callable[[Rows, Shared], Split]) -> Callable[[Rows, Shared], Split]:
+        """`each(rows [W, ...], shared) -> [W, ...]` with W split over the devices, where these are free."""
         over = mesh_axes("particles")
         if not over or set(over) & set(jax.sharding.get_abstract_mesh().manual_axes):
             return each  # inside of `simulate_many` on a mesh a device has episodes of its own
-        rows, same = partition(("particles",), (self.trees,), "trees"), partition(())
 
-        def split(keys: PRNGKey, shared: tuple, *more: PyTree) -> PyTree:
-            specs = (rows, same, *[rows] * len(more))
-            return jax.shard_map(each, in_specs=specs, out_specs=rows, check_vma=False)(
-                keys, shared, *more
-            )
-
-        return split
+        rows = partition(("particles",), (self.trees,), "trees")
+        return jax.shard_map(each, in_specs=(rows, partition(())), out_specs=rows, check_vma=False)
 
 
 def _whole(infos: PlanInfo) -> PlanInfo:
@@ -186,43 +200,3 @@ def _whole(infos: PlanInfo) -> PlanInfo:
     if set(mesh_axes("particles")) & set(jax.sharding.get_abstract_mesh().manual_axes):
         return infos
     return jax.tree.map(lambda x: constrain(x, *[None] * x.ndim), infos)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _begun(
-    keys: PRNGKey, planner: RootParallel, env: Environment, params: PyTree, belief: Belief
-) -> PyTree:
-    searching = planner.planner.tree_search()
-
-    def begin(keys: PRNGKey, shared: tuple) -> PyTree:
-        params, belief = shared
-        return jax.vmap(lambda key: searching.init_search(env, params, belief))(keys)
-
-    return planner._split(begin)(keys, (params, belief))
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2), donate_argnums=5)
-def _grown(
-    keys: PRNGKey,
-    planner: RootParallel,
-    env: Environment,
-    params: PyTree,
-    belief: Belief,
-    trees: PyTree,
-) -> PyTree:
-    searching = planner.planner.tree_search()
-
-    def grow(keys: PRNGKey, shared: tuple, trees: PyTree) -> PyTree:
-        params, belief = shared
-        return jax.vmap(lambda key, tree: searching.grow(key, env, params, belief, tree, 1))(
-            keys, trees
-        )
-
-    return planner._split(grow)(keys, (params, belief), trees)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _decided(planner: RootParallel, trees: PyTree, legal: Array) -> tuple[Array, PlanInfo]:
-    searching = planner.planner.tree_search()
-    infos = _whole(jax.vmap(lambda tree: searching.decide(tree)[1])(trees))
-    return merged(infos, searching.ranked_by, legal & jnp.all(infos.legal, axis=0))

@@ -1,4 +1,4 @@
-"""What `Despot` grows and reports: the tree of scenarios as arrays, a wave's path, the report with bounds."""
+"""Trees and reports of `Despot`: the tree of scenarios as arrays, a wave's path, the report with bounds."""
 
 from typing import NamedTuple
 
@@ -59,6 +59,7 @@ class ScenarioTree:
         stranded: int32, scenarios at expanded nodes without a legal action, or of a belief without any weight.
         inconsistent: int32.
         depth: int32.
+        stalled: bool, the last wave found nothing to expand, as none after it would.
     """
 
     keys: PRNGKey
@@ -84,6 +85,12 @@ class ScenarioTree:
     stranded: Array
     inconsistent: Array
     depth: Array
+    stalled: Array
+
+    @property
+    def is_finished(self) -> Array:
+        """True where the root's bounds meet, or no wave would expand anything."""
+        return self.stalled | (self.node[0, UPPER_BOUND] <= self.node[0, LOWER])
 
 
 class WavePath(NamedTuple):

@@ -8,9 +8,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxpar.env import Environment
 from jaxpar.pomdp.beliefs.belief import Belief
-from jaxpar.pomdp.model import legal_actions, num_actions
+from jaxpar.pomdp.model import Model, legal_actions, num_actions
 from jaxpar.pomdp.planners.tree import EMPTY, Children, Tree, add_leaves, empty_tree
 from jaxpar.types import Array, PRNGKey, PyTree, Scalar
 
@@ -54,7 +53,7 @@ class Path(NamedTuple):
         """The path with the edges of level `d`, what they earned, and the nodes below them; all `[n]`."""
         put = functools.partial(
             jax.lax.dynamic_update_index_in_dim, axis=0
-        )  # unlike `.at`, asks for no bounds
+        )  # unlike `.at`, checks no bounds
         return self._replace(
             nodes=put(self.nodes, nodes, d + 1),
             edges=put(self.edges, edges, d),
@@ -64,7 +63,7 @@ class Path(NamedTuple):
 
 @flax.struct.dataclass
 class SearchState:
-    """What a search has grown so far.
+    """State of a search: its tree and its root.
 
     Attributes:
         tree: the tree.
@@ -78,39 +77,39 @@ class SearchState:
     ended: Array
     drawn: Array
 
+    @property
+    def iteration(self) -> Array:
+        """Number of batches so far, int32."""
+        return self.tree.iteration
+
+    @property
+    def is_finished(self) -> bool:
+        """False: another batch always adds to the means."""
+        return False
+
 
 State = TypeVar("State", bound=SearchState)
 
 
 def empty_search(
-    env: Environment,
-    params: PyTree,
-    belief: Belief,
-    children: Children,
-    max_nodes: int,
-    max_edges: int,
+    model: Model, belief: Belief, children: Children, max_nodes: int, max_edges: int
 ) -> SearchState:
     """A search that has only its root, with room for so many nodes and edges."""
-    actions = num_actions(env, params)
+    actions = num_actions(model.env, model.params)
     tree = empty_tree(actions, max_nodes, max_edges, children)
     tree = dataclasses.replace(tree, invalid=tree.invalid + invalid_weights(belief))
     zero = jnp.zeros((), jnp.int32)
-    return SearchState(tree, jnp.ones((actions,), bool), zero, zero)
+    return SearchState(tree=tree, legal=jnp.ones((actions,), bool), ended=zero, drawn=zero)
 
 
 def start_simulations(
-    key: PRNGKey,
-    env: Environment,
-    params: PyTree,
-    belief: Belief,
-    search: State,
-    count: int,
-    max_depth: int,
+    key: PRNGKey, model: Model, belief: Belief, search: State, count: int, max_depth: int
 ) -> tuple[State, Path, Simulations]:
     """`count` simulations at the root, in states drawn from the belief, with an empty path; consumes `key`."""
-    tree, states = search.tree, belief.sample(key, count)
-    ended = jax.vmap(lambda state: env.terminal(state, params))(states)
-    legal = legal_actions(env, params, states)
+    tree = search.tree
+    states = belief.sample(key, count)
+    ended = jax.vmap(lambda state: model.env.terminal(state, model.params))(states)
+    legal = legal_actions(model, states)
     search = dataclasses.replace(
         search,
         legal=search.legal & jnp.all(legal | ended[:, None], axis=0),
@@ -124,18 +123,29 @@ def start_simulations(
     )
     nowhere = jnp.full((max_depth + 1, count), EMPTY, jnp.int32)
     node = jnp.where(ended, EMPTY, 0)
-    path = Path(nowhere.at[0].set(node), nowhere, jnp.zeros(nowhere.shape), jnp.zeros((count,)))
-    none = jnp.full((count,), EMPTY, jnp.int32)
-    return search, path, Simulations(states, node, none, ~ended, jnp.full((count,), -1, jnp.int32))
+    path = Path(
+        nodes=nowhere.at[0].set(node),
+        edges=nowhere,
+        rewards=jnp.zeros(nowhere.shape),
+        leaf=jnp.zeros((count,)),
+    )
+    simulations = Simulations(
+        states=states,
+        node=node,
+        stuck=jnp.full((count,), EMPTY, jnp.int32),
+        live=~ended,
+        action=jnp.full((count,), -1, jnp.int32),
+    )
+    return search, path, simulations
 
 
 def samples_without_weight(belief: Belief, count: int) -> Array:
-    """How many of `count` samples come from a belief that has no weight anywhere, int32: all of them or none."""
+    """Number of samples, out of `count`, from a belief without any weight, int32: all of them or none."""
     return jnp.where(belief.weightless, count, 0).astype(jnp.int32)
 
 
 def invalid_weights(belief: Belief) -> Array:
-    """How many weights of a belief are no numbers, int32."""
+    """Number of weights of a belief that are no numbers, int32."""
     return jnp.asarray(belief.invalid, jnp.int32)
 
 
@@ -146,7 +156,7 @@ def stop_stranded(simulations: Simulations, legal: Array) -> tuple[Simulations, 
 
 
 def is_waiting(simulations: Simulations) -> Array:
-    """Which simulations stopped without having ended, bool `[n]`: those whose states are to be valued."""
+    """Simulations that stopped without having ended, bool `[n]`: those whose states are to be valued."""
     return (simulations.stuck != EMPTY) | (simulations.node != EMPTY)
 
 

@@ -100,7 +100,8 @@ def insert(
         simulation made each new child.
     """
     # Claims are numbered from `capacity` on, above all ids, so that `min` never takes a child that is there.
-    size, claims = table.shape[0], capacity + jnp.arange(slots.shape[0], dtype=jnp.int32)
+    size = table.shape[0]
+    claims = capacity + jnp.arange(slots.shape[0], dtype=jnp.int32)
     # Reads come before writes by this barrier: a read that moves past them has XLA keep a copy of the whole table.
     missing, table = jax.lax.optimization_barrier((wanted & (table[slots] == EMPTY), table))
     claimed = table.at[jnp.where(missing, slots, size)].min(claims, mode="drop")
@@ -251,7 +252,8 @@ def _mix(x: Array) -> Array:
 
 def insert_edges(tree: Tree, nodes: Array, actions: Array, live: Array) -> tuple[Tree, Array]:
     """The edges of `actions` at `nodes`, made where missing: `(tree, int32 [n])`, `EMPTY` where not live or no room."""
-    capacity, num_actions = tree.edge_visits.shape[0], tree.edges.shape[1]
+    capacity = tree.edge_visits.shape[0]
+    num_actions = tree.edges.shape[1]
     slots = jnp.where(live, nodes * num_actions + actions, 0)  # `EMPTY` times A would leave int32
     flat, edges, count, _ = insert(tree.edges.reshape(-1), slots, live, tree.num_edges, capacity)
     return dataclasses.replace(
@@ -272,7 +274,8 @@ def insert_nodes(
     table, nodes, count = children.find(
         tree.children, edges, keys, live, tree.num_nodes, tree.node_visits.shape[0]
     )
-    earlier, visits = tree.node_visits.at[nodes].get(mode="clip"), tree.node_visits
+    earlier = tree.node_visits.at[nodes].get(mode="clip")
+    visits = tree.node_visits
     earlier, visits = jax.lax.optimization_barrier(
         (earlier, visits)
     )  # reads before writes, as in `insert`
@@ -359,7 +362,9 @@ def empty_tree(num_actions: int, max_nodes: int, max_edges: int, children: Child
             f"a tree of {max_nodes} nodes x {num_actions} actions and {max_edges} edges cannot be indexed by int32; "
             "capacities lie between 1 and 2^31 entries"
         )
-    node, edge, zero = (max_nodes,), (max_edges,), jnp.zeros((), jnp.int32)
+    node = (max_nodes,)
+    edge = (max_edges,)
+    zero = jnp.zeros((), jnp.int32)
     return Tree(
         edges=jnp.full((max_nodes, num_actions), EMPTY, jnp.int32),
         children=children.empty(max_nodes, max_edges),

@@ -12,9 +12,7 @@ A planner's `tree_search()` puts them together, and `dataclasses.replace` exchan
 """
 
 import dataclasses
-import time
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +20,13 @@ import jax.numpy as jnp
 from jaxpar.env import Environment, capabilities
 from jaxpar.pomdp.beliefs.belief import Belief
 from jaxpar.pomdp.model import (
-    discount_of,
+    Model,
     legal_actions,
     num_observations,
     simulate_steps,
     where_rows,
 )
-from jaxpar.pomdp.planners import clock as clocks
-from jaxpar.pomdp.planners import planner
+from jaxpar.pomdp.planners import clock, planner
 from jaxpar.pomdp.planners._loops import while_live
 from jaxpar.pomdp.planners.adding import add_at
 from jaxpar.pomdp.planners.leaves import Evaluate, leaf_values
@@ -103,11 +100,25 @@ class Decide(Protocol):
 
 
 class DepthOf(Protocol):
-    """How deep batch k goes: an int of an int, an int32 of a traced number."""
+    """Depth of batch k: an int of an int, an int32 of a traced number."""
 
     def __call__(self, k: Depth) -> Depth:
         """Levels of batch `k`."""
         ...
+
+
+class BatchState(NamedTuple):
+    """Arrays that a batch changes on its way down.
+
+    Attributes:
+        tree: the tree.
+        path: where the simulations went so far.
+        simulations: where they are.
+    """
+
+    tree: Tree
+    path: Path
+    simulations: Simulations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,106 +161,56 @@ class TreeSearch:
         """Itself, so that it stands wherever a planner does."""
         return self
 
-    def plan(
-        self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief
-    ) -> tuple[Array, PlanInfo]:
-        """As `Planner.plan`."""
-        return planner.plan(key, self, env, params, belief)
+    # Functions that all planners share, as methods (see `planners.planner`).
+    plan = planner.plan
+    plan_until = clock.plan_until
+    search = planner.search
+    grow = planner.grow_by_batches
+    inspect_root = clock.inspect_root
 
-    def plan_until(
-        self,
-        key: PRNGKey,
-        env: Environment,
-        params: PyTree,
-        belief: Belief,
-        deadline: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> tuple[Array, PlanInfo]:
-        """As `AnytimePlanner.plan_until`."""
-        return clocks.plan_until(key, self, env, params, belief, deadline, clock)
-
-    def search(self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief) -> SearchState:
-        """The search that `plan` decides by, with the whole tree."""
-        return planner.search(key, self, env, params, belief)
-
-    def init_search(self, env: Environment, params: PyTree, belief: Belief) -> SearchState:
-        """A root, with room for `iterations` batches, within the capacities."""
-        discount_of(params, self.discount)
+    def init_search(self, key: PRNGKey, model: Model, belief: Belief) -> SearchState:
+        """A root, with room for `iterations` batches, within the capacities; does not use the key."""
         # A simulation adds at most one node and one edge a level.
         most = 1 + sum(self.num_simulations * self.depth_of(k) for k in range(self.iterations))
         max_edges = self.max_nodes if self.max_edges is None else self.max_edges
-        children = children_of(self.children, env, params)
+        children = children_of(self.children, model.env, model.params)
         return empty_search(
-            env, params, belief, children, min(most, self.max_nodes), min(most, max_edges)
+            model, belief, children, min(most, self.max_nodes), min(most, max_edges)
         )
 
-    def grow(
-        self,
-        key: PRNGKey,
-        env: Environment,
-        params: PyTree,
-        belief: Belief,
-        search: SearchState,
-        iterations: int,
-    ) -> SearchState:
-        """`iterations` batches more; pure, for jit, vmap and scan. The key of a batch is folded with its number."""
-
-        def batch(_: Array, search: SearchState) -> SearchState:
-            return self._batch(
-                jax.random.fold_in(key, search.tree.iteration), env, params, belief, search
-            )
-
-        return jax.lax.fori_loop(0, iterations, batch, search)
-
-    def _batch(
-        self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief, search: SearchState
-    ) -> SearchState:
-        """One batch from the root to the leaves and back."""
+    def batch(self, key: PRNGKey, model: Model, belief: Belief, search: SearchState) -> SearchState:
+        """One batch from the root to the leaves and back; consumes `key`."""
         sample_key, level_key, leaf_key = jax.random.split(key, 3)
-        discount, children = (
-            discount_of(params, self.discount),
-            children_of(self.children, env, params),
-        )
+        children = children_of(self.children, model.env, model.params)
         search, path, simulations = start_simulations(
-            sample_key, env, params, belief, search, self.num_simulations, self.max_depth
+            sample_key, model, belief, search, self.num_simulations, self.max_depth
         )
-        depth = self.depth_of(search.tree.iteration)
-        levels = jnp.arange(self.max_depth)
+        # All keys at once: fewer launches.
         keys = jax.vmap(lambda d: jax.random.split(jax.random.fold_in(level_key, d)))(
-            levels
-        )  # at once: fewer launches
+            jnp.arange(self.max_depth)
+        )
 
-        def level(
-            d: Array, carry: tuple[Tree, Path, Simulations]
-        ) -> tuple[Tree, Path, Simulations]:
-            tree, path, simulations = carry
+        def level(d: Array, state: BatchState) -> BatchState:
             select_key, expand_key = keys[d]
-            tree, simulations, legal, stranded = _legal_and_stranded(env, params, tree, simulations)
-            actions = self.select(select_key, tree, simulations, legal)
+            state, legal, stranded = _legal_and_stranded(model, state)
+            actions = self.select(select_key, state.tree, state.simulations, legal)
             return expand(
-                expand_key,
-                env,
-                params,
-                children,
-                tree,
-                path,
-                simulations,
-                actions,
-                stranded,
-                d,
-                self.expand_after,
+                expand_key, model, children, state, actions, stranded, d, self.expand_after
             )
 
-        first = (search.tree, path, simulations)
+        first = BatchState(tree=search.tree, path=path, simulations=simulations)
+        depth = self.depth_of(search.tree.iteration)
         depth, (tree, path, simulations) = while_live(
-            depth, level, first, lambda carry: carry[2].live
+            depth, level, first, lambda state: state.simulations.live
         )
-        states, actions, waiting = simulations.states, simulations.action, is_waiting(simulations)
+
+        waiting = is_waiting(simulations)
         values = leaf_values(
-            leaf_key, self.evaluate, env, params, states, actions, waiting, discount
+            leaf_key, self.evaluate, model, simulations.states, simulations.action, waiting
         )
-        tree, path = record_leaves(tree, path, simulations, values, discount)
-        return dataclasses.replace(search, tree=self.back_up(tree, children, path, depth, discount))
+        tree, path = record_leaves(tree, path, simulations, values, model.discount)
+        tree = self.back_up(tree, children, path, depth, model.discount)
+        return dataclasses.replace(search, tree=tree)
 
 
 def children_of(children: Children | None, env: Environment, params: PyTree) -> Children:
@@ -260,53 +221,46 @@ def children_of(children: Children | None, env: Environment, params: PyTree) -> 
     return DenseChildren(known) if known is not None and known <= 64 else HashedChildren()
 
 
-def _legal_and_stranded(
-    env: Environment, params: PyTree, tree: Tree, simulations: Simulations
-) -> tuple[Tree, Simulations, Array, Array]:
+def _legal_and_stranded(model: Model, state: BatchState) -> tuple[BatchState, Array, Array]:
     """The legal actions of each state, bool `[n, A]`, counted in the tree, and who has none and stops, bool `[n]`."""
-    legal, stranded = (
-        legal_actions(env, params, simulations.states),
-        jnp.zeros(simulations.live.shape, bool),
-    )
-    if capabilities(env).action_mask is not None:
-        simulations, stranded = stop_stranded(simulations, legal)
-        at = jnp.where(simulations.live, simulations.node, EMPTY)
-        counts = jnp.sum(legal, axis=1, dtype=jnp.int32)
-        tree = dataclasses.replace(tree, node_legal=tree.node_legal.at[at].set(counts, mode="drop"))
-    return tree, simulations, legal, stranded
+    tree, path, simulations = state
+    legal = legal_actions(model, simulations.states)
+    if capabilities(model.env).action_mask is None:
+        return state, legal, jnp.zeros(simulations.live.shape, bool)
+
+    simulations, stranded = stop_stranded(simulations, legal)
+    at = jnp.where(simulations.live, simulations.node, EMPTY)
+    counts = jnp.sum(legal, axis=1, dtype=jnp.int32)
+    tree = dataclasses.replace(tree, node_legal=tree.node_legal.at[at].set(counts, mode="drop"))
+    return BatchState(tree=tree, path=path, simulations=simulations), legal, stranded
 
 
 def expand(
     key: PRNGKey,
-    env: Environment,
-    params: PyTree,
+    model: Model,
     children: Children,
-    tree: Tree,
-    path: Path,
-    simulations: Simulations,
+    state: BatchState,
     actions: Array,
     stranded: Array,
     d: Array,
     expand_after: int,
-) -> tuple[Tree, Path, Simulations]:
+) -> BatchState:
     """One level down: the edges of the actions, one step of each state, and the nodes of what is seen.
 
     Args:
         key: consumed.
-        env: the model.
-        params: its parameters.
+        model: environment, parameters and discount.
         children: where the nodes below an edge are looked up.
-        tree: the tree.
-        path: where the simulations went so far.
-        simulations: where they are.
+        state: tree, path and simulations above.
         actions: int32 `[n]`.
         stranded: bool `[n]`, simulations that have just stopped since no action is legal, which are counted.
         d: int32, the level.
         expand_after: visits that a node needs for a simulation to go on from it.
     """
+    tree, path, simulations = state
     tree, edges = insert_edges(tree, simulations.node, actions, simulations.live)
     moved = edges != EMPTY
-    result = simulate_steps(key, env, params, simulations.states, actions)
+    result = simulate_steps(key, model, simulations.states, actions)
     on = moved & ~result.terminated
     tree, node, earlier = insert_nodes(tree, children, edges, result.obs_key, on)
     lost = (simulations.live & ~moved) | (on & (node == EMPTY))
@@ -314,6 +268,7 @@ def expand(
         tree, steps=moved, overflow=lost, invalid=moved & result.invalid, stranded=stranded
     )
     tree = dataclasses.replace(tree, reward_sum=add_at(tree.reward_sum, edges, result.reward))
+
     # Whoever found no edge stays where it is, and so does whoever had stopped before.
     simulations = Simulations(
         states=jax.tree.map(
@@ -325,4 +280,4 @@ def expand(
         action=jnp.where(moved, actions, simulations.action),
     )
     path = path.after(d, jnp.where(moved, node, EMPTY), edges, jnp.where(moved, result.reward, 0.0))
-    return tree, path, simulations
+    return BatchState(tree=tree, path=path, simulations=simulations)

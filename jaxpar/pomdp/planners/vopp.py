@@ -19,19 +19,14 @@ start above and the asynchronous rule. `unvisited="paper"` with `sweep="tree"` i
 """
 
 import dataclasses
-import time
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.env import Environment
 from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
-from jaxpar.pomdp.beliefs.belief import Belief
-from jaxpar.pomdp.planners import clock as clocks
-from jaxpar.pomdp.planners import planner
+from jaxpar.pomdp.planners import clock, planner
 from jaxpar.pomdp.planners._loops import map_active
 from jaxpar.pomdp.planners.leaves import LEAVES, evaluation
 from jaxpar.pomdp.planners.planner import PlanInfo, report
@@ -47,7 +42,7 @@ from jaxpar.pomdp.planners.tree import (
     representative,
 )
 from jaxpar.pomdp.planners.tree_search import Depth, TreeSearch
-from jaxpar.types import Array, PRNGKey, PyTree, Scalar, UsageError
+from jaxpar.types import Array, PRNGKey, Scalar, UsageError
 
 __all__ = ["FixedReference", "Vopp", "preference_step", "soft_value"]
 
@@ -153,6 +148,11 @@ class Vopp:
                 f'expand_after={self.expand_after} needs unvisited="leaf", where simulations stop at nodes.'
             )
 
+    # Functions that all planners share, as methods (see `planners.planner`).
+    plan = planner.plan
+    plan_until = clock.plan_until
+    search = planner.search
+
     def tree_search(self) -> TreeSearch:
         """The search with its parts and sizes."""
         return TreeSearch(
@@ -173,43 +173,22 @@ class Vopp:
         )
 
     def depth_of(self, k: Depth) -> Depth:
-        """How deep batch k goes: an int of an int, an int32 of a traced number."""
+        """Depth of batch k: an int of an int, an int32 of a traced number."""
         if isinstance(k, int):  # 1e-4 forgives the rounding of the power
             return min(int(self.depth_scale * k**self.depth_power + 1e-4) + 1, self.max_depth)
         depth = jnp.floor(self.depth_scale * jnp.asarray(k, jnp.float32) ** self.depth_power + 1e-4)
         return jnp.minimum(depth.astype(jnp.int32) + 1, self.max_depth)
 
-    def plan(
-        self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief
-    ) -> tuple[Array, PlanInfo]:
-        """As `Planner.plan`."""
-        return planner.plan(key, self, env, params, belief)
-
-    def plan_until(
-        self,
-        key: PRNGKey,
-        env: Environment,
-        params: PyTree,
-        belief: Belief,
-        deadline: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> tuple[Array, PlanInfo]:
-        """As `AnytimePlanner.plan_until`."""
-        return clocks.plan_until(key, self, env, params, belief, deadline, clock)
-
-    def search(self, key: PRNGKey, env: Environment, params: PyTree, belief: Belief) -> SearchState:
-        """The search that `plan` decides by, with the whole tree."""
-        return planner.search(key, self, env, params, belief)
-
     def considered(self, visits: Array, legal: Array) -> Array:
-        """How many of a node's `legal` actions count after `visits`, int32."""
+        """Number of a node's `legal` actions that count after `visits`, int32."""
         most = jnp.ceil(self.widen * jnp.maximum(visits, 1).astype(jnp.float32) ** self.widen_power)
         return jnp.minimum(legal.astype(jnp.float32), most).astype(jnp.int32)
 
     def select(self, key: PRNGKey, tree: Tree, simulations: Simulations, legal: Array) -> Array:
         """Actions drawn from softmax(eta Psi) over the tried and the prior share of the untried; int32 `[n]`."""
         count, num_actions = legal.shape
-        number, block = jnp.arange(count, dtype=jnp.int32), row_block(num_actions, count)
+        number = jnp.arange(count, dtype=jnp.int32)
+        block = row_block(num_actions, count)
         first = number
         if (
             block < number.size
@@ -325,7 +304,8 @@ class Vopp:
         """The edges of nodes `[n, A]`, their new preferences, and the new values of the nodes `[n]`."""
         row = jnp.where((nodes != EMPTY)[:, None], tree.edges.at[nodes].get(mode="clip"), EMPTY)
         tried = row != EMPTY
-        values, psi = tree.value.at[row].get(mode="clip"), tree.psi.at[row].get(mode="clip")
+        values = tree.value.at[row].get(mode="clip")
+        psi = tree.psi.at[row].get(mode="clip")
         leaf, guesses = self._guess(tree, nodes)
         if self.iterated:
             first, untried = self._start(tree, nodes, psi, tried, leaf, guesses)
@@ -341,13 +321,10 @@ class Vopp:
     ) -> tuple[Array, Array, Array]:
         """The edges `[n]` of the simulations, which alone have moved, their preferences, and the nodes' values `[n]`.
 
-        Where rows are long, one simulation asks for each edge and one for each node, and nodes without edges ask for
-        no row.
+        Where rows are long, one simulation reads each edge and one each node, and nodes without edges read no row.
         """
-        number, block = (
-            jnp.arange(nodes.shape[0], dtype=jnp.int32),
-            row_block(tree.edges.shape[1], nodes.shape[0]),
-        )
+        number = jnp.arange(nodes.shape[0], dtype=jnp.int32)
+        block = row_block(tree.edges.shape[1], nodes.shape[0])
 
         def learn(some: Array) -> tuple[Array, Array]:
             row, psi, best = self._learn(tree, nodes[some], moves)
@@ -421,7 +398,7 @@ class FixedReference(Vopp):
 
 
 def row_block(num_actions: int, count: int) -> int:
-    """How many of `count` rows of actions are worked on at a time: all where they are short."""
+    """Number of rows of actions, out of `count`, that are worked on at a time: all where they are short."""
     return max(2**19 // num_actions, 1) if num_actions > 64 else count
 
 
@@ -441,9 +418,7 @@ def _sums_before(weights: Array) -> Array:
             weights, np.triu(np.ones((size, size), np.float32)), precision=jax.lax.Precision.HIGHEST
         )
     blocks = jnp.pad(weights, ((0, 0), (0, -size % 32))).reshape(weights.shape[0], -1, 32)
-    within, totals = (
-        _sums_before(blocks.reshape(-1, 32)).reshape(blocks.shape),
-        _sums_before(blocks.sum(2)),
-    )
+    within = _sums_before(blocks.reshape(-1, 32)).reshape(blocks.shape)
+    totals = _sums_before(blocks.sum(2))
     before = jnp.pad(totals[:, :-1], ((0, 0), (1, 0)))
     return (within + before[:, :, None]).reshape(weights.shape[0], -1)[:, :size]

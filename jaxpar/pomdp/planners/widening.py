@@ -1,4 +1,4 @@
-"""What trees with observation widening share: the slots of an edge, what nodes hold, and one filter step.
+"""Observation widening: the slots of an edge, what nodes hold, and one filter step.
 
 Every new observation would make a new node, and no node be visited twice; so an edge ba opens slots for observations as
 its visits N grow, while `|C(ba)| <= k N^alpha`, and later visits choose among the slots that are open. The rule depends
@@ -13,18 +13,19 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxpar.env import Environment, PartiallyObserved, Transition, step
-from jaxpar.pomdp.beliefs.belief import is_weight, systematic
-from jaxpar.pomdp.planners.simulations import SearchState, Simulations
-from jaxpar.pomdp.planners.tree import EMPTY
+from jaxpar.env import Transition, step
+from jaxpar.pomdp.beliefs.belief import Belief, is_weight, systematic
+from jaxpar.pomdp.model import Model, with_likelihood
+from jaxpar.pomdp.planners.simulations import Path, SearchState, Simulations
+from jaxpar.pomdp.planners.tree import EMPTY, Children, Tree
 from jaxpar.types import Array, PRNGKey, PyTree, Scalar
 
-__all__ = ["Descent", "NodeBeliefs", "ParticleSearchState"]
+__all__ = ["Descent", "NodeBeliefs", "ParticleBatch", "ParticleSearchState", "ParticleState"]
 
 
 @flax.struct.dataclass
 class NodeBeliefs:
-    """What the nodes hold, `[N]` rows of m particles.
+    """Contents of the nodes, `[N]` rows of m particles.
 
     Attributes:
         states: `[N, m, ...]`.
@@ -54,6 +55,42 @@ class ParticleSearchState(SearchState):
     """
 
     beliefs: NodeBeliefs
+
+
+class ParticleBatch(NamedTuple):
+    """Configuration and root of one batch.
+
+    Attributes:
+        model: environment, parameters and discount.
+        belief: of the root.
+        children: where the nodes below an edge are looked up.
+        before: int32, the number of nodes before the batch.
+        is_keyed: whether nodes are those of observation keys, else of slots.
+    """
+
+    model: Model
+    belief: Belief
+    children: Children
+    before: Array
+    is_keyed: bool
+
+
+class ParticleState(NamedTuple):
+    """Arrays that a batch changes on its way down.
+
+    Attributes:
+        tree: the tree.
+        beliefs: of its nodes.
+        path: where the simulations went so far.
+        simulations: where they are.
+        last: for each simulation the step that led to a new node, if one did.
+    """
+
+    tree: Tree
+    beliefs: NodeBeliefs
+    path: Path
+    simulations: Simulations
+    last: "Descent"
 
 
 class Descent(NamedTuple):
@@ -90,16 +127,23 @@ def slot_of_visit(draws: Array, visits: Array, rate: Scalar, power: Scalar) -> A
 
 
 def filter_step(
-    key: PRNGKey, states: PyTree, log_weights: Array, action: Array, result: Transition, *,
-    env: PartiallyObserved, params: PyTree,
-) -> tuple[PyTree, Array, Array, Array]:  # fmt: skip
+    key: PRNGKey,
+    model: Model,
+    states: PyTree,
+    log_weights: Array,
+    action: Array,
+    result: Transition,
+) -> tuple[PyTree, Array, Array, Array]:
     """One filter step of m particles for the observation of `result`: new ones, log weights, mean reward.
 
     And how many likelihoods were no numbers, int32: their particles have no weight. Resampled below half of the
     effective sample size. Where no particle explains the observation the node is the one state that made it.
     """
+    env = with_likelihood(model.env)
+    params = model.params
     move_key, pick_key = jax.random.split(key)
     size = log_weights.shape[0]
+
     keys = jax.random.split(move_key, size)
     following = jax.vmap(lambda key, state: env.transition(key, state, action, params))(
         keys, states
@@ -140,7 +184,7 @@ def drawn_index(key: PRNGKey, log_weights: Array) -> Array:
 
 
 def is_first_at_node(descent: Descent, before: Array) -> Array:
-    """Which simulation is the first at each new node, bool `[n]`; new nodes of a batch are numbered from `before`.
+    """Simulations that are the first at a new node, bool `[n]`; new nodes of a batch are numbered from `before`.
 
     Its number among the batch's new nodes is below n, so that the scratch that finds the lowest simulation has n rows.
     """
@@ -151,18 +195,24 @@ def is_first_at_node(descent: Descent, before: Array) -> Array:
     return first.at[place].get(mode="fill", fill_value=-1) == numbers
 
 
-def no_descent(env: Environment, params: PyTree, simulations: Simulations) -> Descent:
+def no_descent(model: Model, simulations: Simulations) -> Descent:
     """A descent in which no simulation moves, for the start of a loop."""
     count = simulations.node.shape[0]
-    none, never = jnp.full((count,), EMPTY, jnp.int32), jnp.zeros((count,), bool)
+    none = jnp.full((count,), EMPTY, jnp.int32)
     action = jnp.zeros((count,), jnp.int32)
-    result = jax.eval_shape(
-        lambda keys, states: jax.vmap(lambda key, state: step(key, env, state, action[0], params))(
+
+    def steps(keys: PRNGKey, states: PyTree) -> Transition:
+        return jax.vmap(lambda key, state: step(key, model.env, state, action[0], model.params))(
             keys, states
-        ),
-        jax.random.split(jax.random.key(0), count),
-        simulations.states,
-    )
+        )
+
+    keys = jax.random.split(jax.random.key(0), count)
+    result = jax.eval_shape(steps, keys, simulations.states)
     return Descent(
-        none, none, none, action, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), result), never
+        node=none,
+        edge=none,
+        child=none,
+        action=action,
+        result=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), result),
+        fresh=jnp.zeros((count,), bool),
     )
