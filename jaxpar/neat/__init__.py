@@ -3,6 +3,7 @@
 | file | in -> out | called by |
 | --- | --- | --- |
 | `config.py`, `functions.py` | sizes, rates, names of functions -> `NeatConfig`, formulas | all |
+| `modes.py` | a mode -> `ModeRules`, in which the modes differ | the operators |
 | `genome.py` | -> `Genomes`: `[G, N]` nodes, `[G, C]` connections, masks and identities | all |
 | `graph.py` | edges `[G, C]` -> reachable sets, depth, as bits | `mutate.py`, `network.py` |
 | `network.py` | `Genomes` -> `Networks`; inputs `[G, B, I]` -> outputs `[G, B, O]` | problems, users |
@@ -24,6 +25,7 @@ from jaxpar.neat.episodes import (
     GeneralizationInputs,
     GeneralizationResult,
     GeneralizationTest,
+    PlayOptions,
     PlayResult,
     act,
     io_sizes,
@@ -53,6 +55,7 @@ __all__ = [
     "NeatConfig",
     "NeatState",
     "Networks",
+    "PlayOptions",
     "PlayResult",
     "Problem",
     "Quadtree",

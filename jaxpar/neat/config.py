@@ -1,4 +1,4 @@
-"""Configuration of an evolution: sizes and kinds, which compile, and rates, which are numbers and can be swept."""
+"""Configuration of an evolution: sizes and kinds, which compile, and rates, which can be swept."""
 
 import dataclasses
 import math
@@ -8,11 +8,11 @@ import flax.struct
 
 from jaxpar.fields import AtLeast, Between, Each, OneOf, Positive, check_fields, field
 from jaxpar.neat.functions import ACTIVATIONS, AGGREGATIONS, Activation, check_names, check_own
+from jaxpar.neat.modes import MODES, ModeRules
 from jaxpar.types import Scalar, UsageError
 
 __all__ = ["CANONICAL", "FAST", "NeatConfig", "Rates"]
 
-MODES = ("fast", "canonical")
 KINDS = ("feedforward", "recurrent", "ctrnn")
 ATTRIBUTES = ("bias", "response", "time_constant")
 
@@ -103,7 +103,13 @@ CANONICAL = Rates(
     node_replace=0.0, bias_init=0.0, redraw=0.0, difference=0.4, small=1e9, threshold=3.0, survival=0.2,
     mutate_only=0.25, mate_only=0.2, champion=5.0, stagnation=15.0, stale=0.01,
 )  # fmt: skip
-"""Stanley and Miikkulainen 2002, section 4.1, for a population of 150; where the text is silent, their program's."""
+"""Stanley and Miikkulainen 2002, section 4.1, for a population of 150.
+
+Where the text is silent, the rates are their program's.
+"""
+
+RATES = {"fast": FAST, "canonical": CANONICAL}
+"""First rates by the names of the modes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,13 +123,14 @@ class NeatConfig:
         max_nodes: N, capacity of a genome, inputs and outputs included.
         max_conns: C, capacity of a genome.
         max_species: S; genomes that fit nowhere when all are taken join the nearest.
-        mode: "fast", or "canonical": the paper of 2002.
+        mode: "fast", or "canonical": the paper of 2002. It chooses `rules` and what is None below.
         kind: "feedforward", "recurrent" (a step of the network a call, values persist) or "ctrnn".
         activations: functions in use; new nodes start with the first, outputs with `output_activation`.
         output_activation: one of them, of outputs; None means the first. It may still be redrawn.
         aggregations: functions in use; new nodes start with the first.
-        evolved: attributes of nodes that mutate, of "bias", "response", "time_constant"; None means the bias in the
-            mode "fast" and none in the mode "canonical", whose networks get a constant input.
+        evolved: attributes of nodes that mutate, of "bias", "response", "time_constant"; None means
+            the bias in the mode "fast" and none in the mode "canonical", where networks get a
+            constant input.
         initial: "full" connects every input with every output, "none" nothing.
         time_step: seconds of one step of a "ctrnn".
         sub_steps: steps of a "ctrnn" in one call.
@@ -140,7 +147,7 @@ class NeatConfig:
     max_nodes: int = field(50, AtLeast(1))
     max_conns: int = field(100, AtLeast(1))
     max_species: int = field(20, AtLeast(1))
-    mode: str = field("fast", OneOf(MODES))
+    mode: str = field("fast", OneOf(tuple(MODES)))
     kind: str = field("feedforward", OneOf(KINDS))
     activations: tuple[str, ...] | None = None
     output_activation: str | None = None
@@ -154,45 +161,55 @@ class NeatConfig:
     own_activations: tuple[tuple[str, Activation], ...] = ()
 
     def __post_init__(self):
-        """Fills what depends on the mode and refuses what cannot be."""
-        for name in (
-            "activations",
-            "aggregations",
-            "evolved",
-            "widths",
-            "own_activations",
-        ):  # lists have no hash
+        """Fills the fields that depend on the mode, and rejects values that are not legal."""
+        for name in ("activations", "aggregations", "evolved", "widths", "own_activations"):
+            # Lists have no hash.
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
+
         check_fields(self)
-        is_fast = self.mode == "fast"
-        self._fill("rates", FAST if is_fast else CANONICAL)
-        self._fill("activations", ("sigmoid",) if is_fast else ("steep_sigmoid",))
-        self._fill("evolved", ("bias",) if is_fast else ())
-        assert self.activations is not None and self.evolved is not None
+
+        self._fill("rates", RATES[self.mode])
+        self._fill("activations", self.rules.activations)
+        self._fill("evolved", self.rules.evolved)
+
+        self._check_functions()
+        self._check_evolved()
+        self._check_sizes()
+        self._check_rates()
+
+    def _fill(self, name: str, value: object) -> None:
+        if getattr(self, name) is None:
+            object.__setattr__(self, name, value)
+
+    def _check_functions(self) -> None:
         check_own(self.own_activations)
-        check_names(self.activations, (*ACTIVATIONS, *dict(self.own_activations)), "activation")
+        assert self.activations is not None
+        known = (*ACTIVATIONS, *dict(self.own_activations))
+        check_names(self.activations, known, "activation")
         check_names(self.aggregations, AGGREGATIONS, "aggregation")
+
         self._fill("output_activation", self.activations[0])
         if self.output_activation not in self.activations:
             raise UsageError(
                 f"output_activation={self.output_activation!r} is not among {self.activations}."
             )
-        for name in self.evolved:
+
+    def _check_evolved(self) -> None:
+        for name in self.evolved or ():
             if name not in ATTRIBUTES:
                 raise UsageError(
                     f"evolved: {name!r} is no attribute; legal are {', '.join(ATTRIBUTES)}."
                 )
-        self._check_sizes()
+
+    def _check_rates(self) -> None:
         for name, value in vars(self.rates).items():
             if not isinstance(value, numbers.Real):
-                raise UsageError(f"rates.{name}={value!r} is no number; arrays of rates go into a state, by "
-                                 "state.rates.replace.")  # fmt: skip
+                raise UsageError(
+                    f"rates.{name}={value!r} is no number; arrays of rates go into a state, by "
+                    "state.rates.replace."
+                )
         check_fields(self.rates, "rates.")
-
-    def _fill(self, name: str, value: object) -> None:
-        if getattr(self, name) is None:
-            object.__setattr__(self, name, value)
 
     def _check_sizes(self) -> None:
         if self.max_nodes < self.num_io:
@@ -213,22 +230,28 @@ class NeatConfig:
             )
 
     @property
+    def rules(self) -> ModeRules:
+        """Rules of the mode."""
+        return MODES[self.mode]
+
+    @property
     def num_io(self) -> int:
         """I + O."""
         return self.num_inputs + self.num_outputs
 
     @property
     def activation_functions(self) -> tuple[Activation, ...]:
-        """What `activations` name, in their order."""
+        """Functions that `activations` name, in their order."""
         assert self.activations is not None
         known = ACTIVATIONS | dict(self.own_activations)
         return tuple(known[name] for name in self.activations)
 
     @property
     def node_widths(self) -> tuple[int, ...]:
-        """`widths`, or by default 16, 64, 256, ... as far as they hold the ends and are well below N, then N."""
-        least, most = self.num_io, self.max_nodes
-        return self.widths or (
-            *(w for w in (16, 64, 256, 1024) if least <= w and 3 * w <= 2 * most),
-            most,
-        )
+        """`widths`; if there are none, 16, 64, 256, ... between I + O and 2 N / 3, then N."""
+        if self.widths:
+            return self.widths
+
+        most = self.max_nodes
+        widths = [w for w in (16, 64, 256, 1024) if self.num_io <= w and 3 * w <= 2 * most]
+        return (*widths, most)

@@ -1,7 +1,8 @@
 """Distances between all genomes and all centres of species, in one pass over slot ids.
 
-Only the innovation numbers of the S centres can match, at most S C of them. They get dense ids, the centres' weights
-become the rows of one table, and a pair costs C look-ups: no sort of the population, no comparison of genes with genes.
+Only the innovation numbers of the S centres can match, at most S C of them. They get dense ids, the
+centres' weights become the rows of one table, and a pair costs C look-ups: no sort of the
+population, no comparison of genes with genes.
 """
 
 import flax.struct
@@ -19,7 +20,7 @@ _NONE = jnp.iinfo(jnp.int32).max
 
 @flax.struct.dataclass
 class Centres:
-    """What distances need of S genomes: int32, bool and float32 `[S, C]`."""
+    """Genes of S genomes, as far as distances read them: int32, bool and float32 `[S, C]`."""
 
     innovation: Array
     on: Array
@@ -34,9 +35,9 @@ def centres_of(genomes: Genomes) -> Centres:
 def slot_ids(centres: Centres, innovations: Array) -> tuple[Array, Array]:
     """Dense ids below S C of the centres' innovations; every other one gets S C.
 
-    They are looked up in a hash table, by their low bits; where two of the centres' collide, which takes numbers that
-    are thousands apart, by binary search. A GPU always searches: that is one kernel, and to ask whether there are
-    collisions would make it wait for its host.
+    They are looked up in a hash table, by their low bits; where two of the centres' collide, which
+    takes numbers that are thousands apart, by binary search. A GPU always searches: that is one
+    kernel, and a test for collisions would make it wait for its host.
 
     Returns:
         Ids of the centres' genes, int32 `[S, C]`, and of `innovations`, of their shape.
@@ -84,9 +85,11 @@ def slot_ids(centres: Centres, innovations: Array) -> tuple[Array, Array]:
 def distances(config: NeatConfig, rates: Rates, genomes: Genomes, centres: Centres) -> Array:
     """c1 E / N + c2 D / N + c3 mean abs(w - w') of all pairs, float32 `[G, S]`.
 
-    E counts excess genes, whose innovation is beyond the other genome's last, and D disjoint ones; N is the larger
-    genome's number of genes, or 1 where both have fewer than `rates.small`. Stanley and Miikkulainen 2002, equation 1.
-    The mode "fast" counts excess genes as disjoint.
+    E counts excess genes, with an innovation beyond the other genome's last, and D disjoint ones. N
+    is the larger genome's number of genes, or 1 where both have fewer than `rates.small`. Excess
+    genes count as disjoint unless `ModeRules.counts_excess` holds.
+
+    Reference: Stanley and Miikkulainen 2002, equation 1.
 
     Cost: G S C look-ups.
     """
@@ -96,15 +99,16 @@ def distances(config: NeatConfig, rates: Rates, genomes: Genomes, centres: Centr
     absent = jnp.where(centres.on, centres.weight, jnp.inf)
     weights = jnp.full((len(centres.on), width), jnp.inf, float).at[row, centre_slots].set(absent)
     slots = jnp.where(genomes.on, slots, width - 1)
-    mine, theirs = count(genomes.on)[:, None], count(centres.on)[None]
-    tells_excess = config.mode == "canonical"
+    mine = count(genomes.on)[:, None]
+    theirs = count(centres.on)[None]
+    counts_excess = config.rules.counts_excess
     last = [jnp.max(jnp.where(x.on, x.innovation, -1), 1) for x in (genomes, centres)]
 
     def to_one(weights, centre, centre_last):
         apart = jnp.abs(genomes.weight - weights[slots])
         is_same = apart < jnp.inf
         terms = [is_same.astype(float), jnp.where(is_same, apart, 0)]
-        if tells_excess:
+        if counts_excess:
             mine_beyond = genomes.on & (genomes.innovation > centre_last)
             centres_beyond = centre.on[None] & (centre.innovation[None] > last[0][:, None])
             terms.append(mine_beyond.astype(float) + centres_beyond.astype(float))
@@ -113,7 +117,7 @@ def distances(config: NeatConfig, rates: Rates, genomes: Genomes, centres: Centr
     matching, difference, *excess = (x.T for x in jax.vmap(to_one)(weights, centres, last[1]))
     apart = mine + theirs - 2 * matching
     unlike = rates.disjoint * apart
-    if tells_excess:
+    if counts_excess:
         unlike = rates.excess * excess[0] + rates.disjoint * (apart - excess[0])
     most = jnp.maximum(mine, theirs)
     divisor = jnp.where(most < rates.small, 1.0, jnp.maximum(most, 1.0))

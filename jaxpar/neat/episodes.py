@@ -15,10 +15,12 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jaxpar._renamed import newer_options
 from jaxpar.env import (
     Adapter,
     Box,
@@ -42,6 +44,7 @@ __all__ = [
     "GeneralizationInputs",
     "GeneralizationResult",
     "GeneralizationTest",
+    "PlayOptions",
     "PlayResult",
     "act",
     "io_sizes",
@@ -72,6 +75,27 @@ def act(space: Space, y: Array, low: float = 0.0, high: float = 1.0) -> Array:
     return jnp.add(least, share.reshape(space.shape) * (most - least)).astype(space.dtype)
 
 
+@flax.struct.dataclass
+class PlayOptions:
+    """Options of `play`: the levels are arrays, all others are static.
+
+    Attributes:
+        levels: pytree with a leading axis E: episode e starts from level e, by `env.init_level`;
+            None resets.
+        constant: whether a last input of 1 follows the observation.
+        output_range: lowest and highest output; see `act`.
+        compacts: whether the last episodes move into fewer slots; if not, a single loop is
+            compiled, and empty slots step on.
+    """
+
+    levels: PyTree = None
+    constant: bool = field(True, pytree_node=False)
+    output_range: tuple[float, float] = field((0.0, 1.0), Each(Finite()), pytree_node=False)
+    compacts: bool = field(True, pytree_node=False)
+
+    __post_init__ = check_fields
+
+
 class PlayResult(NamedTuple):
     """Results of all episodes: float32 `[G, E]` returns, int32 `[G, E]` lengths; int32 `[]` steps of all slots."""
 
@@ -95,17 +119,15 @@ class _Table(NamedTuple):
 
 
 class _Player(NamedTuple):
-    """What all slots share."""
+    """Arguments of `play` that all slots share."""
 
     key: PRNGKey
     networks: Networks
     env: Environment | Adapter
     params: PyTree
-    levels: PyTree
     episodes: int
     max_steps: int
-    constant: bool
-    output_range: tuple[float, float]
+    options: PlayOptions
 
     @property
     def num_jobs(self) -> int:
@@ -122,14 +144,16 @@ class _Player(NamedTuple):
 
     def fresh_slots(self, job) -> _Slots:
         """Slots at the start of these episodes."""
-        env, init_level = self.env, capabilities(self.env).init_level
+        env = self.env
+        levels = self.options.levels
+        init_level = capabilities(env).init_level
 
         def one(job):
             key = self.key_of(job, 0)
-            if self.levels is None or init_level is None or is_adapter(env):
-                return reset(key, self.env, self.params)
+            if levels is None or init_level is None or is_adapter(env):
+                return reset(key, env, self.params)
             init_key, observe_key = jax.random.split(key)
-            level = jax.tree.map(lambda x: x[job % self.episodes], self.levels)
+            level = jax.tree.map(lambda x: x[job % self.episodes], levels)
             state = init_level(init_key, level, self.params)
             return env.observe(observe_key, state, None, self.params), state
 
@@ -143,15 +167,15 @@ class _Player(NamedTuple):
 
     def step_slots(self, mine: Networks, now: _Slots, table: _Table) -> tuple[_Slots, _Table]:
         """One step of every slot; one whose episode ends has none afterwards."""
-        num_envs, dtype = len(now.job), self.networks.bias.dtype
+        num_envs = len(now.job)
+        dtype = self.networks.bias.dtype
         rows = [leaf.reshape(num_envs, -1).astype(dtype) for leaf in jax.tree.leaves(now.obs)]
-        y, memory = apply(
-            mine,
-            now.carry,
-            jnp.concatenate([*rows, jnp.ones((num_envs, int(self.constant)), dtype)], 1),
-        )
+        rows.append(jnp.ones((num_envs, int(self.options.constant)), dtype))
+        y, memory = apply(mine, now.carry, jnp.concatenate(rows, 1))
+
         space = self.env.action_space(self.params)
-        action = jax.vmap(lambda y: act(space, y, *self.output_range))(y)
+        low, high = self.options.output_range
+        action = jax.vmap(lambda y: act(space, y, low, high))(y)
         keys = jax.vmap(self.key_of)(jnp.minimum(now.job, self.num_jobs - 1), now.time + 1)
         one = lambda key, state, action: step(key, self.env, state, action, self.params)  # noqa: E731
         after = jax.vmap(one)(keys, now.state, action)
@@ -199,7 +223,7 @@ class _Player(NamedTuple):
         kept = jnp.argsort(~busy(now), stable=True)[: max(until, 1)]
         return jax.tree.map(lambda x: x[kept], now), table
 
-    def play_in_slots(self, num_envs: int, compacts: bool) -> PlayResult:
+    def play_in_slots(self, num_envs: int) -> PlayResult:
         """Plays all episodes in slots, step by step."""
         num_envs = min(num_envs, self.num_jobs)
         now = self.fresh_slots(jnp.arange(num_envs, dtype=jnp.int32))
@@ -207,7 +231,10 @@ class _Player(NamedTuple):
         if num_envs < self.num_jobs:
             now, table = self.play_until_all_started(now, table)
         while num_envs:
-            num_envs = num_envs // 2 if compacts else 0
+            if self.options.compacts:
+                num_envs //= 2
+            else:
+                num_envs = 0
             now, table = self.play_until_few_left(now, table, num_envs)
         returns, lengths = table.results.T.reshape(2, len(self.networks.bias), self.episodes)
         return PlayResult(returns, lengths.astype(jnp.int32), table.steps)
@@ -216,10 +243,10 @@ class _Player(NamedTuple):
         """A step of one episode as a function of scalars; raises `NotScalar`."""
 
         def move(state, params, y):
-            action = act(self.env.action_space(params), y, *self.output_range)
-            after = step(
-                jax.random.key(0), self.env, state, action, params
-            )  # `NotScalar` if it uses the key
+            low, high = self.options.output_range
+            action = act(self.env.action_space(params), y, low, high)
+            # `NotScalar` if it uses the key.
+            after = step(jax.random.key(0), self.env, state, action, params)
             return after.state, after.obs, after.reward, after.terminated | after.truncated
 
         state = jax.eval_shape(lambda: self.fresh_slots(jnp.zeros(1, jnp.int32)).state)
@@ -227,7 +254,10 @@ class _Player(NamedTuple):
         return ScalarStep.of(move, one, self.params, self.networks.config.num_outputs)
 
     def by_kernel(self, interpret: bool = False) -> Callable[[], PlayResult] | None:
-        """A function that plays every episode inside one kernel; None without a GPU or a deterministic environment."""
+        """A function that plays every episode inside one kernel.
+
+        None without a GPU or a deterministic environment.
+        """
         if not (interpret or use_kernels(self.networks)):
             return None
         try:
@@ -237,8 +267,16 @@ class _Player(NamedTuple):
 
         def run() -> PlayResult:
             slots = self.fresh_slots(jnp.arange(self.num_jobs, dtype=jnp.int32))
-            returns, lengths = episode_kernel(scalar_step, self.networks, slots.state, slots.obs, self.episodes,
-                                              self.max_steps, self.constant, interpret=interpret)  # fmt: skip
+            returns, lengths = episode_kernel(
+                scalar_step,
+                self.networks,
+                slots.state,
+                slots.obs,
+                self.episodes,
+                self.max_steps,
+                self.options.constant,
+                interpret=interpret,
+            )
             shape = len(self.networks.bias), self.episodes
             return PlayResult(returns.reshape(shape), lengths.reshape(shape), jnp.sum(lengths))
 
@@ -246,15 +284,23 @@ class _Player(NamedTuple):
 
 
 def play(
-    key: PRNGKey, networks: Networks, env: Environment | Adapter, params: PyTree, episodes: int, num_envs: int,
-    max_steps: int, *, constant: bool = True, output_range: tuple[float, float] = (0.0, 1.0), levels: PyTree = None,
-    compacts: bool = True,
-) -> PlayResult:  # fmt: skip
+    key: PRNGKey,
+    networks: Networks,
+    env: Environment | Adapter,
+    params: PyTree,
+    episodes: int,
+    num_envs: int,
+    max_steps: int,
+    options: PlayOptions | None = None,
+    **older: object,
+) -> PlayResult:
     """Plays `episodes` episodes with each of G networks; consumes `key`.
 
-    Episode e of network g has keys made of (key, g's number in the population, e, step). Cost: about (all steps of all
-    episodes) / L iterations, of L network calls each, then those of the last episodes in ever fewer slots: more than
-    half of the slots are busy in every step. Compiles a loop for each halving of L, which is most of the compile time.
+    Episode e of network g has keys made of (key, g's number in the population, e, step).
+
+    Cost: about (all steps of all episodes) / L iterations, of L network calls each, then the steps
+    of the last episodes in ever fewer slots: more than half of the slots are busy in every step.
+    Compiles a loop for each halving of L, which is most of the compile time.
 
     Args:
         key: consumed.
@@ -264,32 +310,42 @@ def play(
         episodes: E.
         num_envs: L, slots; more than the number of all episodes are not used. The kernel has none.
         max_steps: of an episode, at most.
-        constant: whether a last input of 1 follows the observation.
-        output_range: what outputs lie in; see `act`.
-        levels: pytree with a leading axis E: episode e starts from level e, by `env.init_level`; None resets.
-        compacts: whether the last episodes move into fewer slots; if not, a single loop is compiled, and empty slots
-            step on.
+        options: start levels, inputs and outputs, and the use of slots; None means the defaults.
+        **older: fields of `options`, which were arguments; accepted until the first release.
     """
-    needed, ends = (
-        io_sizes(env, params, constant),
-        (networks.config.num_inputs, networks.config.num_outputs),
-    )
+    options = newer_options("play", options or PlayOptions(), older)
+
+    needed = io_sizes(env, params, options.constant)
+    ends = (networks.config.num_inputs, networks.config.num_outputs)
     if needed != ends:
-        raise UsageError(f"networks have {ends[0]} inputs and {ends[1]} outputs; the environment takes {needed[0]} and "
-                         f"{needed[1]}.")  # fmt: skip
+        raise UsageError(
+            f"networks have {ends[0]} inputs and {ends[1]} outputs; the environment takes "
+            f"{needed[0]} and {needed[1]}."
+        )
     for name, value in (("episodes", episodes), ("num_envs", num_envs), ("max_steps", max_steps)):
         if value < 1:
             raise UsageError(f"{name}={value} must be at least 1.")
-    if not output_range[0] < output_range[1]:
-        raise UsageError(f"output_range={output_range} must ascend.")
-    networks = jax.tree.map(jnp.asarray, networks)  # indexed by traced numbers
-    game = _Player(key, networks, env, params, levels, episodes, max_steps, constant, output_range)
-    kernel, play_in_slots = game.by_kernel(), lambda: game.play_in_slots(num_envs, compacts)
-    return (
-        play_in_slots()
-        if kernel is None
-        else jax.lax.platform_dependent(default=play_in_slots, cuda=kernel)
+    if not options.output_range[0] < options.output_range[1]:
+        raise UsageError(f"output_range={options.output_range} must ascend.")
+
+    game = _Player(
+        key=key,
+        # Arrays of JAX, since traced numbers index them.
+        networks=jax.tree.map(jnp.asarray, networks),
+        env=env,
+        params=params,
+        episodes=episodes,
+        max_steps=max_steps,
+        options=options,
     )
+
+    def play_in_slots():
+        return game.play_in_slots(num_envs)
+
+    kernel = game.by_kernel()
+    if kernel is None:
+        return play_in_slots()
+    return jax.lax.platform_dependent(default=play_in_slots, cuda=kernel)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,8 +377,10 @@ class Episodes:
     def __call__(self, key: PRNGKey, networks: Networks, inputs: PyTree) -> Score:
         """Scores G networks; consumes `key`."""
         num_envs = self.num_envs or len(networks.bias)
-        result = play(key, networks, self.env, inputs, self.episodes, num_envs, self.max_steps,
-                      constant=self.constant, output_range=self.output_range)  # fmt: skip
+        options = PlayOptions(constant=self.constant, output_range=self.output_range)
+        result = play(
+            key, networks, self.env, inputs, self.episodes, num_envs, self.max_steps, options
+        )
         fitness = jnp.mean(result.returns, 1)
         return Score(fitness, fitness >= self.goal)
 
@@ -390,16 +448,18 @@ class GeneralizationTest:
         self, key: PRNGKey, network: Networks, inputs: GeneralizationInputs
     ) -> GeneralizationResult:
         """Tests one network, `[1]`; from the levels only if it lasts. Consumes `key`."""
-        kinds = {"constant": self.training.constant, "output_range": self.training.output_range}
+        env = self.env
+        params = inputs.test_params
+        training = self.training
+        options = PlayOptions(constant=training.constant, output_range=training.output_range)
         long_key, short_key = jax.random.split(key)
-        long = play(
-            long_key, network, self.env, inputs.test_params, 1, 1, self.long_steps, **kinds
-        ).returns[0, 0]
+        usual = play(long_key, network, env, params, 1, 1, self.long_steps, options)
+        long = usual.returns[0, 0]
         count = len(jax.tree.leaves(inputs.levels)[0])
 
         def from_levels():
-            result = play(short_key, network, self.env, inputs.test_params, count, count, self.short_steps,
-                          levels=inputs.levels, compacts=False, **kinds)  # fmt: skip
+            each = dataclasses.replace(options, levels=inputs.levels, compacts=False)
+            result = play(short_key, network, env, params, count, count, self.short_steps, each)
             return jnp.sum(result.returns >= self.short_steps, dtype=jnp.int32)
 
         passed = jax.lax.cond(long >= self.long_steps, from_levels, lambda: jnp.int32(0))

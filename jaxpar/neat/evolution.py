@@ -15,6 +15,7 @@ from jaxpar.neat.crossover import crossover
 from jaxpar.neat.distance import Centres, centres_of
 from jaxpar.neat.genome import Genomes, Packed, initial
 from jaxpar.neat.innovation import Counters, assign_innovations
+from jaxpar.neat.modes import normal
 from jaxpar.neat.mutate import apply_edit, choose_edit, mutate_numbers, noise
 from jaxpar.neat.network import Networks, apply, express, init_carry, with_networks
 from jaxpar.neat.reproduce import choose_parents
@@ -28,7 +29,7 @@ from jaxpar.neat.species import (
     speciate,
     update_stagnation,
 )
-from jaxpar.neat.uniforms import Uniforms, normal
+from jaxpar.neat.uniforms import Uniforms
 from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
 
 __all__ = ["RENAMED", "Neat", "NeatState", "Problem", "Score"]
@@ -247,11 +248,15 @@ def _first_generation(
     key: PRNGKey, config: NeatConfig, rates: Rates, index: Array, over
 ) -> NeatState:
     uniforms = Uniforms(key, config, index)
-    weights = jnp.clip(rates.weight_init * noise(config, uniforms.take(config.max_conns)), -rates.weight_limit,
-                       rates.weight_limit)  # fmt: skip
-    genomes = initial(config, weights, rates.bias_init * normal(uniforms.take(config.max_nodes)))
+    weights = rates.weight_init * noise(config, uniforms.take(config.max_conns))
+    weights = jnp.clip(weights, -rates.weight_limit, rates.weight_limit)
+    biases = rates.bias_init * normal(uniforms.take(config.max_nodes))
+    genomes = initial(config, weights, biases)
+    shape = (config.max_species, config.max_conns)
     centres = Centres(
-        *(jnp.zeros((config.max_species, config.max_conns), x) for x in (jnp.int32, bool, float))
+        innovation=jnp.zeros(shape, jnp.int32),
+        on=jnp.zeros(shape, bool),
+        weight=jnp.zeros(shape, float),
     )
     zero = jnp.int32(0)
     # Behind a barrier, or XLA folds the distances to empty species while it compiles, which takes seconds.

@@ -1,4 +1,7 @@
-"""Mutation: numbers of genes, and at most one change of structure a child, as index arithmetic over the population."""
+"""Mutation: numbers of genes, and at most one change of structure a child.
+
+All children are mutated at once, by index arithmetic over the population.
+"""
 
 import dataclasses
 from typing import NamedTuple
@@ -9,85 +12,105 @@ from jaxpar.neat.config import NeatConfig, Rates
 from jaxpar.neat.genome import Genomes, count, first, pick_random
 from jaxpar.neat.graph import reachable, singleton, unpack_set
 from jaxpar.neat.innovation import NOTHING, SPLIT, Requests
-from jaxpar.neat.uniforms import Uniforms, normal
+from jaxpar.neat.modes import normal
+from jaxpar.neat.uniforms import Uniforms
 from jaxpar.types import Array, Scalar
 
 __all__ = ["Edit", "apply_edit", "choose_edit", "mutate_numbers", "noise"]
 
 
 def noise(config: NeatConfig, uniform: Array) -> Array:
-    """A step of size 1: normal in the mode "fast", uniform in [-1, 1) in the mode "canonical", as in the paper."""
-    return normal(uniform) if config.mode == "fast" else 2 * uniform - 1
+    """Steps of size 1, of the mode's distribution, from uniform numbers in [0, 1)."""
+    return config.rules.step(uniform)
 
 
 def mutate_numbers(
     config: NeatConfig, rates: Rates, uniforms: Uniforms, genomes: Genomes, may: Array
 ) -> Genomes:
-    """Mutates weights, evolved attributes, functions and `enabled`, of the children that `may`, bool `[G]`."""
+    """Mutates weights, evolved attributes, functions and `enabled`.
+
+    `may` is bool `[G]`, the children that mutate.
+    """
     chosen = may & (uniforms.one() < rates.weights)
-    perturb, step = uniforms.take(config.max_conns), noise(config, uniforms.take(config.max_conns))
-    size = rates.weight_power, rates.weight_init
-    weight = _perturbed(
-        genomes.weight, perturb, step, rates.weight_perturb, rates.weight_replace, size, 0.0
+    perturb = uniforms.take(config.max_conns)
+    weight = _perturb(
+        genomes.weight,
+        perturb,
+        step=noise(config, uniforms.take(config.max_conns)),
+        chance=rates.weight_perturb,
+        power=rates.weight_power,
+        replace=rates.weight_replace,
+        init=rates.weight_init,
+        centre=0.0,
     )
     weight = jnp.clip(weight, -rates.weight_limit, rates.weight_limit)
-    found: dict[str, Array] = {
+    changed: dict[str, Array] = {
         "weight": jnp.where(chosen[:, None] & genomes.on, weight, genomes.weight)
     }
+
     # Attributes of inputs mutate as well: nothing reads them, and a mask would cost more.
     nodes = may[:, None] & genomes.node_on
     for name in config.evolved or ():
-        perturb, step = uniforms.take(config.max_nodes), normal(uniforms.take(config.max_nodes))
-        size, centre = (rates.node_power, rates.bias_init), 0.0 if name == "bias" else 1.0
-        value = _perturbed(
-            getattr(genomes, name),
+        old = getattr(genomes, name)
+        perturb = uniforms.take(config.max_nodes)
+        new = _perturb(
+            old,
             perturb,
-            step,
-            rates.node_perturb,
-            rates.node_replace,
-            size,
-            centre,
+            step=normal(uniforms.take(config.max_nodes)),
+            chance=rates.node_perturb,
+            power=rates.node_power,
+            replace=rates.node_replace,
+            init=rates.bias_init,
+            centre=_CENTRES[name],
         )
-        least = 1e-2 if name == "time_constant" else -rates.weight_limit
-        found[name] = jnp.where(
-            nodes, jnp.clip(value, least, rates.weight_limit), getattr(genomes, name)
-        )
+
+        least = -rates.weight_limit
+        if name == "time_constant":
+            least = 1e-2
+        new = jnp.clip(new, least, rates.weight_limit)
+        changed[name] = jnp.where(nodes, new, old)
+
     for name, names in (("activation", config.activations), ("aggregation", config.aggregations)):
         if names is not None and len(names) > 1:
-            redraw, choice = (
-                uniforms.take(config.max_nodes) < rates.redraw,
-                uniforms.take(config.max_nodes),
-            )
+            redraw = uniforms.take(config.max_nodes) < rates.redraw
+            choice = uniforms.take(config.max_nodes)
             new = jnp.minimum((choice * len(names)).astype(jnp.int32), len(names) - 1)
-            found[name] = jnp.where(nodes & redraw, new, getattr(genomes, name))
-    return dataclasses.replace(
-        genomes, **found, enabled=_toggle_enabled(rates, uniforms, genomes, may)
-    )
+            changed[name] = jnp.where(nodes & redraw, new, getattr(genomes, name))
+
+    enabled = _toggle_enabled(rates, uniforms, genomes, may)
+    return dataclasses.replace(genomes, **changed, enabled=enabled)
 
 
-def _perturbed(
+_CENTRES = {"bias": 0.0, "response": 1.0, "time_constant": 1.0}
+"""Values of attributes around which new ones are drawn."""
+
+
+def _perturb(
     old: Array,
     perturb: Array,
     step: Array,
+    *,
     chance: Scalar,
+    power: Scalar,
     replace: Scalar,
-    size: tuple,
+    init: Scalar,
     centre: float,
 ) -> Array:
-    moved = jnp.where(perturb < chance, old + size[0] * step, old)
-    return jnp.where(perturb >= 1 - replace, centre + size[1] * step, moved)
+    moved = jnp.where(perturb < chance, old + power * step, old)
+    return jnp.where(perturb >= 1 - replace, centre + init * step, moved)
 
 
 def _toggle_enabled(rates: Rates, uniforms: Uniforms, genomes: Genomes, may: Array) -> Array:
     """`enabled` with one gene flipped, and the first disabled one enabled, by their chances."""
-    gene, column = jnp.arange(genomes.on.shape[1])[None], lambda x: x[:, None]
-    place, found = pick_random(genomes.on, uniforms.one())
+    gene = jnp.arange(genomes.on.shape[1])[None]
+
+    index, found = pick_random(genomes.on, uniforms.one())
     flip = may & found & (uniforms.one() < rates.toggle)
-    enabled = genomes.enabled ^ (column(flip) & (gene == column(place)))
-    place, found = first(genomes.on & ~enabled)
-    return enabled | (
-        column(may & found & (uniforms.one() < rates.reenable)) & (gene == column(place))
-    )
+    enabled = genomes.enabled ^ (flip[:, None] & (gene == index[:, None]))
+
+    index, found = first(genomes.on & ~enabled)
+    reenable = may & found & (uniforms.one() < rates.reenable)
+    return enabled | (reenable[:, None] & (gene == index[:, None]))
 
 
 class Edit(NamedTuple):
@@ -128,21 +151,20 @@ class Edit(NamedTuple):
 
     def requests(self, genomes: Genomes) -> Requests:
         """The innovations that these changes need."""
-        first = jnp.where(
-            self.adds_node,
-            SPLIT,
-            jnp.where(self.adds_conn, _at(genomes.node_id, self.source), NOTHING),
-        )
-        second = jnp.where(
-            self.adds_node, _at(genomes.innovation, self.old), _at(genomes.node_id, self.target)
-        )
+        joined = jnp.where(self.adds_conn, _at(genomes.node_id, self.source), NOTHING)
+        first = jnp.where(self.adds_node, SPLIT, joined)
+        split = _at(genomes.innovation, self.old)
+        second = jnp.where(self.adds_node, split, _at(genomes.node_id, self.target))
         return Requests(first, jnp.where(first == NOTHING, 0, second))
 
 
 def choose_edit(
     config: NeatConfig, rates: Rates, uniforms: Uniforms, genomes: Genomes, may: Array
 ) -> Edit:
-    """Draws the change of structure of the children that `may`: the first of the four whose chance comes."""
+    """Draws the change of structure of the children that `may`, bool `[G]`.
+
+    Each of the four kinds has its chance, in the order of `Edit`; the first that comes is taken.
+    """
     chances = uniforms.take(4)
     wants = []
     for column, chance in enumerate(
@@ -151,49 +173,73 @@ def choose_edit(
         wants.append(may & (chances[:, column] < chance))
         may = may & ~wants[-1]
     adds_node, adds_conn, del_node, del_conn = wants
+
     may_split = genomes.on & genomes.enabled
-    if (
-        config.mode == "canonical"
-    ):  # as in the paper's program, never a connection from the constant input
+    if config.rules.constant_input:
         may_split &= genomes.source != config.num_inputs - 1
-    c = lambda x: x[:, None]  # noqa: E731
+
     draw = uniforms.one()
-    old, has_old = pick_random(jnp.where(c(adds_node), may_split, genomes.on), draw)
-    if config.mode == "canonical":
+    old, has_old = pick_random(jnp.where(adds_node[:, None], may_split, genomes.on), draw)
+    if config.rules.splits_early:
         older, has_older = _early_connection(may_split, draw)
         is_small = adds_node & (count(genomes.on) < _SMALL)
-        old, has_old = jnp.where(is_small, older, old), jnp.where(is_small, has_older, has_old)
+        old = jnp.where(is_small, older, old)
+        has_old = jnp.where(is_small, has_older, has_old)
+
     row, has_row = first(~genomes.on)
-    row2, has_row2 = first(~genomes.on & (jnp.arange(config.max_conns)[None] > c(row)))
+    row2, has_row2 = first(~genomes.on & (jnp.arange(config.max_conns)[None] > row[:, None]))
     hidden = genomes.node_on & (jnp.arange(config.max_nodes)[None] >= config.num_io)
     free, has_free = first(~genomes.node_on)
     removed, has_hidden = pick_random(hidden, uniforms.one())
     source, target, has_pair = _pair(config, uniforms, genomes)
+
     fits = has_free & has_row2
-    adds_node, full_node = adds_node & has_old & fits, adds_node & has_old & ~fits
-    adds_conn, full_conn = adds_conn & has_pair & has_row, adds_conn & has_pair & ~has_row
+    splits = adds_node & has_old & fits
+    full_node = adds_node & has_old & ~fits
+    joins = adds_conn & has_pair & has_row
+    full_conn = adds_conn & has_pair & ~has_row
+
     return Edit(
-        adds_node, adds_conn, del_node & has_hidden, del_conn & has_old, old=old, row=row, row2=row2,
-        slot=jnp.where(adds_node, free, removed),
-        source=source, target=target, weight=rates.weight_init * noise(config, uniforms.one()),
+        adds_node=splits,
+        adds_conn=joins,
+        del_node=del_node & has_hidden,
+        del_conn=del_conn & has_old,
+        old=old,
+        row=row,
+        row2=row2,
+        slot=jnp.where(splits, free, removed),
+        source=source,
+        target=target,
+        weight=rates.weight_init * noise(config, uniforms.one()),
         refused=full_node | full_conn,
-    )  # fmt: skip
+    )
 
 
 _SMALL = 15
-"""Connections below which the paper's program splits old ones: new nodes then lie side by side, not in chains."""
+"""Connections below which the paper's program splits old ones.
+
+New nodes then lie side by side, not in chains.
+"""
 
 
 def _early_connection(mask: Array, draw: Array) -> tuple[Array, Array]:
-    """The first True of a row, but past each with the chance 0.3; int32 `[G]`, and bool `[G]`, False past the last."""
+    """The first True of a row, but past each with the chance 0.3.
+
+    Returns:
+        int32 `[G]`, and bool `[G]`, False past the last.
+    """
     passed = jnp.floor(jnp.log(jnp.maximum(draw, 1e-30)) / jnp.log(0.3))
     rank = jnp.cumsum(mask.astype(jnp.float32), 1)
     return first(mask & (rank == passed[:, None] + 1))
 
 
 def _pair(config: NeatConfig, uniforms: Uniforms, genomes: Genomes) -> tuple[Array, Array, Array]:
-    """A target at random of those that lack an edge, then a source at random: no edge yet, no cycle if feed-forward."""
-    slots, nodes = jnp.arange(config.max_nodes)[None], config.max_nodes
+    """A target at random of those that lack an edge, then a source at random.
+
+    There is no edge yet from one to the other, and none closes a cycle in a feed-forward network.
+    """
+    nodes = config.max_nodes
+    slots = jnp.arange(nodes)[None]
     forward = config.kind == "feedforward"
     sources = genomes.node_on & (
         (slots < config.num_inputs) | (slots >= config.num_io) | (not forward)

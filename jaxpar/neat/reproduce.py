@@ -57,22 +57,24 @@ def choose_parents(
     ]
     is_champion = (index == first) & (size > rates.champion)
     number = _below(uniforms.take(2), pool[:, None])
-    one, two = (
-        start + jnp.where(is_champion, 0, number[:, 0]),
-        start + number[:, 1],
-    )  # places in the ranking
+    one = start + jnp.where(is_champion, 0, number[:, 0])  # positions in the ranking
+    two = start + number[:, 1]
     alive = cumulative(species.alive.astype(jnp.int32))
     any_species = jnp.sum(alive[None] <= _below(uniforms.one(), alive[-1])[:, None], 1)
     two = jnp.where(uniforms.one() < rates.interspecies, ranking.start[any_species], two)
     two = jnp.where(is_champion | (uniforms.one() < rates.mutate_only), one, two)
     one, two = ranking.order[jnp.stack([one, two])]
     fitness_one, fitness_two = fitness[jnp.stack([one, two])]
-    swap, equal = fitness_two > fitness_one, fitness_two == fitness_one
+    swap = fitness_two > fitness_one
+    equal = fitness_two == fitness_one
     mates_only = (uniforms.one() < rates.mate_only) & (one != two)
     parents = Parents(
-        jnp.where(swap, two, one), jnp.where(swap, one, two), equal, ~is_champion & ~mates_only
+        fitter=jnp.where(swap, two, one),
+        other=jnp.where(swap, one, two),
+        equal=equal,
+        may_mutate=~is_champion & ~mates_only,
     )
-    return Parents(*jax.lax.optimization_barrier(tuple(parents)))
+    return jax.lax.optimization_barrier(parents)
 
 
 def _below(uniform: Array, count: Array) -> Array:

@@ -72,14 +72,21 @@ class _Founding(NamedTuple):
 
 
 def speciate(
-    config: NeatConfig, rates: Rates, genomes: Genomes, index: Array, species: Species, centres: Centres,
-    generation: Array, over: tuple[str, ...],
-) -> tuple[Species, Array]:  # fmt: skip
+    config: NeatConfig,
+    rates: Rates,
+    genomes: Genomes,
+    index: Array,
+    species: Species,
+    centres: Centres,
+    generation: Array,
+    over: tuple[str, ...],
+) -> tuple[Species, Array]:
     """Gives every genome its species, by distance to the centres of the living.
 
-    The mode "canonical" takes the first in order of foundation that is near enough, "fast" the nearest. The first
-    genome that no species takes founds one, which takes all it can, and so on: as if genomes came one by one. When no
-    slot is free, the rest joins the nearest.
+    `ModeRules.choose_species` takes one of the species that are near enough: the first in the order
+    of foundation in the mode "canonical", the nearest in the mode "fast". The first genome that no
+    species takes founds one, which takes all it can, and so on: as if genomes came one by one. When
+    no slot is free, the rest joins the nearest.
 
     Args:
         config: static.
@@ -98,13 +105,13 @@ def speciate(
     far = jnp.where(species.alive[None], far, jnp.inf)
     order = jnp.where(species.alive, species.number, jnp.iinfo(jnp.int32).max)
     near = far < rates.threshold
-    if config.mode == "canonical":
-        pick = jnp.argmin(jnp.where(near, order[None], jnp.iinfo(jnp.int32).max), 1)
-    else:
-        pick = jnp.argmin(far, 1)
+    pick = config.rules.choose_species(far, near, order)
     member = jnp.where(jnp.any(near, 1), pick, config.max_species).astype(jnp.int32)
-    alive = _sizes(config, member, over) > 0  # the slots of the others are free for new species
-    species, far = dataclasses.replace(species, alive=alive), jnp.where(alive[None], far, jnp.inf)
+
+    # The slots of species without members are free for new ones.
+    alive = _sizes(config, member, over) > 0
+    species = dataclasses.replace(species, alive=alive)
+    far = jnp.where(alive[None], far, jnp.inf)
     search = _Founding(
         species,
         member,
@@ -116,10 +123,10 @@ def speciate(
     def go_on(search):
         return (search.founder < _NO_GENOME) & ~jnp.all(search.species.alive)
 
-    def found(search):
+    def found_one(search):
         return _found_species(config, rates, genomes, index, generation, over, search)
 
-    search = jax.lax.while_loop(go_on, found, search)
+    search = jax.lax.while_loop(go_on, found_one, search)
     member = jnp.where(search.member == config.max_species, search.nearest, search.member)
     size = _sizes(config, member, over)
     return dataclasses.replace(search.species, size=size, alive=size > 0), member
@@ -170,7 +177,8 @@ class Standing(NamedTuple):
 
     Attributes:
         rank: int32 `[S]`, 0 for the species with the fittest member of all; free slots come last.
-        share: float32 `[S]`, of its fitness that counts when children are shared out; 0 if it may have none.
+        share: float32 `[S]`, of its fitness that counts when children are shared out; 0 if it may
+            have none.
     """
 
     rank: Array
@@ -186,10 +194,11 @@ def update_stagnation(
     generation: Array,
     stalls: Array,
 ) -> tuple[Species, Standing]:
-    """Updates which species improved, and says how much of their fitness counts.
+    """Updates which species improved, and returns how much of their fitness counts.
 
-    All of it, if they found a better genome within `rates.stagnation` generations; in the mode "fast" also for the two
-    best; else `rates.stale`. When all stand still (`stalls`) or none may have children, only the two best may; after a
+    All of it counts if they found a better genome within `rates.stagnation` generations, and for
+    the two best where `ModeRules.spares_best` holds; otherwise `rates.stale` of it does. When the
+    whole search stalls (`stalls`) or no species may have children, only the two best may; after a
     stall they count as new.
 
     Args:
@@ -209,10 +218,12 @@ def update_stagnation(
     rank = jnp.sum(
         jnp.where(species.alive[:, None], is_better & species.alive[None], True), 1, dtype=jnp.int32
     )
-    fresh = generation - improved <= rates.stagnation
+    counts_fully = generation - improved <= rates.stagnation
     best_two = species.alive & (rank < 2)
-    exempt = fresh | best_two if config.mode == "fast" else fresh
-    share = jnp.where(species.alive, jnp.where(exempt, 1.0, rates.stale), 0.0)
+    if config.rules.spares_best:
+        counts_fully |= best_two
+
+    share = jnp.where(species.alive, jnp.where(counts_fully, 1.0, rates.stale), 0.0)
     share = jnp.where(stalls | ~jnp.any(share > 0), best_two.astype(float), share)
     species = dataclasses.replace(
         species,
@@ -234,7 +245,9 @@ def ordered_sum(x: Array) -> Array:
 
 
 class Ranking(NamedTuple):
-    """All genomes by species, and by falling fitness within; `order[start[s] + k]` is the k-th of species s.
+    """All genomes by species, and by falling fitness within.
+
+    The k-th genome of species s is `order[start[s] + k]`.
 
     Attributes:
         order: int32 `[G]`.
@@ -254,23 +267,23 @@ def rank_genomes(species: Species, fitness: Array, member: Array) -> Ranking:
 
 def cumulative(counts: Array) -> Array:
     """Running sums of whole numbers, int32 `[S]`: S^2 additions, but a single loop to compile."""
-    place = jnp.arange(len(counts))
-    return jnp.sum(jnp.where(place[None] <= place[:, None], counts[None], 0), 1)
+    slot = jnp.arange(len(counts))
+    return jnp.sum(jnp.where(slot[None] <= slot[:, None], counts[None], 0), 1)
 
 
 def offspring_counts(
     config: NeatConfig, species: Species, standing: Standing, fitness: Array, member: Array
 ) -> Array:
-    """How many children each species has: int32 `[S]`, G together.
+    """Numbers of children of each species: int32 `[S]`, G together.
 
-    Explicit sharing: every member's fitness is divided by the size of its species, so a species has children in
-    proportion to the share that counts of its mean fitness (minus the least fitness of all, where that is negative).
-    Fractions are rounded by running sums, in the order of the slots.
+    Explicit sharing: every member's fitness is divided by the size of its species. So a species has
+    children in proportion to the share that counts of its mean fitness, minus the least fitness of
+    all where that is negative. Fractions are rounded by running sums, in the order of the slots.
 
     Args:
         config: static.
         species: of this generation.
-        standing: from `progress`.
+        standing: from `update_stagnation`.
         fitness: float32, of all G genomes, -inf for invalid ones.
         member: int32, of all.
     """
@@ -281,7 +294,7 @@ def offspring_counts(
     mean = standing.share * total / jnp.maximum(species.size, 1)
     # Where every mean is 0, species share equally instead of dividing 0 by 0.
     mean = jnp.where(jnp.sum(mean) > 0, mean, standing.share)
-    place = jnp.arange(config.max_species)
-    sums = ordered_sum(jnp.where(place[None] <= place[:, None], mean[None], 0))
+    slot = jnp.arange(config.max_species)
+    sums = ordered_sum(jnp.where(slot[None] <= slot[:, None], mean[None], 0))
     until = jnp.round(config.population * (sums / sums[-1])).astype(jnp.int32)
     return jnp.diff(until, prepend=0)

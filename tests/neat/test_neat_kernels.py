@@ -20,7 +20,7 @@ from jaxpar.neat import Episodes, Neat, NeatConfig, apply, express, io_sizes
 from jaxpar.neat._kernels import feedforward_kernel, use_kernels
 from jaxpar.neat._scalars import NotScalar, scalarize
 from jaxpar.neat.distance import centres_of, slot_ids
-from jaxpar.neat.episodes import _Player
+from jaxpar.neat.episodes import PlayOptions, _Player
 from jaxpar.neat.genome import first
 from jaxpar.neat.graph import has_cycle, reachable, singleton
 
@@ -43,7 +43,13 @@ def game_of(name, kind, nodes=14, episodes=2, max_steps=30):
     genomes = random_genomes(np.random.default_rng(8), config, config.population)
     networks = expressed(config, genomes)
     return _Player(
-        jax.random.key(3), networks, env, params, None, episodes, max_steps, True, (0.0, 1.0)
+        key=jax.random.key(3),
+        networks=networks,
+        env=env,
+        params=params,
+        episodes=episodes,
+        max_steps=max_steps,
+        options=PlayOptions(compacts=False),
     )
 
 
@@ -53,7 +59,7 @@ def test_a_kernel_plays_what_slots_play(name, kind):
     game = game_of(name, kind)
     whole, slots = (
         jax.jit(game.by_kernel(interpret=True))(),
-        jax.jit(lambda: game.play_in_slots(12, False))(),
+        jax.jit(lambda: game.play_in_slots(12))(),
     )
     np.testing.assert_array_equal(whole.lengths, slots.lengths)
     # Rounding of other sums of weights, which a swing-up carries on: float32, 30 steps.

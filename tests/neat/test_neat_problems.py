@@ -13,6 +13,7 @@ from jaxpar.neat import (
     Episodes,
     Neat,
     NeatConfig,
+    PlayOptions,
     Score,
     Substrate,
     SubstrateTable,
@@ -99,6 +100,23 @@ def test_slots_play_what_a_loop_plays(name, kind, num_envs):
                 pytest.approx(total, rel=1e-5),
             )
     assert played.lengths.sum() <= played.env_steps < 2 * played.lengths.sum()
+
+
+def test_older_arguments_of_play_are_options():
+    env, params = envs.make("CartPole-v1")
+    networks = networks_for(env, params, 3, "feedforward")
+    arguments = (jax.random.key(7), networks, env, params, 2, 4, 5)
+    options = PlayOptions(constant=True, compacts=False)
+    newer = jit(lambda key: play(key, *arguments[1:], options))(arguments[0])
+    sentence = (
+        r"play\(constant, compacts\) is now play\(options=PlayOptions\(constant, compacts\)\);"
+    )
+    with pytest.warns(FutureWarning, match=sentence) as record:
+        older = play(*arguments, constant=True, compacts=False)
+    assert record[0].filename == __file__
+    jax.tree.map(np.testing.assert_array_equal, older, newer)
+    with pytest.raises(TypeError, match=r"play\(\) got an unexpected keyword argument 'lanes'"):
+        play(*arguments, lanes=3)
 
 
 def test_an_unfit_action_space_is_refused():

@@ -2,7 +2,10 @@
 
 import copy
 import dataclasses
+import inspect
 import json
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +27,7 @@ from jaxpar.neat import (
     RENAMED,
     Neat,
     NeatConfig,
+    PlayOptions,
     Table,
     check_genomes,
     express,
@@ -215,12 +219,23 @@ def test_what_does_not_fit_together_is_refused():
     sizes = {"episodes": 1, "num_envs": 2, "max_steps": 10}
     for name, value, words in (
         *((name, 0, f"{name}=0") for name in sizes),
-        ("output_range", (1.0, 0.0), "must ascend"),
+        ("options", PlayOptions(output_range=(1.0, 0.0)), "must ascend"),
     ):
         with pytest.raises(UsageError, match=words):
             play(jax.random.key(0), seven, env, env.default_params, **(sizes | {name: value}))
     with pytest.raises(UsageError, match="there is no genome 2; there are 2"):
         to_json(SMALL, random_genomes(np.random.default_rng(0), SMALL, 2), 2)
+
+
+def test_a_mode_is_compared_with_a_string_nowhere():
+    """The operators read its rules, which are hashable and so static."""
+    files = pathlib.Path(inspect.getfile(Neat)).parent.glob("*.py")
+    compares = re.compile(r"\.mode\s*(==|!=|in\b)")
+    assert [path.name for path in files if compares.search(path.read_text())] == []
+    rules = {mode: NeatConfig(3, 1, mode=mode).rules for mode in ("fast", "canonical")}
+    assert len(set(rules.values())) == 2
+    assert [found.numbers_per_conn for found in rules.values()] == [4, 6]
+    assert NeatConfig(3, 1).evolved == rules["fast"].evolved == ("bias",)
 
 
 def test_a_state_with_marks_for_innovations_is_restored(tmp_path):
