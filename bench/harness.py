@@ -212,7 +212,11 @@ class Bench:
         if left < 5:
             return {"failed": "skipped: the budget is spent"}
         if side not in self.workers or not self.workers[side].alive:
-            self.workers[side] = Worker(*self.sides[side])
+            command, env, *others = self.sides[side]
+            python = sys.executable
+            if others:
+                python = others[0]
+            self.workers[side] = Worker(command=command, env=env, python=python)
         began = time.monotonic()
         answer = self.workers[side].ask(request, min(row_s or self.row_s, left))
         return answer | {"took_s": round(time.monotonic() - began, 2)}

@@ -171,10 +171,17 @@ class JaxWorker:
 
     def load(self, request: dict) -> None:
         """Draws the arrays of a case."""
-        key = (request["kind"], tuple(request["shape"]), request["dtype"])
+        kind = request["kind"]
+        shape = tuple(request["shape"])
+        dtype = request["dtype"]
+        key = (kind, shape, dtype)
         if key != self.key:
-            self.case, self.key, self.programs.ready = None, None, {}  # frees before it draws
-            self.case, self.key = Affine(*key), key
+            # Frees before it draws.
+            self.case = None
+            self.key = None
+            self.programs.ready = {}
+            self.case = Affine(kind=kind, shape=shape, dtype=dtype)
+            self.key = key
 
     def program(self, request: dict) -> tuple:
         """Returns the function of a row and its arguments."""

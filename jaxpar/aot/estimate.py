@@ -226,15 +226,21 @@ def compile_job(job: Job, effort: str = "low") -> Compilation:
                     "without compiling."
                 ) from error
             need, unit, have, other = wanted.groups()
-            sizes = (float(need) * 2.0 ** _UNITS[unit], float(have) * 2.0 ** _UNITS[other])
-            return Compilation(None, _dumped(folder), *sizes)
+            return Compilation(
+                program=None,
+                text=_dumped(folder),
+                peak=float(need) * 2.0 ** _UNITS[unit],
+                capacity=float(have) * 2.0 ** _UNITS[other],
+            )
         text = _dumped(folder) or compiled.as_text() or ""
         on_tpu = platform() == "tpu"
     stats: Any = compiled.memory_analysis()
     peak = stats.argument_size_in_bytes + stats.temp_size_in_bytes
     peak += stats.output_size_in_bytes - stats.alias_size_in_bytes
     # XLA for TPU shares memory between what is not alive at once, and states the peak; the others allocate all of it.
-    return Compilation(compiled, text, float(stats.peak_memory_in_bytes if on_tpu else peak), None)
+    if on_tpu:
+        peak = stats.peak_memory_in_bytes
+    return Compilation(program=compiled, text=text, peak=float(peak), capacity=None)
 
 
 def compile_lowered(

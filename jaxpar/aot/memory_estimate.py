@@ -48,7 +48,11 @@ def analyse(job: Job, jaxpr: Jaxpr | None = None) -> tuple[MemoryEstimate, Traff
     if jaxpr is None:
         jaxpr = job.trace()
     traffic = traffic_of(jaxpr, JobLayout(job), job.mesh.size, donated_leaves(job))
-    return MemoryEstimate(*arguments(job), traffic.peak), traffic
+    parameters, optimizer, other = arguments(job)
+    memory = MemoryEstimate(
+        parameters=parameters, optimizer=optimizer, other=other, temporaries=traffic.peak
+    )
+    return memory, traffic
 
 
 def donated_leaves(job: Job) -> tuple[int, ...]:

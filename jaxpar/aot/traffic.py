@@ -189,9 +189,9 @@ class _Program:
         self._results(outs, arguments, end)
         if self.donated is not None:
             self._take_over(jaxpr, known, born, end)
-        found = [
-            Crossing(*kind, int(count), int(size)) for kind, (count, size) in self.crossings.items()
-        ]
+        found = []
+        for (kind, axes), (count, size) in self.crossings.items():
+            found.append(Crossing(kind=kind, axes=axes, count=int(count), bytes=int(size)))
         found.sort(key=lambda one: -one.bytes)
         return Traffic(dict(self.operations), self._peak(born, end), tuple(found))
 
@@ -215,7 +215,8 @@ class _Program:
                 continue
             outs = [_Value(_placed_size(eqn, var, layout)) for var in eqn.outvars]
             known.update(zip(eqn.outvars, outs, strict=True))
-            self.nodes.append(_Node(eqn, ins, outs, devices, layout))
+            node = _Node(eqn=eqn, ins=ins, outs=outs, devices=devices, layout=layout)
+            self.nodes.append(node)
 
     def _find_sinks(self, outs: list[_Value]) -> None:
         """Notes for each value the kernels that it flows into through fused work; -1 is the program's end."""

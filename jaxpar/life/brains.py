@@ -37,8 +37,17 @@ class Sight(NamedTuple):
 
 def sight_of_one(window: int, agents: int, robots: int) -> Sight:
     """The shapes of what one agent sees, abstract."""
-    shapes = (8 * window**2,), (agents, 40), (robots, 36), (69,)
-    return Sight(*(cast(Array, jax.ShapeDtypeStruct(shape, jnp.float32)) for shape in shapes))
+    return Sight(
+        ground=_abstract_array((8 * window**2,)),
+        agents=_abstract_array((agents, 40)),
+        robots=_abstract_array((robots, 36)),
+        own=_abstract_array((69,)),
+    )
+
+
+def _abstract_array(shape: tuple[int, ...]) -> Array:
+    """Returns a float32 array that has no values."""
+    return cast(Array, jax.ShapeDtypeStruct(shape, jnp.float32))
 
 
 class Brain(Protocol):

@@ -125,7 +125,7 @@ def rollout(
     if unroll < 1:
         raise UsageError(f"unroll={unroll} is no number of steps; give 1 or more, or None.")
     reset = with_levels(Chunked() if reset is None else reset, env, params, len(env_state.start))
-    one_step = _BatchStep(env, policy, value, keep)
+    one_step = _BatchStep(env=env, policy=policy, value=value, keep=keep)
     return _rollout(
         one_step, (num_steps, unroll), prng, key, env_state, params, policy_params, reset
     )
@@ -145,7 +145,20 @@ def _rollout(one_step, length, prng, key, env_state, params, policy_params, rese
 
     over = mesh_axes("envs")
     if over:
-        split: PyTree = EnvState(*[P(over)] * 8, first_carry=P(), step=P())  # type: ignore[arg-type]
+        by_envs: PyTree = P(over)
+        whole: PyTree = P()
+        split = EnvState(
+            state=by_envs,
+            obs=by_envs,
+            start=by_envs,
+            ended=by_envs,
+            carry=by_envs,
+            episode_return=by_envs,
+            episode_length=by_envs,
+            index=by_envs,
+            first_carry=whole,
+            step=whole,
+        )
         # By hand rather than by GSPMD: no environment reads another, so no device may wait for another in the loop.
         run = jax.shard_map(
             run,

@@ -173,7 +173,9 @@ def _add(earlier, later):
 
 def _nothing(element):
     return LogSumExp(
-        *(jnp.full_like(x, fill) for x, fill in zip(element, (-jnp.inf, 0, 0), strict=True))
+        max=jnp.full_like(element.max, -jnp.inf),
+        denominator=jnp.full_like(element.denominator, 0),
+        numerator=jnp.full_like(element.numerator, 0),
     )
 
 

@@ -117,7 +117,11 @@ def damped_dynamics(
     lam = lam[..., None, None]
     gain = lam / (1 + lam)
     eye = jnp.broadcast_to(jnp.eye(a.shape[-1], dtype=a.dtype), a.shape)
-    elements = _Filtering((1 - gain) * a, (1 - gain) * eye, gain * _times(_transposed(a), a))
+    elements = _Filtering(
+        dynamics=(1 - gain) * a,
+        covariance=(1 - gain) * eye,
+        information=gain * _times(_transposed(a), a),
+    )
     after = _prefixes(elements).covariance
     before = jnp.concatenate([jnp.zeros_like(after[:1]), after[:-1]])
     predicted = _times(_times(a, before), _transposed(a)) + eye
@@ -148,7 +152,7 @@ def _prefixes(elements: _Filtering) -> _Filtering:
     def double(round, prefixes):
         reach = 2**round
         earlier = jax.tree.map(lambda leaf: jnp.roll(leaf, reach, 0), prefixes)
-        longer = _combined(_Filtering(*earlier), prefixes)
+        longer = _combined(earlier, prefixes)
         return jax.tree.map(lambda a, b: jnp.where(index < reach, a, b), prefixes, longer)
 
     return lax.fori_loop(0, (length - 1).bit_length(), double, elements)
@@ -162,9 +166,9 @@ def _combined(i: _Filtering, j: _Filtering) -> _Filtering:
     )
     damped, shrunk = jnp.split(both, 2, -1)
     return _Filtering(
-        _times(j.dynamics, damped),
-        _times(_times(j.dynamics, shrunk), _transposed(j.dynamics)) + j.covariance,
-        _times(_times(_transposed(i.dynamics), j.information), damped) + i.information,
+        dynamics=_times(j.dynamics, damped),
+        covariance=_times(_times(j.dynamics, shrunk), _transposed(j.dynamics)) + j.covariance,
+        information=_times(_times(_transposed(i.dynamics), j.information), damped) + i.information,
     )
 
 

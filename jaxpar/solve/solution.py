@@ -45,8 +45,18 @@ class Solve:
     def problem(self, consts: Leaves, start: Leaves, xs: Leaves) -> Problem:
         """Returns the recurrence with its arrays."""
         step = functools.partial(self.recurrence.step, consts)
-        how = self.axis_name, self.reverse, self.rtol, self.atol, self.unroll
-        return Problem(step, start, xs, self.length, self.structure, *how)
+        return Problem(
+            step=step,
+            start=start,
+            xs=xs,
+            length=self.length,
+            structure=self.structure,
+            axis_name=self.axis_name,
+            reverse=self.reverse,
+            rtol=self.rtol,
+            atol=self.atol,
+            unroll=self.unroll,
+        )
 
     @property
     def window(self) -> int:

@@ -43,6 +43,9 @@ def every_layout(
 ) -> list[Layout]:
     """Returns every factorisation of the devices over the axes, under the default table."""
     divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
-    choices = itertools.product(divisors, repeat=len(axes))
-    sizes = [choice for choice in choices if math.prod(choice) == num_devices]
-    return [Layout(MeshSpec(**dict(zip(axes, size, strict=True)))) for size in sizes]
+    found = []
+    for sizes in itertools.product(divisors, repeat=len(axes)):
+        if math.prod(sizes) == num_devices:
+            size_of_axis = dict(zip(axes, sizes, strict=True))
+            found.append(Layout(mesh=MeshSpec(**size_of_axis)))
+    return found

@@ -42,16 +42,13 @@ class S5:
 
     def leaves(self, input_dim: int) -> dict[str, Leaf]:
         """Declares br, bi [D, n], cr, ci [n, n]; the poles and steps start as `init` says."""
-        std_in, std_out = 1 / math.sqrt(input_dim), 1 / math.sqrt(self.size)
-        into, out = (
-            ((input_dim, self.size), ("embed", "mlp")),
-            ((self.size, self.size), ("mlp", None)),
+        vector = Leaf(shape=(self.size,), axes=("mlp",), init="zeros")
+        into = Leaf(
+            shape=(input_dim, self.size), axes=("embed", "mlp"), init=1 / math.sqrt(input_dim)
         )
-        vectors = {
-            name: Leaf((self.size,), ("mlp",), "zeros") for name in ("decay", "angle", "step")
-        }
-        return vectors | {"br": Leaf(*into, std_in), "bi": Leaf(*into, std_in), "cr": Leaf(*out, std_out),
-                          "ci": Leaf(*out, std_out)}  # fmt: skip
+        out = Leaf(shape=(self.size, self.size), axes=("mlp", None), init=1 / math.sqrt(self.size))
+        vectors = {"decay": vector, "angle": vector, "step": vector}
+        return vectors | {"br": into, "bi": into, "cr": out, "ci": out}
 
     def init(
         self, key: PRNGKey, input_dim: int, dtype: DTypeLike = jnp.float32

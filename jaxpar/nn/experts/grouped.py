@@ -171,10 +171,13 @@ def _product_forward(
 
 def _product_backward(way: Way, kept: tuple, g: Array) -> tuple[Array, Array, None, None, None]:
     x, w, sizes, read, write = kept
-    back = Way(way.impl, way.summed, way.copies, not way.transposed)
+    back = Way(impl=way.impl, copies=way.summed, summed=way.copies, transposed=not way.transposed)
     dx: Any = _product(back, g, w, sizes, write, read)  # read and written the other way round
-    left, right = (x, read, way.copies), (g, write, way.summed)
-    dw = _weight_gradient(way.impl, w, sizes, *((right, left) if way.transposed else (left, right)))
+    left = (x, read, way.copies)
+    right = (g, write, way.summed)
+    if way.transposed:
+        left, right = right, left
+    dw = _weight_gradient(way.impl, w, sizes, left, right)
     return dx, dw.astype(w.dtype), None, None, None
 
 
@@ -183,17 +186,20 @@ _product.defvjp(_product_forward, _product_backward)
 
 def _weight_gradient(impl: str, w: Array, sizes: Array, left: tuple, right: tuple) -> Array:
     """Of each group left^T right; each side is an array, where its rows are, and how many times it has each."""
-    x, g = left[0], right[0]
+    x, x_index, x_copies = left
+    g, g_index, g_copies = right
     if 0 in (x.size, w.size):
         return jnp.zeros_like(w)
     if impl == "kernel":
-        return by_index.weight_gradient(
-            x, g, sizes, by_index.Index(*left[1:]), by_index.Index(*right[1:])
-        )
-    x, g = _rows(*left), _rows(*right)
+        x_rows = by_index.Index(of=x_index, copies=x_copies)
+        g_rows = by_index.Index(of=g_index, copies=g_copies)
+        return by_index.weight_gradient(x, g, sizes, x_rows, g_rows)
+    x = _rows(x, x_index, x_copies)
+    g = _rows(g, g_index, g_copies)
     if impl == "tiles":
         return _weight_gradient_by_tiles(x, g, sizes)
-    x, g = _mask(x, sizes), _mask(g, sizes)
+    x = _mask(x, sizes)
+    g = _mask(g, sizes)
     wide = w.astype(wide_dtype(w))  # the gradient is of its dtype
 
     def product(w):

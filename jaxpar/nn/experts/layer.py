@@ -197,9 +197,13 @@ class Experts:
         """Declares the means over all tokens that the losses take, and what the transport moves."""
         axes = (*mesh_axes("batch"), *mesh_axes("seq_layer"))
         if axes:
-            why = "means over all tokens of the router's choices"
+            arrays = 8 * sizes.layers
             yield Transfer(
-                "sum", axes, 8 * sizes.layers, 8 * sizes.layers * 8 * self.num_experts, why
+                kind="sum",
+                axes=axes,
+                arrays=arrays,
+                bytes=arrays * 8 * self.num_experts,
+                why="means over all tokens of the router's choices",
             )
         if self.capacity is not None and self.capacity_group:
             sizes = sizes._replace(rows=sizes.tokens / self.capacity_group)
@@ -236,11 +240,11 @@ class Experts:
             routing = route(
                 logits, k, scores=self.scores, normalise=self.normalise, bias=mine.get("bias")
             )
-            return logits, *routing
+            return logits, routing.expert, routing.weight, routing.scores
 
         arrays, split = zip(*given.values(), strict=True)
-        logits, *routing = local(choose, split, (axes,) * 4)(*arrays)
-        return logits, Routing(*routing)
+        logits, expert, weight, scores = local(choose, split, (axes,) * 4)(*arrays)
+        return logits, Routing(expert=expert, weight=weight, scores=scores)
 
     def _heard(self, routing: Routing, context: Context) -> tuple[jax.Array, jax.Array]:
         """Choices and weights, without those of experts that fail: whole rows of the batch ask them, as trainers do."""

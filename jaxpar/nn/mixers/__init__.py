@@ -19,7 +19,6 @@
 | `tcnca` | params, x [B, T, D], last inputs and a chunk -> the same | `stack`, `lm.config` |
 """
 
-from jaxpar._renamed import renamed
 from jaxpar.nn.mixers.block_recurrent import GATES, BlockRecurrent
 from jaxpar.nn.mixers.by_name import LAYERS, layer_of, layer_size
 from jaxpar.nn.mixers.delta_rule import delta_rule
@@ -33,6 +32,7 @@ from jaxpar.nn.mixers.matrix_state import MatrixState
 from jaxpar.nn.mixers.mlstm import MLstm
 from jaxpar.nn.mixers.recurrent import CELLS, Recurrent, cell_of
 from jaxpar.nn.mixers.rwkv import Rwkv6
+from jaxpar.nn.mixers.short_conv import short_conv
 from jaxpar.nn.mixers.spiking_mlp import SpikingMlp
 from jaxpar.nn.mixers.ssd import Mamba2
 from jaxpar.nn.mixers.tcnca import Tcnca
@@ -60,8 +60,5 @@ __all__ = [
     "layer_of",
     "layer_size",
     "linear_attention",
+    "short_conv",
 ]
-
-
-def __getattr__(name: str) -> object:
-    return renamed(__name__, name)

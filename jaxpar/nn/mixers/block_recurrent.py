@@ -150,13 +150,17 @@ class BlockRecurrent:
             return tokens
         states = jnp.zeros((batch, self.num_states, width), jnp.promote_types(dtype, jnp.float32))
         keys = jnp.zeros((batch, self.num_states, self.num_heads, self.head_dim), dtype)
-        return BlockRecurrentCache(tokens, states, keys, keys)
+        return BlockRecurrentCache(tokens=tokens, states=states, keys=keys, values=keys)
 
     def cache_axes(self) -> PyTree:
         """Returns the logical axes of the cache."""
         axes = (*CACHE_AXES[:2], None, None)
         tokens: Any = LinearCache(axes, axes)  # type: ignore[arg-type]
-        return BlockRecurrentCache(tokens, STATES, HEADS, HEADS) if self.num_states else tokens  # type: ignore[arg-type]
+        if not self.num_states:
+            return tokens
+        states: Any = STATES
+        heads: Any = HEADS
+        return BlockRecurrentCache(tokens=tokens, states=states, keys=heads, values=heads)
 
     def apply(
         self, params: dict, x: Float[Array, "B T D"], cache: PyTree | None, context: Context
@@ -179,7 +183,11 @@ class BlockRecurrent:
         if self.num_states:
             other, rest = self._states(params, to_states[0], k, v, cache, context, wide_dtype(x))
             out = jnp.concatenate([out, other[:, :, None]], 2)
-            after = None if after is None or rest is None else BlockRecurrentCache(after, *rest)
+            if after is None or rest is None:
+                after = None
+            else:
+                states, keys, values = rest
+                after = BlockRecurrentCache(tokens=after, states=states, keys=keys, values=values)
         out = checkpoint_name(out, "attention")
         return contract("btahk,ahkd->btd", out, params["wo"], OUT, apart=apart), after, NOTHING
 
@@ -206,9 +214,9 @@ class BlockRecurrent:
         axes += [STATES, *(in_role(declared[name].axes, "use") for name in weights)]
         zero = context.starts is not None or later
 
-        def block(*arrays):
-            given = dict(zip(weights, arrays[7:], strict=True))
-            return self._recur(given, arrays[6], Window(*arrays[:6]), zero)
+        def block(q, k, v, reset, kept, begun, c, *arrays):
+            own = Window(q=q, k=k, v=v, reset=reset, kept=kept, begun=begun)
+            return self._recur(dict(zip(weights, arrays, strict=True)), c, own, zero)
 
         out, states = local(
             block, axes, (("batch", None, None, "heads", None), ("batch", None, None, None))
@@ -249,16 +257,21 @@ class BlockRecurrent:
                 )(room, x, seen % size)
                 return into_windows(room, size)
 
-            q, k, v, first = (
-                put(q),
-                put(k, cache.tokens.keys),
-                put(v, cache.tokens.values),
-                put(first),
-            )
+            q = put(q)
+            k = put(k, cache.tokens.keys)
+            v = put(v, cache.tokens.values)
+            first = put(first)
         begins = start + size * jnp.arange(q.shape[1], dtype=jnp.int32)[None]
         place = begins[:, :, None] + jnp.arange(size, dtype=jnp.int32)[None, None]
         last = first[:, :, -1:]
-        return Window(q, k, v, first >= begins[:, :, None], place >= last, last[:, :, 0] >= begins)
+        return Window(
+            q=q,
+            k=k,
+            v=v,
+            reset=first >= begins[:, :, None],
+            kept=place >= last,
+            begun=last[:, :, 0] >= begins,
+        )
 
     def _recur(self, weights: dict, c: Float[Array, "B S D"], windows: Window, zero: bool):
         """Runs along the windows of a device's rows and heads: what tokens read, and states before and after each."""
@@ -358,13 +371,19 @@ class BlockRecurrent:
             one = sizes.rows * self.num_states * sizes.embed_dim * max(sizes.width, 4)
             count = sizes.layers * windows
             yield Transfer(
-                "sum",
-                axes,
-                count * sizes.again,
-                int(count * sizes.again * one * gates),
-                "states, over heads",
+                kind="sum",
+                axes=axes,
+                arrays=count * sizes.again,
+                bytes=int(count * sizes.again * one * gates),
+                why="states, over heads",
             )
-            yield Transfer("sum", axes, count, int(count * one), "gradients of states, over heads")
+            yield Transfer(
+                kind="sum",
+                axes=axes,
+                arrays=count,
+                bytes=int(count * one),
+                why="gradients of states, over heads",
+            )
 
 
 def _products(

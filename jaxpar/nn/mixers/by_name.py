@@ -1,5 +1,6 @@
 """Layers with a matrix state by name and size, as flags give them."""
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -13,17 +14,17 @@ from jaxpar.nn.position import Rope
 
 __all__ = ["LAYERS", "layer_of", "layer_size"]
 
-LAYERS: dict[str, Callable[[int, int, int], Layer]] = {
-    "gla": lambda *sizes: GatedLinear(*sizes),
-    "simple_gla": lambda *sizes: GatedLinear(*sizes, gate="heads"),
-    "retention": lambda *sizes: GatedLinear(*sizes, gate="fixed", positions=Rope()),
-    "mlstm": lambda *sizes: MLstm(*sizes),
-    "mlstm_sig": lambda *sizes: MLstm(*sizes, gate="sigmoid"),
-    "mamba2": lambda *sizes: Mamba2(*sizes),
-    "gated_delta": lambda *sizes: GatedDelta(*sizes),
-    "rwkv6": lambda *sizes: Rwkv6(*sizes),
+LAYERS: dict[str, Callable[..., Layer]] = {
+    "gla": GatedLinear,
+    "simple_gla": functools.partial(GatedLinear, gate="heads"),
+    "retention": functools.partial(GatedLinear, gate="fixed", positions=Rope()),
+    "mlstm": MLstm,
+    "mlstm_sig": functools.partial(MLstm, gate="sigmoid"),
+    "mamba2": Mamba2,
+    "gated_delta": GatedDelta,
+    "rwkv6": Rwkv6,
 }
-"""Name -> layer of (H, K, V)."""
+"""Name -> layer of `num_heads` H, `key_dim` K and `value_dim` V."""
 
 WHOLE = ("mamba2", "rwkv6")  # keys as wide as values
 
@@ -33,8 +34,10 @@ def layer_of(name: str, size: int, heads: int, key_dim: int = 0) -> Layer:
 
     By default K is half of V, as of GLA (arXiv:2312.06635), or V, as of Mamba-2's and RWKV's smallest models.
     """
-    values = size // heads
-    return LAYERS[name](heads, key_dim or (values if name in WHOLE else values // 2), values)
+    value_dim = size // heads
+    if not key_dim:
+        key_dim = value_dim if name in WHOLE else value_dim // 2
+    return LAYERS[name](num_heads=heads, key_dim=key_dim, value_dim=value_dim)
 
 
 def layer_size(name: str, embed_dim: int, heads: int, num_params: int, key_dim: int = 0) -> int:

@@ -267,7 +267,15 @@ def _by_kernel(
         else jnp.cumsum(jnp.pad(starts, ((0, 0), (1, 0))), 1, dtype=jnp.int32)
     )
     line = first[..., columns] if normaliser else None
-    inputs = kernels.Inputs(q, k, v, decay[0] if decay else None, bonus, first[..., :columns], line)
+    inputs = kernels.Inputs(
+        q=q,
+        k=k,
+        v=v,
+        log_decay=decay[0] if decay else None,
+        bonus=bonus,
+        state=first[..., :columns],
+        line=line,
+    )
     floor = None if floor is None else floor.astype(wide)
     results: Any = kernels.attention_by_kernels(
         chunk, dtype, inputs, documents, floor
@@ -409,19 +417,23 @@ def gates_of(log_decay: Float[Array, "... C"]) -> tuple[Gates, Float[Array, "...
 
     Made by merging blocks of 1, 2, 4, ... tokens, C being a power of two: each is a sum of neighbours alone.
     """
-    before, after = log_decay[..., None], jnp.zeros_like(log_decay)[..., None]
-    total, pairs = log_decay, jnp.zeros_like(log_decay)[..., None, None]
+    axis = log_decay.ndim - 1
+    before = log_decay[..., None]
+    after = jnp.zeros_like(log_decay)[..., None]
+    total = log_decay
+    pairs = jnp.zeros_like(log_decay)[..., None, None]
     while before.shape[-2] > 1:
-        (a, b), (c, d), (s, t), (p, r) = (
-            _halves(x, log_decay.ndim - 1) for x in (before, after, total, pairs)
-        )
+        a, b = _halves(before, axis)
+        c, d = _halves(after, axis)
+        s, t = _halves(total, axis)
+        p, r = _halves(pairs, axis)
         across = b[..., :, None] + c[..., None, :]
         pairs = _square(p, across, r, -jnp.inf)
         before = jnp.concatenate([a, s[..., None] + b], -1)
-        after, total = jnp.concatenate([c + t[..., None], d], -1), s + t
-    return Gates(*(x.squeeze(log_decay.ndim - 1) for x in (before, after, total))), pairs[
-        ..., 0, :, :
-    ]
+        after = jnp.concatenate([c + t[..., None], d], -1)
+        total = s + t
+    gates = Gates(before=before.squeeze(axis), after=after.squeeze(axis), total=total.squeeze(axis))
+    return gates, pairs[..., 0, :, :]
 
 
 def _scores(q, k, log_decay, weight, exclusive):
@@ -430,16 +442,25 @@ def _scores(q, k, log_decay, weight, exclusive):
     Of two neighbouring blocks the decay from j in the first to i in the second is a factor of i and one of j, both at
     most 1, so that all pairs of them are one product of matrices.
     """
-    place = log_decay.ndim - 2
-    block = lambda x: jnp.expand_dims(x, place + 1)  # noqa: E731
-    before = block(jnp.zeros_like(log_decay) if exclusive else log_decay)
-    after, total = block(jnp.zeros_like(log_decay)), log_decay
+    axis = log_decay.ndim - 2
+    before = log_decay
+    if exclusive:
+        before = jnp.zeros_like(log_decay)
+    before = jnp.expand_dims(before, axis + 1)
+    after = jnp.expand_dims(jnp.zeros_like(log_decay), axis + 1)
+    total = log_decay
     scores = (q * k * weight).sum(-1)[..., None, None]
-    q, k = block(q), block(k)
-    while before.shape[place] > 1:
-        (a, b), (c, d), (s, t), (p, r) = (_halves(x, place) for x in (before, after, total, scores))
-        (q_first, q_last), (k_first, k_last) = _halves(q, place), _halves(k, place)
-        reads, writes = q_last * jnp.exp(b), k_first * jnp.exp(c)
+    q = jnp.expand_dims(q, axis + 1)
+    k = jnp.expand_dims(k, axis + 1)
+    while before.shape[axis] > 1:
+        a, b = _halves(before, axis)
+        c, d = _halves(after, axis)
+        s, t = _halves(total, axis)
+        p, r = _halves(scores, axis)
+        q_first, q_last = _halves(q, axis)
+        k_first, k_last = _halves(k, axis)
+        reads = q_last * jnp.exp(b)
+        writes = k_first * jnp.exp(c)
         # A few numbers each: on accelerators no product of matrices is as fast as a sum. On CPUs
         # the sum ends the process under jaxlib 0.10, which hands arrays of eight axes to YNNPACK.
         if reads.shape[-2] > 4 or platform() == "cpu":
@@ -448,10 +469,12 @@ def _scores(q, k, log_decay, weight, exclusive):
             across = (reads[..., :, None, :] * writes[..., None, :, :]).sum(-1)
         scores = _square(p, across, r, 0)
         before = jnp.concatenate([a, jnp.expand_dims(s, -2) + b], -2)
-        after, total = jnp.concatenate([c + jnp.expand_dims(t, -2), d], -2), s + t
-        q, k = jnp.concatenate([q_first, q_last], -2), jnp.concatenate([k_first, k_last], -2)
-    gates = Gates(*(x.squeeze(place) for x in (before, after, total)))
-    return scores.squeeze(place), gates
+        after = jnp.concatenate([c + jnp.expand_dims(t, -2), d], -2)
+        total = s + t
+        q = jnp.concatenate([q_first, q_last], -2)
+        k = jnp.concatenate([k_first, k_last], -2)
+    gates = Gates(before=before.squeeze(axis), after=after.squeeze(axis), total=total.squeeze(axis))
+    return scores.squeeze(axis), gates
 
 
 def _halves(x, axis):

@@ -126,10 +126,9 @@ def cut_for(cut: Cut, depth: int, width: int, dtype: DTypeLike) -> Cut:
       width: Columns of values.
       dtype: In which is multiplied.
     """
-    divisor = lambda size, most: math.gcd(size, most)  # noqa: E731
     if jnp.dtype(dtype) == jnp.float32:  # without tensor cores, in full precision
-        return Cut(divisor(depth, 32), divisor(width, 32), 4, 1)
-    return cut._replace(deep=divisor(depth, cut.deep), wide=divisor(width, cut.wide))
+        return Cut(deep=math.gcd(depth, 32), wide=math.gcd(width, 32), warps=4, stages=1)
+    return cut._replace(deep=math.gcd(depth, cut.deep), wide=math.gcd(width, cut.wide))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -163,7 +162,10 @@ def _forward(chunk: int, dtype: DTypeLike, x: Inputs, documents, floor):
         given = (x.q, x.k, x.v, x.log_decay, x.bonus, documents, *states, floor)
         programs = launch.chunks * heads * batch
         out, norm = launch("outputs", given, shapes, 2, programs, FLOOR=floor is not None)
-        return Results(out, norm if x.line is not None else None, *last)
+        if x.line is None:
+            norm = None
+        state, line = last
+        return Results(out=out, norm=norm, state=state, line=line)
 
     results = varying_as(run(x, documents, floor), (x, documents, floor))
     return results, (x, documents, floor, None if floor is None else results.out, results.norm)
@@ -195,43 +197,57 @@ def _undivided(g: Results, out: Array, norm: Array, floor: Array) -> Results:
 def _gradients(launch: "Launch", x: Inputs, documents, g: Results) -> Inputs:
     """Returns the gradients of what is read."""
     batch, length, heads, _ = x.v.shape
-    depth, rows = x.k.shape[-1], x.log_decay is not None and x.log_decay.ndim == 4
-    out, norm = g.out.astype(x.v.dtype), None if g.norm is None else g.norm.astype(jnp.float32)
+    depth = x.k.shape[-1]
+    rows = x.log_decay is not None and x.log_decay.ndim == 4
+    out = g.out.astype(x.v.dtype)
+    norm = None if g.norm is None else g.norm.astype(jnp.float32)
     line = None if g.line is None else g.line.astype(jnp.float32)
     states, _ = launch.carried(x.state, x.line)
     wanted, first = launch.carried(g.state.astype(jnp.float32), line, out, norm)
-    chunks, size = launch.chunks, launch.sizes["CHUNK"]
+    chunks = launch.chunks
+    size = launch.sizes["CHUNK"]
     given = (x.q, x.k, x.v, x.log_decay, x.bonus, documents, out, norm)
     pairs = ((batch, heads, chunks, size, size), x.v.dtype)
-    between = (
-        (batch, length, heads) if x.log_decay is not None and not rows else (1,),
-        jnp.float32,
-    )
-    shapes = [(x.v.shape, x.v.dtype), pairs, between]
+    of_heads = (1,)
+    if x.log_decay is not None and not rows:
+        of_heads = (batch, length, heads)
+    shapes = [(x.v.shape, x.v.dtype), pairs, (of_heads, jnp.float32)]
     dv, scores, dg = launch(
         "value_gradients", (*given, wanted[0]), shapes, 3, batch * heads * chunks
     )
     tiles = depth // launch.cut("key_gradients").deep
-    one = (batch, length, heads, depth), x.q.dtype if x.q.shape[2] == heads else jnp.float32
-    parts = one[0] if rows else (batch, length, heads, tiles) if x.log_decay is not None else (1,)
-    shapes = [
-        one,
-        one,
-        (parts, jnp.float32),
-        ((1,) if x.bonus is None else (batch, heads, chunks, depth), jnp.float32),
-    ]
+    groups = x.q.shape[2]
+    one = ((batch, length, heads, depth), x.q.dtype if groups == heads else jnp.float32)
+    if rows:
+        parts = (batch, length, heads, depth)
+    elif x.log_decay is not None:
+        parts = (batch, length, heads, tiles)
+    else:
+        parts = (1,)
+    of_bonus = (1,) if x.bonus is None else (batch, heads, chunks, depth)
+    shapes = [one, one, (parts, jnp.float32), (of_bonus, jnp.float32)]
     given = (*given, *states, *wanted, scores)
     dq, dk, more, dbonus = launch("key_gradients", given, shapes, 4, batch * heads * chunks * tiles)
-    groups = x.q.shape[2]
-    dq, dk = (
-        y.reshape(batch, length, groups, -1, depth).sum(3).astype(x.q.dtype) for y in (dq, dk)
-    )
+    dq = dq.reshape(batch, length, groups, -1, depth).sum(3).astype(x.q.dtype)
+    dk = dk.reshape(batch, length, groups, -1, depth).sum(3).astype(x.q.dtype)
+    dlog_decay = None
+    if x.log_decay is not None:
+        dlog_decay = more if rows else dg + more.sum(-1)
+        dlog_decay = dlog_decay.astype(x.log_decay.dtype)
+    if x.bonus is None:
+        dbonus = None
+    else:
+        dbonus = dbonus.sum((0, 2)).astype(x.bonus.dtype)
+    dstate, dline = first
     return Inputs(
-        dq, dk, dv,
-        None if x.log_decay is None else (more if rows else dg + more.sum(-1)).astype(x.log_decay.dtype),
-        None if x.bonus is None else dbonus.sum((0, 2)).astype(x.bonus.dtype),
-        *first,
-    )  # fmt: skip
+        q=dq,
+        k=dk,
+        v=dv,
+        log_decay=dlog_decay,
+        bonus=dbonus,
+        state=dstate,
+        line=dline,
+    )
 
 
 attention_by_kernels.defvjp(_forward, _backward)
@@ -271,7 +287,7 @@ class Launch:
             *(none if x is None else x for x in arrays),
             text=TEXT,
             name=name,
-            out=[jax.ShapeDtypeStruct(*each) for each in out],
+            out=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in out],
             grid=(programs,),
             num_warps=cut.warps,
             num_stages=cut.stages,

@@ -188,7 +188,7 @@ def sharded_recurrence(
     if axes := (*mesh_axes("seq_layer"),):
         raise UsageError(
             f"a recurrent mixer runs along the whole sequence, which the mesh splits over {'*'.join(axes)}; "
-            "give mesh.context=1, or model.mixer=attention."
+            "give mesh.context=1, or model.mixer.kind=attention."
         )
     lane: Any = next(iter(projections.values()))
     h0 = first_state(cell, h0, lane.shape[1], projections)

@@ -7,6 +7,7 @@ lies after the keys'.
 import functools
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -86,11 +87,15 @@ class ByPlaces(NamedTuple):
         wide = jnp.promote_types(q.dtype, jnp.float32)
         delta = (done.out.astype(wide) * done.gradient.astype(wide)).sum(-1)
         arrays = q, k, v, queries.positions, keys.positions, done.log_sum, delta, done.gradient
-        more, *both = attend_gradient(
+        more, dk, dv = attend_gradient(
             *arrays, segments=_documents(queries, keys), visible=self.visible
         )
-        sums = (both[0], both[1]) if sums is None else (sums[0] + both[0], sums[1] + both[1])
-        return more if dq is None else dq + more, sums
+        if sums is not None:
+            dk = sums[0] + dk
+            dv = sums[1] + dv
+        if dq is not None:
+            more = dq + more
+        return more, (dk, dv)
 
 
 class ByTable(NamedTuple):
@@ -120,20 +125,26 @@ class ByTable(NamedTuple):
         if state is None:
             wide = jnp.promote_types(q.dtype, jnp.float32)
             none = jnp.full(q.shape[:3], -jnp.inf, wide)
-            state = LogSumExp(none, jnp.zeros_like(none), jnp.zeros(q.shape, wide))
+            state = LogSumExp(
+                max=none,
+                denominator=jnp.zeros_like(none),
+                numerator=jnp.zeros(q.shape, wide),
+            )
         for own, other, is_used, causal in self._pairs(turn, device):
             documents = self._of_parts(queries, keys, own, other, is_used)
             arrays = self._part(q, own), self._part(k, other), self._part(v, other)
             more = attend_pair(*arrays, causal, segments=documents)
-            before = LogSumExp(*(self._part(x, own) for x in state))
-            after = (
-                jnp.where(is_used, x, old)
-                for x, old in zip(merge(before, more), before, strict=True)
-            )
-            state = LogSumExp(
-                *(self._put(x, own, new) for x, new in zip(state, after, strict=True))
-            )
+            state = self._merge_part(state, more, own, is_used)
         return state
+
+    def _merge_part(self, state: LogSumExp, more: LogSumExp, number, is_used) -> LogSumExp:
+        """Adds the sums of one part of the queries to the state, where they are used."""
+        before = jax.tree.map(lambda x: self._part(x, number), state)
+
+        def update(whole: Array, old: Array, new: Array) -> Array:
+            return self._put(whole, number, jnp.where(is_used, new, old))
+
+        return jax.tree.map(update, state, before, merge(before, more))
 
     def gradient(
         self,

@@ -183,10 +183,11 @@ def move_for(name: str, shares: int, within: int = 1) -> Move:
     hop = Step((Send("keys", within),))
     back = Step((Send("keys", within), Send("sums", within)))
     home = Step((Send("sums", within),), attends=False)
-    halves = Send("low", 1), Send("high", -1)
-    sums = Send("sums low", 1), Send("sums high", -1)
+    halves = (Send("low", 1), Send("high", -1))
+    sums = (Send("sums low", 1), Send("sums high", -1))
     enter = Step((Send("heads", None), Send("places", None)))
-    outputs, leave = Send("outputs", None), Step((Send("heads", None),), attends=False)
+    outputs = Send("outputs", None)
+    leave = Step((Send("heads", None),), attends=False)
     hops = shares // within - 1
     tables = {
         "gather": (
@@ -214,4 +215,7 @@ def move_for(name: str, shares: int, within: int = 1) -> Move:
             (Step((outputs,)), *(back,) * hops, *(home,) * (hops > 0), leave),
         ),
     }
-    return Move(name, shares, *tables[name], within=shares if name == "swap" else within)
+    forward, backward = tables[name]
+    if name == "swap":
+        within = shares
+    return Move(name=name, shares=shares, forward=forward, backward=backward, within=within)

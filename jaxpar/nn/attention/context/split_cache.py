@@ -110,7 +110,7 @@ def _plain(shared: tuple[str, ...], q: Array, keys: Array, values: Array, filled
 def merge_shares(states: LogSumExp) -> LogSumExp:
     """Adds up the partial states of blocks that lie split over the mesh axes of "slots", as many on each device.
 
-    For `jaxpar.decode.generate(..., merge=merge_shares)` under such a rule; how many of its blocks a device has tokens
+    For `jaxpar.decode.Decoding(merge=merge_shares)` under such a rule; how many of its blocks a device has tokens
     in makes no difference. Where no mesh axis splits them it is `merge_parts`.
 
     Args:
@@ -127,13 +127,16 @@ def merge_shares(states: LogSumExp) -> LogSumExp:
     shared = mesh_axes("slots")
     if not shared:
         return merge_parts(states)
-    axes = "batch", "kv_heads", None, None
-    each = axes, axes, (*axes, None)
+    axes = ("batch", "kv_heads", None, None)
+    each = (axes, axes, (*axes, None))
 
-    def added(*parts):
-        return tuple(merge_parts(LogSumExp(*parts), shared))
+    def add(maximum, denominator, numerator):
+        parts = LogSumExp(max=maximum, denominator=denominator, numerator=numerator)
+        return tuple(merge_parts(parts, shared))
 
-    return LogSumExp(*local(added, [("slots", *axes) for axes in each], each, check=False)(*states))
+    split = [("slots", *axes) for axes in each]
+    maximum, denominator, numerator = local(add, split, each, check=False)(*states)
+    return LogSumExp(max=maximum, denominator=denominator, numerator=numerator)
 
 
 def blocks_in_turn(plan: np.ndarray, room: int) -> np.ndarray:

@@ -119,8 +119,6 @@ class SplitSequence:
         Raises:
           UsageError: If what needs whole rows is asked of another move or order, or if the move cannot be made.
         """
-        if context.rules.inside[1] != "seq_layer" or not mesh_axes("seq_layer"):
-            return WHOLE(mixer, q, k, v, context)
         is_masked = "a mask of its own" if context.visible is not None else ""
         if reason := is_masked or _needs_whole_rows(mixer, drops=context.key is not None):
             order = self.order_of(mixer, q.shape[1]).name

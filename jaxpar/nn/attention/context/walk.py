@@ -161,31 +161,42 @@ def context_attention(
         raise UsageError(
             f"attention over a sequence split over {' and '.join(shared)}; give seq_layer one mesh axis."
         )
-    groups, shares = k.shape[2] // max(1, num_shares(*mesh_axes("kv_heads"))), num_shares(axis)
+    groups = k.shape[2] // max(1, num_shares(*mesh_axes("kv_heads")))
+    shares = num_shares(axis)
     how = _how_to(move, axis, shares, groups, visible, order, segments is not None)
-    arrays, promise, places = [x for x in (positions, segments) if x is not None], None, 1
-    if order is not None and isinstance(
-        how.rule, ByTable
-    ):  # needs no places: they are compared, and sent nowhere
-        promise = _Promise(Order(order), shares, visible.causal)
-        arrays = [] if promise.is_known_kept(positions) else [positions]
-        places, arrays = len(arrays), [*arrays, *([] if segments is None else [segments])]
+    of_tokens = {"positions": positions}
+    if segments is not None:
+        of_tokens["segments"] = segments
+    promise = None
+    # A table needs no positions: they are compared, and sent nowhere.
+    if order is not None and isinstance(how.rule, ByTable):
+        promise = _Promise(order=Order(order), shares=shares, causal=visible.causal)
+        if promise.is_known_kept(positions):
+            del of_tokens["positions"]
     names = KEYS
-    if mesh_axes("kv_heads") != mesh_axes(
-        "heads"
-    ):  # then each device's queries need their own copies of the keys
-        k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    # Each device's queries need their own copies of the keys where heads are split in another way.
+    if mesh_axes("kv_heads") != mesh_axes("heads"):
+        copies = q.shape[2] // k.shape[2]
+        k = jnp.repeat(k, copies, axis=2)
+        v = jnp.repeat(v, copies, axis=2)
         names = QUERIES
-    q, k, v = constrain(q, *QUERIES), constrain(k, *names), constrain(v, *names)
+    q = constrain(q, *QUERIES)
+    k = constrain(k, *names)
+    v = constrain(v, *names)
 
     def block(q, k, v, *arrays):
+        own = dict(zip(of_tokens, arrays, strict=True))
+        where = Where(positions=own.get("positions"), segments=own.get("segments"))
         if promise is None:
-            return _attention(how, q, k, v, Where(*arrays))
-        v = promise.kept(v, *arrays[:places], device=lax.axis_index(axis))
-        return _attention(how, q, k, v, Where(None, *arrays[places:]))
+            return _attention(how, q, k, v, where)
+        device = lax.axis_index(axis)
+        if where.positions is not None:
+            v = promise.kept(v, where.positions, device=device)
+        return _attention(how, q, k, v, Where(segments=where.segments))
 
-    axes = [QUERIES, names, names, *[TOKENS] * len(arrays)]
-    return constrain(local(block, axes, QUERIES, check=False)(q, k, v, *arrays), *QUERIES)
+    axes = [QUERIES, names, names, *[TOKENS] * len(of_tokens)]
+    out = local(block, axes, QUERIES, check=False)(q, k, v, *of_tokens.values())
+    return constrain(out, *QUERIES)
 
 
 def _how_to(
@@ -206,7 +217,7 @@ def _how_to(
         )
     rule = _rule(visible, order, has_documents, shares // table.within)
     folds = table.within > 1 and order == "zigzag" and isinstance(rule, ByTable) and visible.causal
-    return _How(table, axis, rule, folds)
+    return _How(move=table, axis=axis, rule=rule, folds=folds)
 
 
 def is_by_table(visible: Visible, order: str | None, has_documents: bool) -> bool:
@@ -229,7 +240,7 @@ def _rule(
 
 def _whole(q, k, v, positions, segments, visible: Visible) -> Array:
     """The same on one device."""
-    where = Where(positions, segments)
+    where = Where(positions=positions, segments=segments)
     return finish(ByPlaces(visible).attend(None, q, k, v, where, where, 0, 0)).astype(q.dtype)
 
 
