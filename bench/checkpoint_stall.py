@@ -29,12 +29,12 @@ sys.path.insert(0, str(HERE.parent))
 
 def model_config(num_params: float, seq_len: int, vocab_size: int):
     """Returns a model of about so many parameters: width 2048 where it is large, and as many layers as that takes."""
-    from jaxpar.lm import LMConfig
+    from lm_models import lm_config
 
     width = 2048 if num_params > 5e8 else 512 if num_params > 3e7 else 128
     a_layer = 12 * width**2  # four projections, and a gated mlp of 8/3 of the width
     layers = max(1, round((num_params - 2 * vocab_size * width) / a_layer))
-    return LMConfig(
+    return lm_config(
         vocab_size=vocab_size, max_seq_len=seq_len, num_layers=layers, embed_dim=width, num_heads=width // 64,
         mlp_dim=width * 8 // 3 // 64 * 64, tied=False, remat="names",
     )  # fmt: skip

@@ -73,7 +73,12 @@ def moves(request: dict) -> Program:
     axes = [("batch", "seq_layer", None, None)] * 4 + [("batch", "seq_layer")]
     args = jax.device_put(arrays, named_shardings(arrays, axes))
     attend = functools.partial(context_attention, move=move, order=promised)
-    return Program(both_ways(attend, request), tuple(args), {}, lambda x: order.join(x, shares))
+    return Program(
+        function=both_ways(attend, request),
+        args=tuple(args),
+        said={},
+        join=lambda x: order.join(x, shares),
+    )
 
 
 def parts(request: dict) -> Program:
@@ -166,16 +171,18 @@ def in_parts(form: list[str], q, keys, values, lengths):
     from jaxpar.nn.attention.context.shares_kernel import ShareCut, attend_shares
     from jaxpar.nn.attention.pairs import attend_pair
 
-    kind, *numbers = form[0], *map(int, form[1:])
+    kind, *numbers = form
     if kind == "cut":
-        return finish(
-            merge_parts(attend_shares(q, keys, values, lengths, ShareCut(*numbers)))
-        ).astype(q.dtype)
+        step, warps, stages, programs = map(int, numbers)
+        cut = ShareCut(step=step, warps=warps, stages=stages, programs=programs)
+        parts = attend_shares(q, keys, values, lengths, cut=cut)
+        return finish(merge_parts(parts)).astype(q.dtype)
     import jax
 
     # Parts are rows, and the queries that share a key head tokens of one head, so that a part is read once.
     batch, _, heads, width = q.shape
-    groups, (parts,) = keys.shape[2], numbers
+    groups = keys.shape[2]
+    parts = int(numbers[0])
     rows = q.reshape(batch, 1, groups, -1, width).swapaxes(2, 3).repeat(parts, 1)
     rows = rows.reshape(batch * parts, -1, groups, width)
     keys, values = (x.reshape(batch * parts, -1, groups, width) for x in (keys, values))
@@ -272,8 +279,8 @@ class Step:
         """Draws weights and compiles a loop over some tokens."""
         import jax
         import jax.numpy as jnp
+        from lm_models import lm_config
 
-        from jaxpar.lm import LMConfig
         from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, use_mesh
         from jaxpar.nn.leaf import Leaf
 
@@ -282,7 +289,7 @@ class Step:
             request["slots"],
             request["row"].split()[1],
         )
-        stack = LMConfig(**request["model"], dtype=request["dtype"], residual=residual).stack()
+        stack = lm_config(**request["model"], dtype=request["dtype"], residual=residual).stack()
         self.mesh = make_mesh(
             MeshSpec(tensor=request["devices"]), jax.devices()[: request["devices"]]
         )

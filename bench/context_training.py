@@ -60,8 +60,9 @@ class Train:
     def __init__(self, request: dict):
         """Compiles nothing yet."""
         import jax
+        from lm_models import lm_config
 
-        from jaxpar.lm import LMConfig, Trainer
+        from jaxpar.lm import Trainer
         from jaxpar.mesh import MeshSpec, make_mesh, rules_from
 
         _, kind, impl = request["row"].split()
@@ -73,7 +74,7 @@ class Train:
         self.rules = rules_from({"embed": "context"} if kind == "ring_split" else {})
         count = request["devices"]
         self.mesh = make_mesh(MeshSpec(context=count), jax.devices()[:count])
-        self.config = LMConfig(**shape, **how, attention=IMPLS[impl], tied=True, loss_chunk=8192)
+        self.config = lm_config(**shape, **how, attention=IMPLS[impl], tied=True, loss_chunk=8192)
         self.trainer = Trainer(self.config, num_steps=10_000)
         memory = (jax.devices()[0].memory_stats() or {}).get(
             "bytes_limit", request.get("memory", math.inf)

@@ -24,17 +24,20 @@ def draft_of(name: str, folder: str) -> tuple:
     from jaxpar.decode import CopyDraft, JacobiDraft, LookaheadDraft, ModelDraft, NoDraft
     from jaxpar.lm import Decoder
 
-    kind, *length = name.split()
+    kind, _, length = name.partition(" ")
+    options = {}
+    if length:
+        options["length"] = int(length)
     if kind == "model":
         config, params = model_of(folder)
-        return ModelDraft(Decoder(config), *map(int, length)), params
+        return ModelDraft(model=Decoder(config), **options), params
     known = {
         "plain": NoDraft,
         "copy": CopyDraft,
         "jacobi": JacobiDraft,
         "lookahead": LookaheadDraft,
     }
-    return known[kind](*map(int, length)), None
+    return known[kind](**options), None
 
 
 class Drafted:
@@ -44,9 +47,9 @@ class Drafted:
         """Compiles."""
         import jax
         import jax.numpy as jnp
+        from lm_models import generate
 
         from jaxpar.decode import Sampling
-        from jaxpar.lm import generate
 
         self.rows, self.new = request["rows"], request["new"]
         config, params = model_of(request["folders"]["target"])

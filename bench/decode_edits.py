@@ -27,9 +27,10 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from decode_pair import prompts_of  # noqa: E402
+from lm_models import lm_config  # noqa: E402
 
-from jaxpar.decode import CopyDraft, NoDraft, Sampling, generate  # noqa: E402
-from jaxpar.lm import Decoder, LMConfig, init  # noqa: E402
+from jaxpar.decode import CopyDraft, Decoding, NoDraft, Sampling, generate  # noqa: E402
+from jaxpar.lm import Decoder, init  # noqa: E402
 
 LENGTHS, MATCHES = (8, 16, 32), ((4, 0), (16, 2), (32, 4))
 
@@ -88,7 +89,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
     size, rows = (32, 2) if args.tiny else (256, 4)
     shape = dict(num_layers=8, embed_dim=512, num_heads=8, mlp_dim=1536)
     shape = dict(num_layers=2, embed_dim=32, num_heads=4, mlp_dim=64) if args.tiny else shape
-    config = LMConfig(vocab_size=256, dtype="float32", **shape)
+    config = lm_config(vocab_size=256, dtype="float32", **shape)
     rng, params = np.random.default_rng(0), init(jax.random.key(0), config)
     sources = np.array(prompts_of(rows, size))
     texts = np.stack([edited(rng, source, round(0.05 * size)) for source in sources])
@@ -103,7 +104,8 @@ def measure(args: argparse.Namespace) -> list[dict]:
     programs = {}
     for name, draft in drafts.items():
         run = functools.partial(
-            generate, model=Dictated(config), sampling=Sampling(size, temperature=0.0), draft=draft
+            generate, model=Dictated(config), sampling=Sampling(size, temperature=0.0),
+            decoding=Decoding(draft=draft),
         )  # fmt: skip
         inputs = jax.random.key(0), given, jnp.asarray(sources[:1])
         programs[name] = (

@@ -89,10 +89,9 @@ def grown(folder: pathlib.Path, units: int) -> pathlib.Path:
 
     What a pass costs is that of a model which would take hours to train, and what it says that of the small one.
     """
-    import dataclasses
-
     import jax
     import jax.numpy as jnp
+    from lm_models import with_sizes
 
     from jaxpar.lm import from_hf, to_hf
 
@@ -100,18 +99,20 @@ def grown(folder: pathlib.Path, units: int) -> pathlib.Path:
     if into.exists():
         return into
     config, params = from_hf(folder, dtype="float32")
-    layers, more = dict(params["layers"]), units - config.mlp_dim
+    layers, more = dict(params["layers"]), units - config.mlp.dim
     for name, key in zip(("w_gate", "w_up"), jax.random.split(jax.random.key(0)), strict=True):
         noise = 0.02 * jax.random.normal(key, (*layers[name].shape[:2], more))
         layers[name] = jnp.concatenate([layers[name], noise], 2)
     layers["w_down"] = jnp.pad(layers["w_down"], ((0, 0), (0, more), (0, 0)))
-    to_hf(params | {"layers": layers}, dataclasses.replace(config, mlp_dim=units), into)
+    to_hf(params | {"layers": layers}, with_sizes(config, mlp_dim=units), into)
     return into
 
 
 def make(request: dict) -> dict:
     """Trains what its folder lacks; returns the folders of both, and what training said."""
-    from jaxpar.lm import LMConfig, to_hf
+    from lm_models import lm_config
+
+    from jaxpar.lm import to_hf
 
     said, folders = {}, {}
     for name in ("target", "draft"):
@@ -121,7 +122,7 @@ def make(request: dict) -> dict:
         folders[name] = str(folder)
         notes = folder.with_suffix(".json")
         if not folder.exists():
-            shape = LMConfig(vocab_size=256, dtype="float32", **request[name])
+            shape = lm_config(vocab_size=256, dtype="float32", **request[name])
             params, said[name] = train(
                 shape,
                 texts()[0],

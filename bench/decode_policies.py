@@ -36,11 +36,20 @@ import decode_pair  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+from lm_models import generate, lm_config  # noqa: E402
 from scipy.special import betaln  # noqa: E402
 
-from jaxpar.decode import BlockTopK, HeavyHitters, SinksAndWindow, allocate, chain, decoding_cost  # noqa: E402
+from jaxpar.decode import (  # noqa: E402
+    BlockTopK,
+    HeavyHitters,
+    ModelSizes,
+    SinksAndWindow,
+    allocate,
+    chain,
+    decoding_cost,
+)
 from jaxpar.decode.reader import begin, keep, look  # noqa: E402
-from jaxpar.lm import Decoder, LMConfig, Sampling, generate, num_params  # noqa: E402
+from jaxpar.lm import Decoder, LMConfig, Sampling, num_params  # noqa: E402
 
 KEYS, VALUES = 32, 8  # of records; value v of key k is the symbol KEYS + VALUES k + v
 
@@ -145,7 +154,7 @@ def heavy(case: dict, say) -> dict:
     """Measures answers under each policy."""
     pairs, asked, times, new = (case[name] for name in ("pairs", "asked", "times", "new"))
     records, block = pairs + asked * (times + 1) + new, 8
-    config = LMConfig(vocab_size=KEYS * (1 + VALUES), dtype="float32", **case["model"])
+    config = lm_config(vocab_size=KEYS * (1 + VALUES), dtype="float32", **case["model"])
     rng = np.random.default_rng(0)
     params, said = decode_pair.train_on(
         config, lambda: records_batch(rng, case["rows"], records), steps=case["steps"]
@@ -250,10 +259,17 @@ def price(
 ) -> float:
     """Returns the eFLOPs of so many answers to a problem."""
     budget = None if blocks is None else blocks * BLOCK
+    heads = config.attention.num_heads
+    sizes = ModelSizes(
+        num_params=num_params(config),
+        num_layers=config.num_layers,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=config.embed_dim // heads,
+    )
     cost = decoding_cost(
-        num_params(config), config.num_layers, config.num_heads, config.num_heads, config.embed_dim // config.num_heads,
-        GIVEN, NEW, samples=samples, shared=shared, budget=budget, block=BLOCK,
-    )  # fmt: skip
+        sizes, GIVEN, NEW, samples=samples, shared=shared, budget=budget, block=BLOCK
+    )
     return cost.equivalent_flops(flops_per_byte)
 
 
@@ -285,7 +301,7 @@ def cost(case: dict, say, flops_per_byte: float) -> dict:
     made, table = [], {}
     others, _ = problems(np.random.default_rng(1), case["calibrate"])
     tested, _ = problems(np.random.default_rng(2), case["problems"])
-    configs = [LMConfig(vocab_size=EQUALS + 1, dtype="float32", **size) for size in case["models"]]
+    configs = [lm_config(vocab_size=EQUALS + 1, dtype="float32", **size) for size in case["models"]]
     unit = price(configs[-1], None, 1, False, flops_per_byte)
     for config, steps in zip(configs, case["steps"], strict=True):
         rng = np.random.default_rng(0)
@@ -378,7 +394,7 @@ def passes(right: np.ndarray, sure: np.ndarray, counts_of) -> tuple[int, int, in
 
 def share(case: dict, say) -> dict:
     """Measures accepted drafts a verified one, shared by confidence and evenly."""
-    configs = [LMConfig(vocab_size=256, dtype="float32", **size) for size in case["models"]]
+    configs = [lm_config(vocab_size=256, dtype="float32", **size) for size in case["models"]]
     data, made, table = decode_pair.texts()[0], [], {}
     for config, steps in zip(configs, case["steps"], strict=True):
         made.append(decode_pair.train(config, data, 0.0, case["length"], case["rows"], steps))

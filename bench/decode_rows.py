@@ -19,10 +19,12 @@ side: collectives of two programs that devices begin in different orders wait fo
 
 def config_of(model: dict):
     """Returns the configuration of a shape."""
-    from jaxpar import lm
+    from lm_models import gpt2_of, llama_of
 
     fields = {name: value for name, value in model.items() if name != "kind"}
-    return lm.gpt2(dropout=0.0, **fields) if model["kind"] == "gpt2" else lm.llama(**fields)
+    if model["kind"] == "gpt2":
+        return gpt2_of(dropout=0.0, **fields)
+    return llama_of(**fields)
 
 
 def parameters(config):
@@ -61,8 +63,9 @@ class Steps:
         """Compiles both programs; with a folder, the model's weights are written there for a peer."""
         import jax
         import jax.numpy as jnp
+        from lm_models import generate
 
-        from jaxpar.lm import Sampling, generate
+        from jaxpar.lm import Sampling
 
         config = config_of(request["model"])
         params = parameters(config)
@@ -145,13 +148,14 @@ class Attend:
             return jax.random.normal(key, (batch, *shape), request["dtype"])
 
         past = [draw(key, groups, forest.num_blocks, block, size) for key in keys[:2]]
-        q, k, v = (
-            draw(key, 1, n, size) for key, n in zip(keys[2:], (heads, groups, groups), strict=True)
-        )
+        q = draw(keys[2], 1, heads, size)
+        k = draw(keys[3], 1, groups, size)
+        v = draw(keys[4], 1, groups, size)
         context = Context(positions=jnp.full((batch, 1), slots, jnp.int32), rules=DECODING)
 
         def attend(past, forest, view, q, k, v, positions):
-            cache = BlockCache(*past).for_pass(forest, view)
+            past_keys, past_values = past
+            cache = BlockCache(keys=past_keys, values=past_values).for_pass(forest, view)
             state, _ = cache.attend(q, k, v, PositionRule(), context._replace(positions=positions))
             return finish(state)
 
@@ -181,8 +185,7 @@ class Prompt:
         """Compiles."""
         import jax
         import jax.numpy as jnp
-
-        from jaxpar.lm.sample import prefill
+        from lm_models import prefill
 
         config, rows, length = config_of(request["model"]), request["rows"], request["prompt"]
         params = parameters(config)

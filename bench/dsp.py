@@ -57,13 +57,22 @@ def forms(case: dict, move: str):
                 q, k, v, places, visible=visible, move=move, order="contiguous"
             ), cache
 
-    sizes = case["heads"], case["heads"], case["width"] // case["heads"]
     kind = Attention if move == ANEW else Fixed
-    mixer = kind(*sizes, visible=Visible(causal=False))
-    stack = Stack(
-        1, case["width"], mixer, Mlp(case["mlp"], "gelu"), dtype=case["dtype"], scan_layers=False
+    heads = case["heads"]
+    head_dim = case["width"] // heads
+    space = kind(
+        num_heads=heads, num_kv_heads=heads, head_dim=head_dim, visible=Visible(causal=False)
     )
-    model = SpaceTimeStack(stack, Attention(*sizes))
+    time = Attention(num_heads=heads, num_kv_heads=heads, head_dim=head_dim)
+    stack = Stack(
+        num_layers=1,
+        embed_dim=case["width"],
+        mixer=space,
+        mlp=Mlp(case["mlp"], activation="gelu"),
+        dtype=case["dtype"],
+        scan_layers=False,
+    )
+    model = SpaceTimeStack(stack=stack, time=time)
     rules = Rules(("space", None, None), ("space", None, None), True)
 
     def fixed(params, x):
@@ -148,7 +157,8 @@ class Rows:
             program, args = (both, (params, x, g)) if is_both else (forward, (params, x))
             begin = time.perf_counter()
             lowered = jax.jit(program).lower(*args)
-        return Made(mesh, lowered.compile(), args, time.perf_counter() - begin)
+        compiled = lowered.compile()
+        return Made(mesh=mesh, program=compiled, args=args, compile_s=time.perf_counter() - begin)
 
     def __call__(self, request: dict) -> dict:
         """Returns the figures of a row."""

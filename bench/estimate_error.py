@@ -18,23 +18,24 @@ import time
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-GPT2 = "preset=gpt2_124m model.dropout=0 model.remat=none"
+GPT2 = "preset=gpt2_124m model.dropout=0 model.execution.remat=none"
 LLAMA = (
-    "preset=llama_1b model.vocab_size=32768 model.low_logits=true train.accumulate=1 data.seq_len=2048 "
+    "preset=llama_1b model.vocab_size=32768 model.losses.low_logits=true train.accumulate=1 data.seq_len=2048 "
     "data.batch_size=8"
 )
+UNROLLED = f"{LLAMA} model.execution.remat=none model.execution.scan_layers=false"
 CASES = {
     1: [
         f"{GPT2} data.batch_size=32 train.accumulate=1",
         f"{GPT2} data.batch_size=64 train.accumulate=1",
-        f"{LLAMA} model.remat=none model.scan_layers=false",
-        f"{LLAMA} model.remat=names",
-        f"{LLAMA} model.remat=full data.seq_len=4096",
+        UNROLLED,
+        f"{LLAMA} model.execution.remat=names",
+        f"{LLAMA} model.execution.remat=full data.seq_len=4096",
     ],
     2: [
-        f"{LLAMA} model.remat=none model.scan_layers=false data.batch_size=16 mesh.data=1 mesh.fsdp=2",
-        f"{LLAMA} model.remat=names data.batch_size=16 mesh.data=1 mesh.fsdp=2",
-        f"{LLAMA} model.remat=none model.scan_layers=false data.batch_size=16 mesh.data=1 mesh.tensor=2",
+        f"{UNROLLED} data.batch_size=16 mesh.data=1 mesh.fsdp=2",
+        f"{LLAMA} model.execution.remat=names data.batch_size=16 mesh.data=1 mesh.fsdp=2",
+        f"{UNROLLED} data.batch_size=16 mesh.data=1 mesh.tensor=2",
     ],
 }
 

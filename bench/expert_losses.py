@@ -39,12 +39,17 @@ def validation_loss(config: lm.Config, corpus) -> tuple[float, float]:
 
 SMALL = (
     "preset=tiny model.num_layers=2 model.embed_dim=32 "
-    "model.num_heads=2 model.num_kv_heads=2 data.seq_len=64"
+    "model.attention.num_heads=2 model.attention.num_kv_heads=2 data.seq_len=64"
 ).split()
 """Two layers; eight experts of half the width, two of them a token."""
 MODELS = {
-    "dense": [*SMALL, "model.mlp_dim=64"],
-    "experts": [*SMALL, "model.mlp_dim=32", "model.num_experts=8", "model.experts_per_token=2"],
+    "dense": [*SMALL, "model.mlp.dim=64"],
+    "experts": [
+        *SMALL,
+        "model.mlp.dim=32",
+        "model.experts.num_experts=8",
+        "model.experts.experts_per_token=2",
+    ],
 }
 PRESETS = {"dense": ["preset=tiny"], "experts": ["preset=moe_tiny"]}
 
@@ -59,7 +64,7 @@ def by_failures(options: argparse.Namespace, flags: list[str]) -> None:
     ):
         print("| failures | validation loss of each seed, all experts answering |\n|---|---|")
         for rate in options.failures:
-            config = lm.compose(*model, *flags, f"model.expert_failures={rate}")
+            config = lm.compose(*model, *flags, f"model.experts.failures={rate}")
             corpus = open_corpus(config.data, pathlib.Path(folder))
             configs = [dataclasses.replace(config, seed=seed) for seed in options.seeds]
             rows[rate] = [validation_loss(one, corpus)[0] for one in configs]

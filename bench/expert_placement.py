@@ -1,6 +1,7 @@
 """How many steps of tokens from layer to layer stay on a device, if experts are placed by a trained model's choices?
 
-    python -m experiments.lm model.num_experts=8 model.experts_per_token=1 model.mlp_dim=128 train.steps=150
+    python -m experiments.lm model.experts.num_experts=8 model.experts.experts_per_token=1 \
+        model.mlp.dim=128 train.steps=150
     python bench/expert_placement.py --run runs/lm/...          # the folder that it printed
 
 Choices are counted on one half of the windows of the validation text and told on the other, as shares of the
@@ -9,7 +10,6 @@ placed at random, and placed by `place_experts`.
 """
 
 import argparse
-import dataclasses
 import pathlib
 import sys
 
@@ -22,12 +22,13 @@ def chosen(folder: pathlib.Path, windows: int):
     import numpy as np
 
     from experiments import lm
+    from jaxpar.fields import replace_nested
     from jaxpar.lm.model import embed_for_training
     from jaxpar.lm.text.data import Windows, open_corpus
     from jaxpar.nn.experts.sharded import chosen_experts
 
     config, params, _ = lm.load(folder, lm.compose())
-    model = dataclasses.replace(config.model, remat="none")
+    model = replace_nested(config.model, {"execution.remat": "none"})
     corpus, length = open_corpus(config.data, folder / "data"), config.data.seq_len
     batch = Windows(corpus.validation, length, windows, config.seed + 2, config.data.pack)(0)
 
@@ -37,7 +38,7 @@ def chosen(folder: pathlib.Path, windows: int):
             model.stack(), params, embed_for_training(params, tokens, None, model)
         )
 
-    return np.asarray(choose(params, batch["tokens"])), model.num_experts
+    return np.asarray(choose(params, batch["tokens"])), model.experts.num_experts
 
 
 def main() -> None:

@@ -85,7 +85,8 @@ def product(request: dict) -> tuple[Callable, tuple, dict]:
         else "tiles: there is no kernel here"
     )
     if "tile " in row:
-        tile = by_index.Cut(*(int(size) for size in row.split()[-1].split("x")))
+        rows, columns, terms, warps, stages = map(int, row.split()[-1].split("x"))
+        tile = by_index.Cut(rows=rows, columns=columns, terms=terms, warps=warps, stages=stages)
         by_index.cut_for = lambda *_: tile
     how = {"jaxpar read": dict(read=order), "jaxpar write": dict(write=order, summed=k)}.get(
         row, {}

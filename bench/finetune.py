@@ -10,7 +10,8 @@
 A step is the whole one of `jaxpar.lm.Trainer` or `AdapterTrainer`: loss, gradient, clip, AdamW; bfloat16 where layers
 multiply, float32 master weights, random numbers for weights and tokens. LoRA is of rank 16 on all products of the
 layers; its base is kept as the row's name says, float32 if it says nothing. "names" makes again in its backward pass
-what lies between products that are kept (model.remat=names model.loss_chunk=2048), the others nothing. "packed" has
+what lies between products that are kept (model.execution.remat=names
+model.execution.loss_chunk=2048), the others nothing. "packed" has
 documents of 64 to 1,024 tokens a row, which do not see each other, and is timed in turns with the same batch unpacked
 ("of unpacked" is its tokens/s by that one's). The peer is `torch.compile` of transformers' LlamaForCausalLM with SDPA
 and fused AdamW: once under bfloat16 autocast with float32 weights, as ours, and once with weights, gradients and

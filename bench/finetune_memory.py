@@ -1,10 +1,11 @@
 """What fits where: the memory of fine-tuning, all weights or adapters, on a card. Analytic, so on any machine.
 
     python bench/finetune_memory.py                                  # Llama 1B and 8B, one row of 2,048
-    python bench/finetune_memory.py --models llama_8b --rows 4 --flags model.loss_chunk=2048
+    python bench/finetune_memory.py --models llama_8b --rows 4 --flags model.execution.loss_chunk=2048
 
-Rows are the analytic model of `experiments.estimate` with `model.remat=full`: what parameters and optimizer hold is
-exact, the peak is no measurement, and tends to be too high. LoRA is of rank 16 on all products of the layers.
+Rows are the analytic model of `experiments.estimate` with `model.execution.remat=full`: what
+parameters and optimizer hold is exact, the peak is no measurement, and tends to be too high. LoRA
+is of rank 16 on all products of the layers.
 """
 
 import argparse
@@ -41,7 +42,7 @@ def found(model: str, way: str, args: argparse.Namespace) -> aot.Estimate:
     flags = (
         f"preset={model}",
         "topology=h100:1",
-        "model.remat=full",
+        "model.execution.remat=full",
         *sizes,
         *WAYS[way],
         *args.flags,

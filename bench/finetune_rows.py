@@ -37,11 +37,12 @@ class Step:
     def __init__(self, request: dict):
         """Compiles, from shapes alone."""
         import jax
+        from lm_models import lm_config
 
-        from jaxpar.lm import AdapterConfig, AdapterTrainer, LMConfig, OptimizerConfig, Trainer
+        from jaxpar.lm import AdapterConfig, AdapterTrainer, OptimizerConfig, Trainer
         from jaxpar.loop import compile_step
 
-        model, self.adapter = LMConfig(**request["model"]), request["adapter"]
+        model, self.adapter = lm_config(**request["model"]), request["adapter"]
         optimizer = OptimizerConfig(learning_rate=1e-5)
         self.trainer = Trainer(model, optimizer, num_steps=10_000)
         if self.adapter:

@@ -50,7 +50,7 @@ CASES = {
 
 def model_config(shape: dict):
     """Returns our model of the peer's shape."""
-    from jaxpar.lm import LMConfig
+    from lm_models import lm_config
 
     names = (
         "vocab_size",
@@ -62,7 +62,7 @@ def model_config(shape: dict):
         "rope_theta",
         "remat",
     )
-    return LMConfig(
+    return lm_config(
         **{name: shape[name] for name in names},
         max_seq_len=shape["seq_len"], tied=True, scan_layers=False, low_logits=True, loss_chunk=32768,
     )  # fmt: skip
@@ -91,13 +91,14 @@ def measure_ours(shape: dict) -> dict:
     trainer = Trainer(model_config(shape), OptimizerConfig(learning_rate=1e-4), num_steps=10_000)
     key, devices = jax.random.key(0), jax.devices()[: shape["devices"]]
     sizes, _, name = shape["layout"].partition("/")
-    mesh = make_mesh(MeshSpec(*map(int, sizes.split(","))), devices)
+    data, fsdp, tensor = map(int, sizes.split(","))
+    mesh = make_mesh(MeshSpec(data=data, fsdp=fsdp, tensor=tensor), devices)
     with use_mesh(mesh, rules_from(layout=name or "zero3")):
         state = jax.jit(
             trainer.init,
             out_shardings=named_shardings(jax.eval_shape(trainer.init, key), trainer.axes()),
         )(key)
-        data = jax.random.randint(
+        tokens = jax.random.randint(
             key,
             (4, 2, shape["rows"] * len(devices), shape["seq_len"]),
             0,
@@ -105,7 +106,7 @@ def measure_ours(shape: dict) -> dict:
             jnp.int32,
         )
         rows = {"tokens": ("batch", None), "targets": ("batch", None)}
-        batches = [{"tokens": pair[0], "targets": pair[1]} for pair in data]
+        batches = [{"tokens": pair[0], "targets": pair[1]} for pair in tokens]
         batches = [jax.device_put(batch, named_shardings(batch, rows)) for batch in batches]
         start = time.perf_counter()
         step = compile_step(trainer, state, batches[0], axes=trainer.axes())
@@ -130,7 +131,7 @@ def measure_ours(shape: dict) -> dict:
         kind = f"{collective.kind} over {where} of {what}"
         sent[kind] = sent.get(kind, 0) + collective.bytes * collective.trips
     return {
-        "tokens_per_s": data[0, 0].size / seconds,
+        "tokens_per_s": tokens[0, 0].size / seconds,
         "compile_s": compile_s,
         "peak_bytes": max(
             (device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in devices

@@ -23,8 +23,9 @@ def function_of(request: dict) -> Callable:
 
     for said in filter(None, request.get("tiles", "").split(",")):
         name, tile = said.split("=")
+        deep, wide, warps, stages = map(int, tile.split("x"))
         for each in (*kernels.FORWARD.values(), *kernels.BACKWARD.values()):
-            each.cuts[name] = kernels.Cut(*map(int, tile.split("x")))
+            each.cuts[name] = kernels.Cut(deep=deep, wide=wide, warps=warps, stages=stages)
     impl = request["row"].split()[0]
     if request["direction"] == "step":
         return step_of(request, impl)

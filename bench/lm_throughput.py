@@ -39,7 +39,7 @@ CASES = {
 
 def model_config(shape: dict, overrides: dict):
     """Returns our model of the peer's shape."""
-    from jaxpar.lm import LMConfig
+    from lm_models import lm_config
 
     base = dict(
         vocab_size=shape["vocab_size"], max_seq_len=shape["seq_len"], num_layers=shape["num_layers"],
@@ -47,7 +47,7 @@ def model_config(shape: dict, overrides: dict):
         norm="layer", positions="learned", activation="gelu", tied=True,
         scan_layers=False, low_logits=True, loss_chunk=32768,
     )  # fmt: skip
-    return LMConfig(**(base | overrides))
+    return lm_config(**(base | overrides))
 
 
 def measure_ours(shape: dict, overrides: dict, profile: bool) -> dict:

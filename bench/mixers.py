@@ -26,6 +26,8 @@ import jax.numpy as jnp
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+from lm_models import lm_config  # noqa: E402
+
 from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, num_params  # noqa: E402
 from jaxpar.lm.mixers import with_mixer  # noqa: E402
 from jaxpar.lm.sample import empty_cache, extend  # noqa: E402
@@ -59,7 +61,7 @@ def model_of(mixer: str, size: dict) -> LMConfig:
     """Returns the model of a mixer, of attention's number of parameters; matmul_free is hgrn of ternary weights."""
     sizes = {name: value for name, value in size.items() if name not in ("length", "rows")}
     weights, of = ("ternary", "hgrn") if mixer == "matmul_free" else ("full", mixer)
-    return with_mixer(LMConfig(vocab_size=256, weights=weights, **sizes), of)
+    return with_mixer(lm_config(vocab_size=256, weights=weights, **sizes), of)
 
 
 def prepared(mixer: str, size: dict) -> dict:
@@ -166,7 +168,7 @@ def main() -> None:
     parser.add_argument(
         "--mixers",
         default=",".join(ALL.split()),
-        help="of model.mixer=, or matmul_free, with commas",
+        help="of model.mixer.kind=, or matmul_free, with commas",
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--spend-s", type=float, default=0.5, help="for each timing")

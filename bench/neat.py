@@ -61,8 +61,18 @@ def compiled(
 
 def our_run(args: argparse.Namespace, mode: str) -> tuple[Callable[..., Any], tuple[Any, Any]]:
     """The program of ours, and what it is given: a key, and the first generation."""
-    config = NeatConfig(3, 1, args.population, args.nodes, args.conns, args.species, mode)
-    neat, data, count = Neat(config, Table(tolerance=0.0)), xor(), args.generations
+    config = NeatConfig(
+        num_inputs=3,
+        num_outputs=1,
+        population=args.population,
+        max_nodes=args.nodes,
+        max_conns=args.conns,
+        max_species=args.species,
+        mode=mode,
+    )
+    neat = Neat(config, Table(tolerance=0.0))
+    data = xor()
+    count = args.generations
     first = jax.jit(neat.init)(jax.random.key(args.seed), None)
     return lambda key, state: run_until(neat, key, state, data, count)[0], (
         jax.random.key(args.seed + 1),
@@ -81,7 +91,7 @@ def ours(args: argparse.Namespace, mode: str, devices: int) -> Side:
     with mesh:
         whole, (key, first) = our_run(args, mode)
         now = [first]
-        program, *seconds = compiled(whole, key, first)
+        program, trace_s, compile_s, build_cpu_s = compiled(whole, key, first)
 
     def advance() -> int:
         now[0] = jax.block_until_ready(
@@ -94,7 +104,13 @@ def ours(args: argparse.Namespace, mode: str, devices: int) -> Side:
         return {"species": int(now[0].species.alive.sum()), "nodes": float(genomes.node_on.sum(1).mean()),
                 "conns": float(genomes.on.sum(1).mean())}  # fmt: skip
 
-    return Side(*seconds, advance, told)
+    return Side(
+        trace_s=trace_s,
+        compile_s=compile_s,
+        build_cpu_s=build_cpu_s,
+        advance=advance,
+        told=told,
+    )
 
 
 def tensorneat_run(args: argparse.Namespace) -> tuple[Callable[..., Any], Any, Any]:
@@ -129,7 +145,7 @@ def tensorneat(args: argparse.Namespace) -> Side:
     """TensorNEAT, with its own defaults besides the sizes."""
     whole, first, search = tensorneat_run(args)
     now, count = [first], args.peer_generations
-    program, *seconds = compiled(whole, first)
+    program, trace_s, compile_s, build_cpu_s = compiled(whole, first)
 
     def advance() -> int:
         now[0] = jax.block_until_ready(program(now[0]))
@@ -141,7 +157,13 @@ def tensorneat(args: argparse.Namespace) -> Side:
                 "nodes": float((~np.isnan(np.asarray(nodes[..., 0]))).sum(1).mean()),
                 "conns": float((~np.isnan(np.asarray(conns[..., 0]))).sum(1).mean())}  # fmt: skip
 
-    return Side(*seconds, advance, told)
+    return Side(
+        trace_s=trace_s,
+        compile_s=compile_s,
+        build_cpu_s=build_cpu_s,
+        advance=advance,
+        told=told,
+    )
 
 
 def neat_python(args: argparse.Namespace) -> Side:
@@ -163,13 +185,14 @@ def neat_python(args: argparse.Namespace) -> Side:
         pathlib.Path(path).write_text(
             (HERE / "peers" / "neat_python_xor.ini").read_text().format(**vars(args))
         )
-        parts = (
+        config = neat.Config(
             neat.DefaultGenome,
             neat.DefaultReproduction,
             neat.DefaultSpeciesSet,
             neat.DefaultStagnation,
+            path,
         )
-        population = neat.Population(neat.Config(*parts, path))
+        population = neat.Population(config)
 
     def advance() -> int:
         population.run(judge, args.peer_generations)
@@ -183,7 +206,7 @@ def neat_python(args: argparse.Namespace) -> Side:
             "conns": sizes[1],
         }
 
-    return Side(0.0, 0.0, 0.0, advance, told)
+    return Side(trace_s=0.0, compile_s=0.0, build_cpu_s=0.0, advance=advance, told=told)
 
 
 def main() -> None:

@@ -44,11 +44,25 @@ def made(name: str):
 
 def ours(args, env, params, ends):
     """Our generations: a call that makes one and gives its mean return, after compiling."""
-    config = NeatConfig(*ends, args.population, args.nodes, args.conns, args.species, args.mode)
-    neat = Neat(
-        config,
-        Episodes(env, float("inf"), args.episodes, args.num_envs, args.steps, constant=False),
+    num_inputs, num_outputs = ends
+    config = NeatConfig(
+        num_inputs=num_inputs,
+        num_outputs=num_outputs,
+        population=args.population,
+        max_nodes=args.nodes,
+        max_conns=args.conns,
+        max_species=args.species,
+        mode=args.mode,
     )
+    episodes = Episodes(
+        env=env,
+        goal=float("inf"),
+        episodes=args.episodes,
+        num_envs=args.num_envs,
+        max_steps=args.steps,
+        constant=False,
+    )
+    neat = Neat(config, episodes)
     state = jax.jit(neat.init)(jax.random.key(args.seed), None)
     program = jax.jit(neat.step).lower(jax.random.key(0), state, params).compile()
 

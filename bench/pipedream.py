@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from lm_models import lm_config
 
-from jaxpar.lm import LMConfig, init
+from jaxpar.lm import init
 from jaxpar.lm.stages import stages
 from jaxpar.lm.text.corpus import DataConfig
 from jaxpar.lm.text.data import Windows, open_corpus
@@ -78,7 +79,7 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[0.0001, 0.0003, 0.001, 0.003])
     options = parser.parse_args()
     simulate_devices(options.stages)
-    config = LMConfig(
+    config = lm_config(
         256,
         num_layers=options.stages,
         embed_dim=64,

@@ -40,11 +40,11 @@ class ChunkCosts(TaskCosts):
 
 def config_of(request: dict, **changes):
     """Returns the model that a request names."""
-    from jaxpar.lm import LMConfig
+    from lm_models import lm_config
 
     names = ("dtype", "attention", "remat")
     options = request["model"] | {name: request[name] for name in names} | changes
-    return LMConfig(
+    return lm_config(
         **options, rope_theta=500000.0, low_logits=True, loss_chunk=32768, scan_layers=False
     )
 

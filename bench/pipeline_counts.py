@@ -192,11 +192,12 @@ def vocabulary(request: dict) -> list[dict]:
 def head_bytes(size: int, stages: int) -> dict:
     """Returns float32 bytes of head and embedding on the first and the last stage, as they lie at rest."""
     import jax
+    from lm_models import lm_config
 
-    from jaxpar.lm import LMConfig, axes, init
+    from jaxpar.lm import axes, init
     from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, rules_from, use_mesh
 
-    config = LMConfig(**SHAPE, vocab_size=size, num_layers=stages)
+    config = lm_config(**SHAPE, vocab_size=size, num_layers=stages)
     shape = jax.eval_shape(lambda key: init(key, config), jax.random.key(0))
     mesh, found = make_mesh(MeshSpec(stage=stages), jax.devices()[:stages]), {}
     plain = rules_from(layout="stages")
@@ -266,8 +267,8 @@ def compile_times(request: dict) -> list[dict]:
 
     simulate_devices(request["devices"])
     import jax
+    from lm_models import lm_config
 
-    from jaxpar.lm import LMConfig
     from jaxpar.mesh import MeshSpec, make_mesh, rules_from, use_mesh
     from jaxpar.pipeline import named_schedule
 
@@ -283,7 +284,7 @@ def compile_times(request: dict) -> list[dict]:
         for m in made:  # in turns, since other work may share the machine
             jax.clear_caches()
             schedule = named_schedule(request["schedule"], request["devices"], m)
-            program, args = program_of(LMConfig(**sizes), schedule, mesh, rules, 2 * m, 16)
+            program, args = program_of(lm_config(**sizes), schedule, mesh, rules, 2 * m, 16)
             begin = time.perf_counter()
             with use_mesh(mesh, rules):
                 lowered = program.lower(*args)
@@ -321,8 +322,9 @@ COMPILE = {
 
 def ahead(request: dict) -> list[dict]:
     """Compiles a language model's step for a slice that is not here; bytes are of one chip."""
+    from lm_models import lm_config
+
     from jaxpar.aot import devices, parse_topology
-    from jaxpar.lm import LMConfig
     from jaxpar.lm.params import num_params
     from jaxpar.lm.stages import stages
     from jaxpar.mesh import MeshSpec, make_mesh, mesh_axes, num_shares, rules_from, use_mesh
@@ -331,7 +333,7 @@ def ahead(request: dict) -> list[dict]:
     topology = parse_topology(request["topology"])
     mesh = make_mesh(MeshSpec(**request["mesh"]), devices(topology))
     rules, m = rules_from(layout="stages"), request["microbatches"]
-    config = LMConfig(**request["model"], remat=request["remat"])
+    config = lm_config(**request["model"], remat=request["remat"])
     schedule = named_schedule(request["schedule"], request["mesh"]["stage"], m)
     program, args = program_of(config, schedule, mesh, rules, request["rows"], request["length"])
     with use_mesh(mesh, rules):

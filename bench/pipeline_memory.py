@@ -17,17 +17,17 @@ sys.path.insert(0, str(HERE.parent))
 
 BASE = (
     "preset=tiny mesh.data=1 microbatches=8 data.batch_size=16 data.seq_len=128 model.num_layers=8 "
-    "model.embed_dim=64 model.num_heads=4 model.mlp_dim=256 model.vocab_size=512"
+    "model.embed_dim=64 model.attention.num_heads=4 model.mlp.dim=256 model.vocab_size=512"
 )
 CASES = {
     "activations": "",
-    "recomputed": "model.remat=full",
-    "weights": "model.remat=full model.embed_dim=256 model.mlp_dim=1024 data.seq_len=32",
-    "vocabulary": "model.remat=full model.vocab_size=8192",
+    "recomputed": "model.execution.remat=full",
+    "weights": "model.execution.remat=full model.embed_dim=256 model.mlp.dim=1024 data.seq_len=32",
+    "vocabulary": "model.execution.remat=full model.vocab_size=8192",
     "bfloat16": "model.dtype=bfloat16",
     "fsdp=2": "mesh.fsdp=2",
     "tensor=2": "mesh.tensor=2",
-    "vocabulary, fsdp=2": "model.remat=full model.vocab_size=8192 mesh.fsdp=2",
+    "vocabulary, fsdp=2": "model.execution.remat=full model.vocab_size=8192 mesh.fsdp=2",
 }
 SCHEDULES = ("1f1b", "interleaved", "zb_v", "hanayo", "bitpipe")
 STAGES = (2, 4)

@@ -23,9 +23,9 @@ def measure(config, rows: int, length: int, new: int, rounds: int) -> dict:
     """Times `prefill`, then `generate` of `new` tokens, on the first device."""
     import jax
     import jax.numpy as jnp
+    from lm_models import generate, prefill
 
-    from jaxpar.lm import Sampling, generate, init, num_params
-    from jaxpar.lm.sample import prefill
+    from jaxpar.lm import Sampling, init, num_params
 
     device = jax.devices()[0]
     params = jax.jit(init, static_argnums=(1, 2))(jax.random.key(0), config, config.dtype)
@@ -74,7 +74,7 @@ def measure(config, rows: int, length: int, new: int, rounds: int) -> dict:
         "arguments_bytes": stats.argument_size_in_bytes,
         "temporary_bytes": stats.temp_size_in_bytes,
         "peak_bytes": peak,
-        "dense_scores_bytes": rows * config.num_heads * length**2 * 4,
+        "dense_scores_bytes": rows * config.attention.num_heads * length**2 * 4,
     }
 
 
@@ -92,11 +92,11 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
 
-    from jaxpar.lm import llama
+    from lm_models import llama_of
 
-    config = llama(attention=args.attention, dtype=args.dtype)
+    config = llama_of(attention=args.attention, dtype=args.dtype)
     if args.tiny:
-        config = llama(
+        config = llama_of(
             num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=2, mlp_dim=128, vocab_size=512
         )
         args.length, args.new, args.rounds = 600, 5, 1

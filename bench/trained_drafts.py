@@ -26,11 +26,12 @@ import decode_pair  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+from lm_models import generate, lm_config  # noqa: E402
 
 from jaxpar.decode import NoDraft, best_tree, chain  # noqa: E402
 from jaxpar.experimental.pseudo_tokens import Heads, HiddenTransfer, PromptTokens  # noqa: E402
 from jaxpar.experimental.trained_drafts import DraftTrainer, accept_rates  # noqa: E402
-from jaxpar.lm import LMConfig, OptimizerConfig, Sampling, from_hf, generate, num_params, to_hf  # noqa: E402
+from jaxpar.lm import OptimizerConfig, Sampling, from_hf, num_params, to_hf  # noqa: E402
 from jaxpar.loop import Fit, Hooks, fit  # noqa: E402
 
 KEY = jax.random.key(3)
@@ -67,7 +68,7 @@ def of_bytes(folder: pathlib.Path, args: argparse.Namespace) -> tuple:
             num_heads=args.embed // 64,
             mlp_dim=3 * args.embed,
         )
-        shape = LMConfig(vocab_size=256, dtype="float32", **size)
+        shape = lm_config(vocab_size=256, dtype="float32", **size)
         params, said = decode_pair.train(
             shape, decode_pair.texts()[0], args.train_s, args.seq, args.rows
         )

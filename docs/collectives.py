@@ -1,6 +1,6 @@
 """Prints which arrays cross devices in one training step: compiles it, runs nothing.
 
-python docs/collectives.py mesh.fsdp=8 mesh.data=1 model.num_heads=8 model.num_kv_heads=8
+python docs/collectives.py mesh.fsdp=8 mesh.data=1 model.attention.num_heads=8 model.attention.num_kv_heads=8
 
 Takes the flags of `python -m experiments.lm`. A layer is counted once, since the layers run in a loop.
 """

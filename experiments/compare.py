@@ -3,7 +3,7 @@
     python -m experiments.compare                                       # two CPU cores, 9 mixers, 3 seeds, 20 minutes
     python -m experiments.compare mixers=[attention,gla] seconds=10 num_seeds=1        # a minute
     python -m experiments.compare mixers=[gla,rwkv6] seconds=60 num_seeds=5
-    python -m experiments.compare mixers=[windowed,block_recurrent] model.mixer=windowed model.mixer_window=64
+    python -m experiments.compare mixers=[windowed,block_recurrent] model.mixer.kind=windowed model.mixer.window=64
     python -m experiments.compare mixers=[attention,mamba2] model.embed_dim=512 model.num_layers=8 data.seq_len=1024
 
 The protocol of Languini (Stanic et al. 2023, arXiv:2309.11197): a mixer gets as many tokens as its measured speed makes
@@ -28,7 +28,7 @@ from jaxtyping import Float
 from rich.console import Console
 from rich.table import Column, Table
 
-from jaxpar.fields import AtLeast, Between, Positive, field
+from jaxpar.fields import AtLeast, Between, Positive, field, replace_nested
 from jaxpar.io import plot_fits, read_jsonl
 from jaxpar.lm import BLOCK_RECURRENT, LMConfig, OptimizerConfig, num_params, with_mixer
 from jaxpar.lm.text import Corpus, DataConfig, Windows, check_batch, open_corpus
@@ -55,12 +55,12 @@ class Config(runner.RunConfig):
     """Which mixers, for how long, in which model.
 
     Attributes:
-      mixers: Names that `model.mixer=` takes, or matmul_free: hgrn in a model of ternary weights. Each at attention's
-        size.
+      mixers: Names that `model.mixer.kind=` takes, or matmul_free: hgrn in a model of ternary weights.
+        Each has attention's size.
       seconds: Budget of a row, of steady training.
       num_seeds: Rows of a mixer, of seeds seed, seed + 1, ...
-      model: What is the same for all. With `model.mixer=` one of them, fields of its own may be given, as
-        `model.mixer_window`; all that read them take them. Block-recurrent layers otherwise have windows of a quarter
+      model: What is the same for all. With `model.mixer.kind=` one of them, fields of its own may be given, as
+        `model.mixer.window`; all that read them take them. Block-recurrent layers otherwise have windows of a quarter
         of a row, and as many states: with one window a row nothing is carried.
       data: Corpus, window and batch.
       optimizer: By default of a constant rate after the warm-up, so that a loss on the way is that of a shorter budget.
@@ -83,9 +83,9 @@ class Config(runner.RunConfig):
     def __post_init__(self):
         """Refuses mixers that no model has, and none at all."""
         super().__post_init__()
-        if self.model.mixer not in ("attention", *self.mixers):
+        if self.model.mixer.kind not in ("attention", *self.mixers):
             raise UsageError(
-                f"model.mixer={self.model.mixer} is not among mixers=[{','.join(self.mixers)}]; add it."
+                f"model.mixer.kind={self.model.mixer.kind} is not among mixers=[{','.join(self.mixers)}]; add it."
             )
         if not self.mixers or len(set(self.mixers)) < len(self.mixers):
             raise UsageError(f"mixers={self.mixers} must name one at least, and each once.")
@@ -98,11 +98,10 @@ class Config(runner.RunConfig):
         model, of = self.model, mixer
         if mixer == "matmul_free":
             model, of = dataclasses.replace(model, weights="ternary"), "hgrn"
-        if mixer in BLOCK_RECURRENT and model.mixer == "attention":
+        if mixer in BLOCK_RECURRENT and model.mixer.kind == "attention":
             quarter = max(1, self.data.seq_len // 4)
-            model = dataclasses.replace(
-                model, mixer=mixer, mixer_window=quarter, mixer_states=quarter
-            )
+            changes = {"mixer.kind": mixer, "mixer.window": quarter, "mixer.states": quarter}
+            model = replace_nested(model, changes)
         return lm.Config(
             name=f"{self.name}-{mixer}", seed=self.seed + seed, metrics=self.metrics, resume=self.resume,
             model=with_mixer(model, of), data=self.data, optimizer=self.optimizer,

@@ -103,7 +103,14 @@ def make_policy_run(config: Config) -> PolicyRun:
     """Returns what is to be run, with the changes that the flags make to the environment and its parameters."""
     env, params = make_world(config.env, config.env_fields, config.params)
     env, policy = player(config.policy, env)
-    return PolicyRun(env, params, policy, config.num_envs, RESETS[config.reset](), config.prng)
+    return PolicyRun(
+        env=env,
+        params=params,
+        policy=policy,
+        num_envs=config.num_envs,
+        reset=RESETS[config.reset](),
+        prng=config.prng,
+    )
 
 
 def run(config: Config, folder: pathlib.Path, policy_run: PolicyRun) -> list[Call]:
@@ -181,8 +188,9 @@ def _tell_end(
     config: Config, folder: pathlib.Path, policy_run: PolicyRun, calls: Sequence[Call]
 ) -> None:
     found = totals(calls)
-    first = EpisodeResults(*multihost_utils.process_allgather(calls[-1].first, tiled=True))
-    rate, made = found["num_steps"] / found["seconds"], calls[-1].num_steps * config.num_envs
+    first = multihost_utils.process_allgather(calls[-1].first, tiled=True)
+    rate = found["num_steps"] / found["seconds"]
+    made = calls[-1].num_steps * config.num_envs
     say(f"speed      {rate:,.0f} steps/s: {found['num_steps']:,.0f} in {found['seconds']:.2f} s, every observation, "
         f"action, reward and flag in a checksum ({found['checksum']:.6g})")  # fmt: skip
     if found["num_steps"] < made:

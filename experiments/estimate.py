@@ -12,6 +12,7 @@ Exit code 1 says that it does not fit.
 
 import dataclasses
 import importlib.util
+import itertools
 import os
 import pathlib
 import sys
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar import aot
-from jaxpar.fields import OneOf, field
+from jaxpar.fields import OneOf, field, replace_nested
 from jaxpar.lm import (
     AdapterConfig,
     LMConfig,
@@ -169,7 +170,7 @@ def execute(config: Config, folder: pathlib.Path) -> None:
                 else expert_bytes(config.model, config.data.batch_size, config.data.seq_len)
             )
         report.print_context(travels, chip)
-        report.print_experts(experts, config.model.transport, chip)
+        report.print_experts(experts, config.model.execution.transport, chip)
         fits, content, bars = found.fits is not False, report.estimate_json(found), {mesh: found}
         if travels:
             content["context"] = travels
@@ -222,14 +223,9 @@ def with_model(config: Config) -> Config:
     """Returns `config` with the model of `hf`, if it names one."""
     if not config.hf:
         return config
-    execution = {
-        field.name: getattr(config.model, field.name)
-        for field in dataclasses.fields(LMConfig)
-        if not field.metadata.get("identity", True)
-    }
-    return dataclasses.replace(
-        config, model=dataclasses.replace(config_from_hf(config.hf), **execution), name="hf"
-    )
+    found = config_from_hf(config.hf)
+    model = dataclasses.replace(found, execution=config.model.execution)
+    return dataclasses.replace(config, model=model, name="hf")
 
 
 def find_devices(config: Config) -> tuple[Config, list[Any], aot.Chip | None]:
@@ -272,11 +268,10 @@ def find_devices(config: Config) -> tuple[Config, list[Any], aot.Chip | None]:
         ) from None
     model = config.model
     # The kernel for TPUs can be traced anywhere, and keeps and computes what cuDNN's does.
-    takes_kernel = (
-        model.head_dim % 64 == 0 and config.data.seq_len % 128 == 0 and config.mesh.context == 1
-    )
-    if model.attention == "auto" and takes_kernel and not model.dropout:
-        model = dataclasses.replace(model, attention="splash")
+    is_tiled = model.attention.head_dim % 64 == 0 and config.data.seq_len % 128 == 0
+    takes_kernel = is_tiled and config.mesh.context == 1
+    if model.execution.kernel == "auto" and takes_kernel and not model.dropout:
+        model = replace_nested(model, {"execution.kernel": "splash"})
     return (
         dataclasses.replace(config, effort="none", model=model),
         jax.devices("cpu"),
@@ -333,10 +328,10 @@ def train_job(config: Config, mesh: Any, rules: Any) -> aot.Job:
 
     trained = state.params if config.adapter.kind == "none" else (state.base, state.adapters)
     return aot.Job(
-        trainer.step,
-        (key, state, dict.fromkeys(names, rows)),
-        ((), axes, dict.fromkeys(names, ("batch", "seq_layer"))),
-        mesh,
+        step=trainer.step,
+        args=(key, state, dict.fromkeys(names, rows)),
+        axes=((), axes, dict.fromkeys(names, ("batch", "seq_layer"))),
+        mesh=mesh,
         out_axes=(axes, None),
         rules=rules,
         donate=(1,),
@@ -362,10 +357,14 @@ def decode_job(config: Config, mesh: Any, rules: Any) -> aot.Job:
         return extend(params, tokens, cache, model)
 
     return aot.Job(
-        decode,
-        (params, token, cache),
-        (model.stack().unstacked_axes(declared.axes(model)), ("batch", None), cache_axes(model)),
-        mesh,
+        step=decode,
+        args=(params, token, cache),
+        axes=(
+            model.stack().unstacked_axes(declared.axes(model)),
+            ("batch", None),
+            cache_axes(model),
+        ),
+        mesh=mesh,
         out_axes=(None, cache_axes(model)),
         rules=rules,
         donate=(2,),
@@ -393,14 +392,27 @@ class Candidate:
 
 def candidates(config: Config, num_devices: int) -> list[Candidate]:
     """Returns what a search tries: meshes, and for training what is recomputed and in how many parts."""
-    most = max(1, config.model.num_experts)
-    every = aot.factorisations(num_devices, len(SEARCHED))
-    meshes = [sizes for sizes in every if sizes[2] <= MOST_TENSOR and most % sizes[3] == 0]
-    remats = (config.model.remat,) if config.decode else REMATS
-    parts = (1,) if config.decode else sorted({*ACCUMULATES, config.train.accumulate})
-    return [
-        Candidate(*sizes, remat, count) for sizes in meshes for remat in remats for count in parts
-    ]
+    most = max(1, config.model.experts.num_experts)
+    remats = REMATS
+    parts = sorted({*ACCUMULATES, config.train.accumulate})
+    if config.decode:
+        remats = (config.model.execution.remat,)
+        parts = [1]
+    found = []
+    for data, fsdp, tensor, expert in aot.factorisations(num_devices, len(SEARCHED)):
+        if tensor > MOST_TENSOR or most % expert:
+            continue
+        for remat, accumulate in itertools.product(remats, parts):
+            candidate = Candidate(
+                data=data,
+                fsdp=fsdp,
+                tensor=tensor,
+                expert=expert,
+                remat=remat,
+                accumulate=accumulate,
+            )
+            found.append(candidate)
+    return found
 
 
 def with_candidate(config: Config, candidate: Candidate) -> Config:
@@ -408,7 +420,7 @@ def with_candidate(config: Config, candidate: Candidate) -> Config:
     return dataclasses.replace(
         config,
         mesh=MeshSpec(**{name: getattr(candidate, name) for name in SEARCHED}),
-        model=dataclasses.replace(config.model, remat=candidate.remat),
+        model=replace_nested(config.model, {"execution.remat": candidate.remat}),
         train=dataclasses.replace(config.train, accumulate=candidate.accumulate),
     )
 

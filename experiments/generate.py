@@ -3,10 +3,12 @@
     python -m experiments.generate run=runs/lm/tiny-90ecd57b prompt="def " num_samples=3
     python -m experiments.generate run=runs/lm/tiny-90ecd57b prompts=prompts.jsonl out=texts.jsonl draft=copy
     python -m experiments.generate run=runs/lm/tiny-90ecd57b prompt="import " sampling.temperature=0.5 seed=3
+    python -m experiments.generate run=runs/lm/tiny-90ecd57b prompt="def " beams=4
     python -m experiments.generate hf=llama-folder prompts=prompts.txt out=texts.jsonl preset=greedy
     python -m experiments.generate hf=llama-folder prompt="Once " mesh.data=1 mesh.context=4 rules.slots=context
 
 A line of `out` is what follows one prompt: prompt, text, finish_reason, tokens, log_probs, passes, seed, sample, id.
+With beams= it has the text's log_prob and score instead of log_probs, and sample 0 is the best.
 Lines come as batches end; the same command adds those that are missing, and only those.
 """
 
@@ -18,6 +20,7 @@ from typing import Any
 import jax
 
 from jaxpar.decode import (
+    Beams,
     CopyDraft,
     Draft,
     JacobiDraft,
@@ -26,7 +29,7 @@ from jaxpar.decode import (
     NoDraft,
     Sampling,
 )
-from jaxpar.fields import Between, OneOf, check_value, field
+from jaxpar.fields import Between, Finite, OneOf, check_value, field
 from jaxpar.io import open_progress
 from jaxpar.lm import Decoder, adapter_axes, axes, from_peft, with_adapters
 from jaxpar.mesh import MeshSpec, named_shardings
@@ -68,6 +71,9 @@ class Config(runner.RunConfig):
       draft_length: Tokens that it guesses at a time; 0 for its own default.
       draft_run: The folder of a smaller model of the same tokens, for draft=model.
       rule: "coupled" keeps the tokens that there would be without a draft, "rejection" their law alone.
+      beams: Width of a beam search for the most likely texts, which are printed or written the best
+        first, in place of num_samples drawn ones; 0 draws.
+      length_penalty: A search's texts are ranked by log-probability over (new tokens)^this.
       batch_size: Prompts of a batch.
     """
 
@@ -88,6 +94,8 @@ class Config(runner.RunConfig):
     draft_length: int = field(0, Between(0, 64))
     draft_run: str = ""
     rule: str = field("coupled", OneOf(("coupled", "rejection")))
+    beams: int = field(0, Between(0, 1024))
+    length_penalty: float = field(1.0, Finite())
     batch_size: int = field(8, Between(1, 4096))
 
     def __post_init__(self):
@@ -115,8 +123,31 @@ class Config(runner.RunConfig):
                 f"rule=rejection asks for the law that guesses were drawn from, and draft={self.draft} has none; legal "
                 "are draft=model and rule=coupled."
             )
+        if self.beams:
+            self._check_beams()
         if self.metrics:
             raise UsageError("metrics= has nothing to write here; leave it out.")
+
+    def _check_beams(self) -> None:
+        """Rejects flags of drawing beside a search, which draws nothing."""
+        usual = dataclasses.replace(
+            Sampling(),
+            max_new_tokens=self.sampling.max_new_tokens,
+            temperature=self.sampling.temperature,
+            stop_token=self.sampling.stop_token,
+        )
+        drawing = {
+            "num_samples": self.num_samples != 1,
+            "draft": self.draft != "none",
+            "stop": bool(self.stop),
+            "sampling": self.sampling != usual,
+        }
+        for name, is_changed in drawing.items():
+            if is_changed:
+                raise UsageError(
+                    f"beams={self.beams} search for the most likely texts and draw none; "
+                    f"leave {name}= out."
+                )
 
 
 def compose(*flags: str) -> Config:
@@ -143,9 +174,28 @@ def execute(config: Config, folder: pathlib.Path) -> None:
         check_split("batch_size", config.batch_size, "batch")
         draft, draft_params = make_draft(config, target)
         job = Job(
-            target, jax.random.key(config.seed), config.sampling, config.num_samples, tuple(config.stop), draft,
-            draft_params, config.rule, config.batch_size,
-        )  # fmt: skip
+            target=target,
+            key=jax.random.key(config.seed),
+            sampling=config.sampling,
+            num_samples=config.num_samples,
+            stop=tuple(config.stop),
+            draft=draft,
+            draft_params=draft_params,
+            rule=config.rule,
+            batch_size=config.batch_size,
+        )
+        if config.beams:
+            if config.beams > target.model.vocab_size:
+                raise UsageError(
+                    f"beams={config.beams} is over the model's {target.model.vocab_size} symbols; "
+                    "a prompt has no more first tokens."
+                )
+            beams = Beams(
+                width=config.beams,
+                max_new_tokens=config.sampling.max_new_tokens,
+                length_penalty=config.length_penalty,
+            )
+            job = job._replace(num_samples=config.beams, beams=beams)
         (write if config.out else show)(config, job, requests)
 
 
@@ -180,13 +230,15 @@ def make_draft(config: Config, target: Saved) -> tuple[Draft, PyTree]:
     Raises:
       UsageError: It is a model of other tokens.
     """
-    length = (config.draft_length,) if config.draft_length else ()
+    length = config.draft_length
     if config.draft == "lookahead":
-        return (LookaheadDraft(ngram=config.draft_length + 1) if length else LookaheadDraft()), None
+        return (LookaheadDraft(ngram=length + 1) if length else LookaheadDraft()), None
+    options = {}
+    if length:
+        options["length"] = length
     if config.draft != "model":
-        return {"none": NoDraft, "copy": CopyDraft, "jacobi": JacobiDraft}[config.draft](
-            *length
-        ), None
+        kinds = {"none": NoDraft, "copy": CopyDraft, "jacobi": JacobiDraft}
+        return kinds[config.draft](**options), None
     small = load(config.draft_run, config, "draft_run")
     if (
         small.tokenizer.identity != target.tokenizer.identity
@@ -197,7 +249,7 @@ def make_draft(config: Config, target: Saved) -> tuple[Draft, PyTree]:
             f"{small.tokenizer.identity[:16]}, and the model {target.model.vocab_size} of "
             f"{target.tokenizer.identity[:16]}; give a draft of the same tokens."
         )
-    return ModelDraft(Decoder(small.model), *length), small.params
+    return ModelDraft(model=Decoder(small.model), **options), small.params
 
 
 def told(config: Config, job: Job) -> dict[str, Any]:
@@ -212,6 +264,8 @@ def told(config: Config, job: Job) -> dict[str, Any]:
         "dtype": job.target.model.dtype,
     }
     flat |= {"weights": fingerprint(job.target.params), "tokenizer": job.target.tokenizer.identity}
+    if config.beams:
+        flat |= {"beams": config.beams, "length_penalty": config.length_penalty}
     if config.rule == "rejection":  # by the other rule no draft changes a token
         flat |= {"draft": config.draft, "draft_length": config.draft_length}
         flat |= {"draft_run": fingerprint(job.draft_params) if job.draft_params is not None else ""}

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpar.fields import AtLeast, check_fields, field
+from jaxpar.fields import AtLeast, check_fields, field, replace_nested
 from jaxpar.io import Checkpoints, plot_loss
 from jaxpar.lm import (
     AdapterConfig,
@@ -195,14 +195,23 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
     config = with_vocabulary(config, corpus.tokenizer, is_given=start is not None)
     config = with_solver(config, folder)
     teacher, given = _teacher(config, corpus.tokenizer)
-    trainer, data, length = make_trainer(config, teacher), config.data, config.train
+    trainer = make_trainer(config, teacher)
+    data = config.data
+    length = config.train
     windows = training_batches(mixed, data, config.seed)
+    fit = Fit(
+        num_steps=length.steps,
+        chunk=1,
+        eval_every=length.eval_every,
+        save_every=length.save_every,
+        profile=length.profile,
+    )
     run = Run(
-        config,
-        folder,
-        Fit(length.steps, 1, length.eval_every, length.save_every, length.profile),
-        dict(description="training", tokens_per_step=data.batch_size * data.seq_len),
-        functools.partial(_tell_start, config, folder, corpus, trainer),
+        config=config,
+        folder=folder,
+        fit=fit,
+        progress=dict(description="training", tokens_per_step=data.batch_size * data.seq_len),
+        tell_start=functools.partial(_tell_start, config, folder, corpus, trainer),
         checkpoints=dict(
             where=checkpoint_folder(config, folder) if config.checkpoints else "",
             keep=length.keep,
@@ -222,15 +231,16 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
 
 
 def with_solver(config: Config, folder: pathlib.Path) -> Config:
-    """Returns the configuration with the method that `model.solver=auto` takes in this folder and on this machine."""
+    """Returns the configuration with the method that `auto` takes in this folder and on this machine."""
     mixers = jax.tree.leaves(mixers_of(config.model))
     cells = [mixer.cell for mixer in mixers if isinstance(mixer, Recurrent)]
-    if config.model.solver != "auto" or not cells:
+    if config.model.execution.solver != "auto" or not cells:
         return config
     name = method_to_keep(
-        folder, Config, "model.solver", cells, config.data.batch_size, config.data.seq_len
+        folder, Config, "model.execution.solver", cells, config.data.batch_size, config.data.seq_len
     )
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, solver=name))
+    model = replace_nested(config.model, {"execution.solver": name})
+    return dataclasses.replace(config, model=model)
 
 
 def _on_from(config: Config, start: pathlib.Path, folder: pathlib.Path) -> tuple[Config, Tokenizer]:
@@ -342,9 +352,16 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer, is_given: bool = False
 def make_trainer(config: Config, teacher: LMConfig | None = None) -> Trainer | AdapterTrainer:
     """Returns the algorithm, after checking that its state and batch can be laid out on the ambient mesh."""
     schedule, parts, flag = make_schedule(config, config.model, config.train.accumulate)
-    counts = config.train.steps, parts, config.train.max_skipped
     trainer = Trainer(
-        config.model, config.optimizer, *counts, schedule, config.tuning, config.objective, teacher
+        model=config.model,
+        optimizer=config.optimizer,
+        num_steps=config.train.steps,
+        accumulate=parts,
+        max_skipped=config.train.max_skipped,
+        schedule=schedule,
+        tuning=config.tuning,
+        objective=config.objective,
+        teacher=teacher,
     )
     if config.adapter.kind != "none":
         if config.pipeline != "none":
@@ -352,13 +369,15 @@ def make_trainer(config: Config, teacher: LMConfig | None = None) -> Trainer | A
                 f"adapter.kind={config.adapter.kind} has no pipeline={config.pipeline}; leave one out."
             )
         trainer = AdapterTrainer(
-            config.model,
-            config.adapter,
-            config.optimizer,
-            *counts,
-            config.tuning,
-            config.objective,
-            teacher,
+            model=config.model,
+            adapter=config.adapter,
+            optimizer=config.optimizer,
+            num_steps=config.train.steps,
+            accumulate=parts,
+            max_skipped=config.train.max_skipped,
+            tuning=config.tuning,
+            objective=config.objective,
+            teacher=teacher,
         )
     refuse_idle("a language model", (trainer.axes(), LM_AXES))
     named_shardings(jax.eval_shape(lambda: trainer.init(jax.random.key(0))), trainer.axes())
@@ -490,10 +509,16 @@ def _tell_end(config: Config, folder: pathlib.Path, corpus: Corpus, result: FitR
         plot.parent.mkdir(exist_ok=True)
         plot_loss(folder / "metrics.jsonl", plot, title=folder.name)
     plots = {"loss plot": plot}
-    if config.model.num_experts:
+    if config.model.experts.num_experts:
         plots["experts"] = plot.with_name("experts.png")
         data = config.data
-        rows = Windows(corpus.validation, data.seq_len, data.batch_size, config.seed + 1, data.pack)
+        rows = Windows(
+            tokens=corpus.validation,
+            seq_len=data.seq_len,
+            batch_size=data.batch_size,
+            seed=config.seed + 1,
+            pack=data.pack,
+        )
         batch = place(config, functools.partial(rows, 0))
         expert_loads.draw(
             config.model,

@@ -155,24 +155,36 @@ def make_search(config: Config) -> tuple[Neat, PyTree]:
     problem: Any
     if config.task in TABLES:
         inputs: Any = TABLES[config.task]()
-        ends = inputs["inputs"].shape[1], inputs["targets"].shape[1]
+        num_inputs = inputs["inputs"].shape[1]
+        num_outputs = inputs["targets"].shape[1]
         is_curve = config.task == "regression"
         problem = Table("squared", tolerance=0.1) if is_curve else Table("paper", tolerance=0.5)
     elif config.task == EXAMINED and np.isinf(config.goal):
         problem, inputs = _examined(config)
-        ends = io_sizes(problem.env, inputs.params, constant=True)
+        num_inputs, num_outputs = io_sizes(problem.env, inputs.params, constant=True)
     else:
         env, inputs = _environment(config)
         goal = GOALS.get(config.task, float("inf")) if np.isinf(config.goal) else config.goal
         steps = config.max_steps or STEPS.get(config.task, 100_000)
-        ends = io_sizes(env, inputs, constant=True)
-        problem = Episodes(env, goal, config.episodes, max_steps=steps)
+        num_inputs, num_outputs = io_sizes(env, inputs, constant=True)
+        problem = Episodes(env=env, goal=goal, episodes=config.episodes, max_steps=steps)
     rates = (CANONICAL if config.mode == "canonical" else FAST).replace(**config.rates)
     sizes = NeatConfig(
-        *ends, config.population, config.max_nodes, config.max_conns, config.max_species, config.mode, config.kind,
-        activations=tuple(config.activations) or None, aggregations=tuple(config.aggregations), rates=rates,
-        widths=(config.max_nodes,) if config.num_seeds > 1 else (),  # a batch would compute every width
-    )  # fmt: skip
+        num_inputs=num_inputs,
+        num_outputs=num_outputs,
+        population=config.population,
+        max_nodes=config.max_nodes,
+        max_conns=config.max_conns,
+        max_species=config.max_species,
+        mode=config.mode,
+        kind=config.kind,
+        activations=tuple(config.activations) or None,
+        aggregations=tuple(config.aggregations),
+        rates=rates,
+        widths=(config.max_nodes,)
+        if config.num_seeds > 1
+        else (),  # a batch would compute every width
+    )
     return Neat(sizes, problem), inputs
 
 
@@ -280,12 +292,20 @@ def search(config: Config, folder: pathlib.Path) -> FitResult:
         )
         say(f"search     {config.mode}, {config.kind}, population {config.population:,}")
 
+    fit = Fit(
+        num_steps=length.steps,
+        chunk=length.chunk,
+        save_every=length.save_every,
+        until_done=True,
+    )
     run = Run(
-        config,
-        folder,
-        Fit(length.steps, length.chunk, save_every=length.save_every, until_done=True),
-        dict(description="evolving", unit="generation", shown=("best", "species", "nodes")),
-        tell_start,
+        config=config,
+        folder=folder,
+        fit=fit,
+        progress=dict(
+            description="evolving", unit="generation", shown=("best", "species", "nodes")
+        ),
+        tell_start=tell_start,
         renamed=RENAMED,
     )
     result = train(neat, lambda _: inputs, run)

@@ -91,8 +91,13 @@ class Config(runner.RunConfig):
 
     def costs(self, chunks: int) -> TaskCosts:
         """Returns the time of a task, with so many groups of layers on each device."""
-        share = [each / chunks for each in (self.forward, self.backward, self.weights)]
-        return TaskCosts(*share, S=self.softmax, T=self.rows)
+        return TaskCosts(
+            F=self.forward / chunks,
+            B=self.backward / chunks,
+            W=self.weights / chunks,
+            S=self.softmax,
+            T=self.rows,
+        )
 
     def schedule(self, name: str) -> Schedule:
         """Returns a schedule by its name."""

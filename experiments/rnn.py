@@ -32,7 +32,6 @@ from jaxpar.nn import Mixer, Mlp, SequenceNetwork, SequenceTrainer, Stack
 from jaxpar.nn.cells import ConvEmbedding, StackNetwork, solver
 from jaxpar.nn.mixers import (
     CELLS,
-    GATES,
     LAYERS,
     BlockRecurrent,
     Hgrn,
@@ -197,12 +196,18 @@ def learn(
 ) -> FitResult:
     """Trains any network on any task, in `folder`, by `config.train`; `sizes` are lines to be told at the start."""
     length = config.train
+    fit = Fit(
+        num_steps=length.steps,
+        chunk=1,
+        eval_every=length.eval_every,
+        save_every=length.save_every,
+    )
     run = Run(
-        config,
-        folder,
-        Fit(length.steps, 1, length.eval_every, length.save_every),
-        dict(description="training", tokens_per_step=config.data.batch_size * task.length),
-        functools.partial(_tell_start, folder, trainer, sizes),
+        config=config,
+        folder=folder,
+        fit=fit,
+        progress=dict(description="training", tokens_per_step=config.data.batch_size * task.length),
+        tell_start=functools.partial(_tell_start, folder, trainer, sizes),
         checkpoints=dict(keep=length.keep),
         evaluate=make_evaluate(trainer, task),
         check=_check,
@@ -251,33 +256,65 @@ def _mixer(model: ModelConfig) -> Mixer:
         return Hgrn(model.size)
     if "lmu" in model.cell:
         return Lmu(
-            model.size,
-            model.heads,
-            model.memory,
-            model.theta,
+            units=model.size,
+            channels=model.heads,
+            memory=model.memory,
+            theta=model.theta,
             spiking=model.cell.startswith("spiking"),
         )
     if model.size % model.heads:
         raise UsageError(f"model.size={model.size} is no multiple of model.heads={model.heads}.")
-    sizes = model.heads, model.size // model.heads, max(1, round(model.theta))
+    head_dim = model.size // model.heads
+    window = max(1, round(model.theta))
     if model.cell == "tcnca":
-        return Tcnca(*sizes)
-    return BlockRecurrent(*sizes, model.memory, GATES[model.cell.endswith("lstm")])
+        return Tcnca(num_heads=model.heads, head_dim=head_dim, chunk=window)
+    return BlockRecurrent(
+        num_heads=model.heads,
+        head_dim=head_dim,
+        window=window,
+        num_states=model.memory,
+        gate="lstm" if model.cell.endswith("lstm") else "fixed",
+    )
 
 
 def _network(model: ModelConfig, task: Task) -> SequenceNetwork | StackNetwork:
     if model.cell not in STACKED:
-        return SequenceNetwork(task.inputs, task.outputs, model.cell, model.size, model.layers, model.heads,
-                               solver(model.method, model.window), task.classes)  # fmt: skip
-    spiking, former = model.cell.startswith("spiking"), model.cell.endswith("lmuformer")
-    layers, mixers, mlp = model.layers, _mixer(model), None
+        return SequenceNetwork(
+            inputs=task.inputs,
+            outputs=task.outputs,
+            cell=model.cell,
+            size=model.size,
+            layers=model.layers,
+            heads=model.heads,
+            method=solver(model.method, model.window),
+            classes=task.classes,
+        )
+    spiking = model.cell.startswith("spiking")
+    former = model.cell.endswith("lmuformer")
+    layers = model.layers
+    mixers = _mixer(model)
+    mlp = None
     if spiking and former:  # an mlp that spikes has a state, and is a mixer
-        layers, mixers = 2 * layers, (mixers, SpikingMlp(model.mlp))
+        layers = 2 * layers
+        mixers = (mixers, SpikingMlp(model.mlp))
     else:
-        mlp = Mlp(model.mlp, "gelu")
-    stack = Stack(layers, model.width, mixers, mlp, init_std=model.width**-0.5, dtype="float32")
+        mlp = Mlp(model.mlp, activation="gelu")
+    stack = Stack(
+        num_layers=layers,
+        embed_dim=model.width,
+        mixer=mixers,
+        mlp=mlp,
+        init_std=model.width**-0.5,
+        dtype="float32",
+    )
     embedding = ConvEmbedding(model.width, spiking=spiking) if former else None
-    return StackNetwork(stack, task.inputs, task.outputs, task.classes, embedding)
+    return StackNetwork(
+        stack=stack,
+        inputs=task.inputs,
+        outputs=task.outputs,
+        classes=task.classes,
+        embedding=embedding,
+    )
 
 
 def check_layout(job: str, trainer: SequenceTrainer, batch_size: int, *names: str) -> None:

@@ -27,7 +27,15 @@ from rich.table import Table
 from jaxpar.aot import topology
 from jaxpar.fields import AtLeast, Between, field
 from jaxpar.io import plot_layouts
-from jaxpar.lm import LMConfig, OptimizerConfig, axes, stages
+from jaxpar.lm import (
+    AttentionConfig,
+    LMConfig,
+    LossesConfig,
+    MlpConfig,
+    OptimizerConfig,
+    axes,
+)
+from jaxpar.lm.stages import stages
 from jaxpar.lm.text import DataConfig
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, use_mesh
 from jaxpar.pipeline import PIPELINES
@@ -76,11 +84,10 @@ class Config(runner.RunConfig):
         vocab_size=128,
         num_layers=4,
         embed_dim=32,
-        mlp_dim=64,
-        num_heads=4,
-        num_kv_heads=2,
         dropout=0.1,
-        z_loss=1e-3,
+        attention=AttentionConfig(num_heads=4, num_kv_heads=2),
+        mlp=MlpConfig(dim=64),
+        losses=LossesConfig(z_loss=1e-3),
     )
     num_experts: int = field(4, AtLeast(0))
     data: DataConfig = DataConfig(batch_size=16, seq_len=16)
@@ -217,7 +224,7 @@ def nested(num_devices: int) -> list[Layout]:
 
 def with_experts(config: Config, num_devices: int) -> list[Layout]:
     """Returns every mesh that splits experts, if a model has any."""
-    if not expert_model(config).num_experts:
+    if not expert_model(config).experts.num_experts:
         return []
     rows = every_layout(num_devices, ("data", "fsdp", "expert", "tensor", "context"))
     return [row for row in rows if row.mesh.expert > 1]

@@ -18,8 +18,8 @@ import math
 import numbers
 import types
 import typing
-from collections.abc import Iterable
-from typing import Any, cast
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -36,7 +36,13 @@ __all__ = [
     "check_fields",
     "check_value",
     "field",
+    "leaf_fields",
+    "make_nested",
+    "replace_nested",
 ]
+
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +176,67 @@ def check_value(name: str, value: object, legal: Between | OneOf, kind: type = f
     reason = _why(value, legal, {kind})
     if reason:
         raise UsageError(f"{name}={value!r} {reason}.")
+
+
+def leaf_fields(config: object, where: str = "") -> Iterator[tuple[str, dataclasses.Field, object]]:
+    """Yields the path, the declaration and the value of each field, those of nested dataclasses one by one.
+
+    A path has a dot for each level: `attention.num_heads`.
+    """
+    for declared in dataclasses.fields(cast(Any, config)):
+        value = getattr(config, declared.name)
+        path = where + declared.name
+        if dataclasses.is_dataclass(value):
+            yield from leaf_fields(value, f"{path}.")
+        else:
+            yield path, declared, value
+
+
+def make_nested(kind: type[T], values: Mapping[str, object]) -> T:
+    """Returns a configuration from the values of fields by their paths, such as `attention.num_heads`.
+
+    Fields that are not named have their defaults. Each nested configuration is made once, so that
+    what relates several fields is checked with all of them in place.
+
+    Raises:
+      UsageError: A path names no field, or a value is not legal.
+    """
+    own, nested = _by_group(kind.__name__, dataclasses.fields(cast(Any, kind)), values)
+    for group, changes in nested.items():
+        declared = next(x for x in dataclasses.fields(cast(Any, kind)) if x.name == group)
+        own[group] = replace_nested(own.get(group, declared.default), changes)
+    return kind(**own)
+
+
+def replace_nested(config: T, values: Mapping[str, object]) -> T:
+    """Returns a configuration with other values of the fields that paths name, as `dataclasses.replace` does.
+
+    Raises:
+      UsageError: A path names no field, or a value is not legal.
+    """
+    fields = dataclasses.fields(cast(Any, config))
+    own, nested = _by_group(type(config).__name__, fields, values)
+    for group, changes in nested.items():
+        own[group] = replace_nested(own.get(group, getattr(config, group)), changes)
+    return dataclasses.replace(cast(Any, config), **own)
+
+
+def _by_group(
+    owner: str, fields: Iterable[dataclasses.Field], values: Mapping[str, object]
+) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
+    """Returns the values of own fields, and those of each nested configuration."""
+    names = [declared.name for declared in fields]
+    own: dict[str, object] = {}
+    nested: dict[str, dict[str, object]] = {}
+    for path, value in values.items():
+        group, _, rest = path.partition(".")
+        if group not in names:
+            raise UsageError(f"{owner} has no field {group!r}; legal are {', '.join(names)}.")
+        if rest:
+            nested.setdefault(group, {})[rest] = value
+        else:
+            own[group] = value
+    return own, nested
 
 
 def _objection(value: object, legal: Legal, declared: dataclasses.Field) -> str:

@@ -16,7 +16,8 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SMALL = (
-    "model.num_layers=1 model.embed_dim=32 model.num_heads=2 model.num_kv_heads=2 model.mlp_dim=64"
+    "model.num_layers=1 model.embed_dim=32 model.attention.num_heads=2 "
+    "model.attention.num_kv_heads=2 model.mlp.dim=64"
 )
 COMMANDS = (
     f"lm data.path=words.txt data.seq_len=16 data.batch_size=8 train.steps=4 train.eval_batches=1 {SMALL}",

@@ -10,6 +10,7 @@ from ranges_of_fields import (
     POSITIVE,
     SEED,
     SHARE,
+    SIGNED,
     UNBOUNDED,
     UNDER_1,
 )
@@ -128,12 +129,14 @@ EXPERIMENTS = {
         "std": ((-1, 11), (0, 10)),
     },
     own.Config: {"width": ((3,), (4,)), "layers batch_size": COUNT, "learning_rate": POSITIVE},
-    pomdp.Config: {"episodes max_steps at_once": COUNT, "budget_s": FRACTION_FROM_0},
+    pomdp.Config: {"episodes max_steps at_once trees": COUNT, "budget_s": FRACTION_FROM_0},
     env.Config: {"num_envs num_steps frames": COUNT},
     generate.Config: {
         "num_samples": ((0, 1025), (1, 1024)),
         "batch_size": ((0, 4097), (1, 4096)),
         "draft_length": ((-1, 65), (0, 64)),
+        "beams": ((-1, 1025), (0, 1024)),
+        "length_penalty": SIGNED,
     },
     pipeline.Config: {
         "devices microbatches chunks": COUNT,

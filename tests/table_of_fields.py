@@ -24,10 +24,12 @@ from jaxpar.decode import (
     Beams,
     BlockTopK,
     CopyDraft,
+    Decoding,
     HeavyHitters,
     JacobiDraft,
     LookaheadDraft,
     ModelDraft,
+    ModelSizes,
     Sampling,
     SinksAndWindow,
 )
@@ -41,8 +43,18 @@ from jaxpar.life import Jitter, Laws, Lstm, Reflex, World
 from jaxpar.lm import (
     AdapterConfig,
     AdapterTrainer,
+    AttentionConfig,
+    EmbeddingConfig,
+    ExecutionConfig,
+    ExpertsConfig,
     LMConfig,
+    LossesConfig,
+    MixerConfig,
+    MlpConfig,
+    NormConfig,
     ObjectiveConfig,
+    ResidualConfig,
+    RopeConfig,
     Trainer,
     TuningConfig,
 )
@@ -52,7 +64,7 @@ from jaxpar.loop import Fit
 from jaxpar.mesh import MeshSpec
 from jaxpar.neat import NeatConfig
 from jaxpar.neat.config import Rates
-from jaxpar.neat.episodes import Episodes, GeneralizationTest
+from jaxpar.neat.episodes import Episodes, GeneralizationTest, PlayOptions
 from jaxpar.neat.hyper import Substrate, SubstrateTable
 from jaxpar.neat.problems import Table
 from jaxpar.neat.quadtree import Quadtree
@@ -85,7 +97,7 @@ from jaxpar.nn.position import Rope
 from jaxpar.nn.stack import Stack
 from jaxpar.optim import Optimizer, OptimizerConfig
 from jaxpar.pipeline import Pipelined, TaskCosts
-from jaxpar.pomdp import Despot, ParticleBelief, Pft, Pomcp, RootParallel, Vopp
+from jaxpar.pomdp import Despot, ParticleBelief, Pft, Pomcp, RootParallel, Trials, Vopp
 from jaxpar.pomdp.planners import tree
 from jaxpar.pomdp.planners.leaves import RolloutValues
 from jaxpar.rl import (
@@ -174,19 +186,35 @@ TABLE = {
         "ladder_from": LEAST_0,
     },
     LMConfig: {
-        "vocab_size max_seq_len num_layers embed_dim num_heads rope_original_len loss_chunk": COUNT,
-        "num_kv_heads head_dim mlp_dim mixer_dim mixer_key_dim ladder_from": LEAST_0,
-        "num_experts shared_experts capacity_group windows": LEAST_0,
-        "norm_eps rope_theta init_std rope_low_freq_factor rope_high_freq_factor": POSITIVE,
-        "rope_factor": FACTOR,
+        "vocab_size max_seq_len num_layers embed_dim": COUNT,
+        "init_std": POSITIVE,
         "dropout": UNDER_1,
-        "expert_failures": SHARE,
-        "experts_per_token mixer_chunk mixer_groups mixer_window mixer_states": COUNT,
-        "capacity": POSITIVE,
-        "z_loss balance_loss router_z_loss router_bias": FRACTION_FROM_0,
-        "score_cap score_dim logit_cap rope_theta_local": FRACTION_FROM_0,
-        "rope_share": OVER_0,
     },
+    EmbeddingConfig: {"logit_cap": FRACTION_FROM_0},
+    AttentionConfig: {
+        "num_heads": COUNT,
+        "num_kv_heads head_dim windows": LEAST_0,
+        "score_cap score_dim": FRACTION_FROM_0,
+    },
+    MixerConfig: {"dim key_dim": LEAST_0, "groups window states": COUNT},
+    MlpConfig: {"dim": LEAST_0},
+    ExpertsConfig: {
+        "num_experts shared capacity_group": LEAST_0,
+        "experts_per_token": COUNT,
+        "capacity": POSITIVE,
+        "failures": SHARE,
+    },
+    NormConfig: {"eps": POSITIVE},
+    RopeConfig: {
+        "theta low_freq_factor high_freq_factor": POSITIVE,
+        "theta_local": FRACTION_FROM_0,
+        "factor": FACTOR,
+        "original_len": COUNT,
+        "share": OVER_0,
+    },
+    ResidualConfig: {"ladder_from": LEAST_0},
+    LossesConfig: {"z_loss balance_loss router_z_loss router_bias": FRACTION_FROM_0},
+    ExecutionConfig: {"loss_chunk mixer_chunk": COUNT},
     ObjectiveConfig: {"label_smoothing": UNDER_1, "distil": OVER_0, "temperature beta": POSITIVE},
     TuningConfig: {"layer_decay": OVER_0, "ema": UNDER_1},
     AdapterConfig: {"rank": LEAST_0, "alpha": POSITIVE, "dropout": UNDER_1},
@@ -211,6 +239,8 @@ TABLE = {
         "presence_penalty frequency_penalty": SIGNED,
         "stop_token": LEAST_MINUS_1,
     },
+    Decoding: {"num_samples block chunk": COUNT},
+    ModelSizes: {"num_params num_layers num_heads num_kv_heads head_dim itemsize": COUNT},
     Beams: {"width max_new_tokens": COUNT, "length_penalty": SIGNED},
     BlockTopK: {"blocks": ((1,), (2,))},
     HeavyHitters: {
@@ -249,6 +279,7 @@ TABLE = {
         "output_range": SIGNED,
     },
     GeneralizationTest: {"long_steps short_steps": COUNT, "needed": LEAST_0},
+    PlayOptions: {"output_range": SIGNED},
     Substrate: {"threshold": FRACTION_FROM_0, "largest": POSITIVE},
     SubstrateTable: {"tolerance": FRACTION_FROM_0},
     Table: {"tolerance": FRACTION_FROM_0},
@@ -290,6 +321,7 @@ TABLE = {
     },
     RolloutValues: {"length": COUNT},
     RootParallel: {"trees": COUNT},
+    Trials: {"num_paths depth": COUNT},
     tree.DenseChildren: {"num_observations": COUNT},
     tree.HashedChildren: {"probes": COUNT},
     Vopp: {
@@ -422,8 +454,9 @@ RESULTS = {
     "io.layers.LeafSource", "lower.lookback.KernelSource", "lower.lookback.Tile",
     "pipeline.ops.Schedule", "pipeline.pack.TickTable", "pipeline.timing.Timing",
     "experimental.product_chain.ChainPlacement", "aot.placement.ConversionStep",
-    "pomdp.exact.solver.Exact", "pomdp.planners.outline.Branch", "pomdp.planners.particle_search.ParticleTreeSearch",
-    "pomdp.planners.tree_search.TreeSearch", "solve.carries.Division",
+    "pomdp.exact.solver.Exact", "pomdp.model.Model", "pomdp.planners.outline.Branch",
+    "pomdp.planners.particle_search.ParticleTreeSearch", "pomdp.planners.tree_search.TreeSearch",
+    "solve.carries.Division",
     "solve.blindness.Entry", "solve.carries.Loop", "solve.default.CostModel",
     "solve.problem.Problem", "solve.program.Recurrence", "solve.structure.Structure",
     "solve.solution.Solve", "aot.verify.judge.Limits", "estimate.Candidate", "pomdp.Results",
@@ -435,5 +468,6 @@ BY_HAND = {
     (Despot, "default"),
     (ImageClassifier, "shape"),
     (FramePredictor, "shape"),
+    (Decoding, "stop_tokens"),
 }
-"""Numbers whose range another field or the environment gives: an action, sizes that a patch divides, or three sides."""
+"""Numbers whose range something else gives: an action, sizes that a patch divides, sides, tokens of a model."""

@@ -33,6 +33,7 @@ from experiments.papers import moving_digits, pipelined_speculation
 from experiments.papers import step_speculation as steps
 from jaxpar.aot.placement import Broadcast, Partial, Split, conversion
 from jaxpar.experimental.product_chain import MATMUL_PLACEMENTS
+from jaxpar.fields import leaf_fields
 from jaxpar.lm import LMConfig
 from jaxpar.lm.text.data import DataConfig
 from jaxpar.mesh import RULES, MeshSpec, make_mesh, rules_from, use_mesh
@@ -174,7 +175,7 @@ def test_entries_of_a_line_on_the_decoding_page_are_those_of_the_command():
         for row in table(ROOT / "docs" / "decoding.md", "entry")
         for name in re.findall(r"`(\w+)`", row[0])
     ]
-    source = (ROOT / "experiments" / "_batches.py").read_text().split("def _line(")[1]
+    source = (ROOT / "experiments/app/lm/prompt_batches.py").read_text().split("def _line(")[1]
     assert sorted(written) == sorted(re.findall(r'^        "(\w+)": ', source, re.MULTILINE))
 
 
@@ -394,9 +395,8 @@ def test_products_of_the_placements_page_are_those_of_the_planner():
 
 
 def test_notation_names_fields_that_exist():
-    known = set(LMConfig.__dataclass_fields__) | {
-        f"data.{name}" for name in DataConfig.__dataclass_fields__
-    }
+    known = {path for path, _, _ in leaf_fields(LMConfig())}
+    known |= {f"data.{name}" for name in DataConfig.__dataclass_fields__}
     for row in table(ROOT / "docs" / "notation.md", "letter"):
         assert set(re.findall(r"`([\w.]+)`", row[2])) - {"max_new_tokens"} <= known
         assert set(re.findall(r"`(\w+)`", row[3])) <= RULES.keys()

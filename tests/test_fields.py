@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from lm_configs import lm_config
 from ranges_of_fields import INF, NAN
 from table_of_fields import BY_HAND, RESULTS, TABLE
 
@@ -18,7 +19,7 @@ import envs
 import experiments
 import jaxpar
 from jaxpar.aot.placement import Split
-from jaxpar.decode import ModelDraft
+from jaxpar.decode import ModelDraft, ModelSizes
 from jaxpar.env.picture import Animation
 from jaxpar.experimental.attention_experts import AttentionExperts
 from jaxpar.experimental.autoregressive import Made, PixelCnn
@@ -27,7 +28,7 @@ from jaxpar.experimental.pseudo_tokens import HiddenTransfer, PromptTokens
 from jaxpar.experimental.trained_drafts import DraftTrainer
 from jaxpar.fields import AtLeast, Between, Each, Finite, OneOf, Positive, check_fields, field
 from jaxpar.io import Checkpoints
-from jaxpar.lm import AdapterConfig, AdapterTrainer, LMConfig, Trainer
+from jaxpar.lm import AdapterConfig, AdapterTrainer, Trainer
 from jaxpar.lm.text.corpus import Tokens
 from jaxpar.lm.text.data import Windows
 from jaxpar.loop import Fit
@@ -86,6 +87,7 @@ from jaxpar.rl.action_values import ActionValues
 from jaxpar.rl.dqn import DqnRates
 from jaxpar.rl.ppo import PpoRates
 from jaxpar.rl.pqn import PqnRates
+from jaxpar.rl.replay import ReplayFields
 from jaxpar.rl.sac import SacRates
 from jaxpar.rl.td3 import Td3Rates
 from jaxpar.solve import structure
@@ -96,39 +98,48 @@ def is_number(value):
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+PARTS = {ReplayFields}
+"""Bases that are no configurations by themselves: their fields are those of the classes below."""
+
+
 def own_numbers(cls):
-    """The fields that a class itself adds and in which there are numbers."""
+    """The fields that a class adds, itself or by a base in `PARTS`, and in which there are numbers."""
+    added = {
+        name
+        for kind in (cls, *PARTS.intersection(cls.__mro__))
+        for name in kind.__dict__.get("__annotations__", {})
+    }
     for declared in dataclasses.fields(cls):
         parts = () if typing.get_origin(declared.type) is dict else typing.get_args(declared.type)
         types = [kind for kind in (declared.type, *parts) if kind in (int, float)]
         swept = declared.type is typing.Any and is_number(declared.default)
         legal = declared.metadata.get("legal")
         ranged = isinstance(legal.legal if isinstance(legal, Each) else legal, Between)
-        if declared.name in cls.__dict__.get("__annotations__", {}) and (types or swept or ranged):
+        if declared.name in added and (types or swept or ranged):
             yield declared.name
+
+
+def is_configuration(package, module, name, cls):
+    """True where a name of a module is a public frozen dataclass of its own, with numbers, that is no result."""
+    if not (inspect.isclass(cls) and dataclasses.is_dataclass(cls) and cls.__module__ == module):
+        return False
+    if package is envs and hasattr(cls, "_flax_dataclass"):
+        # Parameters, which are traced; flags that change them are checked where they are read.
+        return False
+    is_known = f"{module.partition('.')[2]}.{name}" in RESULTS or name.startswith("_")
+    if is_known or cls in PARTS or not cls.__dataclass_params__.frozen:
+        return False
+    return any(True for _ in own_numbers(cls))
 
 
 def configurations():
     """Every public frozen dataclass with numbers of its own in the library and its experiments."""
     for package in (jaxpar, envs, experiments):
         for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-            parts = module.name.split(".")
-            if package is jaxpar and any(part.startswith("_") for part in parts):
+            if package is jaxpar and "._" in module.name:
                 continue
             for name, cls in vars(importlib.import_module(module.name)).items():
-                if (
-                    not (inspect.isclass(cls) and dataclasses.is_dataclass(cls))
-                    or cls.__module__ != module.name
-                ):
-                    continue
-                if package is envs and hasattr(cls, "_flax_dataclass"):
-                    continue  # parameters, which are traced; flags that change them are checked where they are read
-                known = f"{'.'.join(parts[1:])}.{name}" in RESULTS or name.startswith("_")
-                if (
-                    cls.__dataclass_params__.frozen
-                    and not known
-                    and any(True for _ in own_numbers(cls))
-                ):
+                if is_configuration(package, module.name, name, cls):
                     yield cls
 
 
@@ -155,10 +166,11 @@ PLANE = ((0.0, 0.0),)
 BASIS = {
     Windows: (TOKENS, 8, 2, 0),
     ModelDraft: (None,),
+    ModelSizes: (9, 1, 1, 1, 1),
     HiddenTransfer: (0,),
-    AdapterTrainer: (LMConfig(), AdapterConfig("lora")),
-    DraftTrainer: (LMConfig(), PromptTokens()),
-    Trainer: (LMConfig(),),
+    AdapterTrainer: (lm_config(), AdapterConfig("lora")),
+    DraftTrainer: (lm_config(), PromptTokens()),
+    Trainer: (lm_config(),),
     Pipelined: (gpipe(1, 1),),
     Fit: (8,),
     NeatConfig: (2, 1),

@@ -12,7 +12,7 @@ import pytest
 import jaxpar
 
 ROOT = Path(__file__).parents[1]
-DOORS = ("jaxpar.aot.placement",)
+DOORS = ("jaxpar.aot.placement", "jaxpar.lm.stages")
 """Modules whose names are public though they are no package's."""
 
 
@@ -68,27 +68,25 @@ def is_module(name):
     return path.is_dir() or path.with_suffix(".py").is_file()
 
 
+def names_taken(path):
+    """Yields each name that a file imports from the library, with its module."""
+    elsewhere = ("jaxpar.envs", "jaxpar.commands", "jaxpar._renamed")
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom) or node.level:
+            continue
+        if node.module.startswith("jaxpar") and not node.module.startswith(elsewhere):
+            yield from ((node.module, alias.name) for alias in node.names if alias.name[:2] != "__")
+
+
 def test_commands_and_notebooks_import_public_names():
     """Those of single papers apart, which nobody imports."""
     files = [*(ROOT / "experiments").rglob("*.py"), *(ROOT / "notebooks").glob("*.py")]
     files = [path for path in files if path.parent != ROOT / "experiments" / "papers"]
     assert len(files) > 60
-    wrong = []
-    for path in sorted(files):
-        for node in ast.walk(ast.parse(path.read_text())):
-            module = getattr(node, "module", None) or ""
-            if (
-                not isinstance(node, ast.ImportFrom)
-                or node.level
-                or not module.startswith("jaxpar")
-            ):
-                continue
-            if module.startswith(("jaxpar.envs", "jaxpar.commands", "jaxpar._renamed")):
-                continue
-            names = public_names(module)
-            for alias in node.names:
-                if is_module(f"{module}.{alias.name}") or alias.name.startswith("__"):
-                    continue
-                if names is None or alias.name not in names:
-                    wrong.append(f"{path.relative_to(ROOT)}: {alias.name} of {module}")
+    wrong = [
+        f"{path.relative_to(ROOT)}: {name} of {module}"
+        for path in sorted(files)
+        for module, name in names_taken(path)
+        if not is_module(f"{module}.{name}") and name not in (public_names(module) or ())
+    ]
     assert not wrong, "\n".join(wrong)

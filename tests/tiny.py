@@ -18,14 +18,15 @@ import functools
 import jax
 import numpy as np
 from fast import jit, noisy_params
+from lm_configs import lm_config, with_fields
 
-from jaxpar.lm import LMConfig, apply, loss
+from jaxpar.lm import apply, loss
 from jaxpar.lm.sample import extend
 
 VOCAB = 16
 BATCH, LENGTH = 2, 8
 
-LLAMA = LMConfig(
+LLAMA = lm_config(
     vocab_size=VOCAB,
     num_layers=2,
     embed_dim=16,
@@ -36,7 +37,7 @@ LLAMA = LMConfig(
     dtype="float32",
 )
 """RMS norms, rotary positions, grouped heads, gated MLPs."""
-GPT2 = dataclasses.replace(
+GPT2 = with_fields(
     LLAMA,
     num_kv_heads=0,
     norm="layer",
@@ -46,7 +47,7 @@ GPT2 = dataclasses.replace(
     max_seq_len=LENGTH,
 )
 """Layer norms, learned positions, biases: the fields that `LLAMA` leaves alone."""
-RECURRENT = dataclasses.replace(LLAMA, mixer="min_lstm")
+RECURRENT = with_fields(LLAMA, mixer="min_lstm")
 """A linear recurrence in place of attention."""
 
 

@@ -109,9 +109,16 @@ def milliseconds(call, spend_s: float, device: str) -> float:
 
 def measure(mixer, size: dict) -> dict:
     """Times a training step and a decode step."""
-    device, half = "cuda" if torch.cuda.is_available() else "cpu", size["dtype"] == "bfloat16"
-    names = ("embed_dim", "num_layers", "num_heads", "mlp_dim", "length")
-    model = Model(mixer, *(size[name] for name in names)).to(device)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    half = size["dtype"] == "bfloat16"
+    model = Model(
+        mixer,
+        embed_dim=size["embed_dim"],
+        num_layers=size["num_layers"],
+        num_heads=size["num_heads"],
+        mlp_dim=size["mlp_dim"],
+        length=size["length"],
+    ).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     compiled = torch.compile(model) if device == "cuda" else model
     data = torch.randint(0, VOCAB, (size["rows"], size["length"] + 1), device=device)

@@ -1,4 +1,4 @@
-"""What commands share: how they begin and end, where they write, what they print.
+"""Parts that commands share: their start and end, their folders, their output.
 
 | file | in -> out | called by |
 | --- | --- | --- |

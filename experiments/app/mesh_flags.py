@@ -18,6 +18,23 @@ LM_AXES = ("batch", "seq", "seq_layer")
 def parse_layout(text: str) -> Layout:
     """Reads data2.fsdp4, fsdp4.tensor2/zero2+sequence, or with stages and their schedule stage2.data4/zero2+zb_v."""
     mesh, _, name = text.partition("/")
+    spec = _parse_mesh(mesh, text)
+    parts = name.split("+") if name else []
+    schedules = [part for part in parts if part in PIPELINES]
+    if any(part not in (*LAYOUTS, *PIPELINES) for part in parts) or len(schedules) > 1:
+        legal = f"{', '.join(LAYOUTS)}; with stages one of {', '.join(PIPELINES)}"
+        raise UsageError(f"layout {text!r} has after the slash what is none of {legal}.")
+    if schedules and spec.stage == 1:
+        raise UsageError(
+            f"layout {text!r} has no stages for {schedules[0]}; legal are such as stage2.data4/zb_v."
+        )
+    changes = [part for part in parts if part not in PIPELINES]
+    schedule = schedules[0] if schedules else ""
+    return Layout(mesh=spec, name="+".join(changes) or "zero3", schedule=schedule)
+
+
+def _parse_mesh(mesh: str, text: str) -> MeshSpec:
+    """Reads the sizes of a mesh; `text` is the whole layout, for the sentence."""
     sizes = [re.fullmatch(r"([a-z]+)(\d+)", part) for part in mesh.split(".")]
     fields = {field.name for field in dataclasses.fields(MeshSpec)}
     names = [size[1] for size in sizes if size]
@@ -26,26 +43,17 @@ def parse_layout(text: str) -> Layout:
             f"layout {text!r} is unknown; legal are sizes such as data2.fsdp4, each once, "
             f"of {', '.join(sorted(fields))}."
         )
-    parts = [part for part in name.split("+") if name]
-    schedules = [part for part in parts if part in PIPELINES]
-    if any(part not in (*LAYOUTS, *PIPELINES) for part in parts) or len(schedules) > 1:
-        legal = f"{', '.join(LAYOUTS)}; with stages one of {', '.join(PIPELINES)}"
-        raise UsageError(f"layout {text!r} has after the slash what is none of {legal}.")
-    spec = MeshSpec(**{size[1]: int(size[2]) for size in sizes if size})
-    if schedules and spec.stage == 1:
-        raise UsageError(
-            f"layout {text!r} has no stages for {schedules[0]}; legal are such as stage2.data4/zb_v."
-        )
-    changes = [part for part in parts if part not in PIPELINES]
-    return Layout(spec, "+".join(changes) or "zero3", *schedules)
+    return MeshSpec(**{size[1]: int(size[2]) for size in sizes if size})
 
 
 def staged(layout: Layout) -> Layout:
     """Returns a layout with stages as a pipeline runs it: each stage holds its own layers; by 1f1b unless it says."""
     if layout.mesh.stage == 1:
         return layout
-    name = layout.name if "stages" in layout.name.split("+") else f"{layout.name}+stages"
-    return Layout(layout.mesh, name, layout.schedule or "1f1b")
+    name = layout.name
+    if "stages" not in name.split("+"):
+        name = f"{name}+stages"
+    return Layout(mesh=layout.mesh, name=name, schedule=layout.schedule or "1f1b")
 
 
 def refuse_idle(job: str, axes: PyTree) -> None:

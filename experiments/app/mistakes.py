@@ -4,8 +4,10 @@ import dataclasses
 import difflib
 import importlib
 import io
+import itertools
 import pathlib
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any, get_args, get_origin
 
@@ -72,6 +74,62 @@ def with_presets(name: str, flags: list[str]) -> list[str]:
     return [re.sub(r"^model=(?=[A-Za-z]\w*(,[A-Za-z]\w*)*$)", "preset=", flag) for flag in flags]
 
 
+def older_names(schema: type) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yields each part of a configuration whose fields had other names, and their paths by those."""
+    for part in dataclasses.fields(schema):
+        paths = getattr(part.type, "older_names", None)
+        if paths:
+            yield part.name, paths
+
+
+def with_newer_names(schema: type, flags: list[str]) -> list[str]:
+    """Returns flags with the names of today, and prints a note if one had an older name.
+
+    `model.mixer=gla` is `model.mixer.kind=gla`: `model.mixer` is a group now, whose values are in
+    braces.
+    """
+    paths = {
+        f"{part}.{older}": f"{part}.{path}"
+        for part, found in older_names(schema)
+        for older, path in found.items()
+    }
+    renamed = []
+    newer = []
+    for flag in flags:
+        name, equals, value = flag.partition("=")
+        prefix = "".join(itertools.takewhile(lambda character: character in "+~", name))
+        path = paths.get(name[len(prefix) :])
+        if equals and path and not value.startswith("{"):
+            renamed.append(f"{name} is now {path}")
+            flag = f"{prefix}{path}={value}"
+        newer.append(flag)
+    if renamed:
+        names = ", ".join(dict.fromkeys(renamed))
+        print(f"note: {names}; older names go with the first release.", file=sys.stderr)
+    return newer
+
+
+def with_newer_fields(schema: type, saved: Any) -> Any:
+    """Returns a saved configuration with its fields where they are today."""
+    if not isinstance(saved, dict):
+        return saved
+    newer = dict(saved)
+    for part, paths in older_names(schema):
+        fields = newer.get(part)
+        if not isinstance(fields, dict):
+            continue
+        newer[part] = {}
+        for name, value in fields.items():
+            group, dot, leaf = paths.get(name, "").partition(".")
+            if dot and not isinstance(value, dict):
+                newer[part].setdefault(group, {})[leaf] = value
+            elif isinstance(value, dict):
+                newer[part][name] = newer[part].get(name, {}) | value
+            else:
+                newer[part][name] = value
+    return newer
+
+
 def refuse_malformed(name: str, flags: list[str]) -> None:
     """Refuses flags such as =3, --seed=3 and preset=3, on which Hydra breaks or which it answers with its own flags."""
     for flag in flags:
@@ -101,7 +159,7 @@ def sentence_of(error: BaseException, schema: type | None = None) -> str:
         return f"{file} cannot be opened or written: {error.strerror or error}{hint}."
     for link in causes_of(error):
         if isinstance(link, UsageError):
-            return str(link)
+            return _by_newer_names(str(link), schema)
     if isinstance(error, OverrideParseException):
         return (
             f"flag {error.override!r} cannot be read; flags are name=value, such as seed=3, and a value with brackets, "
@@ -136,6 +194,16 @@ def sentence_of(error: BaseException, schema: type | None = None) -> str:
         return f"{several[1]} has several values; -m at the end makes a run of each."
     first = [str(link).strip().splitlines()[0] for link in causes_of(error) if str(link).strip()]
     return ": ".join(dict.fromkeys([first[0], first[-1]]))
+
+
+def _by_newer_names(text: str, schema: type | None) -> str:
+    """Returns a sentence with the flags of today, where it has those of a checkpoint's identity."""
+    if schema is None:
+        return text
+    for part, paths in older_names(schema):
+        for older, path in paths.items():
+            text = re.sub(rf"\b{part}\.{older}(?==)", f"{part}.{path}", text)
+    return text
 
 
 def _file_of(error: OSError) -> str:

@@ -32,7 +32,7 @@ from jax.sharding import Mesh
 from omegaconf import DictConfig, OmegaConf
 
 import jaxpar
-from jaxpar.fields import AtLeast, Between, check_fields, field
+from jaxpar.fields import AtLeast, Between, check_fields, field, leaf_fields
 from jaxpar.mesh import (
     MeshSpec,
     make_mesh,
@@ -52,6 +52,8 @@ from .mistakes import (
     maker_of,
     refuse_malformed,
     sentence_of,
+    with_newer_fields,
+    with_newer_names,
     with_presets,
 )
 from .run_folder import fresh_folder as fresh_folder
@@ -153,6 +155,7 @@ def launch(name: str, schema: type, execute: Callable[[Any, pathlib.Path], Any])
     def begin(mistakes: list[BaseException]) -> None:
         _register(name, schema)
         sys.argv[1:] = with_presets(name, sys.argv[1:])
+        sys.argv[1:] = with_newer_names(schema, sys.argv[1:])
         if set(help_text.ASKED) & set(sys.argv[1:]):
             given = [flag for flag in sys.argv[1:] if flag not in help_text.ASKED]
             show(help_text.text_of(name, schema, compose(name, schema, given), RunConfig))
@@ -219,7 +222,7 @@ def _main(
 def compose(name: str, schema: type, flags: list[str]) -> Any:
     """Returns the configuration that these command-line flags give, for notebooks and tests."""
     _register(name, schema)
-    flags = with_presets(name, flags)
+    flags = with_newer_names(schema, with_presets(name, flags))
     try:
         refuse_malformed(name, flags)
         with hydra.initialize_config_dir(str(conf_of(name)), version_base="1.3"):
@@ -241,7 +244,9 @@ def load(folder: pathlib.Path, schema: type) -> Any:
         )
     try:
         saved = OmegaConf.load(path)
-        _refuse_references(path, OmegaConf.to_container(saved, resolve=False))
+        content = OmegaConf.to_container(saved, resolve=False)
+        _refuse_references(path, content)
+        saved = OmegaConf.create(with_newer_fields(schema, content))
         return _to_config(OmegaConf.merge(_schema_node(schema), saved))
     except (*FLAG_ERRORS, OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         whose = (
@@ -275,19 +280,34 @@ def identity(config: Any) -> dict[str, Any]:
     """
     flat = {"seed": config.seed}
     for flag in dataclasses.fields(config):
-        if flag.metadata.get("identity") is True:
-            value, before = getattr(config, flag.name), flag.metadata.get("before")
+        value = getattr(config, flag.name)
+        if _identifies(flag, value, usual=False):
+            before = flag.metadata.get("before")
             flat |= before(value) if before else {flag.name: value}
     for part in ("model", "data", "optimizer", "adapter", "tuning", "objective"):
         value = getattr(config, part, None)
-        for declared in dataclasses.fields(value) if value is not None else ():
-            chosen, counts = getattr(value, declared.name), declared.metadata.get("identity", True)
-            if counts is True or (counts == "changed" and chosen != declared.default):
-                # A list, as JSON gives back what a checkpoint was saved with.
-                flat[f"{part}.{declared.name}"] = (
-                    list(chosen) if isinstance(chosen, tuple) else chosen
-                )
+        if value is not None:
+            flat |= _identity_of_part(part, value)
     return flat
+
+
+def _identity_of_part(part: str, value: Any) -> dict[str, Any]:
+    """Returns the fields of a part of a configuration that identify a run."""
+    # Under the names that fields had before they were nested: the folder's name must not change.
+    older = {path: name for name, path in getattr(value, "older_names", {}).items()}
+    flat = {}
+    for path, declared, chosen in leaf_fields(value):
+        if _identifies(declared, chosen, usual=True):
+            # A list, as JSON gives back what a checkpoint was saved with.
+            listed = list(chosen) if isinstance(chosen, tuple) else chosen
+            flat[f"{part}.{older.get(path, path)}"] = listed
+    return flat
+
+
+def _identifies(declared: dataclasses.Field, value: Any, usual: bool) -> bool:
+    """Returns whether a field's value is part of a run's identity; `usual` where its metadata do not say."""
+    counts = declared.metadata.get("identity", usual)
+    return counts is True or (counts == "changed" and value != declared.default)
 
 
 def folder_name(config: Any) -> str:

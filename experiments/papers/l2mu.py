@@ -83,9 +83,14 @@ def through(x: Float[Array, "B n"], v: Float[Array, "B n N"]) -> tuple[Array, Ar
 def begin(batch: int, size: int, units: int, neurons: int, dtype=jnp.float32) -> State:
     """Returns the state before the first step: potentials evenly in [0, 1), so that neurons do not fire at once."""
     even = jnp.asarray(np.random.default_rng(1).permutation(neurons) / neurons, dtype)
-    spread = [jnp.broadcast_to(even[None, None], (batch, n, neurons)) for n in (1, size)]
     zeros = jnp.zeros((batch, units), dtype)
-    return State(*spread, zeros, jnp.zeros((batch, size), dtype), zeros)
+    return State(
+        u=jnp.broadcast_to(even[None, None], (batch, 1, neurons)),
+        m=jnp.broadcast_to(even[None, None], (batch, size, neurons)),
+        h=zeros,
+        memory=jnp.zeros((batch, size), dtype),
+        trace=zeros,
+    )
 
 
 def one_step(
@@ -102,7 +107,8 @@ def one_step(
     current = x @ params["w_x"] + m @ params["w_m"] + params["b"][None]
     fired, v_h = integrate_and_fire(current[:, None], state.h, beta=BETA)
     trace = TRACE * state.trace + (1 - TRACE) * fired[:, 0]
-    return State(v_u, v_m, v_h[:, 0], m, trace), (m, fired[:, 0])
+    after = State(u=v_u, m=v_m, h=v_h[:, 0], memory=m, trace=trace)
+    return after, (m, fired[:, 0])
 
 
 def run(params: dict, xs: Float[Array, "B T D"], state: State, theta: float):

@@ -161,15 +161,29 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
 def make_trainer(config: Config) -> SequenceTrainer:
     """Returns the algorithm, after checking that its state and batch can be laid out on the ambient mesh."""
     model, data = config.model, config.data
-    heads = model.heads, model.heads, head_size(model.width, model.heads)
-    stack = Stack(model.pairs, model.width, Attention(*heads, visible=Visible(causal=False)), Mlp(model.mlp, "gelu"),
-                  Norm("layer"), init_std=model.width**-0.5)  # fmt: skip
-    layers = SpaceTimeStack(stack, Attention(*heads))
-    network = FramePredictor(layers, model.patch, (data.frames, data.size, data.size))
+    time = Attention(
+        num_heads=model.heads,
+        num_kv_heads=model.heads,
+        head_dim=head_size(model.width, model.heads),
+    )
+    space = dataclasses.replace(time, visible=Visible(causal=False))
+    stack = Stack(
+        num_layers=model.pairs,
+        embed_dim=model.width,
+        mixer=space,
+        mlp=Mlp(model.mlp, activation="gelu"),
+        norm=Norm("layer"),
+        init_std=model.width**-0.5,
+    )
+    network = FramePredictor(
+        stack=SpaceTimeStack(stack=stack, time=time),
+        patch=model.patch,
+        shape=(data.frames, data.size, data.size),
+    )
     optimizer = dataclasses.replace(
         SequenceTrainer.optimizer, **dataclasses.asdict(config.optimizer)
     )
-    trainer = SequenceTrainer(network, optimizer, config.train.steps)
+    trainer = SequenceTrainer(network=network, optimizer=optimizer, num_steps=config.train.steps)
     check_layout("a predictor of frames", trainer, data.batch_size, "time", "space")
     return trainer
 
@@ -195,7 +209,13 @@ def open_films(config: DataConfig, seed: int) -> Task:
     noun = "digit" if config.digits == 1 else "digits"
     text = f"{config.digits} {noun} on {config.size} x {config.size} pixels; a constant answer has loss {constant:.3f}"
     return Task(
-        config.size**2, 1, False, config.frames, functools.partial(batch, 0), validation, text
+        inputs=config.size**2,
+        outputs=1,
+        classes=False,
+        length=config.frames,
+        train=functools.partial(batch, 0),
+        validation=validation,
+        text=text,
     )
 
 

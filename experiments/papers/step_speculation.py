@@ -22,11 +22,20 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxpar.decode import Sampling
+from jaxpar.decode import Prompts, Sampling
 from jaxpar.experimental.conformal import conformal_rejects, empty_calibration
 from jaxpar.fields import AtLeast, Between, Each, OneOf, Positive, field
 from jaxpar.io import open_writers, plot_metrics
-from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, apply, generate, num_params
+from jaxpar.lm import (
+    AttentionConfig,
+    LMConfig,
+    MlpConfig,
+    OptimizerConfig,
+    Trainer,
+    apply,
+    generate,
+    num_params,
+)
 from jaxpar.loop import Fit
 from jaxpar.mesh import MeshSpec, place_rows
 from jaxpar.types import PyTree, UsageError
@@ -97,8 +106,16 @@ class Config(runner.RunConfig):
         """Returns the shape of "target" or "draft"."""
         layers, width = getattr(self, f"{name}_layers"), getattr(self, f"{name}_width")
         longest = (self.digits + 1) * self.terms + self.room * self.terms
-        return LMConfig(sums.VOCAB, longest, layers, width, width // 32, mlp_dim=3 * width, positions="learned",
-                        dtype="float32")  # fmt: skip
+        return LMConfig(
+            vocab_size=sums.VOCAB,
+            max_seq_len=longest,
+            num_layers=layers,
+            embed_dim=width,
+            attention=AttentionConfig(num_heads=width // 32),
+            mlp=MlpConfig(dim=3 * width),
+            positions="learned",
+            dtype="float32",
+        )
 
 
 class Answers(NamedTuple):
@@ -170,11 +187,12 @@ rejects = jax.jit(conformal_rejects)
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def step(room: int, target: LMConfig, draft: LMConfig, params: dict[str, PyTree], texts, lengths):
     """Writes the next line of every text by either model; returns both, and the draft's by either's log-probability."""
+    sampling = Sampling(room, temperature=0, stop_token=ord("\n"))
+    prompts = Prompts(texts, lengths)
     lines = [
-        generate(jax.random.key(0), params[name], texts, model, Sampling(room, temperature=0, stop_token=ord("\n")),
-                 prompt_lengths=lengths)
+        generate(jax.random.key(0), params[name], prompts, model, sampling)
         for name, model in (("target", target), ("draft", draft))
-    ]  # fmt: skip
+    ]
     own, line = lines
     width, made = texts.shape[1], line.lengths - lengths
     new = jnp.arange(room)[None] < made[:, None]

@@ -24,8 +24,8 @@
 from jaxpar._renamed import renamed
 from jaxpar.decode.accept import Accepted, Drawn, Verdict, coupled, rejection, verdict
 from jaxpar.decode.automaton import Automaton, regex_automaton
-from jaxpar.decode.beam import Beams, beam_search
-from jaxpar.decode.cost import DecodingCost, decoding_cost
+from jaxpar.decode.beam import Beams, Found, beam_search
+from jaxpar.decode.cost import DecodingCost, ModelSizes, decoding_cost
 from jaxpar.decode.draft import (
     CopyDraft,
     Draft,
@@ -35,7 +35,7 @@ from jaxpar.decode.draft import (
     NoDraft,
     Proposal,
 )
-from jaxpar.decode.generate import Generated, generate
+from jaxpar.decode.generate import Constraints, Decoding, Generated, Prompts, generate
 from jaxpar.decode.model import TokenModel
 from jaxpar.decode.noise import gumbel, token_keys
 from jaxpar.decode.penalties import Counts
@@ -52,15 +52,20 @@ __all__ = [
     "CachePolicy",
     "CopyDraft",
     "Counts",
+    "Decoding",
     "DecodingCost",
     "Draft",
     "Drawn",
+    "Found",
     "Generated",
     "HeavyHitters",
     "JacobiDraft",
+    "Constraints",
     "LookaheadDraft",
     "ModelDraft",
+    "ModelSizes",
     "NoDraft",
+    "Prompts",
     "Proposal",
     "Sampling",
     "SinksAndWindow",

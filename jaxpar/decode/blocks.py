@@ -158,7 +158,7 @@ class BlockCache:
         )  # fmt: skip
         past, memory = self._past(q, rule, positions, slopes)
         flat = jax.tree.map(lambda x: x.reshape(*now.max.shape, *x.shape[3:]), past)
-        return merge(LogSumExp(*flat), now), dataclasses.replace(self, new=(k, v), memory=memory)
+        return merge(flat, now), dataclasses.replace(self, new=(k, v), memory=memory)
 
     def _added(self, parts: LogSumExp) -> LogSumExp:
         """Adds up the kernel's parts, of which the last is that of the pass itself and no other device's."""

@@ -1,10 +1,12 @@
 """What generation costs: operations, and the bytes that it must read, which usually are the limit."""
 
+import dataclasses
 from typing import NamedTuple
 
+from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.types import UsageError
 
-__all__ = ["DecodingCost", "decoding_cost", "tokens_read"]
+__all__ = ["DecodingCost", "ModelSizes", "decoding_cost", "tokens_read"]
 
 
 class DecodingCost(NamedTuple):
@@ -43,22 +45,37 @@ def tokens_read(prompt: int, new: int, budget: int | None = None) -> int:
     for name, value in {"prompt": prompt, "new": new, "budget": budget}.items():
         if value is not None and value < 0:
             raise UsageError(f"{name}={value} tokens must be at least 0.")
-    short = (
-        new if budget is None else min(max(budget - prompt, 0), new)
-    )  # tokens that read less than the budget
-    return (
-        short * prompt
-        + short * (short - 1) // 2
-        + (0 if budget is None else (new - short) * budget)
-    )
+    if budget is None:
+        return new * prompt + new * (new - 1) // 2
+    short = min(max(budget - prompt, 0), new)  # tokens that read less than the budget
+    return short * prompt + short * (short - 1) // 2 + (new - short) * budget
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSizes:
+    """Sizes of a model that decide on what decoding costs.
+
+    Attributes:
+      num_params: Parameters, all of which each token meets.
+      num_layers: L.
+      num_heads: H.
+      num_kv_heads: G.
+      head_dim: K.
+      itemsize: Bytes of a weight and of a number in the cache.
+    """
+
+    num_params: int = field(legal=AtLeast(1))
+    num_layers: int = field(legal=AtLeast(1))
+    num_heads: int = field(legal=AtLeast(1))
+    num_kv_heads: int = field(legal=AtLeast(1))
+    head_dim: int = field(legal=AtLeast(1))
+    itemsize: int = field(2, AtLeast(1))
+
+    __post_init__ = check_fields
 
 
 def decoding_cost(
-    num_params: int,
-    num_layers: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
+    model: ModelSizes,
     prompt: int,
     new: int,
     *,
@@ -66,34 +83,30 @@ def decoding_cost(
     shared: bool = True,
     budget: int | None = None,
     block: int = 0,
-    itemsize: int = 2,
 ) -> DecodingCost:
     """Returns what it costs to draw `new` tokens after a prompt, `samples` times.
 
     Args:
-      num_params: Of the model, all of which each token meets.
-      num_layers: L.
-      num_heads: H.
-      num_kv_heads: G.
-      head_dim: K.
+      model: Sizes of the model.
       prompt: Tokens of the prompt.
       new: Tokens of each continuation.
       samples: Continuations.
-      shared: Whether the prompt's keys and values are read once for all of them, as a `Forest` does; with a budget each
-        continuation reads its own choice.
+      shared: Whether the prompt's keys and values are read once for all of them, as a `Forest` does;
+        with a budget each continuation reads its own choice.
       budget: Most cached tokens that a token attends to; None for all.
-      block: Slots of a block where a budget is spent on blocks that are chosen by their mean keys, which are read for
-        it (`BlockTopK`); 0 for none.
-      itemsize: Bytes of a weight and of a number in the cache.
+      block: Slots of a block where a budget is spent on blocks that are chosen by their mean keys,
+        which are read for it (`BlockTopK`); 0 for none.
     """
     own = tokens_read(prompt, new, budget)
-    means = tokens_read(prompt, new) / block if block and budget is not None else 0.0
-    is_shared = shared and budget is None
-    read = samples * own - (samples - 1) * new * prompt * is_shared
-    token = 2 * num_layers * num_kv_heads * head_dim * itemsize
-    flops = samples * (
-        2.0 * num_params * new + num_layers * num_heads * head_dim * (4.0 * own + 2.0 * means)
-    )
-    return DecodingCost(
-        flops, float(num_params * itemsize * new), token * (read + samples * means / 2)
-    )
+    means = 0.0
+    if block and budget is not None:
+        means = tokens_read(prompt, new) / block
+    read = samples * own
+    if shared and budget is None:
+        read -= (samples - 1) * new * prompt
+
+    heads = model.num_layers * model.num_heads * model.head_dim
+    token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.itemsize
+    flops = samples * (2.0 * model.num_params * new + heads * (4.0 * own + 2.0 * means))
+    weight_bytes = float(model.num_params * model.itemsize * new)
+    return DecodingCost(flops, weight_bytes, token_bytes * (read + samples * means / 2))

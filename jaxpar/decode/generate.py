@@ -8,8 +8,8 @@ any draft, in any batch.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxpar._renamed import warn_of_older
 from jaxpar.decode.accept import coupled, rejection
 from jaxpar.decode.automaton import Automaton
 from jaxpar.decode.draft import Draft, ModelDraft, NoDraft, Proposal
@@ -28,11 +29,91 @@ from jaxpar.decode.process import Sampling, process
 from jaxpar.decode.reader import BLOCK, Reading, begin, keep, look
 from jaxpar.decode.stops import StopSequences, ends_with
 from jaxpar.decode.trees import Tree, chain
+from jaxpar.fields import AtLeast, OneOf, check_fields, field
 from jaxpar.nn.attention import merge_parts
 from jaxpar.scan.monoid import LogSumExp
 from jaxpar.types import PRNGKey, PyTree, UsageError, concrete_values
 
-__all__ = ["Generated", "generate"]
+__all__ = ["Decoding", "Generated", "Constraints", "Prompts", "generate"]
+
+OLDER = {
+    "num_samples": "Decoding.num_samples",
+    "draft": "Decoding.draft",
+    "rule": "Decoding.rule",
+    "stop_tokens": "Decoding.stop_tokens",
+    "policy": "Decoding.policy",
+    "merge": "Decoding.merge",
+    "block": "Decoding.block",
+    "chunk": "Decoding.chunk",
+    "sequences": "Constraints.sequences",
+    "bias": "Constraints.bias",
+    "automaton": "Constraints.automaton",
+    "prompt_lengths": "Prompts.lengths",
+    "seeds": "Prompts.seeds",
+}
+"""Arguments of `generate` that are fields today."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+    """Samples, draft, rule and cache of a continuation; static under jit.
+
+    Attributes:
+      num_samples: Continuations of each prompt, which is read and stored once.
+      draft: What guesses tokens.
+      rule: "coupled" or "rejection", which needs a draft whose guesses come with their distribution.
+      stop_tokens: Tokens that end a row as `Sampling.stop_token` does, such as the `ends` of a
+        tokenizer.
+      policy: What attention sees of the cache, by default all; for plain decoding.
+      merge: How partial states of blocks are added up; where a mesh splits them, by
+        `jaxpar.nn.attention.context.merge_shares`.
+      block: Slots of a block of the cache.
+      chunk: Passes between two looks at whether all rows have ended; each costs a GPU a round trip
+        to the host.
+    """
+
+    num_samples: int = field(1, AtLeast(1))
+    draft: Draft = NoDraft()
+    rule: str = field("coupled", OneOf(("coupled", "rejection")))
+    stop_tokens: tuple[int, ...] = ()
+    policy: CachePolicy | None = None
+    merge: Callable[[LogSumExp], LogSumExp] = merge_parts
+    block: int = field(BLOCK, AtLeast(1))
+    chunk: int = field(1, AtLeast(1))
+
+    def __post_init__(self):
+        """Rejects values out of range."""
+        check_fields(self)
+        object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
+
+
+class Prompts(NamedTuple):
+    """Prompts of several lengths.
+
+    Attributes:
+      tokens: int32 [B, T], left-aligned; what lies beyond a row's length is ignored.
+      lengths: int32 [B], at least 1 each; None for T.
+      seeds: int32 [B], of the rows' requests; None for 0.
+    """
+
+    tokens: Int[Array, "B T"]
+    lengths: Int[Array, " B"] | None = None
+    seeds: Int[Array, " B"] | None = None
+
+
+class Constraints(NamedTuple):
+    """Constraints of what may be drawn.
+
+    Attributes:
+      sequences: Sequences of new tokens that end a row, from `stop_sequences`; they are counted in.
+      bias: float [V], added to the logits; finite or -inf.
+      automaton: What may be drawn after what; a row ends where nothing may. A text is whole when
+        its tokens run out.
+    """
+
+    sequences: StopSequences | None = None
+    bias: Float[Array, " V"] | None = None
+    automaton: Automaton | None = None
 
 
 class Generated(NamedTuple):
@@ -67,28 +148,29 @@ class _State:
 
 
 class _Job(NamedTuple):
-    """What the loop does not change: the models, whose tokens they are, and by which rule drafts are accepted."""
+    """Models, configurations and requests, none of which the loop changes."""
 
     model: TokenModel
     params: PyTree
-    draft: Draft
     draft_params: PyTree
     sampling: Sampling
-    rule: str
+    decoding: Decoding
+    constraints: Constraints
     key: PRNGKey
     seeds: Array
     lineage: Array
     starts: Array
     stops: Array
-    sequences: StopSequences | None
-    bias: Array | None
-    automaton: Automaton | None
 
     def start(self, prompt: Array, reading: Reading) -> _State:
         """The state before the first new token."""
         room, zeros = self.sampling.max_new_tokens, jnp.zeros((len(prompt),), jnp.int32)
         is_counted, starts = self.sampling.needs_counts, self.starts
-        ended = zeros > 0 if self.automaton is None else self.automaton.is_done(zeros)
+        ended = (
+            zeros > 0
+            if self.constraints.automaton is None
+            else self.constraints.automaton.is_done(zeros)
+        )
         return _State(
             text=jnp.pad(prompt, ((0, 0), (0, room))),
             lengths=starts,
@@ -98,9 +180,9 @@ class _Job(NamedTuple):
             counts=count_tokens(prompt, starts, starts, self.model.vocab_size)
             if is_counted
             else None,
-            automaton=None if self.automaton is None else zeros,
+            automaton=None if self.constraints.automaton is None else zeros,
             reading=reading,
-            draft=self.draft.init(self.draft_params, prompt, starts, room),
+            draft=self.decoding.draft.init(self.draft_params, prompt, starts, room),
         )
 
     def noise(self, positions: Array) -> Array | None:
@@ -126,19 +208,21 @@ class _Job(NamedTuple):
         counts, allowed = state.counts, None
         if counts is not None:
             counts = _along(counts, tree, lambda counts, node: count_token(counts, tokens[:, node]))
-        if self.automaton is not None:
-            after = self.automaton.step
+        if self.constraints.automaton is not None:
+            after = self.constraints.automaton.step
             states = _along(
                 state.automaton, tree, lambda state, node: after(state, tokens[:, node])
             )
             left = self.starts + self.sampling.max_new_tokens - state.lengths
-            allowed = self.automaton.allowed(
+            allowed = self.constraints.automaton.allowed(
                 states, left[:, None] - jnp.asarray(tree.depth, jnp.int32)[None]
             )
-        law = process(logits, self.sampling, counts=counts, bias=self.bias, allowed=allowed)
+        law = process(
+            logits, self.sampling, counts=counts, bias=self.constraints.bias, allowed=allowed
+        )
         noise = self.noise(state.lengths[:, None] + jnp.asarray(tree.depth, jnp.int32)[None])
         scores = law if noise is None else law + noise
-        if self.rule == "coupled" or noise is None or tree.size == 1:
+        if self.decoding.rule == "coupled" or noise is None or tree.size == 1:
             return coupled(scores, tokens, tree), scores
         whose = {"seeds": self.seeds, "positions": state.lengths, "lineage": self.lineage}
         return rejection(
@@ -174,7 +258,7 @@ class _Job(NamedTuple):
         guesses = (
             state.draft
             if tree.size == 1
-            else self.draft.update(state.draft, tokens, scores, accepted)
+            else self.decoding.draft.update(state.draft, tokens, scores, accepted)
         )
         return dataclasses.replace(
             state,
@@ -189,23 +273,23 @@ class _Job(NamedTuple):
 
     def automata(self, state: _State, tokens: Array) -> Array | None:
         """States of the automaton before these tokens and after each, int32 [B, T+1]."""
-        if self.automaton is None or state.automaton is None:
+        if self.constraints.automaton is None or state.automaton is None:
             return None
         each = [state.automaton]
         for number in range(tokens.shape[1]):
-            each.append(self.automaton.step(each[-1], tokens[:, number]))
+            each.append(self.constraints.automaton.step(each[-1], tokens[:, number]))
         return jnp.stack(each, 1)
 
     def ends(self, state: _State, tokens: Array, automata: Array | None) -> Array:
         """Whether a row ends with each of these tokens, bool [B, T]."""
         is_end = jnp.isin(tokens, self.stops)
-        if self.automaton is not None and automata is not None:
-            is_end = is_end | self.automaton.is_done(automata[:, 1:])
-        if self.sequences is not None:
+        if self.constraints.automaton is not None and automata is not None:
+            is_end = is_end | self.constraints.automaton.is_done(automata[:, 1:])
+        if self.constraints.sequences is not None:
             rows, place = jnp.arange(len(tokens))[:, None], jnp.arange(tokens.shape[1])[None]
             text = state.text.at[rows, state.lengths[:, None] + place].set(tokens, mode="drop")
             each = [
-                ends_with(text, state.lengths + number + 1, self.sequences, self.starts)
+                ends_with(text, state.lengths + number + 1, self.constraints.sequences, self.starts)
                 for number in range(tokens.shape[1])
             ]
             is_end = is_end | jnp.stack(each, 1)
@@ -221,9 +305,9 @@ class _Job(NamedTuple):
 
     def step(self, state: _State) -> _State:
         """One pass of the model over a window."""
-        tree = self.draft.tree
+        tree = self.decoding.draft.tree
         root = jnp.take_along_axis(state.text, state.lengths[:, None] - 1, 1)
-        proposal, guesses = self.draft.propose(
+        proposal, guesses = self.decoding.draft.propose(
             self.draft_params, state.draft, state.text, state.lengths, self.decide
         )  # fmt: skip
         tokens = jnp.concatenate([root, proposal.tokens], 1)
@@ -240,91 +324,123 @@ class _Job(NamedTuple):
 def generate(
     key: PRNGKey,
     params: PyTree,
-    prompt: Int[Array, "B T"],
+    prompt: Int[Array, "B T"] | Prompts,
     model: TokenModel,
     sampling: Sampling = Sampling(),
+    decoding: Decoding = Decoding(),
+    constraints: Constraints = Constraints(),
     *,
-    prompt_lengths: Int[Array, " B"] | None = None,
-    seeds: Int[Array, " B"] | None = None,
-    num_samples: int = 1,
-    draft: Draft = NoDraft(),
     draft_params: PyTree = None,
-    rule: str = "coupled",
-    stop_tokens: Sequence[int] = (),
-    sequences: StopSequences | None = None,
-    bias: Float[Array, " V"] | None = None,
-    automaton: Automaton | None = None,
-    policy: CachePolicy | None = None,
-    merge: Callable[[LogSumExp], LogSumExp] = merge_parts,
-    block: int = BLOCK,
-    chunk: int = 1,
+    **older: Any,  # values of fields that were arguments, by `OLDER`
 ) -> Generated:
-    """Continues prompts; pure, so jit it, with numbers and configurations static.
+    """Continues prompts; pure, so jit it with `model`, `sampling` and `decoding` static.
 
-    By the rule "coupled" the tokens are those of the plain loop, whatever the draft: a function of key, prompt, seed
-    and sample, never of a row's company or place. Two rows of one prompt and one seed agree; samples of a prompt
-    differ. That holds up to rounding: where two scores are as near as the logits' own rounding, another batch or window
-    may decide otherwise, which in bfloat16 does happen. By "rejection" the law is kept, not the tokens.
+    By the rule "coupled" the tokens are those of the plain loop, whatever the draft: a function of
+    key, prompt, seed and sample, never of the other rows of the batch or of a row's index in it.
+    Two rows of one prompt and one seed agree; samples of a prompt differ. That holds up to rounding:
+    where two scores are as near as the logits' own rounding, another batch or window may decide
+    otherwise, which in bfloat16 does happen. By "rejection" the distribution is kept, not the tokens.
 
     Args:
       key: Consumed.
       params: The model's.
-      prompt: Tokens, left-aligned; what lies beyond a row's length is ignored.
+      prompt: Tokens [B, T] of prompts that are all as long, or `Prompts`.
       model: What decodes.
       sampling: How tokens are drawn, and how many at most.
-      prompt_lengths: At least 1 each; by default T.
-      seeds: Of the rows' requests; by default 0 for all.
-      num_samples: Continuations of each prompt, which is read and stored once.
-      draft: What guesses.
-      draft_params: Its parameters, where it has any.
-      rule: "coupled" or "rejection", which needs a draft whose guesses come with their law.
-      stop_tokens: Tokens that end a row as `sampling.stop_token` does, such as the `ends` of a tokenizer.
-      sequences: Sequences of new tokens that end a row, from `stop_sequences`; they are counted in.
-      bias: Added to the logits; finite or -inf.
-      automaton: What may be drawn after what; a row ends where nothing may. A text is whole when its tokens run out.
-      policy: What attention sees of the cache, by default all; for plain decoding.
-      merge: How partial states of blocks are added up; where a mesh splits them, by
-        `jaxpar.nn.attention.context.merge_shares`.
-      block: Slots of a block of the cache.
-      chunk: Passes between two looks at whether all rows have ended; each costs a GPU a round trip to the host.
+      decoding: How many samples, by which draft, from which cache.
+      constraints: Where texts end, and what may be drawn.
+      draft_params: The draft's parameters, where it has any.
+      **older: Values of fields that were arguments, until the first release.
 
     Raises:
-      UsageError: If prompts are empty, too long for the model's positions or outside its vocabulary (where values are
-        known), or the draft cannot serve the rule.
+      UsageError: If prompts are empty, too long for the model's positions or outside its vocabulary
+        (where values are known), or the draft cannot serve the rule.
     """
-    _check(prompt, prompt_lengths, model, sampling, num_samples, draft, rule, automaton, policy)
-    prompt, lengths, seeds = _arrays(prompt, prompt_lengths, seeds)
-    cached = {"readers": num_samples, "block": block, "policy": policy, "merge": merge}
-    logits, reading = begin(model, params, prompt, lengths, room=sampling.max_new_tokens, **cached)
-    # Of each prompt, once for each of its samples.
-    prompt, lengths, logits, seeds = (
-        jnp.repeat(x, num_samples, axis=0) for x in (prompt, lengths, logits, seeds)
-    )
-    job = _Job(
-        model, model.held(params), draft, draft_params, sampling, rule, key, seeds,
-        jnp.tile(jnp.arange(num_samples, dtype=jnp.int32), len(prompt) // num_samples), lengths,
-        jnp.asarray([sampling.stop_token, *stop_tokens], jnp.int32), sequences, bias, automaton,
-    )  # fmt: skip
-    state = job.start(prompt, reading)
-    state, _ = job.settle(state, logits[:, None], Proposal(prompt[:, :0]), prompt[:, :1], chain(0))
-    state = jax.lax.while_loop(
-        lambda state: ~state.ended.all(), functools.partial(job.steps, chunk), state
-    )
-    return Generated(state.text, state.lengths, state.log_probs, state.passes)
-
-
-def _arrays(prompt, lengths, seeds) -> tuple[Array, Array, Array]:
-    """The prompts, zeros where they have no tokens, how many they have, and the seeds of their requests."""
-    rows, start = prompt.shape
-    lengths = (
-        jnp.full((rows,), start, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
-    )
-    seeds = jnp.zeros((rows,), jnp.int32) if seeds is None else jnp.asarray(seeds)
-    return (
-        jnp.where(jnp.arange(start)[None] < lengths[:, None], jnp.asarray(prompt, jnp.int32), 0),
+    if older:
+        prompt, decoding, constraints = _with_older(older, prompt, decoding, constraints)
+    prompts = prompt if isinstance(prompt, Prompts) else Prompts(prompt)
+    _check(prompts, model, sampling, decoding, constraints.automaton)
+    tokens, lengths, seeds = _arrays(prompts)
+    logits, reading = begin(
+        model,
+        params,
+        tokens,
         lengths,
-        seeds,
+        room=sampling.max_new_tokens,
+        readers=decoding.num_samples,
+        block=decoding.block,
+        policy=decoding.policy,
+        merge=decoding.merge,
     )
+    # Of each prompt, once for each of its samples.
+    tokens, lengths, logits, seeds = (
+        jnp.repeat(x, decoding.num_samples, axis=0) for x in (tokens, lengths, logits, seeds)
+    )
+    samples = jnp.arange(decoding.num_samples, dtype=jnp.int32)
+    job = _Job(
+        model=model,
+        params=model.held(params),
+        draft_params=draft_params,
+        sampling=sampling,
+        decoding=decoding,
+        constraints=constraints,
+        key=key,
+        seeds=seeds,
+        lineage=jnp.tile(samples, len(tokens) // decoding.num_samples),
+        starts=lengths,
+        stops=jnp.asarray([sampling.stop_token, *decoding.stop_tokens], jnp.int32),
+    )
+    state = job.start(tokens, reading)
+    state, _ = job.settle(state, logits[:, None], Proposal(tokens[:, :0]), tokens[:, :1], chain(0))
+    state = jax.lax.while_loop(
+        lambda state: ~state.ended.all(), functools.partial(job.steps, decoding.chunk), state
+    )
+    return Generated(
+        tokens=state.text,
+        lengths=state.lengths,
+        log_probs=state.log_probs,
+        passes=state.passes,
+    )
+
+
+def _with_older(
+    older: dict[str, Any],  # of any type: a field's
+    prompt: Array | Prompts,
+    decoding: Decoding,
+    constraints: Constraints,
+) -> tuple[Prompts, Decoding, Constraints]:
+    """Returns the arguments with the values of fields that were arguments themselves."""
+    unknown = older.keys() - OLDER.keys()
+    if unknown:
+        raise TypeError(f"generate() got an unexpected keyword argument {min(unknown)!r}")
+    today = {name: OLDER[name].split(".") for name in older}
+    warn_of_older("generate", {name: OLDER[name] for name in older})
+
+    def values(owner: str) -> dict[str, Any]:  # the same
+        return {field: older[name] for name, (whose, field) in today.items() if whose == owner}
+
+    prompts = prompt if isinstance(prompt, Prompts) else Prompts(prompt)
+    return (
+        prompts._replace(**values("Prompts")),
+        dataclasses.replace(decoding, **values("Decoding")),
+        constraints._replace(**values("Constraints")),
+    )
+
+
+def _arrays(prompts: Prompts) -> tuple[Array, Array, Array]:
+    """Returns tokens, zeros beyond each row's, how many there are, and the seeds of the requests."""
+    rows, start = prompts.tokens.shape
+    if prompts.lengths is None:
+        lengths = jnp.full((rows,), start, jnp.int32)
+    else:
+        lengths = jnp.asarray(prompts.lengths, jnp.int32)
+    if prompts.seeds is None:
+        seeds = jnp.zeros((rows,), jnp.int32)
+    else:
+        seeds = jnp.asarray(prompts.seeds)
+    is_token = jnp.arange(start)[None] < lengths[:, None]
+    tokens = jnp.where(is_token, jnp.asarray(prompts.tokens, jnp.int32), 0)
+    return tokens, lengths, seeds
 
 
 def _along(first: PyTree, tree: Tree, step: Callable[[PyTree, int], PyTree]) -> PyTree:
@@ -336,34 +452,29 @@ def _along(first: PyTree, tree: Tree, step: Callable[[PyTree, int], PyTree]) -> 
 
 
 def _check(
-    prompt,
-    lengths,
+    prompts: Prompts,
     model: TokenModel,
     sampling: Sampling,
-    num_samples: int,
-    draft: Draft,
-    rule: str,
-    automaton,
-    policy,
+    decoding: Decoding,
+    automaton: Automaton | None,
 ) -> None:
-    """Refuses what cannot be continued; values are looked at where they are known."""
+    """Rejects what cannot be continued; values are looked at where they are known."""
+    draft = decoding.draft
     if isinstance(draft, ModelDraft) and draft.model.vocab_size != model.vocab_size:
         raise UsageError(
             f"the draft's {draft.model.vocab_size} symbols are not the model's {model.vocab_size}; give one of "
             "the same tokenizer."
         )
-    if rule not in ("coupled", "rejection"):
-        raise UsageError(f"rule={rule!r}; legal are coupled and rejection.")
-    if num_samples < 1:
-        raise UsageError(f"num_samples={num_samples} must be at least 1.")
-    length, room, most = prompt.shape[1], sampling.max_new_tokens, model.max_positions
+    length = prompts.tokens.shape[1]
+    room = sampling.max_new_tokens
+    most = model.max_positions
     if length < 1:
         raise UsageError("the prompt has no tokens; give at least one.")
     if most is not None and length + room > most:
         raise UsageError(
             f"{length} prompt and {room} new tokens are over the model's {most} positions."
         )
-    if policy is not None and draft.tree.size > 1:
+    if decoding.policy is not None and draft.tree.size > 1:
         raise UsageError(
             "a policy sees a window of drafts otherwise than token after token; leave one of the two out."
         )
@@ -372,7 +483,7 @@ def _check(
         if known is not None and known[0][0] > room:
             found = f"{known[0][0]} tokens, not {room}"
             raise UsageError(f"the shortest text that the automaton takes has {found}.")
-    _check_prompt(prompt, lengths, model.vocab_size)
+    _check_prompt(prompts.tokens, prompts.lengths, model.vocab_size)
 
 
 def _check_prompt(prompt, lengths, vocab_size: int) -> None:

@@ -19,6 +19,7 @@ The last two import gymnax and Gymnasium, which takes a second, and are loaded w
 import importlib
 from typing import TYPE_CHECKING
 
+from jaxpar._renamed import renamed
 from jaxpar.env.adapt import adapt
 from jaxpar.env.capabilities import Capabilities, capabilities, is_adapter, own_discount
 from jaxpar.env.check import check_action, check_environment
@@ -26,7 +27,15 @@ from jaxpar.env.draws import distinct
 from jaxpar.env.kernel import reset, step
 from jaxpar.env.picture import Animation, captioned, gif, grid_of
 from jaxpar.env.protocols import Adapter, Environment, PartiallyObserved, Transition
-from jaxpar.env.spaces import Box, Discrete, Fields, MultiDiscrete, Space, mask_shape
+from jaxpar.env.spaces import (
+    Box,
+    Discrete,
+    Fields,
+    MultiDiscrete,
+    Space,
+    legal_sample,
+    mask_shape,
+)
 
 if TYPE_CHECKING:
     from jaxpar.env.facade import agents_view, to_gymnax
@@ -54,6 +63,7 @@ __all__ = [
     "gif",
     "grid_of",
     "is_adapter",
+    "legal_sample",
     "mask_shape",
     "own_discount",
     "reset",
@@ -75,4 +85,4 @@ def __getattr__(name: str) -> object:
     if name in _LATER:
         # By name, since the point is not to import the file before.
         return getattr(importlib.import_module(f"jaxpar.env.{_LATER[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return renamed(__name__, name)

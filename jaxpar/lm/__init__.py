@@ -28,7 +28,21 @@ from jaxpar.lm.adapters import (
     num_adapted,
     with_adapters,
 )
-from jaxpar.lm.config import LMConfig, gpt2, llama
+from jaxpar.lm.config import (
+    AttentionConfig,
+    EmbeddingConfig,
+    ExecutionConfig,
+    ExpertsConfig,
+    LMConfig,
+    LossesConfig,
+    MixerConfig,
+    MlpConfig,
+    NormConfig,
+    ResidualConfig,
+    RopeConfig,
+    gpt2,
+    llama,
+)
 from jaxpar.lm.hub.architectures import config_from_hf
 from jaxpar.lm.hub.exchange import from_hf, to_hf
 from jaxpar.lm.hub.peft import from_peft, to_peft
@@ -39,7 +53,6 @@ from jaxpar.lm.objectives import ObjectiveConfig, num_pairs, preference_loss
 from jaxpar.lm.params import Leaf, axes, flops_per_token, init, leaves, num_params
 from jaxpar.lm.plain_step import plain_state, plain_step
 from jaxpar.lm.sample import Decoder, cache_axes, empty_cache, extend, generate
-from jaxpar.lm.stages import stages
 from jaxpar.lm.train import Trainer, TrainState
 from jaxpar.lm.transfers import (
     context_bytes,
@@ -56,11 +69,21 @@ __all__ = [
     "AdaptedState",
     "AdapterConfig",
     "AdapterTrainer",
+    "AttentionConfig",
     "Decoder",
+    "EmbeddingConfig",
+    "ExecutionConfig",
+    "ExpertsConfig",
     "LMConfig",
     "Leaf",
+    "LossesConfig",
+    "MixerConfig",
+    "MlpConfig",
+    "NormConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
+    "ResidualConfig",
+    "RopeConfig",
     "Sampling",
     "TrainState",
     "Trainer",
@@ -95,7 +118,6 @@ __all__ = [
     "plain_state",
     "plain_step",
     "preference_loss",
-    "stages",
     "step_transfers",
     "to_hf",
     "to_peft",

@@ -3,9 +3,16 @@
 Example:
     import jax, jax.numpy as jnp
 
-    from jaxpar.lm import AdapterConfig, AdapterTrainer, LMConfig, init, merge_adapters
+    from jaxpar.lm import AdapterConfig, AdapterTrainer, AttentionConfig, LMConfig, MlpConfig, init, merge_adapters
 
-    model = LMConfig(vocab_size=8, num_layers=1, embed_dim=8, num_heads=2, mlp_dim=8, dtype="float32")
+    model = LMConfig(
+        vocab_size=8,
+        num_layers=1,
+        embed_dim=8,
+        attention=AttentionConfig(num_heads=2),
+        mlp=MlpConfig(dim=8),
+        dtype="float32",
+    )
     trainer = AdapterTrainer(model, AdapterConfig("lora", target=("wq", "w_*"), rank=2, base="int8"))
     state = trainer.begin(jax.random.key(1), init(jax.random.key(0), model))
     batch = dict.fromkeys(("tokens", "targets"), jnp.arange(8).reshape(2, 4))
@@ -27,7 +34,7 @@ from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
 from jaxpar.lm import params as declared
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.objectives import ObjectiveConfig, objective_report, objective_stages
-from jaxpar.lm.train import LATER_LEAVES, Health, check_teacher, one_step, with_teacher
+from jaxpar.lm.train import LATER_LEAVES, Health, check_teacher, update, with_teacher
 from jaxpar.lm.tuning import TuningConfig, average_of, depth_scales, next_average
 from jaxpar.mesh import axes_like
 from jaxpar.nn.leaf import Leaf
@@ -126,7 +133,9 @@ def targets(model: LMConfig, patterns: tuple[str, ...]) -> dict[str, Leaf]:
                 if pattern in named
                 else "matches no product of the layers"
             )
-            tied = ", and tied to the head" if pattern == "embedding" and model.tied else ""
+            tied = (
+                ", and tied to the head" if pattern == "embedding" and model.embedding.tied else ""
+            )
             raise UsageError(
                 f"adapter.target={pattern} {why}{tied}; legal are patterns of {', '.join(names)}."
             )
@@ -411,9 +420,9 @@ class AdapterTrainer:
             )
         if model.weights != "full":
             raise UsageError(f"model.weights={model.weights} has no adapters; legal is full.")
-        if adapter.dropout and model.remat == "blockwise":
+        if adapter.dropout and model.execution.remat == "blockwise":
             raise UsageError(
-                "adapter.dropout would drop alike in all blocks of model.remat=blockwise; take remat=full."
+                "adapter.dropout would drop alike in all blocks of model.execution.remat=blockwise; take remat=full."
             )
         if self.optimizer.name == "muon":
             raise UsageError(
@@ -464,12 +473,13 @@ class AdapterTrainer:
                 with_adapters(state.base, adapters, state.scale, rate, own), data, key, total, share
             )
 
-        trained, opt_state, health, info = one_step(
-            lambda adapters: InTurn()(
-                plain._replace(whole=whole), adapters, inputs, key, self.accumulate
-            ),
+        pieces = plain._replace(whole=whole)
+        loss, gradient = InTurn()(pieces, state.adapters, inputs, key, self.accumulate)
+        trained, opt_state, health, info = update(
             self.make_optimizer(),
             state.adapters,
+            loss,
+            gradient,
             state.opt_state,
             state.health,
             objective_report(inputs, self.model, self.objective),

@@ -5,11 +5,17 @@ Example:
 
     import jax
 
-    from jaxpar.lm import LMConfig, init
+    from jaxpar.lm import AttentionConfig, LMConfig, MlpConfig, init
     from jaxpar.lm.evaluation import log_likelihoods, rate_choices, read_questions, rows_of_questions
     from jaxpar.lm.text.tokenizer import Bytes
 
-    config = LMConfig(num_layers=1, embed_dim=8, num_heads=2, mlp_dim=8, dtype="float32")
+    config = LMConfig(
+        num_layers=1,
+        embed_dim=8,
+        attention=AttentionConfig(num_heads=2),
+        mlp=MlpConfig(dim=8),
+        dtype="float32",
+    )
     path = pathlib.Path(tempfile.mkdtemp()) / "mine.jsonl"
     path.write_text(json.dumps({"prompt": "2 + 2 =", "choices": [" 4", " five"], "answer": 0}))
     questions = read_questions(path)
@@ -18,7 +24,6 @@ Example:
     assert accuracy.count == 1 and nums.tolist() == [2, 5]
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.fields import replace_nested
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.hub.keys import brief
 from jaxpar.lm.objectives import token_log_likelihoods
@@ -243,11 +249,9 @@ def log_likelihoods(
         (number, *piece) for number, row in enumerate(rows) for piece in _pieces(*row, length)
     ]
     pieces.sort(key=lambda piece: len(piece[1]))
-    config = (
-        dataclasses.replace(config, capacity=None, capacity_group=0)
-        if config.num_experts
-        else config
-    )
+    if config.experts.num_experts:
+        whole = {"experts.capacity": None, "experts.capacity_group": 0}
+        config = replace_nested(config, whole)
     sums, nums = np.zeros(len(rows)), np.zeros(len(rows), np.int64)
     mesh = jax.sharding.get_abstract_mesh().shape
     shares = math.prod(mesh[axis] for axis in mesh_axes("seq_layer"))

@@ -90,7 +90,13 @@ def last(
         normaliser = normaliser_of(batch, config)
     valid = valid_batch(batch, config)
     weights = valid["weights"] / normaliser
-    options = (config.loss_chunk, config.low_logits, config.z_loss, config.logit_cap, smoothing)
+    options = (
+        config.execution.loss_chunk,
+        config.losses.low_logits,
+        config.losses.z_loss,
+        config.embedding.logit_cap,
+        smoothing,
+    )
     parts: Any = cross_entropy_and_z(x, head, valid["targets"], weights, *options)
     value, z = parts
     return value, told_of(z, config)
@@ -98,7 +104,7 @@ def last(
 
 def told_of(z: Float[Array, ""], config: LMConfig) -> Aux:
     """Returns what is told of the square of the log normaliser."""
-    return Aux({}, {"z_loss": Sum(z)}) if config.z_loss else NOTHING
+    return Aux({}, {"z_loss": Sum(z)}) if config.losses.z_loss else NOTHING
 
 
 def cross_entropy(

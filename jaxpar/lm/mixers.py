@@ -2,9 +2,11 @@
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
+from jaxpar.fields import replace_nested
 from jaxpar.nn.attention import Attention, Visible
 from jaxpar.nn.attention.context import SplitSequence
 from jaxpar.nn.cells.solvers import solver
@@ -17,7 +19,6 @@ from jaxpar.nn.mixers.matrix_state import MatrixState
 from jaxpar.nn.mixers.recurrent import CELLS, Recurrent, cell_of, equal_size
 from jaxpar.nn.mixers.ssd import Mamba2
 from jaxpar.nn.mixers.tcnca import Tcnca
-from jaxpar.nn.norm import Norm
 from jaxpar.nn.position import Rope
 from jaxpar.types import UsageError
 
@@ -26,24 +27,32 @@ __all__ = ["mixers_of", "with_mixer"]
 if TYPE_CHECKING:
     from jaxpar.lm.config import LMConfig
 
-OF_ATTENTION = ("qk_norm", "qkv_bias", "windows", "score_cap", "score_dim", "rope_theta_local")
+OF_ATTENTION = (
+    "attention.qk_norm",
+    "attention.qkv_bias",
+    "attention.windows",
+    "attention.score_cap",
+    "attention.score_dim",
+    "rope.theta_local",
+)
 OWN = {
     **dict.fromkeys(OF_ATTENTION, "attention"),
-    "mixer_dim": "recurrent mixers and those with a matrix state",
-    "mixer_key_dim": "mixers with a matrix state",
-    "mixer_groups": "mamba2",
-    "mixer_window": "lmu, block_recurrent, windowed and tcnca",
-    "mixer_states": "lmu and block_recurrent",
+    "mixer.dim": "recurrent mixers and those with a matrix state",
+    "mixer.key_dim": "mixers with a matrix state",
+    "mixer.groups": "mamba2",
+    "mixer.window": "lmu, block_recurrent, windowed and tcnca",
+    "mixer.states": "lmu and block_recurrent",
 }
-"""Fields that some mixers read, and whose they are in words."""
+"""Fields that some mixers read, by their paths, and in words whose they are."""
 
 
 class Row(NamedTuple):
     """How a mixer is made.
 
     Attributes:
-      make: From the configuration, its name and its units.
-      units: Returns as many as make it as large as attention would be; None where heads alone say its size.
+      make: From the configuration, its kind and its units.
+      units: Returns as many as make it as large as attention would be; None where heads alone say
+        its size.
       reads: The fields of `OWN` that it reads.
     """
 
@@ -54,207 +63,233 @@ class Row(NamedTuple):
 
 def mixers_of(config: "LMConfig") -> Mixer | tuple[Mixer, ...]:
     """Returns the mixer of all layers, or those that layers have in turn."""
-    names, windows = _names(config), config.windows or (0,)
-    count = math.lcm(len(names), len(windows))
-    if config.num_layers % count and config.num_layers % len(names) == 0:
+    kinds = config.mixer.kinds
+    windows = config.attention.windows or (0,)
+    count = math.lcm(len(kinds), len(windows))
+    if config.num_layers % count and config.num_layers % len(kinds) == 0:
         count = config.num_layers  # the turn of windows is cut off by the last layer
+
     made = []
     for layer in range(count):
-        name, window = names[layer % len(names)], windows[layer % len(windows)]
-        mixer = MIXERS[name].make(config, name, _units(config, name))
-        made.append(
-            _windowed_attention(config, mixer, window) if isinstance(mixer, Attention) else mixer
-        )
+        kind = kinds[layer % len(kinds)]
+        mixer = MIXERS[kind].make(config, kind, _units(config, kind))
+        if isinstance(mixer, Attention):
+            mixer = _windowed_attention(config, mixer, windows[layer % len(windows)])
+        made.append(mixer)
     return tuple(made) if count > 1 else made[0]
 
 
-def with_mixer(config: "LMConfig", mixer: str) -> "LMConfig":
-    """Returns the configuration with another mixer, at attention's size; fields that it does not read are the usual.
+def with_mixer(config: "LMConfig", kind: str) -> "LMConfig":
+    """Returns the configuration with another mixer, at attention's size.
 
-    A block-recurrent mixer has no units of its own: its heads get the even size that comes nearest.
+    Fields that it does not read have their defaults. A block-recurrent mixer has no units of its
+    own: its heads get the even size that comes nearest.
     """
-    reads = MIXERS[mixer].reads if mixer in MIXERS else ()
+    reads = MIXERS[kind].reads if kind in MIXERS else ()
     usual = {
-        name: getattr(type(config), name)
-        for name in OWN
-        if name not in reads or name == "mixer_dim"
+        path: _default(config, path) for path in OWN if path not in reads or path == "mixer.dim"
     }
-    changed = dataclasses.replace(config, mixer=mixer, **usual)
-    if mixer not in BLOCK_RECURRENT:
+    changed = replace_nested(config, usual | {"mixer.kind": kind})
+    if kind not in BLOCK_RECURRENT:
         return changed
     size = _size_of_attention(changed)
-    return dataclasses.replace(
-        changed,
-        head_dim=min(
-            range(2, config.head_dim + 2, 2), key=lambda k: abs(_size_of_heads(changed, k) - size)
-        ),
-    )
+    sizes = range(2, config.attention.head_dim + 2, 2)
+    nearest = min(sizes, key=lambda head_dim: abs(_size_of_heads(changed, head_dim) - size))
+    return replace_nested(changed, {"attention.head_dim": nearest})
 
 
 def check_mixers(config: "LMConfig") -> None:
-    """Fills the size of a recurrent mixer in, and refuses fields of others."""
-    object.__setattr__(config, "mixers", tuple(config.mixers))
-    names = _names(config)
-    if config.mixers and config.mixer != "attention":
-        raise UsageError(
-            f"model.mixer={config.mixer} is one for all layers; take model.mixers or it, not both."
-        )
-    for name, whose in OWN.items():
-        value, default = getattr(config, name), getattr(type(config), name)
-        if value != default and not any(name in MIXERS[mixer].reads for mixer in names):
-            value, default = (
-                str(x).lower() if isinstance(x, bool) else x for x in (value, default)
-            )
-            asked = ", ".join(dict.fromkeys(names))
+    """Fills the size of a recurrent mixer in, and rejects fields of others."""
+    kinds = config.mixer.kinds
+    for path, whose in OWN.items():
+        value = operator.attrgetter(path)(config)
+        default = _default(config, path)
+        if value != default and not any(path in MIXERS[kind].reads for kind in kinds):
+            asked = ", ".join(dict.fromkeys(kinds))
             raise UsageError(
-                f"model.{name}={value} is of {whose}, not of model.mixer={asked}; take {default}."
+                f"model.{path}={_flag_text(value)} is of {whose}, not of "
+                f"model.mixer.kind={asked}; take {_flag_text(default)}."
             )
-    for mixer in names:
-        _check_one(config, mixer)
-    if not config.mixers:
-        object.__setattr__(config, "mixer_dim", _units(config, config.mixer))
+    for kind in kinds:
+        _check_one(config, kind)
+    if not config.mixer.in_turn:
+        units = _units(config, config.mixer.kind)
+        object.__setattr__(config, "mixer", dataclasses.replace(config.mixer, dim=units))
 
 
-def _check_one(config: "LMConfig", name: str) -> None:
-    if name == "attention":
+def _default(config: "LMConfig", path: str) -> object:
+    """Returns the default of a field of a group."""
+    group, _, name = path.partition(".")
+    return getattr(type(config).__dataclass_fields__[group].default, name)
+
+
+def _flag_text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _check_one(config: "LMConfig", kind: str) -> None:
+    if kind == "attention":
         return
-    moves = config.context != "auto" and "attention" not in _names(config)
-    if moves or config.context_order not in ("auto", "contiguous"):
+    execution = config.execution
+    moves = execution.context != "auto" and "attention" not in config.mixer.kinds
+    if moves or execution.context_order not in ("auto", "contiguous"):
         raise UsageError(
-            f"model.mixer={name} reads tokens in turn; take model.context=auto, model.context_order=contiguous."
+            f"model.mixer.kind={kind} reads tokens in turn; take model.execution.context=auto, "
+            "model.execution.context_order=contiguous."
         )
-    if name in WINDOWED and config.num_kv_heads != config.num_heads:
+    heads = config.attention.num_heads
+    if kind in WINDOWED and config.attention.num_kv_heads != heads:
         raise UsageError(
-            f"model.mixer={name} has a key head for each of its heads; take model.num_kv_heads=0."
+            f"model.mixer.kind={kind} has a key head for each of its heads; "
+            "take model.attention.num_kv_heads=0."
         )
-    if name == "mamba2" and config.num_heads % config.mixer_groups:
+    if kind == "mamba2" and heads % config.mixer.groups:
         raise UsageError(
-            f"model.mixer_groups={config.mixer_groups} must divide model.num_heads={config.num_heads}."
+            f"model.mixer.groups={config.mixer.groups} must divide "
+            f"model.attention.num_heads={heads}."
         )
-    unit = 4 * config.num_heads
-    if name in LAYERS and config.mixer_dim % unit:
-        nearest = max(unit, round(config.mixer_dim / unit) * unit)
+    unit = 4 * heads
+    if kind in LAYERS and config.mixer.dim % unit:
+        nearest = max(unit, round(config.mixer.dim / unit) * unit)
         raise UsageError(
-            f"model.mixer_dim={config.mixer_dim} is no multiple of 4 heads, {unit}, as model.mixer={name} needs; "
-            f"nearest is {nearest}."
+            f"model.mixer.dim={config.mixer.dim} is no multiple of 4 heads, {unit}, as "
+            f"model.mixer.kind={kind} needs; nearest is {nearest}."
         )
 
 
-def _names(config: "LMConfig") -> tuple[str, ...]:
-    return tuple(config.mixers) or (config.mixer,)
-
-
-def _units(config: "LMConfig", name: str) -> int:
-    units = MIXERS[name].units
-    return 0 if units is None else config.mixer_dim or units(config, name)
+def _units(config: "LMConfig", kind: str) -> int:
+    units = MIXERS[kind].units
+    if units is None:
+        return 0
+    return config.mixer.dim or units(config, kind)
 
 
 def _size_of_attention(config: "LMConfig") -> int:
-    return 2 * config.embed_dim * config.head_dim * (config.num_heads + config.num_kv_heads)
+    heads = config.attention.num_heads + config.attention.num_kv_heads
+    return 2 * config.embed_dim * config.attention.head_dim * heads
 
 
 def _size_of_heads(config: "LMConfig", head_dim: int) -> int:
-    """Parameters of a block-recurrent mixer whose heads are of this size."""
-    mixer = dataclasses.replace(_windowed(config, config.mixer, 0), head_dim=head_dim)
+    """Returns the number of parameters of a block-recurrent mixer whose heads are of this size."""
+    mixer = dataclasses.replace(_windowed(config, config.mixer.kind, 0), head_dim=head_dim)
     leaves = mixer.leaves(config.embed_dim, 1.0, 1.0)["mixer"]
     return sum(math.prod(leaf.shape) for leaf in leaves.values())
 
 
-def _attention(config: "LMConfig", name: str, units: int) -> Attention:
-    del name, units
-    scaling = (
-        config.rope_low_freq_factor,
-        config.rope_high_freq_factor,
-        config.rope_original_len,
-        config.rope_scaling,
+def _attention(config: "LMConfig", kind: str, units: int) -> Attention:
+    del kind, units
+    attention = config.attention
+    rope = None
+    if config.positions == "rope":
+        rope = Rope(
+            theta=config.rope.theta,
+            factor=config.rope.factor,
+            low_freq_factor=config.rope.low_freq_factor,
+            high_freq_factor=config.rope.high_freq_factor,
+            original_len=config.rope.original_len,
+            scaling=config.rope.scaling,
+            share=config.rope.share,
+        )
+    return Attention(
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        bias=config.bias,
+        positions=rope,
+        dropout=config.dropout,
+        impl=config.execution.kernel,
+        attend=SplitSequence(config.execution.context, config.execution.context_order),
+        qk_norm=config.norm_layer() if attention.qk_norm else None,
+        qkv_bias=attention.qkv_bias,
+        score_cap=attention.score_cap,
+        score_dim=attention.score_dim,
     )
-    rope = Rope(config.rope_theta, config.rope_factor, *scaling, config.rope_share)
-    rope = rope if config.positions == "rope" else None
-    heads = config.num_heads, config.num_kv_heads, config.head_dim
-    norm = (
-        Norm(config.norm, config.norm_eps, config.bias, config.norm_plus_one)
-        if config.qk_norm
-        else None
-    )
-    attend = SplitSequence(config.context, config.context_order)
-    options = {
-        "dropout": config.dropout,
-        "impl": config.attention,
-        "attend": attend,
-        "qk_norm": norm,
-    }
-    scores = {"score_cap": config.score_cap, "score_dim": config.score_dim}
-    return Attention(*heads, config.bias, rope, qkv_bias=config.qkv_bias, **scores, **options)
 
 
 def _windowed_attention(config: "LMConfig", mixer: Attention, window: int) -> Attention:
-    """The attention of a layer that sees `window` tokens, with the rotary base of such layers."""
+    """Returns the attention of a layer that sees `window` tokens, with the rotary base of such layers."""
     if not window:
         return mixer
     rope = mixer.positions
-    if isinstance(rope, Rope) and config.rope_theta_local:
-        rope = Rope(config.rope_theta_local, share=config.rope_share)
+    if isinstance(rope, Rope) and config.rope.theta_local:
+        rope = Rope(theta=config.rope.theta_local, share=config.rope.share)
     return dataclasses.replace(mixer, visible=Visible(window=window), positions=rope)
 
 
-def _recurrent(config: "LMConfig", name: str, units: int) -> Recurrent:
-    return Recurrent(cell_of(name, units, config.num_heads), solver(config.solver))
+def _recurrent(config: "LMConfig", kind: str, units: int) -> Recurrent:
+    cell = cell_of(kind, units, config.attention.num_heads)
+    return Recurrent(cell, solver(config.execution.solver))
 
 
-def _hgrn(config: "LMConfig", name: str, units: int) -> Hgrn:
-    del name
-    return Hgrn(units, config.norm_eps)
+def _hgrn(config: "LMConfig", kind: str, units: int) -> Hgrn:
+    del kind
+    return Hgrn(units, config.norm.eps)
 
 
-def _matrix_state(config: "LMConfig", name: str, units: int) -> MatrixState:
-    return MatrixState(
-        layer_of(name, units, config.num_heads, config.mixer_key_dim), config.mixer_chunk
+def _matrix_state(config: "LMConfig", kind: str, units: int) -> MatrixState:
+    layer = layer_of(kind, units, config.attention.num_heads, config.mixer.key_dim)
+    return MatrixState(layer, config.execution.mixer_chunk)
+
+
+def _mamba2(config: "LMConfig", kind: str, units: int) -> MatrixState:
+    del kind
+    heads = config.attention.num_heads
+    values = units // heads
+    layer = Mamba2(
+        heads,
+        config.mixer.key_dim or values,
+        values,
+        config.mixer.groups,
+        eps=config.norm.eps,
+    )
+    return MatrixState(layer, config.execution.mixer_chunk)
+
+
+def _lmu(config: "LMConfig", kind: str, units: int) -> Lmu:
+    return Lmu(
+        units,
+        config.attention.num_heads,
+        config.mixer.states,
+        float(config.mixer.window),
+        spiking=kind == "spiking_lmu",
     )
 
 
-def _mamba2(config: "LMConfig", name: str, units: int) -> MatrixState:
-    del name
-    values = units // config.num_heads
-    sizes = config.num_heads, config.mixer_key_dim or values, values
-    return MatrixState(Mamba2(*sizes, config.mixer_groups, eps=config.norm_eps), config.mixer_chunk)
-
-
-def _lmu(config: "LMConfig", name: str, units: int) -> Lmu:
-    sizes = units, config.num_heads, config.mixer_states, float(config.mixer_window)
-    return Lmu(*sizes, spiking=name == "spiking_lmu")
-
-
-def _windowed(config: "LMConfig", name: str, units: int) -> BlockRecurrent:
+def _windowed(config: "LMConfig", kind: str, units: int) -> BlockRecurrent:
     del units
-    states, gate = 0 if name == "windowed" else config.mixer_states, GATES[name.endswith("lstm")]
-    return BlockRecurrent(config.num_heads, config.head_dim, config.mixer_window, states, gate)
+    states = 0 if kind == "windowed" else config.mixer.states
+    gate = GATES[kind.endswith("lstm")]
+    heads = config.attention
+    return BlockRecurrent(heads.num_heads, heads.head_dim, config.mixer.window, states, gate)
 
 
-def _tcnca(config: "LMConfig", name: str, units: int) -> Tcnca:
-    del name, units
-    rope = Rope(config.rope_theta) if config.positions == "rope" else None
-    return Tcnca(config.num_heads, config.head_dim, config.mixer_window, positions=rope)
+def _tcnca(config: "LMConfig", kind: str, units: int) -> Tcnca:
+    del kind, units
+    rope = Rope(theta=config.rope.theta) if config.positions == "rope" else None
+    heads = config.attention
+    return Tcnca(heads.num_heads, heads.head_dim, config.mixer.window, positions=rope)
 
 
-def _equal_cells(config: "LMConfig", name: str) -> int:
-    return equal_size(name, config.embed_dim, config.num_heads, _size_of_attention(config))
+def _equal_cells(config: "LMConfig", kind: str) -> int:
+    heads = config.attention.num_heads
+    return equal_size(kind, config.embed_dim, heads, _size_of_attention(config))
 
 
-def _equal_hgrn(config: "LMConfig", name: str) -> int:
-    del name  # four matrices
+def _equal_hgrn(config: "LMConfig", kind: str) -> int:
+    del kind  # four matrices
     return max(8, round(_size_of_attention(config) / config.embed_dim / 32) * 8)
 
 
-def _equal_layers(config: "LMConfig", name: str) -> int:
-    sizes = config.embed_dim, config.num_heads, _size_of_attention(config), config.mixer_key_dim
-    return layer_size(name, *sizes)
+def _equal_layers(config: "LMConfig", kind: str) -> int:
+    heads = config.attention.num_heads
+    size = _size_of_attention(config)
+    return layer_size(kind, config.embed_dim, heads, size, config.mixer.key_dim)
 
 
-def _equal_lmus(config: "LMConfig", name: str) -> int:
-    del name
-    return equal_units(
-        config.embed_dim, config.num_heads, config.mixer_states, _size_of_attention(config)
-    )
+def _equal_lmus(config: "LMConfig", kind: str) -> int:
+    del kind
+    heads = config.attention.num_heads
+    return equal_units(config.embed_dim, heads, config.mixer.states, _size_of_attention(config))
 
 
 BLOCK_RECURRENT = ("block_recurrent", "block_recurrent_lstm")
@@ -262,16 +297,16 @@ WINDOWED = ("windowed", *BLOCK_RECURRENT, "tcnca")
 
 MIXERS: dict[str, Row] = {
     "attention": Row(_attention, None, OF_ATTENTION),
-    **dict.fromkeys(CELLS, Row(_recurrent, _equal_cells, ("mixer_dim",))),
-    "hgrn": Row(_hgrn, _equal_hgrn, ("mixer_dim",)),
-    **dict.fromkeys(LAYERS, Row(_matrix_state, _equal_layers, ("mixer_dim", "mixer_key_dim"))),
-    "mamba2": Row(_mamba2, _equal_layers, ("mixer_dim", "mixer_key_dim", "mixer_groups")),
+    **dict.fromkeys(CELLS, Row(_recurrent, _equal_cells, ("mixer.dim",))),
+    "hgrn": Row(_hgrn, _equal_hgrn, ("mixer.dim",)),
+    **dict.fromkeys(LAYERS, Row(_matrix_state, _equal_layers, ("mixer.dim", "mixer.key_dim"))),
+    "mamba2": Row(_mamba2, _equal_layers, ("mixer.dim", "mixer.key_dim", "mixer.groups")),
     **dict.fromkeys(
         ("lmu", "spiking_lmu"),
-        Row(_lmu, _equal_lmus, ("mixer_dim", "mixer_window", "mixer_states")),
+        Row(_lmu, _equal_lmus, ("mixer.dim", "mixer.window", "mixer.states")),
     ),
-    **dict.fromkeys(BLOCK_RECURRENT, Row(_windowed, None, ("mixer_window", "mixer_states"))),
-    "windowed": Row(_windowed, None, ("mixer_window",)),
-    "tcnca": Row(_tcnca, None, ("mixer_window",)),
+    **dict.fromkeys(BLOCK_RECURRENT, Row(_windowed, None, ("mixer.window", "mixer.states"))),
+    "windowed": Row(_windowed, None, ("mixer.window",)),
+    "tcnca": Row(_tcnca, None, ("mixer.window",)),
 }
-"""Name -> how it is made: what `model.mixer` and `model.mixers` may be."""
+"""Name -> how it is made: what `model.mixer.kind` and `model.mixer.in_turn` may be."""

@@ -155,7 +155,7 @@ def embed(
 ) -> Float[Array, "B T D"]:
     """Looks tokens and learned positions up: what enters the first layer. `axes` are those of the result."""
     x = embed_tokens(params["embedding"], tokens, axes)
-    if config.embed_scale:  # rounded to the dtype of activations first, as Gemma was trained
+    if config.embedding.scale:  # rounded to the dtype of activations first, as Gemma was trained
         x = x * jnp.asarray(math.sqrt(config.embed_dim), config.dtype).astype(x.dtype)
     return (
         x + embed_positions(params["positions"], positions) if config.positions == "learned" else x
@@ -167,7 +167,8 @@ def logits(params: PyTree, x: Float[Array, "B T D"], config: LMConfig) -> Float[
     weight = constrain(head(params).astype(x.dtype), "vocab", None)
     wide = jnp.promote_types(x.dtype, jnp.float32)
     return capped(
-        jnp.einsum("btd,vd->btv", x, weight, preferred_element_type=wide), config.logit_cap
+        jnp.einsum("btd,vd->btv", x, weight, preferred_element_type=wide),
+        config.embedding.logit_cap,
     )
 
 

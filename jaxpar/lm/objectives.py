@@ -3,9 +3,16 @@
 Example:
     import jax, jax.numpy as jnp
 
-    from jaxpar.lm import LMConfig, ObjectiveConfig, Trainer, init
+    from jaxpar.lm import AttentionConfig, LMConfig, MlpConfig, ObjectiveConfig, Trainer, init
 
-    model = LMConfig(vocab_size=8, num_layers=1, embed_dim=8, num_heads=2, mlp_dim=8, dtype="float32")
+    model = LMConfig(
+        vocab_size=8,
+        num_layers=1,
+        embed_dim=8,
+        attention=AttentionConfig(num_heads=2),
+        mlp=MlpConfig(dim=8),
+        dtype="float32",
+    )
     trainer = Trainer(model, objective=ObjectiveConfig(distil=0.5, temperature=2.0), teacher=model)
     state = trainer.init(jax.random.key(0))
     batch = dict.fromkeys(("tokens", "targets"), jnp.arange(8).reshape(2, 4))
@@ -156,7 +163,10 @@ def _distilled(
     value, told = last(x, head(params), data, model, total, objective.label_smoothing)
     weights = valid_batch(data, model)["weights"] / total
     apart = (
-        weights * _by_chunks(divergence, min(model.loss_chunk, teacher.loss_chunk), x, x_teacher)
+        weights
+        * _by_chunks(
+            divergence, min(model.execution.loss_chunk, teacher.execution.loss_chunk), x, x_teacher
+        )
     ).sum()
     value = (1 - objective.distil) * value + objective.distil * temperature**2 * apart
     told = both(told, Aux({}, {"teacher_kl": Sum(apart)}))
@@ -275,7 +285,7 @@ def _likelihoods(
         return jnp.where(hit, z, 0).sum(-1) - jax.nn.logsumexp(z, -1)
 
     x, held, aux = _features(params, batch, config, key)
-    return _by_chunks(chosen, config.loss_chunk, x, batch["targets"]), aux
+    return _by_chunks(chosen, config.execution.loss_chunk, x, batch["targets"]), aux
 
 
 def _features(

@@ -34,7 +34,7 @@ def leaves(c: LMConfig) -> dict:
     }
     if c.positions == "learned":
         tree["positions"] = Leaf((c.max_seq_len, c.embed_dim), (None, "embed"), std)
-    if not c.tied:
+    if not c.embedding.tied:
         tree["head"] = Leaf((c.vocab_size, c.embed_dim), ("vocab", "embed"), std)
     return tree
 
@@ -107,4 +107,8 @@ def flops_per_token(config: LMConfig, seq_len: int, causal: bool = False) -> flo
 
 def _share(leaf: Leaf, config: LMConfig) -> float:
     """What part of a weight a token is multiplied by."""
-    return config.experts_per_token / config.num_experts if "experts" in leaf.axes else 1.0
+    return (
+        config.experts.experts_per_token / config.experts.num_experts
+        if "experts" in leaf.axes
+        else 1.0
+    )

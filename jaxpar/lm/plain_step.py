@@ -107,4 +107,4 @@ def plain_step(
 
 def _draws(trainer: Trainer) -> bool:
     """Returns True if a step of the model draws numbers."""
-    return bool(trainer.model.dropout or trainer.model.expert_failures)
+    return bool(trainer.model.dropout or trainer.model.experts.failures)

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar import decode
-from jaxpar.decode import Generated, Sampling
+from jaxpar.decode import Constraints, Decoding, Generated, Prompts, Sampling
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.model import embed, logits, placed
 from jaxpar.nn.mixer import DECODING
 from jaxpar.nn.stack import PseudoTokens, StackCache
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
-__all__ = ["Decoder", "cache_axes", "empty_cache", "extend", "generate", "prefill"]
+__all__ = ["Decoder", "cache_axes", "empty_cache", "extend", "generate"]
 
 
 def empty_cache(config: LMConfig, batch: int, length: int) -> StackCache:
@@ -67,49 +67,6 @@ def extend(
     return logits(params, x, config), after
 
 
-def prefill(
-    params: PyTree,
-    tokens: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    config: LMConfig,
-    cache: StackCache | int,
-) -> tuple[Float[Array, "B V"], StackCache]:
-    """Runs whole prompts through the model, at the price of a forward pass of training.
-
-    Attention is that of training (cuDNN on GPU, splash on TPU), and the dense form takes a block of queries at a time:
-    memory grows with T, not with T^2. Only the last token of each row meets the head.
-
-    Args:
-      params: As from `jaxpar.lm.init`.
-      tokens: Prompts, left-aligned.
-      lengths: Tokens of each row that count, at least 1.
-      config: The model; static.
-      cache: An empty one, or the number of slots of one that is made, at least T; static.
-
-    Returns:
-      Logits after each row's last token, in float32 at least, and the cache: what `extend` goes on from.
-
-    Raises:
-      UsageError: If T is over the slots, or over learned positions.
-    """
-    batch, length = tokens.shape
-    limits = [cache] if isinstance(cache, int) else []
-    limits += [config.max_seq_len] if config.positions == "learned" else []
-    if limits and length > min(limits):
-        raise UsageError(
-            f"prompts of {length} tokens are over the {min(limits)} that the cache and learned positions have."
-        )
-    positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
-    x = embed(params, tokens, positions, config, DECODING.inside)
-    empty = empty_cache(config, batch, cache) if isinstance(cache, int) else cache
-    x, after, _ = config.stack().apply(
-        params, x, positions=positions, valid=lengths, cache=empty, fresh=True
-    )
-    assert after is not None  # a cache in, a cache out
-    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
-    return logits(params, last, config)[:, 0], after
-
-
 @dataclasses.dataclass(frozen=True)
 class Decoder:
     """A language model as `jaxpar.decode` asks for it: a `jaxpar.decode.TokenModel`.
@@ -138,9 +95,48 @@ class Decoder:
         """Returns an empty cache."""
         return empty_cache(self.config, rows, slots)
 
-    def prefill(self, params: PyTree, tokens: Array, lengths: Array, cache: StackCache):
-        """Reads prompts."""
-        return prefill(params, tokens, lengths, self.config, cache)
+    def prefill(
+        self,
+        params: PyTree,
+        tokens: Int[Array, "B T"],
+        lengths: Int[Array, " B"],
+        cache: StackCache | int,
+    ) -> tuple[Float[Array, "B V"], StackCache]:
+        """Runs whole prompts through the model, at the price of a forward pass of training.
+
+        Attention is that of training (cuDNN on GPU, splash on TPU), and the dense form takes a
+        block of queries at a time: memory grows with T, not with T^2. Only the last token of each
+        row meets the head.
+
+        Args:
+          params: As from `jaxpar.lm.init`.
+          tokens: Prompts, left-aligned.
+          lengths: Tokens of each row that count, at least 1.
+          cache: An empty one, or the number of slots of one that is made, at least T; static.
+
+        Returns:
+          Logits after each row's last token, in float32 at least, and the cache: what `extend`
+          goes on from.
+
+        Raises:
+          UsageError: If T is over the slots, or over learned positions.
+        """
+        batch, length = tokens.shape
+        limits = [cache] if isinstance(cache, int) else []
+        limits += [self.config.max_seq_len] if self.config.positions == "learned" else []
+        if limits and length > min(limits):
+            raise UsageError(
+                f"prompts of {length} tokens are over the {min(limits)} that the cache and learned positions have."
+            )
+        positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
+        x = embed(params, tokens, positions, self.config, DECODING.inside)
+        empty = empty_cache(self.config, batch, cache) if isinstance(cache, int) else cache
+        x, after, _ = self.config.stack().apply(
+            params, x, positions=positions, valid=lengths, cache=empty, fresh=True
+        )
+        assert after is not None  # a cache in, a cache out
+        last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
+        return logits(params, last, self.config)[:, 0], after
 
     def extend(
         self,
@@ -162,13 +158,27 @@ class Decoder:
 def generate(
     key: PRNGKey,
     params: PyTree,
-    prompt: Int[Array, "B T"],
+    prompt: Int[Array, "B T"] | Prompts,
     config: LMConfig,
     sampling: Sampling = Sampling(),
-    **options: Any,  # those of `jaxpar.decode.generate`, which checks them
+    decoding: Decoding = Decoding(),
+    constraints: Constraints = Constraints(),
+    *,
+    draft_params: PyTree = None,
+    **older: Any,  # those of `jaxpar.decode.generate`, which checks them
 ) -> Generated:
-    """Continues each prompt: `jaxpar.decode.generate` of a language model, whose other arguments `options` are.
+    """Continues each prompt: `jaxpar.decode.generate` of a language model.
 
-    Pure, so jit it with `config`, `sampling` and what that function takes as static. Consumes `key`.
+    Pure, so jit it with `config`, `sampling` and `decoding` static. Consumes `key`.
     """
-    return decode.generate(key, params, prompt, Decoder(config), sampling, **options)
+    return decode.generate(
+        key,
+        params,
+        prompt,
+        Decoder(config),
+        sampling,
+        decoding,
+        constraints,
+        draft_params=draft_params,
+        **older,
+    )

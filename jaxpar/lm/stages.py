@@ -86,12 +86,12 @@ def stages(config: LMConfig, smoothing: float = 0.0) -> Stages:
 
     turns = config.num_layers // stack.period
     split_head = Head(
-        "embedding" if config.tied else "head",
+        "embedding" if config.embedding.tied else "head",
         ("final_norm",),
         ready,
         targets,
         lambda z: told_of(z, config),
-        config.z_loss,
+        config.losses.z_loss,
         smoothing,
     )
     total_of = functools.partial(normaliser_of, config=config)
@@ -118,12 +118,16 @@ def _positions(data: dict) -> jax.Array:
 
 def _refuse_joint_loss(config: LMConfig) -> None:
     """Raises `UsageError` for a loss of all layers together: one layer alone has no gradient."""
-    if config.num_experts and config.balance_loss and config.balance_layers == "concatenated":
+    if (
+        config.experts.num_experts
+        and config.losses.balance_loss
+        and config.losses.balance_layers == "concatenated"
+    ):
         raise UsageError(
-            "model.balance_layers=concatenated: a pipeline needs the gradient of one layer before "
+            "model.losses.balance_layers=concatenated: a pipeline needs the gradient of one layer before "
             "it knows the loads of the others; expected summed, or pipeline=none."
         )
 
 
 def _dropped(key: PRNGKey | None, config: LMConfig) -> PRNGKey | None:
-    return key if config.dropout or config.expert_failures else None
+    return key if config.dropout or config.experts.failures else None

@@ -1,7 +1,6 @@
 """One optimizer step as a pure function: the `Algorithm` that `jaxpar.loop` drives."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,7 +29,7 @@ from jaxpar.optim import Optimizer, OptimizerConfig, make_optimizer
 from jaxpar.pipeline.accumulation import InTurn
 from jaxpar.types import Info, PRNGKey, PyTree, UsageError
 
-__all__ = ["LATER_LEAVES", "Health", "TrainState", "Trainer", "one_step"]
+__all__ = ["LATER_LEAVES", "Health", "TrainState", "Trainer", "update"]
 
 LATER_LEAVES = ("health/empty",)
 """Paths of counts in the state that older checkpoints lack."""
@@ -196,10 +195,13 @@ class Trainer:
         pieces = objective_stages(self.model, self.objective, teacher=teacher, reference=start)
         if self._frozen:
             pieces = beside_frozen(pieces, state.params, self._frozen)
-        trained, opt_state, health, info = one_step(
-            lambda trained: self.schedule(pieces, trained, inputs, key, self.accumulate),
+        trained = self._trained(state.params)
+        loss, gradient = self.schedule(pieces, trained, inputs, key, self.accumulate)
+        trained, opt_state, health, info = update(
             self.make_optimizer(),
-            self._trained(state.params),
+            trained,
+            loss,
+            gradient,
             state.opt_state,
             state.health,
             objective_report(inputs, self.model, self.objective),
@@ -263,21 +265,33 @@ def with_teacher(
     )
 
 
-def one_step(
-    gradient: Callable[[PyTree], tuple[tuple[jax.Array, Aux], PyTree]],
+def update(
     optimizer: Optimizer,
     trained: PyTree,
+    loss: tuple[jax.Array, Aux],
+    gradient: PyTree,
     opt_state: PyTree,
     health: Health,
     report: BatchReport,
 ) -> tuple[PyTree, PyTree, Health, Info]:
-    """Updates what is trained by `gradient(trained)`: ((loss, what was told), gradient).
+    """Updates parameters by a gradient.
+
+    Args:
+      optimizer: The rule.
+      trained: The parameters that are trained.
+      loss: The loss, with auxiliary losses and metrics.
+      gradient: Its gradient by `trained`.
+      opt_state: The optimizer's state.
+      health: Counts of earlier steps.
+      report: Counts of this batch.
 
     Returns:
       The new `trained`, `opt_state` and `health`, and the scalars of `Trainer.step`.
     """
-    (value, aux), grads = gradient(trained)
-    trained, opt_state, said = optimizer.update(grads, opt_state, trained, good=jnp.isfinite(value))
+    value, aux = loss
+    trained, opt_state, said = optimizer.update(
+        gradient, opt_state, trained, good=jnp.isfinite(value)
+    )
     health, spike = _watch(health, value, said["skipped"] == 0, report.empty)
     info = (
         said

@@ -243,7 +243,10 @@ def expert_bytes(config: LMConfig, rows: int, length: int) -> dict[str, float]:
 
 def _sizes(config: LMConfig, rows: int, length: int) -> ActivationSizes:
     """What a mixer is told of a step."""
-    mine, again = rows / num_shares(*mesh_axes("batch")), 1 if config.remat == "none" else 2
+    mine, again = (
+        rows / num_shares(*mesh_axes("batch")),
+        1 if config.execution.remat == "none" else 2,
+    )
     width = jnp.dtype(config.dtype).itemsize
     return ActivationSizes(mine * length, config.num_layers, width, again, config.embed_dim, mine)
 
@@ -285,7 +288,7 @@ def _weights(config: LMConfig, optimizer: str, add) -> None:
             add("gather", _minus(rest, held), 1, trips * whole / num_shares(*held), f"{name}{ONCE}")
             gathered = _minus(held, multiplied)
             # Experts gather theirs anew for their backward pass, within a layer that is recomputed as well.
-            times = 3 if "experts" in leaf.axes and config.remat != "none" else 2
+            times = 3 if "experts" in leaf.axes and config.execution.remat != "none" else 2
             # A router's is kept for its backward pass, or gathered for it again.
             when = EACH_LAYER
             if leaf.raw and "experts" not in leaf.axes:
@@ -303,7 +306,7 @@ def _weights(config: LMConfig, optimizer: str, add) -> None:
         over = inside if is_weight or "norm" not in name else outside
         over = _minus(over, mesh_axes("experts")) if "experts" in leaf.axes else over
         add("sum", over, trips, used, f"gradient of {name}")
-    if config.tied:
+    if config.embedding.tied:
         shape = (
             (config.vocab_size / num_shares(*mesh_axes("vocab"))) * config.embed_dim * _wide(config)
         )
@@ -387,7 +390,7 @@ def _activations(config: LMConfig, rows: int, length: int, add) -> Iterator[Tran
     tokens, times = (sizes := _sizes(config, rows, length)).tokens, sizes.again
     stream = tokens / num_shares(*inside) * config.embed_dim * narrow
     again = (
-        2 if config.remat in ("names", "offload", "full", "blockwise") else 1
+        2 if config.execution.remat in ("names", "offload", "full", "blockwise") else 1
     )  # the first half of a layer, anew
     stack = config.stack()
     turns, branches = layers // stack.period, stack.num_branches
@@ -426,7 +429,7 @@ def _activations(config: LMConfig, rows: int, length: int, add) -> Iterator[Tran
     )
     _columns(config, tokens / num_shares(*inside), times, add)
     chunk = tokens / num_shares(*inside)
-    parts = math.ceil(chunk / config.loss_chunk)
+    parts = math.ceil(chunk / config.execution.loss_chunk)
     add(
         "sum",
         vocab,

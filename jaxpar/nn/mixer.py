@@ -154,7 +154,7 @@ class Context(NamedTuple):
         if axes := mesh_axes("seq_layer"):
             raise UsageError(
                 f"{who} runs along the whole sequence, which the mesh splits over {'*'.join(axes)}; "
-                "give mesh.context=1, or model.mixer=attention."
+                "give mesh.context=1, or model.mixer.kind=attention."
             )
 
 

@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -320,7 +320,14 @@ class Stack:
         context = context._replace(valid=valid, visible=visible, key=key, places=places)
         rules = context.rules
         x = constrain(x.astype(self.dtype), *rules.outside)
-        stream, layers, aux = self._layers(params["layers"], self.begin(x), context, cache, pseudo)
+        # A cache that holds something would be copied by a loop, from its inputs to its outputs.
+        is_stacked = not isinstance(params["layers"], tuple)
+        can_scan = is_stacked and pseudo is None and (cache is None or context.fresh)
+        if self.scan_layers and can_scan:
+            run = self._scanned
+        else:
+            run = functools.partial(self._unrolled, pseudo=pseudo)
+        stream, layers, aux = run(params["layers"], self.begin(x), context, cache)
         aux = with_scalar_losses(aux)
         x = gather(
             self.norm.apply(params["final_norm"], self.end(stream)), rules.outside, rules.inside
@@ -422,58 +429,56 @@ class Stack:
             aux = both(aux, Aux({}, {"residual_max": Max(largest(size))}))
         return x, cache, aux
 
-    def _layers(self, layers, x, context, cache, pseudo):
-        """All layers; scanned where no cache holds anything: a scan would copy each from its inputs to outputs."""
-
-        def body(x, layer, index, old, ahead, mixer):
-            inside = context.until(jax.tree.leaves(x)[0].shape[1])
-            x, new, aux = self.layer(layer, index, x, inside, old, ahead, mixer)
-            return x, (new, aux)
-
-        def one(number: int, **given):
-            mixer = self.mixers[number % self.period]
-            return self.remat_of(
-                functools.partial(body, ahead=number >= self.ladder_from, mixer=mixer, **given)
+    def _layer_of(
+        self, number: int, context: Context, cache: StackCache | None
+    ) -> Callable[[PyTree, int | Int[Array, ""], Kind], tuple[Kind, PyTree | None, Aux]]:
+        """Returns layer `number` as a function of its parameters, its index and the stream."""
+        return self.remat_of(
+            functools.partial(
+                self.layer,
+                context=context,
+                cache=None if cache is None else cache.layers[number],
+                ahead=number >= self.ladder_from,
+                mixer=self.mixers[number % self.period],
             )
-
-        olds = (None,) * self.num_layers if cache is None else cache.layers
-        can_scan = (
-            pseudo is None and not isinstance(layers, tuple) and (cache is None or context.fresh)
         )
-        if self.scan_layers and can_scan:
-            return self._scanned(
-                lambda number: one(number, old=olds[number]), self._apart(layers), x
-            )
+
+    def _unrolled(self, layers, x, context, cache, pseudo):
+        """Applies one layer after the other."""
         each = layers if isinstance(layers, tuple) else self._each(self._apart(layers))
-        caches, told = [], []
-        for index, (layer, old) in enumerate(zip(each, olds, strict=True)):
+        caches = []
+        told = []
+        for index, layer in enumerate(each):
             if pseudo is not None and pseudo.layer == index:
                 x = pseudo.after(x)
-            x, (new, aux) = one(index)(x, layer, index, old)
+            inside = context.until(jax.tree.leaves(x)[0].shape[1])
+            x, new, aux = self._layer_of(index, inside, cache)(layer, index, x)
             caches.append(new)
             told.append(aux)
         return x, tuple(caches), over_all(told)
 
-    def _scanned(self, one, places, x):
-        """The same in a loop whose turn is one layer of each mixer; `one` makes a layer's function of its number.
+    def _scanned(self, layers, x, context, cache):
+        """Applies layers in a loop whose turn is one layer of each mixer.
 
         Layers whose functions differ have loops of their own: those before a ladder begins, the turn in which it does,
         and those after.
         """
+        places = self._apart(layers)
         num, outs = self.num_layers // self.period, []
         middle = self.ladder_from // self.period, -(-self.ladder_from // self.period)
         for first, last in itertools.pairwise((0, *middle, num)):
             if first == last:
                 continue
-            functions = [one(first * self.period + place) for place in range(self.period)]
+            numbers = range(first * self.period, (first + 1) * self.period)
+            functions = [self._layer_of(number, context, cache) for number in numbers]
 
             def turn(x, given, functions=functions):
                 trees, number = given
                 out = []
                 for place, (function, tree) in enumerate(zip(functions, trees, strict=True)):
                     index = number if self.period == 1 else number * self.period + place
-                    x, made = function(x, tree, index)
-                    out.append(made)
+                    x, new, aux = function(tree, index, x)
+                    out.append((new, aux))
                 return x, tuple(out)
 
             some = (

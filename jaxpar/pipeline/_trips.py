@@ -36,11 +36,12 @@ def ticks_of_transfers(schedule: Schedule, ticks: dict[Task, int]) -> dict[Side,
     wishes: dict[tuple[str, int], list[tuple[int, Side]]] = {}
     for side in schedule.sides:
         if side.kind in ("offload", "fetch"):
-            when, which = tick_of_side(schedule, ticks, side), side[3:]
+            when = tick_of_side(schedule, ticks, side)
             if side.kind == "offload":
-                when = max(when, ticks[Task(Op.F, *which)] + 1)
+                forward = Task(op=Op.F, chunk=side.chunk, microbatch=side.microbatch)
+                when = max(when, ticks[forward] + 1)
             else:
-                when = min(when, ticks[schedule.backward(*which)])
+                when = min(when, ticks[schedule.backward(side.chunk, side.microbatch)])
             wishes.setdefault(side[:2], []).append((when, side))
     found: dict[Side, int] = {}
     for (kind, _), wished in wishes.items():

@@ -158,7 +158,16 @@ def _turn_of(stages: Stages, params: PyTree, x: PyTree, where: Where, is_whole: 
     )
     kept = tuple(like for like, is_kept in zip(kept, depends, strict=True) if is_kept)
     return Turn(
-        stages, products, found["pull"], found["known"], places, fresh, kept, again, told, is_whole
+        stages=stages,
+        products=products,
+        pull=found["pull"],
+        known=found["known"],
+        places=places,
+        fresh=fresh,
+        kept=kept,
+        again=again,
+        told=told,
+        is_whole=is_whole,
     )
 
 
@@ -200,7 +209,9 @@ def _differentiated(
     leaves, tree = jax.tree.flatten(params)
 
     def run(slots, rest, x, weights, index, data, key):
-        late = [Deferred(*pair) for pair in zip(weights, slots, strict=True)]
+        late = [
+            Deferred(weight=weight, slot=slot) for weight, slot in zip(weights, slots, strict=True)
+        ]
         x, told = stages.layer(
             tree.unflatten(put_together(products, late, rest)), index, x, data, key
         )

@@ -32,11 +32,17 @@ def _schedule(
     is_asynchronous: bool = False,
 ) -> Schedule:
     kept = tuple(tuple(task for task in row if task.microbatch < m) for row in rows)
-    return Schedule(name, placement, m, kept, asynchronous=is_asynchronous)
+    return Schedule(
+        name=name,
+        placement=placement,
+        microbatches=m,
+        rows=kept,
+        asynchronous=is_asynchronous,
+    )
 
 
 def _backward(chunk: int, microbatch: int, split: bool) -> Task:
-    return Task(Op.B if split else Op.BW, chunk, microbatch)
+    return Task(op=Op.B if split else Op.BW, chunk=chunk, microbatch=microbatch)
 
 
 def gpipe(devices: int, microbatches: int, split: bool = False) -> Schedule:
@@ -69,8 +75,11 @@ def breadth_first(devices: int, microbatches: int, chunks: int, split: bool = Fa
         own = range(device, devices * chunks, devices)
         each = [(chunk, j) for chunk in own for j in range(microbatches)]
         back = [(chunk, j) for chunk in reversed(own) for j in range(microbatches)]
-        row = [Task(Op.F, *which) for which in each] + [_backward(*which, split) for which in back]
-        rows.append(row + [Task(Op.W, *which) for which in back] * split)
+        row = [Task(op=Op.F, chunk=chunk, microbatch=j) for chunk, j in each]
+        row += [_backward(chunk, j, split) for chunk, j in back]
+        if split:
+            row += [Task(op=Op.W, chunk=chunk, microbatch=j) for chunk, j in back]
+        rows.append(row)
     return _schedule("breadth_first", loop(devices, chunks), microbatches, rows)
 
 
@@ -209,16 +218,21 @@ def blockwise(devices: int, microbatches: int, chunks: int, unit: int) -> Schedu
     rows = []
     for device in range(devices):
         forward = [Task(Op.F, turn * devices + device, j) for turn, j in turns if j < microbatches]
-        back = [
-            ((chunks - 1 - turn) * devices + device, j) for turn, j in turns if j < microbatches
-        ]
+        backward = []
+        weights = []
+        for turn, j in turns:
+            if j < microbatches:
+                chunk = (chunks - 1 - turn) * devices + device
+                backward.append(Task(op=Op.B, chunk=chunk, microbatch=j))
+                weights.append(Task(op=Op.W, chunk=chunk, microbatch=j))
         warm_up = min(limit - device, len(forward))
         delay = limit - warm_up
         row = forward[: warm_up - 1]
-        for i, which in enumerate(back):
-            row += forward[warm_up - 1 + i : warm_up + i] + [Task(Op.B, *which)]
-            row += [Task(Op.W, *back[i - delay])] if i >= delay else []
-        rows.append(row + [Task(Op.W, *which) for which in back[max(0, len(back) - delay) :]])
+        for i, task in enumerate(backward):
+            row += [*forward[warm_up - 1 + i : warm_up + i], task]
+            if i >= delay:
+                row.append(weights[i - delay])
+        rows.append(row + weights[max(0, len(weights) - delay) :])
     return _schedule("blockwise", loop(devices, chunks), microbatches, rows)
 
 

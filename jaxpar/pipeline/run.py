@@ -8,13 +8,20 @@ Example:
     import jax
     import jax.numpy as jnp
 
-    from jaxpar.lm import LMConfig, init
+    from jaxpar.lm import AttentionConfig, LMConfig, MlpConfig, init
     from jaxpar.lm.stages import stages
     from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
     from jaxpar.pipeline.accumulation import InTurn
     from jaxpar.pipeline import Pipelined, gpipe
 
-    config = LMConfig(vocab_size=8, num_layers=2, embed_dim=8, num_heads=2, mlp_dim=8, dtype="float32")
+    config = LMConfig(
+        vocab_size=8,
+        num_layers=2,
+        embed_dim=8,
+        attention=AttentionConfig(num_heads=2),
+        mlp=MlpConfig(dim=8),
+        dtype="float32",
+    )
     params, tokens = init(jax.random.key(0), config), jnp.arange(12).reshape(4, 3) % 8
     args = stages(config), params, {"tokens": tokens, "targets": tokens}, None, 2
     (want, _), _ = InTurn()(*args)
@@ -214,7 +221,7 @@ class Pipelined:
         }:
             raise UsageError(
                 f"{schedule.name} keeps activations in the memory pinned_host, which devices of the kind "
-                f"{jax.devices()[0].device_kind} do not have; take it without offload, or model.remat=full."
+                f"{jax.devices()[0].device_kind} do not have; take it without offload, or model.execution.remat=full."
             )
         if schedule.has_vocabulary and stages.head is None:
             raise UsageError(

@@ -34,14 +34,14 @@ def with_gathers(schedule: Schedule, ahead: int = 0) -> Schedule:
     sides = list(schedule.sides)
     for device, row in enumerate(schedule.rows):
         held = {}
-        for place, (op, chunk, _) in enumerate(row):
+        for position, (op, chunk, _) in enumerate(row):
             way = {Op.F: "forward", Op.B: "backward", Op.BW: "backward"}.get(op)
             if way and held.get(way) != chunk:
                 held[way] = chunk
-                sides.append(Side("gather", device, max(0, place - ahead), chunk))
-    return dataclasses.replace(
-        schedule, sides=tuple(dict.fromkeys(sides))
-    )  # one gather serves both directions
+                first = max(0, position - ahead)
+                sides.append(Side(kind="gather", device=device, place=first, chunk=chunk))
+    once = tuple(dict.fromkeys(sides))  # one gather serves both directions
+    return dataclasses.replace(schedule, sides=once)
 
 
 def with_reductions(schedule: Schedule) -> Schedule:
@@ -51,9 +51,12 @@ def with_reductions(schedule: Schedule) -> Schedule:
     """
     sides = list(schedule.sides)
     for device, row in enumerate(schedule.rows):
-        last = {chunk: place for place, (op, chunk, _) in enumerate(row) if op in (Op.W, Op.BW)}
-        ordered = sorted(last.items(), key=lambda entry: entry[1])
-        sides += [Side("reduce", device, place + 1, chunk) for chunk, place in ordered]
+        last = {}
+        for position, (op, chunk, _) in enumerate(row):
+            if op in (Op.W, Op.BW):
+                last[chunk] = position
+        for chunk, position in sorted(last.items(), key=lambda entry: entry[1]):
+            sides.append(Side(kind="reduce", device=device, place=position + 1, chunk=chunk))
     return dataclasses.replace(schedule, sides=tuple(sides))
 
 
@@ -104,10 +107,15 @@ def with_offload(
         for task, place in places.items():
             device = schedule.device_of(task)
             out = schedule.rows[device].index(task) + 1
-            pairs += [
-                Side(kind, device, where, *task[1:])
-                for kind, where in (("offload", out), ("fetch", place))
-            ]
+            for kind, position in (("offload", out), ("fetch", place)):
+                side = Side(
+                    kind=kind,
+                    device=device,
+                    place=position,
+                    chunk=task.chunk,
+                    microbatch=task.microbatch,
+                )
+                pairs.append(side)
         more = dataclasses.replace(
             schedule, sides=tuple(sorted((*schedule.sides, *pairs), key=_when))
         )

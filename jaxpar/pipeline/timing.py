@@ -174,8 +174,12 @@ def simulate_schedule(
             f"costs.scale has {len(costs.scale)} entries for {len(schedule.placement)} chunks."
         )
     done, sides, at, ticks = (_in_step if lockstep else _run)(schedule, costs, latency)
-    times = [Timed(task, schedule.device_of(task), *when) for task, when in done.items()]
-    times += [Timed(side, side.device, *when) for side, when in sides.items()]
+    times = []
+    for task, (start, end) in done.items():
+        device = schedule.device_of(task)
+        times.append(Timed(what=task, device=device, start=start, end=end))
+    for side, (start, end) in sides.items():
+        times.append(Timed(what=side, device=side.device, start=start, end=end))
     return _timing(schedule, costs, sizes, times, at, ticks)
 
 

@@ -161,17 +161,22 @@ class _Recorder:
         seen, state, weight = self.note
         is_outside = self.weight is weight and get_opaque_trace_state(convention="flax") == state
         seen.count += 1 if is_outside else 2
-        shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (x, y)]
-        seen.product = Product(equation, axes, precision, *shapes)
+        seen.product = Product(
+            equation=equation,
+            axes=axes,
+            precision=precision,
+            x=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            y=jax.ShapeDtypeStruct(y.shape, y.dtype),
+        )
         return y
 
 
 def take_apart(products: Sequence[Product | None], leaves: Sequence) -> tuple[list, list]:
     """Returns what belongs to arrays whose gradients are put off, and what to the others, each in order."""
     pairs = list(zip(leaves, products, strict=True))
-    return [leaf for leaf, product in pairs if product], [
-        leaf for leaf, product in pairs if not product
-    ]
+    late = [leaf for leaf, product in pairs if product]
+    rest = [leaf for leaf, product in pairs if not product]
+    return late, rest
 
 
 def put_together(products: Sequence[Product | None], late: Sequence, rest: Sequence) -> list:
@@ -199,7 +204,10 @@ class TwoStage:
         slots = [product.slot() for product in self.products if product]
 
         def run(slots, rest, args):
-            late = [Deferred(*pair) for pair in zip(weights, slots, strict=True)]
+            late = [
+                Deferred(weight=weight, slot=slot)
+                for weight, slot in zip(weights, slots, strict=True)
+            ]
             return self.fn(tree.unflatten(put_together(self.products, late, rest)), *args)
 
         return jax.vjp(run, slots, rest, args)
@@ -215,10 +223,8 @@ class TwoStage:
         joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *(f.pairs for f in several))
         rest = jax.tree.map(lambda *parts: sum(parts), *(f.rest for f in several))
         leaves, tree = jax.tree.flatten(params)
-        weights, products = (
-            take_apart(self.products, leaves)[0],
-            [each for each in self.products if each],
-        )
+        weights, _ = take_apart(self.products, leaves)
+        products = [each for each in self.products if each]
         triples = zip(products, weights, joined, strict=True)
         late = [product.gradient(weight, pair) for product, weight, pair in triples]
         return tree.unflatten(put_together(self.products, late, rest))

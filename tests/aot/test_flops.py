@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from lm_configs import lm_config
 
 from jaxpar.aot import count_flops
-from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, flops_per_token, loss
+from jaxpar.lm import OptimizerConfig, Trainer, flops_per_token, loss
 from jaxpar.lm.params import abstract
 from jaxpar.mesh import MeshSpec, local, make_mesh, use_mesh
 
@@ -65,7 +66,9 @@ def test_a_block_counts_on_each_device():
 
 
 def step_flops(**changes):
-    config = LMConfig(num_layers=3, embed_dim=128, num_heads=2, head_dim=64, mlp_dim=256, **changes)
+    config = lm_config(
+        num_layers=3, embed_dim=128, num_heads=2, head_dim=64, mlp_dim=256, **changes
+    )
     trainer = Trainer(config, OptimizerConfig(warmup_steps=1))
     key = jax.eval_shape(lambda: jax.random.key(0))
     state = jax.eval_shape(trainer.init, key)
@@ -86,7 +89,7 @@ def test_full_recomputation_is_a_fourth_forward():
     config, total, forward = step_flops(attention="xla", remat="full")
     head = 2 * 2 * 256 * config.embed_dim * config.vocab_size  # the loss recomputes nothing
     last = (
-        2 * 2 * 256 * config.mlp_dim * config.embed_dim * config.num_layers
+        2 * 2 * 256 * config.mlp.dim * config.embed_dim * config.num_layers
     )  # no gradient needs its result
     assert total == 4 * (forward - head) + 3 * head - last
 

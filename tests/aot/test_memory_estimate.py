@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from fast import OPTIONS
+from lm_configs import lm_config
 
 from jaxpar.aot import Job, analyse, compile_job, placements
 from jaxpar.aot.memory_estimate import JobLayout, donated_leaves, saved_bytes
-from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, loss
+from jaxpar.lm import OptimizerConfig, Trainer, loss
 from jaxpar.mesh import MeshSpec, make_mesh
 
 ROWS, LENGTH = 16, 128
@@ -25,7 +26,7 @@ def job_of(sizes=(2, 2, 2), accumulate=1, length=LENGTH, **changes):
         dtype="float32",
         loss_chunk=256,
     )
-    model = LMConfig(**(base | dict(attention="xla") | changes))
+    model = lm_config(**(base | dict(attention="xla") | changes))
     trainer = Trainer(model, OptimizerConfig(warmup_steps=1), accumulate=accumulate)
     key = jax.eval_shape(lambda: jax.random.key(0))
     state = jax.eval_shape(trainer.init, key)

@@ -13,6 +13,7 @@ import optax
 import pytest
 import tiny
 from fast import jit
+from lm_configs import with_fields
 from tolerance import EXACT_MATHS, assert_close
 
 import envs
@@ -180,8 +181,8 @@ ROWS = {
         tokens,
     ),
     "lm-preferences": Row(Trainer(MODEL, objective=ObjectiveConfig("dpo")), pairs),
-    "lm-min-gru": Row(Trainer(dataclasses.replace(MODEL, mixer="min_gru")), tokens),
-    "lm-gla": Row(Trainer(dataclasses.replace(MODEL, mixer="gla")), tokens),
+    "lm-min-gru": Row(Trainer(with_fields(MODEL, mixer="min_gru")), tokens),
+    "lm-gla": Row(Trainer(with_fields(MODEL, mixer="gla")), tokens),
     "neat-fast": Row(Neat(NeatConfig(3, 1, 12, 8, 10, 4), Table(tolerance=0.0)), xor),
     "neat-canonical": Row(
         Neat(

@@ -18,12 +18,14 @@ import numpy as np
 import pytest
 import tiny
 from fast import jit
+from flat_decoding import generate
+from lm_configs import with_fields
 
 import envs
 from envs.puzzles.rubiks_cube import given_cubes
 from envs.puzzles.sliding_tile import given_tiles
 from envs.puzzles.tiles2048 import given_boards
-from jaxpar.decode import Sampling, best_tree, generate, stop_sequences
+from jaxpar.decode import Sampling, best_tree, stop_sequences
 from jaxpar.decode import forest as tables
 from jaxpar.decode.automaton import automaton_of
 from jaxpar.decode.trees import expected_tokens
@@ -75,7 +77,7 @@ class Row:
     context: int = 1
 
 
-MODEL = dataclasses.replace(
+MODEL = with_fields(
     tiny.LLAMA,
     num_layers=1,
     embed_dim=4,

@@ -6,8 +6,9 @@ import inspect
 import jax
 import jax.numpy as jnp
 import pytest
+from lm_configs import lm_config
 
-from jaxpar.lm import LMConfig, init
+from jaxpar.lm import init
 from jaxpar.lm.stages import stages
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.pipeline import (
@@ -37,7 +38,7 @@ SIDES = {
     "offload": with_offload,
     "vocabulary": with_vocabulary,
 }
-CONFIG = LMConfig(vocab_size=8, num_layers=4, embed_dim=8, num_heads=2, mlp_dim=8, dtype="float32")
+CONFIG = lm_config(vocab_size=8, num_layers=4, embed_dim=8, num_heads=2, mlp_dim=8, dtype="float32")
 each_row = pytest.mark.parametrize("name", ROWS)
 
 

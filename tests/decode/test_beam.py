@@ -7,9 +7,10 @@ import jax
 import numpy as np
 import pytest
 from fast import jit, noisy_params
+from lm_configs import lm_config
 
 from jaxpar.decode import Beams, beam_search
-from jaxpar.lm import Decoder, LMConfig, apply
+from jaxpar.lm import Decoder, apply
 from jaxpar.types import UsageError
 
 VOCAB, NEW, STOPS = 8, 5, (3, 6)
@@ -17,9 +18,9 @@ SMALL = dict(
     vocab_size=VOCAB, num_layers=1, embed_dim=16, mlp_dim=16, init_std=0.3, dtype="float64"
 )
 MODELS = {
-    "attention": LMConfig(**SMALL, num_heads=2),
-    "recurrent": LMConfig(**SMALL, mixer="min_lstm"),
-    "learned": LMConfig(**SMALL, num_heads=2, positions="learned", max_seq_len=4 + NEW),
+    "attention": lm_config(**SMALL, num_heads=2),
+    "recurrent": lm_config(**SMALL, mixer="min_lstm"),
+    "learned": lm_config(**SMALL, num_heads=2, positions="learned", max_seq_len=4 + NEW),
 }
 PROMPT, LENGTHS = np.random.default_rng(1).integers(0, VOCAB, (3, 4)), np.array([4, 1, 3])
 search = jit(beam_search, static_argnums=(2, 3), static_argnames=("block",))

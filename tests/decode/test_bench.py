@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lm_configs import lm_config
 
 from jaxpar.decode import gumbel
-from jaxpar.lm import LMConfig, apply, from_hf, init, to_hf
+from jaxpar.lm import apply, from_hf, init, to_hf
 from jaxpar.lm.model import hidden
 
 ROOT = Path(__file__).parents[2]
@@ -325,7 +326,7 @@ def test_what_is_timed_alone_is_attention(bench):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_difference_counts_unless_rounding_decides(bench, tmp_path, temperature):
-    config = LMConfig(
+    config = lm_config(
         vocab_size=8, num_layers=1, embed_dim=8, num_heads=1, mlp_dim=8, dtype="float32"
     )
     params = init(jax.random.key(0), config)
@@ -372,7 +373,7 @@ def test_every_case_runs_without_peers(tmp_path):
 
 
 def test_a_grown_target_says_the_same_with_more_weights(bench, tmp_path):
-    config = LMConfig(
+    config = lm_config(
         vocab_size=32,
         num_layers=2,
         embed_dim=16,
@@ -384,7 +385,7 @@ def test_a_grown_target_says_the_same_with_more_weights(bench, tmp_path):
     params = init(jax.random.key(0), config)
     to_hf(params, config, tmp_path / "target")
     large, weights = from_hf(bench["decode_pair"].grown(tmp_path / "target", 64), dtype="float32")
-    assert large.mlp_dim == 64 and weights["layers"]["w_down"].shape == (2, 64, 16)
+    assert large.mlp.dim == 64 and weights["layers"]["w_down"].shape == (2, 64, 16)
     assert all(
         (weights["layers"][name] != 0).mean() > 0.99 for name in ("w_gate", "w_up")
     )  # nothing to skip

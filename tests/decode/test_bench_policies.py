@@ -11,18 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fast import noisy_params
+from flat_decoding import lm_generate as generate
+from lm_configs import lm_config
 
-from jaxpar.decode import ModelDraft, Sampling, SinksAndWindow, decoding_cost
-from jaxpar.lm import Decoder, LMConfig, apply, generate, num_params
+from jaxpar.decode import ModelDraft, ModelSizes, Sampling, SinksAndWindow, decoding_cost
+from jaxpar.lm import Decoder, apply, num_params
 
 ROOT = Path(__file__).parents[2]
-CONFIG = LMConfig(
+CONFIG = lm_config(
     vocab_size=288, num_layers=2, embed_dim=16, mlp_dim=16, num_heads=2, dtype="float32"
 )
-LARGE = LMConfig(
+LARGE = lm_config(
     vocab_size=16, num_layers=1, embed_dim=16, mlp_dim=16, num_heads=2, dtype="float32"
 )
-SMALL = LMConfig(
+SMALL = lm_config(
     vocab_size=16, num_layers=1, embed_dim=16, mlp_dim=16, num_heads=1, dtype="float32"
 )
 
@@ -141,7 +143,13 @@ def test_a_budget_buys_the_most_answers_that_it_pays_for(bench, blocks, shared):
 
     budget = None if blocks is None else 8
     cost = decoding_cost(
-        num_params(LARGE), 1, 2, 2, 8, 12, 12, samples=3, shared=shared, budget=budget, block=4
+        ModelSizes(num_params(LARGE), 1, 2, 2, 8),
+        12,
+        12,
+        samples=3,
+        shared=shared,
+        budget=budget,
+        block=4,
     )
     assert price(3) == pytest.approx(cost.flops + 562.5 * cost.cache_bytes)
     for times in (0.5, 1.0, 3.0, 7.3):

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import tiny
 from fast import jit
+from flat_decoding import generate
 
-from jaxpar.decode import CopyDraft, Sampling, generate, gumbel
+from jaxpar.decode import CopyDraft, Sampling, gumbel
 from jaxpar.lm import Decoder
 
 VOCAB, LENGTH, NEW, SAMPLES, ULPS = 32, 6, 40, 2, 8

@@ -5,9 +5,10 @@ import pytest
 from fast import noisy_params
 from hypothesis import given
 from hypothesis import strategies as some
+from lm_configs import lm_config
 
-from jaxpar.decode.cost import decoding_cost, tokens_read
-from jaxpar.lm import LMConfig, num_params
+from jaxpar.decode.cost import ModelSizes, decoding_cost, tokens_read
+from jaxpar.lm import num_params
 from jaxpar.lm.sample import empty_cache, extend
 from jaxpar.lower.flops import count_flops
 from jaxpar.types import UsageError
@@ -33,9 +34,14 @@ def test_tokens_are_summed(prompt, new, budget):
 def test_costs_are_sums_over_tokens_and_samples(prompt, new, samples, shared, budget, itemsize):
     layers, heads, kv_heads, width, params, block = 3, 4, 2, 8, 1000, 4
     found = decoding_cost(
-        params, layers, heads, kv_heads, width, prompt, new, samples=samples, shared=shared, budget=budget,
-        block=block, itemsize=itemsize,
-    )  # fmt: skip
+        ModelSizes(params, layers, heads, kv_heads, width, itemsize),
+        prompt,
+        new,
+        samples=samples,
+        shared=shared,
+        budget=budget,
+        block=block,
+    )
     flops = weights = cache = 0.0
     for t in range(new):
         weights += itemsize * params
@@ -60,7 +66,7 @@ def test_costs_are_sums_over_tokens_and_samples(prompt, new, samples, shared, bu
 
 def test_flops_are_those_of_the_program():
     """A token with a full cache of 64: the program also multiplies what it then masks, and its own token."""
-    config = LMConfig(
+    config = lm_config(
         vocab_size=64,
         num_layers=2,
         embed_dim=32,
@@ -75,7 +81,7 @@ def test_flops_are_those_of_the_program():
         noisy_params(config), jax.ShapeDtypeStruct((1, 1), "int32"), cache,
     )  # fmt: skip
     head_dim = 32 // 4
-    cost = decoding_cost(num_params(config), 2, 4, 2, head_dim, 64, 1)
+    cost = decoding_cost(ModelSizes(num_params(config), 2, 4, 2, head_dim), 64, 1)
     assert program.total == pytest.approx(cost.flops, rel=0.02)
 
 

@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 import tiny
 from fast import jit
+from flat_decoding import generate
+from lm_configs import lm_config, with_fields
 
+from jaxpar import decode
 from jaxpar.decode import (
     Accepted,
     CopyDraft,
@@ -20,14 +23,13 @@ from jaxpar.decode import (
     NoDraft,
     Sampling,
     Tree,
-    generate,
     gumbel,
     process,
     stop_sequences,
 )
 from jaxpar.decode.automaton import automaton_of
 from jaxpar.experimental.pseudo_tokens import Heads, HiddenTransfer, PromptTokens
-from jaxpar.lm import Decoder, LMConfig
+from jaxpar.lm import Decoder
 from jaxpar.types import UsageError
 
 VOCAB, NEW, BLOCK = tiny.VOCAB, 9, 4
@@ -35,7 +37,7 @@ ROPE = dataclasses.replace(tiny.exact(tiny.LLAMA), num_layers=1)
 MODELS = {
     "rope": ROPE,
     "deep": dataclasses.replace(ROPE, num_layers=3),
-    "learned": dataclasses.replace(ROPE, positions="learned", max_seq_len=5 + NEW, tied=True),
+    "learned": with_fields(ROPE, positions="learned", max_seq_len=5 + NEW, tied=True),
     "recurrent": dataclasses.replace(tiny.exact(tiny.RECURRENT), num_layers=1),
 }
 SMALLER = dataclasses.replace(ROPE, embed_dim=8)
@@ -371,14 +373,14 @@ def test_by_rejection_the_law_is_kept(x64):
             "prompt_lengths from 0 to 5; legal are 1 to 5",
         ),
         (dict(num_samples=0), "num_samples=0 must be at least 1"),
-        (dict(rule="typical"), "rule='typical'; legal are coupled and rejection"),
+        (dict(rule="typical"), "rule='typical' is unknown; legal are coupled, rejection"),
         (
             dict(sampling=Sampling(NEW + 1)),
             "5 prompt and 10 new tokens are over the model's 14 positions",
         ),
         (dict(draft=DRAFTS["copy"], rule="rejection"), "draft"),
         (
-            dict(draft=ModelDraft(Decoder(LMConfig(vocab_size=8)))),
+            dict(draft=ModelDraft(Decoder(lm_config(vocab_size=8)))),
             "the draft's 8 symbols are not the model's 16",
         ),
     ],
@@ -391,3 +393,27 @@ def test_what_cannot_be_continued_is_refused(options, sentence, x64):
     )
     with pytest.raises(UsageError, match=sentence):
         jax.eval_shape(call)
+
+
+def test_older_arguments_are_fields_today(x64):
+    config = MODELS["rope"] if "rope" in MODELS else ROPE
+    params = params_of(config)
+    want = drawn(
+        KEY, params, PROMPT, Decoder(config), Sampling(2), draft=DRAFTS["copy"], seeds=np.arange(4)
+    )
+    call = jit(decode.generate, static_argnums=(3, 4), static_argnames="draft")
+    with pytest.warns(
+        FutureWarning, match=r"generate\(draft, seeds\) is now \(Decoding.draft, Prompts.seeds\)"
+    ):
+        got = call(
+            KEY,
+            params,
+            PROMPT,
+            Decoder(config),
+            Sampling(2),
+            draft=DRAFTS["copy"],
+            seeds=np.arange(4),
+        )
+    np.testing.assert_array_equal(got.tokens, want.tokens)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'widht'"):
+        decode.generate(KEY, params, PROMPT, Decoder(config), Sampling(2), widht=3)

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import tiny
 from fast import jit
+from flat_decoding import generate
 
-from jaxpar.decode import BlockTopK, CopyDraft, HeavyHitters, Sampling, SinksAndWindow, generate
+from jaxpar.decode import BlockTopK, CopyDraft, HeavyHitters, Sampling, SinksAndWindow
 from jaxpar.decode import forest as tables
 from jaxpar.decode.blocks import BlockCache
 from jaxpar.lm import Decoder

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import pytest
 from compiled import copies, needs_libtpu, on_a_tpu
 from fast import jit
+from lm_configs import lm_config
 
 from jaxpar.decode import Tree, chain
 from jaxpar.decode import forest as tables
 from jaxpar.decode.blocks import BlockCache
 from jaxpar.decode.reader import Reading, keep, look
-from jaxpar.lm import Decoder, LMConfig, init
+from jaxpar.lm import Decoder, init
 
 ROWS, READERS, GROUPS = 2, 2, 2
 SIZES = {
@@ -26,7 +27,7 @@ def compiled(where, tree, is_loop, put=lambda tree: tree):
     """A step or a loop of steps, the reading donated; and the shape of a layer's keys."""
     blocks, block, width = SIZES[where]
     model = Decoder(
-        LMConfig(
+        lm_config(
             vocab_size=16, num_layers=1, embed_dim=16, mlp_dim=16, num_heads=4, num_kv_heads=GROUPS, head_dim=width,
             dtype="bfloat16" if where == "tpu" else "float32",
         )

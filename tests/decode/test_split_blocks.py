@@ -42,14 +42,14 @@ def test_a_cache_split_over_devices_gives_the_tokens_of_one_for_two_sums_a_layer
     prompt, params = jnp.asarray(tiny.tokens(length=9)), tiny.params_of(SMALL)
 
     def run(params, prompt):
-        options = {"block": BLOCK, "num_samples": 2, "merge": merge_shares}
+        decoding = decode.Decoding(num_samples=2, block=BLOCK, merge=merge_shares)
         return decode.generate(
             jax.random.key(0),
             params,
             prompt,
             Decoder(SMALL),
             Sampling(max_new_tokens=5, temperature=0.0),
-            **options,
+            decoding,
         )
 
     want = jit(run)(params, prompt)

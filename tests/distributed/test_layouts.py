@@ -10,21 +10,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fast import jit
+from lm_configs import lm_config
 from tolerance import LAYOUT, assert_close
 
 from jaxpar.aot import hlo
-from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, loss
+from jaxpar.lm import OptimizerConfig, Trainer, loss
 from jaxpar.mesh import MeshSpec, constrain, make_mesh, named_shardings, place_rows, shard, use_mesh
 
 ONE = (1, 1, 1)
 LAYOUTS = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (4, 1, 2)]  # (data, fsdp, tensor)
 ROWS, LENGTH, VOCAB = 16, 16, 128
 
-LLAMA = LMConfig(
+LLAMA = lm_config(
     vocab_size=VOCAB, max_seq_len=LENGTH, num_layers=2, embed_dim=32, num_heads=16, num_kv_heads=8, head_dim=4,
     mlp_dim=64, dtype="float32", loss_chunk=24, init_std=0.1,
 )  # fmt: skip
-GPT2 = LMConfig(
+GPT2 = lm_config(
     vocab_size=VOCAB, max_seq_len=LENGTH, num_layers=2, embed_dim=32, num_heads=8, mlp_dim=64, norm="layer",
     positions="learned", activation="gelu", bias=True, tied=True, dropout=0.2, dtype="float32", loss_chunk=24,
     init_std=0.1,

@@ -7,15 +7,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 from compiled import needs_libtpu, on_a_tpu
+from lm_configs import lm_config
 
 from jaxpar.aot import hlo
 from jaxpar.aot.estimate import compile_lowered
-from jaxpar.lm import LMConfig, OptimizerConfig, Trainer
+from jaxpar.lm import OptimizerConfig, Trainer
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, use_mesh
 
 ROWS, LENGTH = 8, 256
 TRAINER = Trainer(
-    LMConfig(
+    lm_config(
         vocab_size=512, num_layers=2, embed_dim=256, num_heads=8, num_kv_heads=4, head_dim=64, mlp_dim=512,
         loss_chunk=256, attention="splash",
     ),

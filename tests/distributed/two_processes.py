@@ -11,9 +11,10 @@ from pathlib import Path
 import jax
 import numpy as np
 from jax.experimental.multihost_utils import sync_global_devices
+from lm_configs import lm_config
 from pillars import outcome
 
-from jaxpar.lm import LMConfig, OptimizerConfig, Trainer
+from jaxpar.lm import OptimizerConfig, Trainer
 from jaxpar.mesh import (
     MeshSpec,
     make_mesh,
@@ -26,7 +27,7 @@ from jaxpar.processes import check_same_on_all_processes, start_processes
 from jaxpar.types import UsageError
 
 TRAINER = Trainer(
-    LMConfig(
+    lm_config(
         vocab_size=32,
         num_layers=1,
         embed_dim=16,

@@ -21,7 +21,8 @@ from experiments import module_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 TINY = (
-    "model.num_layers=1 model.embed_dim=32 model.num_heads=2 model.num_kv_heads=2 model.mlp_dim=64 data.seq_len=16 "
+    "model.num_layers=1 model.embed_dim=32 model.attention.num_heads=2 "
+    "model.attention.num_kv_heads=2 model.mlp.dim=64 data.seq_len=16 "
     "data.batch_size=8 train.steps=40 train.save_every=4 train.eval_every=20 train.eval_batches=1 "
     "sampling.max_new_tokens=8"
 ).split()

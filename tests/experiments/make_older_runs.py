@@ -39,9 +39,12 @@ def call(older, cwd, case, more):
 def name_of(older, case):
     """Returns the name of the folder that the flags alone would give."""
     code = (
-        "import sys, importlib; from experiments import _run; "
-        f"m = importlib.import_module('experiments.{case.command}'); "
-        "print(_run.folder_name(m.compose(*sys.argv[1:])))"
+        "import sys, importlib, importlib.util\n"
+        "is_older = importlib.util.find_spec('experiments.app') is None\n"
+        "name = 'experiments._run' if is_older else 'experiments.app.runner'\n"
+        "runner = importlib.import_module(name)\n"
+        f"command = importlib.import_module('experiments.{case.command}')\n"
+        "print(runner.folder_name(command.compose(*sys.argv[1:])))"
     )
     env = os.environ | {"PYTHONPATH": str(older)}
     line = [sys.executable, "-c", code, *case.line(case.begin)[:-1]]

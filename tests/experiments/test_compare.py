@@ -15,7 +15,8 @@ from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.types import UsageError
 
 TINY = (
-    "model.num_layers=1 model.embed_dim=8 model.num_heads=2 model.num_kv_heads=2 model.mlp_dim=8 data.seq_len=16 "
+    "model.num_layers=1 model.embed_dim=8 model.attention.num_heads=2 "
+    "model.attention.num_kv_heads=2 model.mlp.dim=8 data.seq_len=16 "
     "data.batch_size=8 evaluations=4 eval_batches=1 optimizer.warmup_steps=2 hydra.run.dir=run cpu_devices=8"
 ).split()
 SPEEDS = {"attention": 640.0, "min_gru": 1280.0}  # tokens a second, of steps of 128
@@ -78,7 +79,7 @@ def test_a_speed_is_the_median_of_rounds_in_which_all_take_turns(monkeypatch, te
         return count * seconds[step] * disturbed, state
 
     monkeypatch.setattr(compare, "_timed", timed)
-    monkeypatch.setattr(compare, "compile_step", lambda trainer, *_, **__: trainer.model.mixer)
+    monkeypatch.setattr(compare, "compile_step", lambda trainer, *_, **__: trainer.model.mixer.kind)
     config = compare.compose(*TINY, f"data.path={text}", "timed_s=5")
     corpus = compare.open_corpus(config.data, text.parent / "data")
     with use_mesh(make_mesh(MeshSpec(), jax.devices()[:1])):
@@ -99,8 +100,11 @@ def test_a_line_of_least_squares_in_log_time():
     [
         ("mixers=[]", r"mixers=\[\] must name one at least, and each once"),
         ("mixers=[gla,gla]", "must name one at least, and each once"),
-        ("mixers=[gla,lstn]", "model.mixer='lstn' is unknown; legal are attention"),
-        ("mixers=[gla] model.mixer=lmu", r"model.mixer=lmu is not among mixers=\[gla\]; add it"),
+        ("mixers=[gla,lstn]", "model.mixer.kind='lstn' is unknown; legal are attention"),
+        (
+            "mixers=[gla] model.mixer.kind=lmu",
+            r"model.mixer.kind=lmu is not among mixers=\[gla\]; add it",
+        ),
         ("seconds=0", "seconds=0.0 must be over 0"),
         ("num_seeds=0", "num_seeds=0 must be"),
         ("evaluations=1", "evaluations=1 must be at least 2"),
@@ -113,10 +117,10 @@ def test_mistakes_end_in_a_sentence(flags, sentence):
 
 def test_fields_of_one_mixer_are_given_to_all_that_read_them():
     config = compare.compose(
-        "mixers=[attention,lmu,windowed,gla]", "model.mixer=lmu", "model.mixer_window=32"
+        "mixers=[attention,lmu,windowed,gla]", "model.mixer.kind=lmu", "model.mixer.window=32"
     )
     models = {mixer: config.row(mixer, 0, 4).model for mixer in config.mixers}
-    assert {mixer: model.mixer_window for mixer, model in models.items()} == {
+    assert {mixer: model.mixer.window for mixer, model in models.items()} == {
         "attention": 128, "lmu": 32, "windowed": 32, "gla": 128,
     }  # fmt: skip
     usual = compare.compose().row("gla", 0, 4).model
@@ -129,16 +133,16 @@ def test_states_of_a_block_recurrent_row_are_carried():
     """Over four windows of a row, unless it is said otherwise, at about attention's size."""
     config = compare.compose("data.seq_len=64")
     model, attention = (config.row(mixer, 0, 4).model for mixer in ("block_recurrent", "attention"))
-    assert (model.mixer_window, model.mixer_states) == (16, 16)
+    assert (model.mixer.window, model.mixer.states) == (16, 16)
     assert abs(num_params(model) / num_params(attention) - 1) < 0.05
     given = (
         "mixers=[block_recurrent]",
-        "model.mixer=block_recurrent",
-        "model.mixer_window=64",
-        "model.mixer_states=7",
+        "model.mixer.kind=block_recurrent",
+        "model.mixer.window=64",
+        "model.mixer.states=7",
     )
     model = compare.compose(*given, "data.seq_len=64").row("block_recurrent", 0, 4).model
-    assert (model.mixer_window, model.mixer_states) == (64, 7)
+    assert (model.mixer.window, model.mixer.states) == (64, 7)
 
 
 def test_more_mixers_and_seeds_are_the_same_run():

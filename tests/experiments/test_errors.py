@@ -40,7 +40,7 @@ FIXED = [
         "data.batch_size=12 does not divide over mesh.data=8; the nearest legal are 8 or 16",
     ),
     (
-        "mesh.data=1 mesh.context=8 data.seq_len=12 model.num_experts=4",  # without experts rows are padded
+        "mesh.data=1 mesh.context=8 data.seq_len=12 model.experts.num_experts=4",  # without experts rows are padded
         "data.seq_len=12 does not divide over mesh.context=8; .* 8 or 16",
     ),
     (
@@ -82,14 +82,14 @@ FIXED = [
     ("processes.coordinator=host:1", "coordinator=host:1 also needs num_processes"),
     # model, optimizer, data, sampling
     (
-        "model.num_heads=6 model.num_kv_heads=4",
-        "model.num_heads=6 .* model.num_kv_heads=4; legal are 1, 2, 3, 6",
+        "model.attention.num_heads=6 model.attention.num_kv_heads=4",
+        "model.attention.num_heads=6 .* model.attention.num_kv_heads=4; legal are 1, 2, 3, 6",
     ),
     (
-        "model.num_heads=3 model.num_kv_heads=1",
-        "model.embed_dim=32 is not a multiple of model.num_heads=3; .* 30",
+        "model.attention.num_heads=3 model.attention.num_kv_heads=1",
+        "model.embed_dim=32 is not a multiple of model.attention.num_heads=3; .* 30",
     ),
-    ("model.norm=batch", "model.norm='batch' is unknown; legal are rms, layer"),
+    ("model.norm.kind=batch", "model.norm.kind='batch' is unknown; legal are rms, layer"),
     ("model.positions=learned model.max_seq_len=8", "data.seq_len=16 is over model.max_seq_len=8"),
     (
         "mesh.data=1 mesh.context=8 data.seq_len=12 model.positions=learned model.max_seq_len=12",
@@ -410,7 +410,7 @@ def contents(folder):
     "flags, field",
     [
         ("seed=3", "seed=0 and this run has 3"),
-        ("model.mlp_dim=32", "model.mlp_dim=64 and this run has 32"),
+        ("model.mlp.dim=32", "model.mlp.dim=64 and this run has 32"),
         ("optimizer.b2=0.9", "optimizer.b2=0.95 and this run has 0.9"),
         ("data.seq_len=8", "data.seq_len=16 and this run has 8"),
     ],

@@ -125,7 +125,10 @@ def report_of(tmp_path):
 
 def test_gpus_are_estimated_without_one(main, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Llama-3-8B"][0]))
-    flags = "topology=h100:8 hf=config.json data.seq_len=4096 data.batch_size=16 model.remat=full show=true".split()
+    flags = (
+        "topology=h100:8 hf=config.json data.seq_len=4096 data.batch_size=16 "
+        "model.execution.remat=full show=true"
+    ).split()
     code, out, err = main(*flags, "json=copy.json")
     assert (code, err) == (0, "")
     assert (
@@ -174,7 +177,7 @@ def test_a_search_over_gpus(main, tmp_path):
 
 @pytest.mark.parametrize(("num_experts", "sizes"), [(0, {1}), (4, {1, 2, 4}), (6, {1, 2})])
 def test_a_search_splits_experts_over_as_many_devices_as_divide_them(num_experts, sizes):
-    config = estimate.compose(f"model.num_experts={num_experts}", "search=true")
+    config = estimate.compose(f"model.experts.num_experts={num_experts}", "search=true")
     tried = estimate.candidates(config, 8)
     assert {each.expert for each in tried} == sizes
     assert all(each.data * each.fsdp * each.tensor * each.expert == 8 for each in tried)
@@ -216,7 +219,10 @@ def test_what_another_layout_would_send(main, tmp_path):
 
 
 def test_what_attention_over_a_split_sequence_sends(main, tmp_path):
-    sizes = "num_layers=3 num_heads=8 num_kv_heads=4 head_dim=8 embed_dim=16 mlp_dim=16 remat=full context=two_way"
+    sizes = (
+        "num_layers=3 embed_dim=16 attention.num_heads=8 attention.num_kv_heads=4 "
+        "attention.head_dim=8 mlp.dim=16 execution.remat=full execution.context=two_way"
+    )
     flags = [f"model.{size}" for size in sizes.split()] + "mesh.data=2 mesh.context=4".split()
     flags += "data.batch_size=4 data.seq_len=64 train.accumulate=2 topology=h100:8".split()
     code, out, err = main(*flags)
@@ -251,7 +257,7 @@ def test_decoding(main, tmp_path):
 
 def test_the_machine_at_hand_is_compiled_for(main, tmp_path):
     code, out, err = main(
-        "model.num_layers=1", "model.embed_dim=32", "model.mlp_dim=64", "data.seq_len=16"
+        "model.num_layers=1", "model.embed_dim=32", "model.mlp.dim=64", "data.seq_len=16"
     )
     assert (code, err) == (0, "")
     assert "data=2 fsdp=2 tensor=2 on 8 cpu devices" in out and "no prediction of time" in out
@@ -359,7 +365,10 @@ needs_libtpu = pytest.mark.skipif(
 
 @needs_libtpu
 def test_a_slice_that_is_not_here(tmp_path):
-    flags = "topology=v5e:2x2 mesh.fsdp=2 mesh.tensor=2 model.num_layers=2 model.embed_dim=256 model.head_dim=64"
+    flags = (
+        "topology=v5e:2x2 mesh.fsdp=2 mesh.tensor=2 model.num_layers=2 model.embed_dim=256 "
+        "model.attention.head_dim=64"
+    )
     done = on_tpu(
         tmp_path, *flags.split(), "data.seq_len=128", "data.batch_size=8", "model.dtype=bfloat16"
     )
@@ -376,7 +385,10 @@ def test_a_slice_that_is_not_here(tmp_path):
 @needs_libtpu
 def test_a_mesh_that_splits_axes_of_the_torus(tmp_path):
     """Eight by eight of 4x4x4: no axes of the torus multiply to eight."""
-    flags = "topology=v5p:4x4x4 mesh.fsdp=8 mesh.tensor=8 model.num_heads=8 model.num_kv_heads=8 model.num_layers=1"
+    flags = (
+        "topology=v5p:4x4x4 mesh.fsdp=8 mesh.tensor=8 model.attention.num_heads=8 "
+        "model.attention.num_kv_heads=8 model.num_layers=1"
+    )
     done = on_tpu(tmp_path, *flags.split(), "data.batch_size=8", "data.seq_len=16", "effort=none")
     assert (done.returncode, told(done.stderr)) == (0, "")
     assert (
@@ -390,8 +402,11 @@ def test_a_mesh_that_splits_axes_of_the_torus(tmp_path):
 @pytest.mark.slow  # 10 s
 def test_a_million_tokens_of_llama_8b_fit_on_64_chips(tmp_path):
     """By the analytic model; attention's bytes follow its table, the forward pass made twice."""
-    flags = "preset=llama_8b topology=v5p:4x4x4 mesh.context=64 rules.embed=context model.context=two_way effort=none"
-    flags += " model.context_order=zigzag model.remat=full data.batch_size=1 data.seq_len=1048576"
+    flags = (
+        "preset=llama_8b topology=v5p:4x4x4 mesh.context=64 rules.embed=context "
+        "model.execution.context=two_way effort=none"
+    )
+    flags += " model.execution.context_order=zigzag model.execution.remat=full data.batch_size=1 data.seq_len=1048576"
     done = on_tpu(tmp_path, *flags.split())
     assert (done.returncode, told(done.stderr)) == (0, "") and "fits: " in done.stdout
     sizes = Sizes(
@@ -407,14 +422,23 @@ def test_a_million_tokens_of_llama_8b_fit_on_64_chips(tmp_path):
 @pytest.mark.slow  # 40 CPU s
 def test_experts_and_chips_that_grow_together_take_as_much_of_a_chip(tmp_path):
     """GShard's 600 billion weights on 1,024 chips beside 39 billion on 64, within 10 %, by the analytic model."""
-    flags = "effort=none mesh.data=1 mesh.fsdp=1 model.experts_per_token=2 model.capacity=1.0 model.num_layers=36 "
-    flags += "model.embed_dim=1024 model.mlp_dim=8192 model.activation=gelu model.num_heads=16 model.num_kv_heads=16 "
-    flags += "model.vocab_size=32000 data.seq_len=1024 model.remat=full"
+    flags = (
+        "effort=none mesh.data=1 mesh.fsdp=1 model.experts.experts_per_token=2 "
+        "model.experts.capacity=1.0 model.num_layers=36 "
+    )
+    flags += (
+        "model.embed_dim=1024 model.mlp.dim=8192 model.mlp.activation=gelu "
+        "model.attention.num_heads=16 model.attention.num_kv_heads=16 "
+    )
+    flags += "model.vocab_size=32000 data.seq_len=1024 model.execution.remat=full"
     peaks, sent = [], []
     for chips, topology in ((64, "4x4x4"), (1024, "8x8x16")):
         folder = tmp_path / str(chips)
         folder.mkdir()
-        of_size = f"topology=v5p:{topology} mesh.expert={chips} model.num_experts={chips} data.batch_size={4 * chips}"
+        of_size = (
+            f"topology=v5p:{topology} mesh.expert={chips} model.experts.num_experts={chips} "
+            f"data.batch_size={4 * chips}"
+        )
         done = on_tpu(folder, *flags.split(), *of_size.split())
         assert (done.returncode, told(done.stderr)) == (0, ""), done.stderr
         report = report_of(folder)
@@ -433,7 +457,8 @@ def test_a_slice_that_is_too_small(tmp_path):
 
 
 PIPED = ("mesh.stage=2", "mesh.fsdp=4", "data.batch_size=32", "data.seq_len=16", "microbatches=4", "model.num_layers=4",
-         "model.embed_dim=16", "model.num_heads=2", "model.num_kv_heads=2", "model.mlp_dim=32")  # fmt: skip
+         "model.embed_dim=16", "model.attention.num_heads=2", "model.attention.num_kv_heads=2",
+         "model.mlp.dim=32")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -495,7 +520,7 @@ def test_gathered_weights_and_what_waits_on_the_host_count_where_they_lie():
 
 
 PIPES = ("preset=tiny", "mesh.data=1", "microbatches=8", "data.batch_size=16", "data.seq_len=64", "model.num_layers=8",
-         "model.embed_dim=64", "model.num_heads=4", "model.mlp_dim=256", "model.vocab_size=512")  # fmt: skip
+         "model.embed_dim=64", "model.attention.num_heads=4", "model.mlp.dim=256", "model.vocab_size=512")  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -504,19 +529,19 @@ PIPES = ("preset=tiny", "mesh.data=1", "microbatches=8", "data.batch_size=16", "
         (
             "pipeline=1f1b",
             "mesh.stage=2",
-            "model.remat=full",
+            "model.execution.remat=full",
             "model.vocab_size=8192",
         ),  # a task's logits
         (
             "pipeline=bitpipe",
             "mesh.stage=4",
-            "model.remat=full",
+            "model.execution.remat=full",
             "model.embed_dim=192",
         ),  # copies of layers and sums
         (
             "pipeline=1f1b",
             "mesh.stage=2",
-            "model.remat=full",
+            "model.execution.remat=full",
             "model.embed_dim=192",
         ),  # the optimizer's new state
         ("pipeline=zb_v", "mesh.stage=2", "mesh.tensor=2"),  # slots, split by tensor

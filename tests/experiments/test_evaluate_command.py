@@ -6,15 +6,16 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
+from lm_configs import lm_config
 from tokenizers import models
 
 from experiments import lm
-from jaxpar.lm import LMConfig, apply, from_hf, to_hf
+from jaxpar.lm import apply, from_hf, to_hf
 from jaxpar.lm.params import abstract
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.types import UsageError
 
-MODEL = LMConfig(
+MODEL = lm_config(
     vocab_size=16,
     max_seq_len=64,
     num_layers=1,

@@ -29,7 +29,7 @@ def test_a_hugging_face_folder_gives_the_same_logits(main, tmp_path, params):
     assert not (tmp_path / "exported" / "tokenizer.json").exists()  # bytes need none
     model, loaded = from_hf(tmp_path / "exported", dtype="float32")
     tokens = np.arange(24, dtype=np.int32).reshape(2, 12)
-    ours = lm._run.load(tmp_path / "run", lm.Config).model
+    ours = lm.runner.load(tmp_path / "run", lm.Config).model
     run = jit(apply, static_argnums=2)
     want = run(params, tokens, ours)
     np.testing.assert_allclose(

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import re
 import shlex
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from fast import jit, noisy_params
 from jax.errors import JaxRuntimeError
+from lm_configs import lm_config
 
 from experiments import generate
 from experiments.app.lm import completions, prompt_batches, text_codec
@@ -25,7 +27,7 @@ from jaxpar.decode import (
     gumbel,
     process,
 )
-from jaxpar.lm import Decoder, LMConfig, apply, from_hf, to_hf
+from jaxpar.lm import Decoder, apply, from_hf, to_hf
 from jaxpar.lm.text.tokenizer import Bytes, load_tokenizer, train_bpe
 from jaxpar.types import UsageError
 
@@ -37,7 +39,7 @@ FAST = f"cpu_devices=8 dtype=float32 sampling.max_new_tokens={NEW}".split()
 
 def hf_folder(path, vocab_size, text="alpha beta gamma delta " * 40, **changes):
     """Writes a Hugging Face folder whose tokenizer has fewer symbols than the model."""
-    config = LMConfig(vocab_size=vocab_size, **MODEL | changes)
+    config = lm_config(vocab_size=vocab_size, **MODEL | changes)
     path.parent.mkdir(exist_ok=True)
     train_bpe(iter([text]), 270).save(path.with_suffix(".json"))
     to_hf(noisy_params(config), config, path, tokenizer=path.with_suffix(".json"))
@@ -526,3 +528,54 @@ def test_a_fingerprint_is_of_every_array():
     assert known == text_codec.fingerprint(jax.tree.map(jnp.array, params)) and len(known) == 8
     for changed in ({"a": params["a"].at[0, 1].add(1)}, {"b": params["b"] + 1}):
         assert text_codec.fingerprint(params | changed) != known
+
+
+def searched_slowly(folder, prompt, width):
+    """The most likely texts, by all tokens after all beams, each pass over all tokens before."""
+    config, params = from_hf(folder, dtype="float32")
+    logits = jit(lambda tokens: apply(params, tokens, config))
+    beams = [(0.0, load_tokenizer(folder).encode(prompt).tolist())]
+    for _ in range(NEW):
+        longer = []
+        for log_prob, text in beams:
+            row = logits(np.pad(text, (0, LENGTH - len(text)))[None])[0, len(text) - 1]
+            each = np.asarray(jax.nn.log_softmax(row))
+            longer += [
+                (log_prob + float(each[token]), [*text, token]) for token in range(len(each))
+            ]
+        beams = sorted(longer, reverse=True)[:width]
+    return [(log_prob, text[-NEW:]) for log_prob, text in beams]
+
+
+def test_beams_are_the_most_likely_texts_the_best_first(ask, folder):
+    lines = ask("beams=3", "length_penalty=0.5", prompts=PROMPTS[:2])
+    assert [line["sample"] for line in lines if line["prompt"] == "gamma"] == [0, 1, 2]
+    for prompt, _ in PROMPTS[:2]:
+        want = searched_slowly(folder, prompt, 3)
+        mine = [line for line in lines if line["prompt"] == prompt]
+        assert [line["tokens"] for line in mine] == [tokens for _, tokens in want]
+        np.testing.assert_allclose(
+            [line["log_prob"] for line in mine], [log_prob for log_prob, _ in want], atol=1e-4
+        )
+        scores = [log_prob / NEW**0.5 for log_prob, _ in want]
+        np.testing.assert_allclose([line["score"] for line in mine], scores, atol=1e-4)
+    assert ask("beams=3", "length_penalty=0.5", prompts=PROMPTS[:2]) == lines  # all are there
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (
+            "beams=2 num_samples=3",
+            "beams=2 search for the most likely texts .* leave num_samples= out",
+        ),
+        ("beams=2 draft=copy", "leave draft= out"),
+        ("beams=2 stop=[x]", "leave stop= out"),
+        ("beams=2 sampling.top_k=3", "leave sampling= out"),
+        ("beams=321", "beams=321 is over the model's 320 symbols"),
+        ("beams=-1", "beams=-1 must be at least 0"),
+    ],
+)
+def test_what_a_search_does_not_take_is_rejected(main, folder, flags, sentence):
+    said = main(f"hf={folder}", "prompt=alpha", *FAST, *flags.split(), of="generate")
+    assert re.search(sentence, said.sentence())

@@ -10,7 +10,7 @@ from fast import jit
 
 from experiments import neat
 from experiments.app.env.champions import NetworkPolicy
-from jaxpar.neat import GeneralizationTest, from_json, init_carry, play
+from jaxpar.neat import GeneralizationTest, PlayOptions, from_json, init_carry, play
 from jaxpar.rollout import evaluate
 from jaxpar.types import UsageError
 
@@ -153,9 +153,9 @@ def test_a_saved_network_acts_as_where_it_was_evolved():
 
     @jit
     def both(networks):
-        played = play(
-            jax.random.key(0), networks, problem.env, params, 1, 4, 40, compacts=False
-        ).lengths[:, 0]
+        options = PlayOptions(compacts=False)
+        played = play(jax.random.key(0), networks, problem.env, params, 1, 4, 40, options)
+        played = played.lengths[:, 0]
 
         def alone(i):
             one = jax.tree.map(lambda x: x[i][None] if jnp.ndim(x) else x, networks)

@@ -13,8 +13,9 @@ from experiments import lm
 from jaxpar.mesh import make_mesh, rules_from, use_mesh
 
 FLAGS = (
-    "model.num_layers=8", "model.embed_dim=16", "model.num_heads=4", "model.num_kv_heads=2", "model.mlp_dim=16",
-    "model.dropout=0.2", "model.dtype=float32", "model.tied=true", "data.seq_len=8", "data.batch_size=32",
+    "model.num_layers=8", "model.embed_dim=16", "model.attention.num_heads=4",
+    "model.attention.num_kv_heads=2", "model.mlp.dim=16",
+    "model.dropout=0.2", "model.dtype=float32", "model.embedding.tied=true", "data.seq_len=8", "data.batch_size=32",
     "data.pack=true", "data.split=tail:0.2", "train.eval_every=0", "train.eval_batches=1", "train.save_every=1",
     "optimizer.warmup_steps=1", "optimizer.decay_steps=9", "optimizer.learning_rate=0.01", "optimizer.eps=1e-4",
 )  # fmt: skip

@@ -127,6 +127,32 @@ def test_every_planner_plans(main, tmp_path, planner):
     assert (tmp_path / "run" / "plots" / "episode.gif").stat().st_size > 1000
 
 
+def test_trees_of_one_belief_are_merged(main, tmp_path):
+    said = main(*TINY, "planner=pomcp", "trees=2", "episodes=1", "max_steps=2", of="pomdp")
+    assert said.code == 0, said
+    assert "planner    pomcp: " in said.out and "trees=2" in said.out
+    assert (tmp_path / "run" / "plots" / "episode.gif").stat().st_size > 1000
+
+    config = pomdp.compose(*TINY[:-2], "planner=pomcp", "trees=2")
+    setting = pomdp.make_setting(config)
+    belief = setting.updater.init(jax.random.key(0), setting.env, setting.params)
+    plan = jax.jit(lambda key: setting.planner.plan(key, setting.env, setting.params, belief))
+    _, info = plan(jax.random.key(1))
+    assert int(info.visits.sum()) == 2 * 48
+    usual = pomdp.compose(*TINY[:-2], "planner=pomcp")
+    assert runner.folder_name(usual) != runner.folder_name(config)
+    assert "trees" not in runner.identity(usual)
+    flags = (
+        "planner=despot",
+        "planner.num_scenarios=16",
+        "trees=2",
+        "hydra.run.dir=run",
+        "cpu_devices=8",
+    )
+    said = main("env=Tiger", *flags, of="pomdp")
+    assert "Despot's roots cannot be merged" in said.sentence()
+
+
 def test_actions_of_a_tree_have_room_for_their_names():
     from matplotlib.figure import Figure
 

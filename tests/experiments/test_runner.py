@@ -6,12 +6,14 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from lm_configs import field_of
 
 from experiments import digits, env, estimate, generate, life, lm, neat, pomdp, rl, rnn
 from experiments.app import runner
 from experiments.app.mistakes import RENAMED, _flags, presets_of
 from experiments.papers import moving_digits, pipelined_speculation, step_speculation
 from jaxpar.lm import gpt2, llama, num_params
+from jaxpar.lm.flat_names import FLAT_NAMES
 from jaxpar.lm.text.tokenizer import Bytes
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.types import UsageError
@@ -84,17 +86,23 @@ def test_gpt2_without_padding_is_the_published_one():
     "flags, derived",
     [
         ("", dict(num_heads=4, num_kv_heads=2, head_dim=32)),
-        ("model.num_heads=8", dict(num_heads=8, num_kv_heads=2, head_dim=16)),
+        ("model.attention.num_heads=8", dict(num_heads=8, num_kv_heads=2, head_dim=16)),
         ("model.embed_dim=64", dict(num_heads=4, head_dim=16)),
-        ("model.num_heads=2 model.num_kv_heads=0", dict(num_kv_heads=2, head_dim=64)),
-        ("model.head_dim=8", dict(num_heads=4, head_dim=8)),
-        ("preset=gpt2_124m model.num_heads=6", dict(num_heads=6, num_kv_heads=6, head_dim=128)),
+        (
+            "model.attention.num_heads=2 model.attention.num_kv_heads=0",
+            dict(num_kv_heads=2, head_dim=64),
+        ),
+        ("model.attention.head_dim=8", dict(num_heads=4, head_dim=8)),
+        (
+            "preset=gpt2_124m model.attention.num_heads=6",
+            dict(num_heads=6, num_kv_heads=6, head_dim=128),
+        ),
         ("preset=gpt2_124m model.embed_dim=384", dict(num_heads=12, num_kv_heads=12, head_dim=32)),
     ],
 )
 def test_derived_sizes_follow_the_flags(flags, derived):
     model = lm.compose(*flags.split()).model
-    assert {name: getattr(model, name) for name in derived} == derived
+    assert {name: field_of(model, name) for name in derived} == derived
 
 
 def test_flags_beat_the_preset_and_the_preset_beats_the_schema():
@@ -122,12 +130,14 @@ def test_compose_refuses_in_one_sentence():
 SAME = [
     "mesh.fsdp=4 mesh.data=2", "rules.embed=none", "cpu_devices=2", "train.steps=7", "train.accumulate=2",
     "train.save_every=3 train.eval_every=9 train.keep=5 train.profile=1:2", "metrics=[tensorboard]", "prompt=once",
-    "model.remat=full", "model.attention=xla", "model.scan_layers=false", "model.loss_chunk=64",
+    "model.execution.remat=full", "model.execution.kernel=xla",
+    "model.execution.scan_layers=false", "model.execution.loss_chunk=64",
     "sampling.temperature=0", "name=other", "resume=false", "mode=eval", "checkpoint=newest", "use_ema=true",
 ]  # fmt: skip
 OTHER = [
     "seed=1", "model.num_layers=2", "model.dtype=bfloat16", "model.dropout=0.1", "model.vocab_size=320",
-    "model.low_logits=true", "data.path=/text", "data.tokenizer=bpe:300", "data.split=tail:0.2", "data.seq_len=64",
+    "model.losses.low_logits=true", "data.path=/text", "data.tokenizer=bpe:300",
+    "data.split=tail:0.2", "data.seq_len=64",
     "data.batch_size=8", "data.pack=true", "optimizer.name=muon", "optimizer.learning_rate=0.1", "optimizer.b1=0.8",
     "optimizer.decay_steps=50",
 ]  # fmt: skip
@@ -140,10 +150,11 @@ def test_how_a_run_is_computed_is_no_part_of_its_identity(flags):
 
 def test_what_a_run_computes_is_its_identity():
     usual, others = lm.compose(), [lm.compose(flag) for flag in OTHER]
+    older = {f"model.{path}": f"model.{name}" for name, path in FLAT_NAMES.items()}
     for flag, other in zip(OTHER, map(runner.identity, others), strict=True):
-        assert [name for name, value in runner.identity(usual).items() if other[name] != value] == [
-            flag.partition("=")[0]
-        ]
+        name = flag.partition("=")[0]
+        changed = [name for name, value in runner.identity(usual).items() if other[name] != value]
+        assert changed == [older.get(name, name)]
     assert len({runner.folder_name(config) for config in [usual, *others]}) == 1 + len(OTHER)
 
 
@@ -279,7 +290,7 @@ def test_a_fresh_folder_takes_the_next_number(tmp_path):
     [
         "",
         "preset=llama_8b",
-        "preset=gpt2_124m model.num_heads=6 rules.embed=none metrics=[wandb] seed=3",
+        "preset=gpt2_124m model.attention.num_heads=6 rules.embed=none metrics=[wandb] seed=3",
     ],
 )
 def test_a_saved_configuration_loads_as_it_was(tmp_path, flags):

@@ -8,10 +8,10 @@ from experiments.app import runner
 RNN = ("model.cell=gru", "model.size=4", "data.batch_size=2")
 RL = ("memory=gru", "memory_size=4", "num_envs=4", "num_steps=4")
 LM = (
-    "model.mixer=gru",
+    "model.mixer.kind=gru",
     "model.num_layers=1",
     "model.embed_dim=8",
-    "model.num_heads=2",
+    "model.attention.num_heads=2",
     "data.batch_size=2",
 )
 
@@ -29,10 +29,10 @@ def by_rl(folder, *flags):
 
 def by_lm(folder, *flags):
     config = lm.with_solver(lm.compose(*LM, *flags), folder)
-    return config, config.model.solver
+    return config, config.model.execution.solver
 
 
-CASES = [(by_rnn, "model.method"), (by_rl, "method"), (by_lm, "model.solver")]
+CASES = [(by_rnn, "model.method"), (by_rl, "method"), (by_lm, "model.execution.solver")]
 
 
 @pytest.mark.parametrize(("made", "flag"), CASES, ids=["rnn", "rl", "lm"])
@@ -59,8 +59,11 @@ def test_closed_forms_and_cells_that_differ_stay_with_the_platform(tmp_path):
     assert by_rl(tmp_path, "memory=min_gru")[1] == "auto"
     assert (
         by_lm(
-            tmp_path, "model.mixer=attention", "model.mixers=[min_gru,gru]", "model.num_layers=2"
+            tmp_path,
+            "model.mixer.kind=attention",
+            "model.mixer.in_turn=[min_gru,gru]",
+            "model.num_layers=2",
         )[1]
         == "auto"
     )
-    assert by_lm(tmp_path, "model.mixer=attention")[1] == "auto"
+    assert by_lm(tmp_path, "model.mixer.kind=attention")[1] == "auto"

@@ -8,8 +8,8 @@ import sys
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from lm_configs import lm_config
 
-from jaxpar.lm import LMConfig
 from jaxpar.lm.transfers import pipeline_transfers
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, use_mesh
 from jaxpar.nn.attention.context import MOVES
@@ -18,7 +18,8 @@ from jaxpar.pipeline import PIPELINES, pack_schedule, with_gathers
 from jaxpar.transfers import sum_by_axis
 
 TINY = (
-    "model.num_layers=2 model.embed_dim=32 model.num_heads=4 model.num_kv_heads=2 model.mlp_dim=64 data.seq_len=16 "
+    "model.num_layers=2 model.embed_dim=32 model.attention.num_heads=4 "
+    "model.attention.num_kv_heads=2 model.mlp.dim=64 data.seq_len=16 "
     "data.batch_size=8 topology=none hydra.run.dir=run"
 ).split()
 
@@ -109,7 +110,7 @@ def test_parts_experts_and_odd_rows_of_a_layout():
     assert proof.training(plain, number=2).length == config.data.seq_len - 1
     assert proof.training(Layout(MeshSpec(stage=2), "stages", "1f1b"), number=0).parts == 2
     split = proof.training(Layout(MeshSpec(expert=2)), number=0)
-    assert split.model.num_experts == 6
+    assert split.model.experts.num_experts == 6
     trainer = proof.trainer(plain, proof.training(plain, 0), "float64")
     assert (trainer.accumulate, trainer.tuning.ema, trainer.model.dtype) == (8, 0.5, "float64")
 
@@ -164,9 +165,9 @@ EVERY = [*QUICK, *(case for case in itertools.product(MOVES, ORDERS) if case not
 def test_a_split_sequence_is_verified_by_any_move_and_order(move, order, verify, tmp_path):
     """Three optimizer steps too, and nothing is sent that the move's table does not declare."""
     heads = (
-        "model.num_kv_heads=4" if move == "swap" else "model.num_kv_heads=2"
+        "model.attention.num_kv_heads=4" if move == "swap" else "model.attention.num_kv_heads=2"
     )  # it exchanges whole key heads
-    flags = f"model.context={move}", f"model.context_order={order}", heads
+    flags = f"model.execution.context={move}", f"model.execution.context_order={order}", heads
     code, said = verify("layouts=[data2.context4]", "dtypes=[float32]", *flags)
     assert code == 0 and "1 of 1 rows hold" in said, said
     (row,) = json.loads((tmp_path / "run" / "layouts.json").read_text())
@@ -210,7 +211,7 @@ def pipeline_declared(gather_chunks):
     from jaxpar.verify import Layout
 
     layout = Layout(MeshSpec(stage=2, fsdp=2), schedule="breadth_first")
-    config = LMConfig(num_layers=4, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=64)
+    config = lm_config(num_layers=4, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=64)
     with use_mesh(make_mesh(layout.mesh, jax.devices()[:4]), rules_from(layout="stages")):
         schedule = schedule_of(Config(gather_chunks=gather_chunks), layout)
         return pipeline_transfers(config, 8, 16, schedule), len(pack_schedule(schedule).rows)
@@ -223,7 +224,7 @@ def moves_of(schedule):
     from jaxpar.verify import Layout
 
     layout = Layout(MeshSpec(stage=2), schedule=schedule)
-    config = LMConfig(num_layers=4, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=64)
+    config = lm_config(num_layers=4, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=64)
     with use_mesh(make_mesh(layout.mesh, jax.devices()[:2]), rules_from(layout="stages")):
         declared = pipeline_transfers(config, 8, 16, schedule_of(Config(), layout))
     moved = [t for t in declared if t.why.startswith("layers/w_up to its chunks' devices")]
@@ -280,7 +281,7 @@ def test_a_sequence_split_within_a_stage_is_declared_by_the_move_that_is_safe_th
     from jaxpar.verify import Layout
 
     layout = Layout(MeshSpec(stage=2, context=2), schedule="1f1b")
-    config = LMConfig(num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=heads, mlp_dim=64)
+    config = lm_config(num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=heads, mlp_dim=64)
     with use_mesh(make_mesh(layout.mesh, jax.devices()[:4]), rules_from(layout="stages")):
         piped = pipeline_transfers(config, 8, 16, schedule_of(Config(), layout))
     of_attention = {t.kind for t in piped if t.axes == ("context",) and t.kind != "sum"}

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 from fast import jit
+from lm_configs import with_fields
 from tolerance import LAYOUT, assert_close
 
 from jaxpar.lm import (
@@ -71,7 +72,7 @@ def test_a_change_of_rank_0_or_of_zeros_is_none_to_the_bit(rank):
     ],  # 2 s
 )
 def test_merged_is_kept(changes):
-    adapter = dataclasses.replace(LORA, **changes)
+    adapter = with_fields(LORA, **changes)
     base, adapters = adapters_of(adapter=adapter)
     kept = with_adapters(base, adapters, adapter.scale)
     merged = merge_adapters(kept)
@@ -155,11 +156,7 @@ def test_only_adapters_are_trained_and_have_moments(plain):
                                   pytest.param("nf4", marks=pytest.mark.slow)])  # fmt: skip
 def test_a_mesh_trains_the_same(base, plain):
     # Of nf4 the mesh splits whole blocks, of 64 numbers.
-    model = (
-        dataclasses.replace(MODEL, embed_dim=128, mlp_dim=128, head_dim=4)
-        if base == "nf4"
-        else MODEL
-    )
+    model = with_fields(MODEL, embed_dim=128, mlp_dim=128, head_dim=4) if base == "nf4" else MODEL
     trainer = dataclasses.replace(
         PLAIN, model=model, adapter=dataclasses.replace(LORA, base=base, dora=base == "int8")
     )
@@ -174,13 +171,13 @@ def test_a_mesh_trains_the_same(base, plain):
     [{"remat": "full"}, {"scan_layers": False}, {"remat": "blockwise"}, {"remat": "dots"}],
 )
 def test_what_is_recomputed_changes_nothing(changes, plain):
-    got = trained(dataclasses.replace(PLAIN, model=dataclasses.replace(MODEL, **changes)))
+    got = trained(dataclasses.replace(PLAIN, model=with_fields(MODEL, **changes)))
     assert_close((got[0].adapters, got[1]), (plain[0].adapters, plain[1]), LAYOUT["float32"])
 
 
 @pytest.mark.slow  # 8 s
 def test_blocks_of_tokens_on_a_mesh(plain):
-    trainer = dataclasses.replace(PLAIN, model=dataclasses.replace(MODEL, remat="blockwise"))
+    trainer = dataclasses.replace(PLAIN, model=with_fields(MODEL, remat="blockwise"))
     got = trained(trainer, spec=MeshSpec(data=2, fsdp=2, tensor=2))
     assert_close((got[0].adapters, got[1]), (plain[0].adapters, plain[1]), LAYOUT["float32"])
 
@@ -202,7 +199,7 @@ def test_dropout_follows_the_key_and_what_is_recomputed():
         return float(jit(one)(jax.random.key(key)))
 
     first = value(MODEL, 0)
-    assert value(dataclasses.replace(MODEL, remat="full", scan_layers=False), 0) == pytest.approx(
+    assert value(with_fields(MODEL, remat="full", scan_layers=False), 0) == pytest.approx(
         first, rel=1e-6
     )
     assert value(MODEL, 1) != first
@@ -217,10 +214,10 @@ def test_dropout_follows_the_key_and_what_is_recomputed():
         (lambda: dataclasses.replace(PLAIN, adapter=AdapterConfig("lora", rank=0)), "has nothing to train"),
         (lambda: dataclasses.replace(PLAIN, adapter=AdapterConfig("lora", ("q_proj",))),
          "adapter.target=q_proj matches no product of the layers; legal are patterns of .*w_up"),
-        (lambda: dataclasses.replace(PLAIN, model=dataclasses.replace(MODEL, tied=True),
+        (lambda: dataclasses.replace(PLAIN, model=with_fields(MODEL, tied=True),
                                      adapter=AdapterConfig("lora", ("embedding",))), "of the layers, and tied"),
         (lambda: dataclasses.replace(PLAIN, adapter=dataclasses.replace(LORA, dropout=0.1),
-                                     model=dataclasses.replace(MODEL, remat="blockwise")), "drop alike in all blocks"),
+                                     model=with_fields(MODEL, remat="blockwise")), "drop alike in all blocks"),
         (lambda: dataclasses.replace(PLAIN, optimizer=OptimizerConfig(name="muon")), "muon is not for adapters"),
         (lambda: dataclasses.replace(PLAIN, model=dataclasses.replace(MODEL, weights="ternary")), "has no adapters"),
         (lambda: fuse_adapters({}, [{}], 1.0, jnp.ones(1), 0.0), "top_p=0.0 is none"),

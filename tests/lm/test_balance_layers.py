@@ -1,6 +1,5 @@
 """The balance loss of all layers together is transformers', also of folders that name it."""
 
-import dataclasses
 import json
 
 import jax
@@ -8,8 +7,9 @@ import numpy as np
 import pytest
 import twin_folders
 from fast import jit, noisy_params
+from lm_configs import lm_config, with_fields
 
-from jaxpar.lm import LMConfig, config_from_hf, from_hf, to_hf
+from jaxpar.lm import config_from_hf, from_hf, to_hf
 from jaxpar.lm.loss import losses
 
 SIZES = dict(
@@ -22,8 +22,8 @@ SIZES = dict(
     num_experts=4,
 )
 CONFIGS = {
-    "mixtral": LMConfig(**SIZES, dtype="float32", init_std=0.5),
-    "qwen3_moe": LMConfig(
+    "mixtral": lm_config(**SIZES, dtype="float32", init_std=0.5),
+    "qwen3_moe": lm_config(
         **SIZES,
         dtype="float32",
         init_std=0.5,
@@ -80,7 +80,7 @@ def test_it_is_the_loss_of_transformers(name, weighted, tmp_path, monkeypatch, x
     values |= {"output_router_logits": True, "router_aux_loss_coef": 0.25}
     path.write_text(json.dumps(values))
     read, params = from_hf(tmp_path / "model", dtype="float64", param_dtype=np.float64)
-    assert (read.balance_loss, read.balance_layers) == (0.25, "concatenated")
+    assert (read.losses.balance_loss, read.losses.balance_layers) == (0.25, "concatenated")
 
     tokens = np.random.default_rng(0).integers(0, 16, (ROWS, LENGTH))
     batch = {"tokens": tokens, "targets": tokens}
@@ -90,37 +90,37 @@ def test_it_is_the_loss_of_transformers(name, weighted, tmp_path, monkeypatch, x
         batch["weights"] = mask
     gates = logits_of_gates(tmp_path / "model", tokens, monkeypatch)
     assert len(gates) == config.num_layers
-    want = 0.25 * load_balancing_loss(gates, 4, config.experts_per_token, mask)
+    want = 0.25 * load_balancing_loss(gates, 4, config.experts.experts_per_token, mask)
 
-    plain = dataclasses.replace(read, balance_loss=0.0)
+    plain = with_fields(read, balance_loss=0.0)
     run = jit(losses, static_argnums=2)
     value, aux = run(params, batch, read)
     np.testing.assert_allclose(aux.losses["balance_loss"], want, rtol=1e-9)
     np.testing.assert_allclose(value - run(params, batch, plain)[0], want, rtol=1e-9)
-    summed = run(params, batch, dataclasses.replace(read, balance_layers="summed"))[1]
+    summed = run(params, batch, with_fields(read, balance_layers="summed"))[1]
     assert abs(summed.losses["balance_loss"] - want) > 1e-3
 
 
 def test_layers_in_a_loop_and_unrolled_have_one_loss_and_gradient(x64):
-    config = dataclasses.replace(CONFIGS["mixtral"], dtype="float64", balance_layers="concatenated")
+    config = with_fields(CONFIGS["mixtral"], dtype="float64", balance_layers="concatenated")
     params = noisy_params(config, np.float64)
     tokens = np.random.default_rng(0).integers(0, 16, (ROWS, LENGTH))
     run = jit(jax.value_and_grad(losses, has_aux=True), static_argnums=2)
     batch = {"tokens": tokens, "targets": tokens}
     want = run(params, batch, config)
-    got = run(params, batch, dataclasses.replace(config, scan_layers=False, remat="full"))
+    got = run(params, batch, with_fields(config, scan_layers=False, remat="full"))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_folders_keep_it(name, tmp_path):
-    config = dataclasses.replace(CONFIGS[name], balance_loss=0.02, balance_layers="concatenated")
+    config = with_fields(CONFIGS[name], balance_loss=0.02, balance_layers="concatenated")
     to_hf(noisy_params(config), config, tmp_path / "model")
     values = json.loads((tmp_path / "model" / "config.json").read_text())
     assert values["output_router_logits"] is True and values["router_aux_loss_coef"] == 0.02
     read = config_from_hf(tmp_path / "model", dtype="float32")
-    assert (read.balance_loss, read.balance_layers) == (0.02, "concatenated")
+    assert (read.losses.balance_loss, read.losses.balance_layers) == (0.02, "concatenated")
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_the_coefficient_counts_where_transformers_trains_with_it(keys, want, tm
     path = tmp_path / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | keys))
     read = config_from_hf(tmp_path / "model", dtype="float32")
-    assert (read.balance_loss, read.balance_layers) == want
+    assert (read.losses.balance_loss, read.losses.balance_layers) == want
 
 
 @pytest.mark.slow
@@ -147,7 +147,7 @@ def test_the_coefficient_counts_where_transformers_trains_with_it(keys, want, tm
 def test_transformers_has_the_same_loss(name, tmp_path):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    config = dataclasses.replace(CONFIGS[name], balance_loss=0.25, balance_layers="concatenated")
+    config = with_fields(CONFIGS[name], balance_loss=0.25, balance_layers="concatenated")
     params = noisy_params(config, np.float32)
     to_hf(params, config, tmp_path / "model")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()

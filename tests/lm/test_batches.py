@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny
 from fast import jit
+from lm_configs import with_fields
 from tolerance import assert_close
 from weighted_batches import DENSE, EXPERTS, MODELS, NEAR, ROWS, T, V, batch_of, in_turn, outcome
 
@@ -84,7 +85,7 @@ def narrowed(x):
 @pytest.mark.parametrize("sizes", [None, dict(data=4, tensor=2), dict(stage=2, data=2)], ids=str)
 @pytest.mark.parametrize("parts", [2])
 def test_counts_are_the_same_under_every_layout(sizes, parts):
-    config = dataclasses.replace(tiny.LLAMA, num_experts=4)
+    config = with_fields(tiny.LLAMA, num_experts=4)
     trainer = Trainer(config, OptimizerConfig(warmup_steps=1), 5, accumulate=parts)
     state = trainer.init(jax.random.key(0))
     bad = jax.tree.map(narrowed, with_bad_ids(batch_of()))
@@ -190,7 +191,7 @@ def test_an_empty_microbatch_adds_nothing(x64):
 
 
 def test_an_empty_batch_is_zero_in_a_pipeline():
-    config = dataclasses.replace(tiny.LLAMA, num_experts=4, z_loss=0.1)
+    config = with_fields(tiny.LLAMA, num_experts=4, z_loss=0.1)
     schedule = Pipelined(zb_h1(2, 2))
     trainer = Trainer(config, OptimizerConfig(warmup_steps=1), 5, accumulate=2, schedule=schedule)
     batch = tiny.batch_of(batch=4) | {"weights": np.zeros((4, tiny.LENGTH), np.float32)}

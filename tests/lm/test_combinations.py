@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import tiny
 from fast import jit
+from lm_configs import with_fields
 from tolerance import assert_close
 
 from jaxpar.lm import OptimizerConfig, Trainer, axes, loss
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, shard, use_mesh
 from jaxpar.pipeline import Pipelined, named_schedule
 
-SMALL = dataclasses.replace(
+SMALL = with_fields(
     tiny.exact(tiny.LLAMA), num_layers=4, context="gather", context_order="contiguous", remat="none"
 )
 STEPS, PARTS = 10, 4
@@ -57,7 +58,7 @@ def trained(trainer):
 
 @functools.cache
 def alone(remat):
-    config = dataclasses.replace(SMALL, remat=remat)
+    config = with_fields(SMALL, remat=remat)
     return Trainer(config, OptimizerConfig(warmup_steps=1, eps=1e-6), STEPS, accumulate=PARTS)
 
 

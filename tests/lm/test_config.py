@@ -3,22 +3,25 @@
 import dataclasses
 
 import pytest
+from lm_configs import lm_config
 
+from jaxpar.fields import leaf_fields
 from jaxpar.lm import LMConfig, gpt2, llama
+from jaxpar.lm.flat_names import FLAT_NAMES
 from jaxpar.types import UsageError
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        (dict(norm="batch"), "model.norm='batch' is unknown; legal are rms, layer."),
+        (dict(norm="batch"), "model.norm.kind='batch' is unknown; legal are rms, layer."),
         (
             dict(positions="alibi"),
             "model.positions='alibi' is unknown; legal are rope, learned, none.",
         ),
         (
             dict(activation="relu"),
-            "model.activation='relu' is unknown; legal are swiglu, geglu, gelu, gelu_exact.",
+            "model.mlp.activation='relu' is unknown; legal are swiglu, geglu, gelu, gelu_exact.",
         ),
         (
             dict(dtype="int8"),
@@ -26,69 +29,73 @@ from jaxpar.types import UsageError
         ),
         (
             dict(remat="some"),
-            "model.remat='some' is unknown; legal are none, dots, names, full, offload, blockwise.",
+            "model.execution.remat='some' is unknown; legal are none, dots, names, full, offload, blockwise.",
         ),
         (
             dict(attention="flash"),
-            "model.attention='flash' is unknown; legal are auto, cudnn, splash, xla.",
+            "model.execution.kernel='flash' is unknown; legal are auto, cudnn, splash, xla.",
         ),
         (dict(num_layers=0), "model.num_layers=0 must be at least 1."),
-        (dict(loss_chunk=0), "model.loss_chunk=0 must be at least 1."),
+        (dict(loss_chunk=0), "model.execution.loss_chunk=0 must be at least 1."),
         (dict(dropout=1.0), "model.dropout=1.0 must be at least 0 and under 1."),
         (
             dict(num_heads=6, num_kv_heads=4, embed_dim=48),
-            "model.num_heads=6 is not a multiple of model.num_kv_heads=4; legal are 1, 2, 3, 6.",
+            "model.attention.num_heads=6 is not a multiple of model.attention.num_kv_heads=4; legal are 1, 2, 3, 6.",
         ),
-        (dict(num_kv_heads=-1), "model.num_kv_heads=-1 must be at least 0."),
+        (dict(num_kv_heads=-1), "model.attention.num_kv_heads=-1 must be at least 0."),
         (
             dict(rope_factor=8.0, rope_low_freq_factor=4.0),
-            "model.rope_high_freq_factor=4.0 must be over",
+            "model.rope.high_freq_factor=4.0 must be over",
         ),
         (
             dict(embed_dim=130),
-            "model.embed_dim=130 is not a multiple of model.num_heads=4; nearest is 128, or give model.head_dim.",
+            "model.embed_dim=130 is not a multiple of model.attention.num_heads=4; nearest is 128, or give "
+            "model.attention.head_dim.",
         ),
-        (dict(head_dim=7), "model.head_dim=7 must be even for rope."),
-        (dict(head_dim=-2), "model.head_dim=-2"),
-        (dict(residual="steps"), "model.residual='steps' is unknown; legal are standard, ladder."),
+        (dict(head_dim=7), "model.attention.head_dim=7 must be even for rope."),
+        (dict(head_dim=-2), "model.attention.head_dim=-2"),
+        (
+            dict(residual="steps"),
+            "model.residual.kind='steps' is unknown; legal are standard, ladder.",
+        ),
         (dict(ladder_from=2), "ladder_from=2 needs residual=ladder, not standard."),
         (dict(residual="ladder", ladder_from=4), "ladder_from=4 must be under num_layers=4."),
-        (dict(mlp_dim=-1), "model.mlp_dim=-1 must be at least 0."),
+        (dict(mlp_dim=-1), "model.mlp.dim=-1 must be at least 0."),
         (
             dict(mlp_dim=0, num_experts=2),
-            "model.num_experts=2 are mlps, but model.mlp_dim=0; give one over 0.",
+            "model.experts.num_experts=2 are mlps, but model.mlp.dim=0; give one over 0.",
         ),
         (
             dict(mlp_dim=0, shared_experts=1),
-            "model.shared_experts=1 is of experts; give model.num_experts too.",
+            "model.experts.shared=1 is of experts; give model.experts.num_experts too.",
         ),
         (
             dict(mixer_groups=2),
-            "model.mixer_groups=2 is of mamba2, not of model.mixer=attention; take 1.",
+            "model.mixer.groups=2 is of mamba2, not of model.mixer.kind=attention; take 1.",
         ),
         (
             dict(mixer="gla", mixer_groups=2),
-            "model.mixer_groups=2 is of mamba2, not of model.mixer=gla; take 1.",
+            "model.mixer.groups=2 is of mamba2, not of model.mixer.kind=gla; take 1.",
         ),
         (
             dict(mixer="mamba2", mixer_groups=3),
-            "model.mixer_groups=3 must divide model.num_heads=4.",
+            "model.mixer.groups=3 must divide model.attention.num_heads=4.",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_refusals(changes, sentence):
     with pytest.raises(UsageError) as error:
-        LMConfig(**changes)
+        lm_config(**changes)
     assert sentence in str(error.value) and "\n" not in str(error.value)
 
 
 def test_derived_sizes():
-    config = LMConfig(embed_dim=64, num_heads=8)
-    assert (config.num_kv_heads, config.head_dim) == (8, 8)
+    config = lm_config(embed_dim=64, num_heads=8)
+    assert (config.attention.num_kv_heads, config.attention.head_dim) == (8, 8)
     assert (
-        LMConfig(positions="learned", head_dim=7).head_dim
-        == LMConfig(positions="none", head_dim=7).head_dim
+        lm_config(positions="learned", head_dim=7).attention.head_dim
+        == lm_config(positions="none", head_dim=7).attention.head_dim
         == 7
     )
 
@@ -101,11 +108,9 @@ def test_a_config_is_static():
 
 
 def test_identity_leaves_out_how_a_model_is_computed():
-    how = {
-        field.name
-        for field in dataclasses.fields(LMConfig)
-        if field.metadata.get("identity") is False
-    }
+    older = {path: name for name, path in FLAT_NAMES.items()}
+    fields = [(older.get(path, path), field) for path, field, _ in leaf_fields(LMConfig())]
+    how = {name for name, field in fields if field.metadata.get("identity") is False}
     assert how == {
         "remat",
         "attention",
@@ -118,11 +123,7 @@ def test_identity_leaves_out_how_a_model_is_computed():
         "context_order",
         "transport",
     }
-    later = {
-        field.name
-        for field in dataclasses.fields(LMConfig)
-        if field.metadata.get("identity") == "changed"
-    }
+    later = {name for name, field in fields if field.metadata.get("identity") == "changed"}
     experts = {"num_experts", "experts_per_token", "capacity", "capacity_group", "router_scores"}
     mixers = {
         "mixer",

@@ -8,21 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fast import jit, noisy_params
+from flat_decoding import generate
+from lm_configs import lm_config
 from tolerance import EXACT_MATHS, assert_close
 
-from jaxpar.decode import Sampling, Tree, chain, generate, gumbel, process
+from jaxpar.decode import Sampling, Tree, chain, gumbel, process
 from jaxpar.experimental import trained_drafts as distil
 from jaxpar.experimental.pseudo_tokens import Heads, HiddenTransfer, PromptTokens
 from jaxpar.experimental.trained_drafts import DraftTrainer, accept_rates, distillation, guesses
-from jaxpar.lm import Decoder, LMConfig, OptimizerConfig, Trainer
+from jaxpar.lm import Decoder, OptimizerConfig, Trainer
 from jaxpar.lm.model import embed, logits
 from jaxpar.loop import Fit, Hooks, fit, run
 from jaxpar.types import UsageError
 
 VOCAB, NEW = 8, 12
 SMALL = dict(vocab_size=VOCAB, num_layers=2, embed_dim=8, mlp_dim=8, num_heads=2, init_std=0.3)
-ROPE = LMConfig(**SMALL, dtype="float64")
-LEARNED = LMConfig(**SMALL, dtype="float64", positions="learned", max_seq_len=24)
+ROPE = lm_config(**SMALL, dtype="float64")
+LEARNED = lm_config(**SMALL, dtype="float64", positions="learned", max_seq_len=24)
 BUSHY = Tree((-1, 0, 0, 0, 1, 1, 2))
 DRAFTS = {
     "prompts": PromptTokens(2, BUSHY),
@@ -177,7 +179,7 @@ def test_a_window_guesses_what_training_saw(name, temperature, x64):
 
 
 def test_what_is_learned():
-    config = LMConfig(**SMALL)
+    config = lm_config(**SMALL)
     for k in (1, 3):
         sizes = [
             sum(math.prod(leaf.shape) for leaf in draft.leaves(config.embed_dim, 0.3).values())
@@ -272,7 +274,7 @@ def test_a_step_weighs_its_places_and_draws_anchors_by_its_key(x64):
 
 
 WALK = np.array([0, 3, 1, 4, 2, 5])  # a text that goes round: what comes next follows from what is
-MODEL = LMConfig(**SMALL | {"init_std": 0.1}, dtype="float32")
+MODEL = lm_config(**SMALL | {"init_std": 0.1}, dtype="float32")
 FAST = OptimizerConfig(learning_rate=3e-2, warmup_steps=0, weight_decay=0.0, schedule="constant")
 
 

@@ -8,15 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lm_configs import lm_config, with_fields
 
-from jaxpar.lm import LMConfig, apply, axes, init
+from jaxpar.lm import apply, axes, init
 from jaxpar.lm import evaluation as ev
 from jaxpar.lm.objectives import token_log_likelihoods
 from jaxpar.lm.text.tokenizer import Bytes
 from jaxpar.mesh import MeshSpec, make_mesh, shard, use_mesh
 from jaxpar.types import UsageError
 
-CONFIG = LMConfig(
+CONFIG = lm_config(
     vocab_size=256,
     num_layers=1,
     embed_dim=8,
@@ -149,7 +150,7 @@ def test_the_error_of_a_ratio_is_its_spread_over_corpora():
 
 
 def test_devices_that_share_rows_symbols_and_tokens_find_the_same(tmp_path):
-    config = dataclasses.replace(CONFIG, dtype="float32", loss_chunk=5)
+    config = with_fields(CONFIG, dtype="float32", loss_chunk=5)
     params, questions = (
         init(jax.random.key(0), config),
         ev.read_questions(write(tmp_path, *QUESTIONS)),
@@ -169,8 +170,7 @@ def test_the_gradient_is_that_of_all_logits_at_once(params):
 
         def by_chunks(params):
             return (
-                weights
-                * token_log_likelihoods(params, batch, dataclasses.replace(CONFIG, loss_chunk=6))
+                weights * token_log_likelihoods(params, batch, with_fields(CONFIG, loss_chunk=6))
             ).sum()
 
         def at_once(params):

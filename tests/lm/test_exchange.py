@@ -1,6 +1,5 @@
 """Folders against slow NumPy twins written from the tensors' Hugging Face names, and against transformers itself."""
 
-import dataclasses
 import itertools
 import json
 import math
@@ -10,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lm_configs import lm_config, with_fields
 from of_transformers import saved_with_other_values, scores
 from safetensors.numpy import load_file, save_file
 from twin_folders import twin_logits
 
 from jaxpar.decode import Sampling
-from jaxpar.lm.config import LMConfig
 from jaxpar.lm.hub import exchange, stored
 from jaxpar.lm.hub.exchange import from_hf, to_hf
 from jaxpar.lm.model import apply
@@ -34,26 +33,26 @@ SIZES = dict(
     dtype="float32",
 )
 CONFIGS = {
-    "llama": LMConfig(**SIZES, num_kv_heads=2, rope_theta=100.0, norm_eps=1e-3),
-    "llama3": LMConfig(
+    "llama": lm_config(**SIZES, num_kv_heads=2, rope_theta=100.0, norm_eps=1e-3),
+    "llama3": lm_config(
         **SIZES, num_kv_heads=2, head_dim=4, bias=True, tied=True, rope_theta=100.0, rope_factor=8.0,
         rope_low_freq_factor=1.0, rope_high_freq_factor=4.0, rope_original_len=16, init_std=0.03,
     ),
-    "gpt2": LMConfig(
+    "gpt2": lm_config(
         **SIZES, norm="layer", positions="learned", activation="gelu", bias=True, tied=True, dropout=0.25,
     ),
-    "gpt2_exact": LMConfig(
+    "gpt2_exact": lm_config(
         **SIZES, norm="layer", positions="learned", activation="gelu_exact", bias=True, tied=True, norm_eps=1e-2,
     ),
-    "mixtral": LMConfig(**SIZES, num_kv_heads=2, num_experts=4, rope_theta=100.0),
-    "qwen3_moe": LMConfig(
+    "mixtral": lm_config(**SIZES, num_kv_heads=2, num_experts=4, rope_theta=100.0),
+    "qwen3_moe": lm_config(
         **SIZES, num_kv_heads=2, head_dim=4, num_experts=4, experts_per_token=3, qk_norm=True, tied=True,
     ),
-    "mamba2": LMConfig(
+    "mamba2": lm_config(
         **SIZES | dict(max_seq_len=1024, mlp_dim=0), mixer="mamba2", mixer_dim=16, mixer_key_dim=3, mixer_groups=2,
         positions="none", norm_eps=1e-2, init_std=0.1,
     ),
-    "qwen3_moe_one": LMConfig(**SIZES, num_experts=2, experts_per_token=1, qk_norm=True, norm_eps=1e-6),
+    "qwen3_moe_one": lm_config(**SIZES, num_experts=2, experts_per_token=1, qk_norm=True, norm_eps=1e-6),
 }  # fmt: skip
 TOKENS = np.random.default_rng(0).integers(0, 16, (2, 20))
 logits = jax.jit(apply, static_argnums=2)
@@ -310,7 +309,8 @@ BAD_CONFIGS = [
     ("llama", dict(rope_scaling={"rope_type": "llama3", "factor": 2.0}), "also needs low_freq_factor, high_freq_f"),
     ("llama", dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
     ("llama", dict(hidden_size=DROP, intermediate_size=None), "config.json lacks hidden_size, intermediate_size"),
-    ("llama", dict(num_key_value_heads=3), "model.num_heads=4 is not a multiple of model.num_kv_heads=3"),
+    ("llama", dict(num_key_value_heads=3),
+     "model.attention.num_heads=4 is not a multiple of model.attention.num_kv_heads=3"),
     ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True; legal is False"),
     ("gpt2", dict(reorder_and_upcast_attn=True), "reorder_and_upcast_attn=True; legal is False"),
     ("gpt2", dict(scale_attn_weights=False), "scale_attn_weights=False; legal is True"),
@@ -400,20 +400,30 @@ INEXPRESSIBLE = [
         "positions=learned",
         "LlamaForCausalLM needs model.positions=rope; MistralForCausalLM needs",
     ),
-    (CONFIGS["gpt2"], dict(norm="rms"), "norm=rms", "GPT2LMHeadModel needs model.norm=layer."),
-    (CONFIGS["gpt2"], dict(tied=False), "tied=False", "GPT2LMHeadModel needs model.tied=True."),
+    (
+        CONFIGS["gpt2"],
+        dict(norm="rms"),
+        "norm.kind=rms",
+        "GPT2LMHeadModel needs model.norm.kind=layer.",
+    ),
+    (
+        CONFIGS["gpt2"],
+        dict(tied=False),
+        "tied=False",
+        "GPT2LMHeadModel needs model.embedding.tied=True.",
+    ),
     (
         CONFIGS["gpt2"],
         dict(num_kv_heads=2),
         "num_kv_heads=2",
-        "GPT2LMHeadModel needs model.num_kv_heads=4.",
+        "GPT2LMHeadModel needs model.attention.num_kv_heads=4.",
     ),
     (CONFIGS["gpt2"], dict(head_dim=4), "embed_dim=8", "GPT2LMHeadModel needs model.embed_dim=16."),
     (
         CONFIGS["gpt2"],
         dict(activation="swiglu"),
         "activation=swiglu",
-        "GPT2LMHeadModel needs model.activation=gelu or gelu_exact.",
+        "GPT2LMHeadModel needs model.mlp.activation=gelu or gelu_exact.",
     ),
     (
         CONFIGS["llama3"],
@@ -421,31 +431,31 @@ INEXPRESSIBLE = [
         "embed_dim=10",
         "LlamaForCausalLM needs model.embed_dim=8;",
     ),
-    (CONFIGS["llama"], dict(mlp_dim=0), "mlp_dim=0", "LlamaForCausalLM needs model.mlp_dim=1;"),
+    (CONFIGS["llama"], dict(mlp_dim=0), "mlp.dim=0", "LlamaForCausalLM needs model.mlp.dim=1;"),
     (
         CONFIGS["llama"],
         dict(positions="none"),
         "positions=none",
         "LlamaForCausalLM needs model.positions=rope;",
     ),
-    (CONFIGS["mamba2"], dict(mlp_dim=4), "mlp_dim=4", "Mamba2ForCausalLM needs model.mlp_dim=0."),
+    (CONFIGS["mamba2"], dict(mlp_dim=4), "mlp.dim=4", "Mamba2ForCausalLM needs model.mlp.dim=0."),
     (
         CONFIGS["mamba2"],
         dict(norm="layer"),
-        "norm=layer",
-        "Mamba2ForCausalLM needs model.norm=rms.",
+        "norm.kind=layer",
+        "Mamba2ForCausalLM needs model.norm.kind=rms.",
     ),
     (
         CONFIGS["mamba2"],
         dict(residual="ladder"),
-        "residual=ladder",
-        "needs model.residual=standard.",
+        "residual.kind=ladder",
+        "needs model.residual.kind=standard.",
     ),
     (
         CONFIGS["mamba2"],
         dict(mixer_dim=32, embed_dim=12),
-        "mixer_dim=32",
-        "needs model.mixer_dim=24.",
+        "mixer.dim=32",
+        "needs model.mixer.dim=24.",
     ),
     (
         CONFIGS["mamba2"],
@@ -460,7 +470,7 @@ INEXPRESSIBLE = [
     ("base", "changes", "culprit", "sentence"), INEXPRESSIBLE, ids=lambda x: str(x)[:40]
 )
 def test_models_that_no_folder_can_hold_are_refused(base, changes, culprit, sentence, tmp_path):
-    config = dataclasses.replace(base, **changes)
+    config = with_fields(base, **changes)
     text = sentence_of(to_hf, abstract(config), config, tmp_path / "out")
     assert sentence in text and culprit in text.split(":")[0]
     assert not any(tmp_path.iterdir())
@@ -475,9 +485,9 @@ def test_to_hf_refuses_before_it_writes(tmp_path):
     assert "no tokenizer file" in sentence_of(
         to_hf, params, config, tmp_path / "a", tokenizer=tmp_path / "t.json"
     )
-    text = sentence_of(to_hf, params, dataclasses.replace(config, mlp_dim=16), tmp_path / "a")
+    text = sentence_of(to_hf, params, with_fields(config, mlp_dim=16), tmp_path / "a")
     assert "parameter layers.w_down has shape (2, 12, 8), but the config means (2, 16, 8)" in text
-    text = sentence_of(to_hf, params, dataclasses.replace(config, tied=True), tmp_path / "a")
+    text = sentence_of(to_hf, params, with_fields(config, tied=True), tmp_path / "a")
     assert "parameter head has shape (16, 8), but the config means absent" in text
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
@@ -532,7 +542,7 @@ def test_transformers_agrees_in_both_directions(name, tmp_path):
     assert model.dtype == torch.float32 and not any(report.values())
     np.testing.assert_allclose(logits(params, TOKENS, config), scores(model, TOKENS), atol=1e-4)
     how = (
-        dict(experts_implementation="eager") if config.num_experts else {}
+        dict(experts_implementation="eager") if config.experts.num_experts else {}
     )  # grouped products have no float64
     wide = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", dtype=torch.float64, **how

@@ -1,6 +1,5 @@
 """What a Hugging Face folder may say: honoured, harmless, or refused by name in one sentence, whatever its type."""
 
-import dataclasses
 import json
 import math
 import re
@@ -12,11 +11,13 @@ import numpy as np
 import pytest
 import tokenizers
 from fast import jit, noisy_params
+from flat_decoding import lm_generate as generate
+from lm_configs import lm_config, with_fields
 from safetensors.numpy import load_file, save_file
 from tokenizers import models, processors
 
 from jaxpar.decode import Generated
-from jaxpar.lm import LMConfig, Sampling, config_from_hf, from_hf, generate, num_params, to_hf
+from jaxpar.lm import Sampling, config_from_hf, from_hf, num_params, to_hf
 from jaxpar.lm.text.tokenizer import load_tokenizer
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.types import UsageError
@@ -31,14 +32,14 @@ SIZES = dict(
     dtype="float32",
 )
 CONFIGS = {
-    "llama": LMConfig(
+    "llama": lm_config(
         **SIZES, num_kv_heads=2, tied=True, rope_theta=100.0, rope_factor=8.0, rope_low_freq_factor=1.0,
         rope_high_freq_factor=4.0, rope_original_len=16,
     ),
-    "gpt2": LMConfig(**SIZES, norm="layer", positions="learned", activation="gelu", bias=True, tied=True),
-    "mixtral": LMConfig(**SIZES, num_experts=2, tied=True),
-    "qwen3_moe": LMConfig(**SIZES, num_experts=2, qk_norm=True, tied=True),
-    "mamba2": LMConfig(
+    "gpt2": lm_config(**SIZES, norm="layer", positions="learned", activation="gelu", bias=True, tied=True),
+    "mixtral": lm_config(**SIZES, num_experts=2, tied=True),
+    "qwen3_moe": lm_config(**SIZES, num_experts=2, qk_norm=True, tied=True),
+    "mamba2": lm_config(
         **SIZES | dict(mlp_dim=0), mixer="mamba2", mixer_dim=16, mixer_key_dim=3, positions="none", tied=True
     ),
 }  # fmt: skip
@@ -176,7 +177,7 @@ HARMFUL = [
     ("qwen3_moe", dict(sliding_window=4096, use_sliding_window=True), "use_sliding_window=True|sliding_window=4096"),
     ("qwen3_moe", dict(num_local_experts=3), "num_experts=2 and num_local_experts=3; legal is one value"),
     ("qwen3_moe", dict(num_experts=None), "config.json lacks num_experts"),
-    ("qwen3_moe", dict(head_dim=3), "model.head_dim=3 must be even for rope"),
+    ("qwen3_moe", dict(head_dim=3), "model.attention.head_dim=3 must be even for rope"),
     ("qwen3_moe", dict(shared_expert_intermediate_size=8), "shared_expert_intermediate_size=8, which is not honoured"),
     ("mamba2", dict(time_step_limit=[0.0, 0.1]), r"time_step_limit=\[0.0, 0.1\]; legal is \[0, Infinity\]"),
     ("mamba2", dict(time_step_limit=[0.001, math.inf]), r"time_step_limit=\[0.001, inf\]; legal"),
@@ -185,11 +186,11 @@ HARMFUL = [
     ("mamba2", dict(rms_norm=False), "rms_norm=False; legal is True"),
     ("mamba2", dict(conv_kernel=3), "conv_kernel=3; legal is 4"),
     ("mamba2", dict(hidden_act="gelu"), "hidden_act='gelu'; legal is 'silu'"),
-    ("mamba2", dict(n_groups=3), "model.mixer_groups=3 must divide model.num_heads=4"),
-    ("mamba2", dict(n_groups=None), "model.mixer_groups=8 must divide model.num_heads=4"),
+    ("mamba2", dict(n_groups=3), "model.mixer.groups=3 must divide model.attention.num_heads=4"),
+    ("mamba2", dict(n_groups=None), "model.mixer.groups=8 must divide model.attention.num_heads=4"),
     ("mamba2", dict(head_dim=None), "num_heads=4 heads of head_dim=64 are not expand=2 times hidden_size=8 wide"),
     ("mamba2", dict(expand=3), "num_heads=4 heads of head_dim=4 are not expand=3 times hidden_size=8 wide; legal is"),
-    ("mamba2", dict(hidden_size=12, head_dim=6), "model.mixer_dim=24 is no multiple of 4 heads, 16"),
+    ("mamba2", dict(hidden_size=12, head_dim=6), "model.mixer.dim=24 is no multiple of 4 heads, 16"),
     ("mamba2", dict(layer_types=["full_attention"] * 2), "layer_types=.*; legal is a list of 'linear_attention'"),
     ("mamba2", dict(attention_layers_idx=[1]), r"attention_layers_idx=\[1\], which is not honoured"),
     ("mamba2", dict(intermediate_size=16), "intermediate_size=16, which is not honoured"),
@@ -256,16 +257,16 @@ def test_mamba2_is_read_as_transformers_reads_it(folders, tmp_path):
     want = dict(
         num_heads=8, num_kv_heads=8, head_dim=1, mixer_groups=8, mixer_key_dim=128, init_std=0.1
     )
-    with pytest.raises(UsageError, match="mixer_dim=16 is no multiple of 4 heads, 32"):
+    with pytest.raises(UsageError, match="mixer.dim=16 is no multiple of 4 heads, 32"):
         config_from_hf(tmp_path, dtype="float32")
     (tmp_path / "config.json").write_text(json.dumps(values | newer | dict(head_dim=4, expand=4)))
     read = config_from_hf(tmp_path, dtype="float32")
-    assert read == dataclasses.replace(CONFIGS["mamba2"], **want, max_seq_len=1024, mixer_dim=32)
+    assert read == with_fields(CONFIGS["mamba2"], **want, max_seq_len=1024, mixer_dim=32)
     (tmp_path / "config.json").write_text(
         json.dumps(values | dict(hidden_size=12, head_dim=12, expand=4))
     )
     uneven = config_from_hf(tmp_path)
-    assert (uneven.embed_dim, uneven.mixer_dim, uneven.stack().mixer.layer.value_dim) == (
+    assert (uneven.embed_dim, uneven.mixer.dim, uneven.stack().mixer.layer.value_dim) == (
         12,
         48,
         12,
@@ -274,7 +275,7 @@ def test_mamba2_is_read_as_transformers_reads_it(folders, tmp_path):
         json.dumps(values | dict(hidden_size=10, head_dim=20, expand=8))
     )
     assert (
-        config_from_hf(tmp_path).head_dim == 20
+        config_from_hf(tmp_path).attention.head_dim == 20
     )  # 4 heads do not divide the width, which means nothing here
 
 

@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lm_configs import lm_config, with_fields
 
-from jaxpar.lm import LMConfig, OptimizerConfig, Sampling, Trainer, apply, generate, init
-from jaxpar.lm.sample import prefill
+from jaxpar.lm import Decoder, OptimizerConfig, Sampling, Trainer, apply, generate, init
 from jaxpar.loop import compile_step
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, use_mesh
 from jaxpar.nn.attention import attention
 
 pytestmark = pytest.mark.gpu
 
-SMALL = LMConfig(
+SMALL = lm_config(
     vocab_size=512,
     max_seq_len=128,
     num_layers=2,
@@ -65,7 +65,7 @@ def test_auto_takes_cudnn_in_the_compiled_step():
 )
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_steps_lower_the_loss_and_donate_the_state(changes, optimizer):
-    model = dataclasses.replace(SMALL, **changes)
+    model = with_fields(SMALL, **changes)
     trainer = Trainer(
         model, OptimizerConfig(optimizer, learning_rate=1e-2, warmup_steps=0), num_steps=100
     )
@@ -103,11 +103,18 @@ def test_a_long_prompt_is_read_by_cudnn_in_little_memory(length):
     prompt = jax.random.randint(jax.random.key(1), (1, length), 0, 512)
 
     def run(config):
-        step = jax.jit(prefill, static_argnums=(3, 4))
+        step = jax.jit(
+            lambda params, tokens, lengths, config, slots: Decoder(config).prefill(
+                params, tokens, lengths, slots
+            ),
+            static_argnums=(3, 4),
+        )
         return step.lower(params, prompt, jnp.array([length]), config, length + 8).compile()
 
-    program, dense = run(SMALL), run(dataclasses.replace(SMALL, attention="xla"))
+    program, dense = run(SMALL), run(with_fields(SMALL, attention="xla"))
     assert any(name in program.as_text().lower() for name in ("fmha", "sdpa"))
-    assert program.memory_analysis().temp_size_in_bytes < SMALL.num_heads * length**2 * 4 / 4
+    assert (
+        program.memory_analysis().temp_size_in_bytes < SMALL.attention.num_heads * length**2 * 4 / 4
+    )
     logits = (run(params, prompt, jnp.array([length]))[0] for run in (program, dense))
     assert relative(*logits) < 3e-2

@@ -1,4 +1,4 @@
-"""`model.mixers=[gru, attention]`: layers of several mixers in turn, in a language model."""
+"""`model.mixer.in_turn=[gru, attention]`: layers of several mixers in turn, in a language model."""
 
 import dataclasses
 
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 import tiny
 from fast import jit
+from lm_configs import with_fields
 from tolerance import assert_close
 
 from experiments import verify
@@ -17,16 +18,16 @@ from jaxpar.pipeline.accumulation import layer_by_layer
 from jaxpar.types import UsageError
 
 ONE = dataclasses.replace(tiny.LLAMA, num_layers=4)
-SMALL = dataclasses.replace(ONE, mixers=("min_gru", "attention"))
+SMALL = with_fields(ONE, mixers=("min_gru", "attention"))
 
 
 def test_each_mixer_is_as_large_and_costs_what_it_does_alone():
-    apart = [dataclasses.replace(ONE, mixer=name) for name in SMALL.mixers]
+    apart = [with_fields(ONE, mixer=name) for name in SMALL.mixer.in_turn]
     assert num_params(SMALL) == sum(num_params(c) for c in apart) / 2
     assert flops_per_token(SMALL, 64) == sum(flops_per_token(c, 64) for c in apart) / 2
     assert [type(mixer).__name__ for mixer in SMALL.stack().mixers] == ["Recurrent", "Attention"]
-    assert dataclasses.replace(ONE, mixers=["attention"]).stack() == ONE.stack()
-    wide = dataclasses.replace(SMALL, mixers=("hgrn", "attention"), mixer_dim=24, qk_norm=True)
+    assert with_fields(ONE, mixers=["attention"]).stack() == ONE.stack()
+    wide = with_fields(SMALL, mixers=("hgrn", "attention"), mixer_dim=24, qk_norm=True)
     assert wide.stack().mixers[0].size == 24 and wide.stack().mixers[1].qk_norm is not None
 
 
@@ -48,7 +49,7 @@ def test_on_a_mesh_it_is_what_it_is_on_one_device(optimizer):
         *(f"model.{flag}" for flag in small), "data.seq_len=8", "data.batch_size=8", f"optimizer.name={optimizer}",
         "dtypes=[float64]", "topology=none",
     )  # fmt: skip
-    assert config.model.mixers == ("min_gru", "attention")
+    assert config.model.mixer.in_turn == ("min_gru", "attention")
     for row in verify.verify_lm(config, [verify.parse_layout("data2.fsdp2.tensor2")]):
         assert not row.refused and not row.breaches, row
 
@@ -56,8 +57,10 @@ def test_on_a_mesh_it_is_what_it_is_on_one_device(optimizer):
 def test_runs_without_it_are_called_as_they_were():
     config = verify.compose("topology=none")
     assert "mixers" not in str(identity(config)) and "weights" not in str(identity(config))
-    hybrid = verify.compose("model.num_layers=2", "model.mixers=[hgrn,attention]", "topology=none")
-    assert hybrid.model.mixers == ("hgrn", "attention") and "hgrn" in str(identity(hybrid))
+    hybrid = verify.compose(
+        "model.num_layers=2", "model.mixer.in_turn=[hgrn,attention]", "topology=none"
+    )
+    assert hybrid.model.mixer.in_turn == ("hgrn", "attention") and "hgrn" in str(identity(hybrid))
 
 
 @pytest.mark.parametrize(
@@ -70,16 +73,16 @@ def test_runs_without_it_are_called_as_they_were():
         (dict(num_layers=5), "num_layers=5 is not a multiple of the 2 mixers in turn"),
         (
             dict(mixer="hgrn"),
-            "model.mixer=hgrn is one for all layers; take model.mixers or it, not both",
+            "model.mixer.kind=hgrn is one for all layers; take model.mixer.in_turn or it, not both",
         ),
-        (dict(mixers=("attention",), mixer_dim=8), "model.mixer_dim=8 is of recurrent mixers"),
+        (dict(mixers=("attention",), mixer_dim=8), "model.mixer.dim=8 is of recurrent mixers"),
     ],
 )
 def test_what_cannot_be_is_refused(fields, sentence):
     with pytest.raises(UsageError, match=sentence):
-        dataclasses.replace(SMALL, **fields)
+        with_fields(SMALL, **fields)
 
 
 def test_a_hugging_face_folder_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="no folder can hold a model with mixers="):
+    with pytest.raises(UsageError, match="no folder can hold a model with mixer.in_turn="):
         to_hf(None, SMALL, tmp_path / "out")

@@ -1,6 +1,5 @@
 """Folders of Llama's kin against a NumPy twin in float64, and against transformers where the extra `peers` is there."""
 
-import dataclasses
 import json
 import re
 
@@ -8,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flat_decoding import lm_generate as generate
+from lm_configs import field_of, lm_config, with_fields
 from of_transformers import saved_with_other_values, scores
 from twin_kin import kin_logits
 
-from jaxpar.lm.config import LMConfig
 from jaxpar.lm.hub.exchange import from_hf, to_hf
 from jaxpar.lm.loss import loss
 from jaxpar.lm.model import apply
 from jaxpar.lm.params import abstract, axes
-from jaxpar.lm.sample import generate
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, use_mesh
 from jaxpar.nn.attention import attention
 from jaxpar.nn.attention.blockwise import attention_by_blocks
@@ -28,16 +27,16 @@ SIZES = dict(
 )  # fmt: skip
 GEMMA = dict(activation="geglu", post_norms=True, embed_scale=True, norm_plus_one=True, tied=True)
 CONFIGS = {
-    "llama": LMConfig(**SIZES, rope_scaling="linear", rope_factor=4.0, bias=True),
-    "mistral": LMConfig(**SIZES, windows=(3,)),
-    "qwen2": LMConfig(**SIZES, qkv_bias=True, tied=True),
-    "qwen3": LMConfig(**SIZES, head_dim=6, qk_norm=True, windows=(0, 4)),
-    "gemma2": LMConfig(**SIZES, **GEMMA, head_dim=6, windows=(3, 0), score_cap=2.0, logit_cap=3.0, score_dim=5.0),
-    "gemma3": LMConfig(
+    "llama": lm_config(**SIZES, rope_scaling="linear", rope_factor=4.0, bias=True),
+    "mistral": lm_config(**SIZES, windows=(3,)),
+    "qwen2": lm_config(**SIZES, qkv_bias=True, tied=True),
+    "qwen3": lm_config(**SIZES, head_dim=6, qk_norm=True, windows=(0, 4)),
+    "gemma2": lm_config(**SIZES, **GEMMA, head_dim=6, windows=(3, 0), score_cap=2.0, logit_cap=3.0, score_dim=5.0),
+    "gemma3": lm_config(
         **SIZES | dict(num_layers=3), **GEMMA, head_dim=6, windows=(3, 0), qk_norm=True, rope_theta_local=10.0,
         rope_factor=2.0, rope_scaling="linear", score_dim=8.0,
     ),
-    "phi3": LMConfig(**SIZES | dict(num_heads=2, num_kv_heads=1), rope_share=0.75, windows=(5,)),
+    "phi3": lm_config(**SIZES | dict(num_heads=2, num_kv_heads=1), rope_share=0.75, windows=(5,)),
 }  # fmt: skip
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
@@ -126,7 +125,7 @@ def test_greedy_tokens_of_padded_prompts_are_the_twins(name, folders):
 
 
 def test_gradients_of_capped_logits_and_scores_are_those_of_the_plain_formula():
-    config = dataclasses.replace(CONFIGS["gemma2"], num_layers=1, dtype="float64", loss_chunk=8)
+    config = with_fields(CONFIGS["gemma2"], num_layers=1, dtype="float64", loss_chunk=8)
     batch = {"tokens": TOKENS, "targets": np.roll(TOKENS, -1, 1)}
 
     def plain(params):
@@ -204,7 +203,7 @@ def test_an_absent_key_means_what_transformers_takes(name, key, windows, folders
 
     values = json.loads((folders / name / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in values.items() if k != key}))
-    assert config_from_hf(tmp_path).windows == windows
+    assert config_from_hf(tmp_path).attention.windows == windows
 
 
 def test_null_is_no_window_and_no_cap(folders, tmp_path):
@@ -212,36 +211,36 @@ def test_null_is_no_window_and_no_cap(folders, tmp_path):
 
     values = json.loads((folders / "mistral" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"sliding_window": None}))
-    assert config_from_hf(tmp_path).windows == ()
+    assert config_from_hf(tmp_path).attention.windows == ()
     values = json.loads((folders / "gemma2" / "config.json").read_text())
     for key, field, given in (
         ("attn_logit_softcapping", "score_cap", 50),
         ("final_logit_softcapping", "logit_cap", 30),
     ):
         (tmp_path / "config.json").write_text(json.dumps(values | {key: None}))
-        assert getattr(config_from_hf(tmp_path), field) == 0
+        assert field_of(config_from_hf(tmp_path), field) == 0
         (tmp_path / "config.json").write_text(
             json.dumps({k: v for k, v in values.items() if k != key})
         )
-        assert getattr(config_from_hf(tmp_path), field) == given
+        assert field_of(config_from_hf(tmp_path), field) == given
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "sentence"),
     [
-        ("gemma2", dict(windows=(3, 4)), "Gemma2ForCausalLM needs model.windows=()"),
+        ("gemma2", dict(windows=(3, 4)), "Gemma2ForCausalLM needs model.attention.windows=()"),
         (
             "gemma3",
             dict(rope_theta_local=0.0),
-            "Gemma3ForCausalLM needs model.rope_theta_local=100.0",
+            "Gemma3ForCausalLM needs model.rope.theta_local=100.0",
         ),
-        ("mistral", dict(windows=(3, 0)), "MistralForCausalLM needs model.windows=()"),
-        ("llama", dict(logit_cap=1.0), "LlamaForCausalLM needs model.logit_cap=0.0"),
-        ("phi3", dict(embed_scale=True), "Phi3ForCausalLM needs model.embed_scale=False"),
+        ("mistral", dict(windows=(3, 0)), "MistralForCausalLM needs model.attention.windows=()"),
+        ("llama", dict(logit_cap=1.0), "LlamaForCausalLM needs model.embedding.logit_cap=0.0"),
+        ("phi3", dict(embed_scale=True), "Phi3ForCausalLM needs model.embedding.scale=False"),
     ],
 )
 def test_what_no_folder_can_say_is_refused(name, changes, sentence, tmp_path):
-    config = dataclasses.replace(CONFIGS[name], **changes)
+    config = with_fields(CONFIGS[name], **changes)
     with pytest.raises(
         UsageError,
         match=re.escape(sentence) if "()" in sentence and "\\" not in sentence else sentence,

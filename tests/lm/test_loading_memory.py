@@ -4,11 +4,12 @@ import threading
 
 import jax
 import numpy as np
+from lm_configs import lm_config
 
-from jaxpar.lm import LMConfig, from_hf, init, to_hf
+from jaxpar.lm import from_hf, init, to_hf
 from jaxpar.lm.hub import stored
 
-MODEL = LMConfig(
+MODEL = lm_config(
     vocab_size=512,
     num_layers=8,
     embed_dim=64,

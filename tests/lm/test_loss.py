@@ -1,6 +1,5 @@
 """The chunked, split cross entropy against a log-softmax in double precision."""
 
-import dataclasses
 import functools
 import math
 
@@ -12,9 +11,10 @@ import tiny
 from fast import jit, noisy_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lm_configs import lm_config, with_fields
 from tolerance import EXACT_MATHS, assert_close
 
-from jaxpar.lm import LMConfig, apply, cross_entropy, loss
+from jaxpar.lm import apply, cross_entropy, loss
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 
 B, T, D, V = 4, 9, 8, 24
@@ -159,7 +159,7 @@ def test_logits_of_a_chunk_only():
 
 
 def test_logits_of_a_chunk_only_in_the_model():
-    config = LMConfig(
+    config = lm_config(
         vocab_size=V,
         num_layers=1,
         embed_dim=D,
@@ -184,7 +184,7 @@ def test_logits_of_a_chunk_only_in_the_model():
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_loss_is_the_weighted_mean(weighted):
-    config = dataclasses.replace(tiny.LLAMA, loss_chunk=5)
+    config = with_fields(tiny.LLAMA, loss_chunk=5)
     params = tiny.params_of(config)
     batch = tiny.batch_of()
     weights = np.ones(batch["tokens"].shape, np.float32)

@@ -1,4 +1,4 @@
-"""The MatMul-free language model: `model.mixer=hgrn model.weights=ternary`."""
+"""The MatMul-free language model: `model.mixer.kind=hgrn model.weights=ternary`."""
 
 import dataclasses
 
@@ -8,17 +8,18 @@ import numpy as np
 import pytest
 import tiny
 from fast import jit
+from lm_configs import lm_config, with_fields
 from tolerance import assert_close
 
 from experiments import verify
-from jaxpar.lm import LMConfig, Sampling, flops_per_token, generate, num_params, to_hf
+from jaxpar.lm import Sampling, flops_per_token, generate, num_params, to_hf
 from jaxpar.lm.sample import empty_cache
 from jaxpar.nn.mixers import Hgrn
 from jaxpar.nn.weights.ternary import PackedTernary
 from jaxpar.types import UsageError
 
 T = 6
-SMALL = dataclasses.replace(tiny.exact(tiny.LLAMA), mixer="hgrn", weights="ternary")
+SMALL = with_fields(tiny.exact(tiny.LLAMA), mixer="hgrn", weights="ternary")
 
 
 def tokens(rows=2):
@@ -37,7 +38,7 @@ def test_steps_from_packed_weights_are_the_whole_sequence(x64):
         logits, cache = tiny.extended(small, tokens(1)[:, t : t + 1], cache, SMALL)
         parts.append(logits)
     assert_close(np.concatenate(parts, 1), tiny.logits(params, tokens(), SMALL)[:1], 1e-12)
-    assert sum(leaf.size for leaf in jax.tree.leaves(cache.layers)) == 2 * SMALL.mixer_dim
+    assert sum(leaf.size for leaf in jax.tree.leaves(cache.layers)) == 2 * SMALL.mixer.dim
 
 
 @pytest.mark.slow  # 5 s
@@ -62,12 +63,12 @@ def test_it_learns_without_rounding_what_is_trained():
 
 
 def test_it_is_as_large_as_attention_would_be():
-    big = LMConfig(embed_dim=256, num_heads=8, num_kv_heads=2, mlp_dim=512)
-    ours = dataclasses.replace(big, mixer="hgrn", weights="ternary")
+    big = lm_config(embed_dim=256, num_heads=8, num_kv_heads=2, mlp_dim=512)
+    ours = with_fields(big, mixer="hgrn", weights="ternary")
     assert abs(num_params(ours) / num_params(big) - 1) < 0.02
     assert ours.stack().mixer == Hgrn(160) and ours.stack().weights == "ternary"
     assert flops_per_token(ours, 4096) == flops_per_token(ours, 16)
-    assert dataclasses.replace(big, mixer="hgrn", mixer_dim=64).stack().mixer.size == 64
+    assert with_fields(big, mixer="hgrn", mixer_dim=64).stack().mixer.size == 64
 
 
 @pytest.mark.slow
@@ -87,7 +88,7 @@ def test_on_a_mesh_it_is_what_it_is_on_one_device(flags):
 
 
 def test_what_cannot_be_is_refused(tmp_path):
-    full = dataclasses.replace(SMALL, mixer="attention", mixer_dim=0)
+    full = with_fields(SMALL, mixer="attention", mixer_dim=0)
     with pytest.raises(UsageError, match="no folder can hold a model with weights=ternary"):
         to_hf(None, full, tmp_path / "out")
     with pytest.raises(
@@ -95,4 +96,4 @@ def test_what_cannot_be_is_refused(tmp_path):
     ):
         dataclasses.replace(SMALL, weights="binary")
     with pytest.raises(UsageError, match="experts have no ternary weights; take weights=full"):
-        dataclasses.replace(SMALL, num_experts=4)
+        with_fields(SMALL, num_experts=4)

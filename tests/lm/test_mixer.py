@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fast import jit, noisy_params
+from flat_decoding import lm_generate as generate
+from lm_configs import lm_config, with_fields
 from tolerance import EXACT_MATHS, assert_close
 
 from experiments import verify
-from jaxpar.lm import LMConfig, Sampling, apply, flops_per_token, generate, loss, num_params, to_hf
+from jaxpar.lm import Sampling, apply, flops_per_token, loss, num_params, to_hf
 from jaxpar.lm.mixers import with_mixer
 from jaxpar.lm.params import axes, decay_mask, leaves
 from jaxpar.lm.sample import empty_cache, extend
@@ -21,10 +23,10 @@ from jaxpar.optim import muon_dimensions
 from jaxpar.types import UsageError
 
 T, V, PROMPT, NEW = 7, 16, 4, 3
-SMALL = LMConfig(
+SMALL = lm_config(
     vocab_size=V, num_layers=2, embed_dim=16, num_heads=4, mlp_dim=24, init_std=0.3, dtype="float32"
 )
-MODELS = {name: dataclasses.replace(SMALL, mixer=name) for name in CELLS}
+MODELS = {name: with_fields(SMALL, mixer=name) for name in CELLS}
 each_mixer = pytest.mark.parametrize("name", CELLS)
 
 
@@ -114,14 +116,16 @@ def test_generation_equals_asking_the_whole_model(name):
 def test_on_a_mesh_it_is_what_it_is_on_one_device(name):
     """Loss, gradients and steps in double precision, and no collective between devices that is not declared."""
     flags = (
-        "model.num_layers=1 model.embed_dim=32 model.mlp_dim=32 "
+        "model.num_layers=1 model.embed_dim=32 model.mlp.dim=32 "
         "model.vocab_size=64 data.seq_len=8 data.batch_size=8"
     )
-    solver = "model.solver=newton" if name == "para_gru" else "model.solver=auto"
+    solver = (
+        "model.execution.solver=newton" if name == "para_gru" else "model.execution.solver=auto"
+    )
     optimizer = "optimizer.name=muon" if name == "lstm" else "optimizer.name=adamw"
     config = verify.compose(
         *flags.split(),
-        f"model.mixer={name}",
+        f"model.mixer.kind={name}",
         solver,
         optimizer,
         "dtypes=[float64]",
@@ -142,7 +146,7 @@ def test_remat_and_unrolled_layers_change_no_number(remat, scan_layers):
 
     config = MODELS["para_gru"]
     assert_close(
-        gradient(dataclasses.replace(config, remat=remat, scan_layers=scan_layers)),
+        gradient(with_fields(config, remat=remat, scan_layers=scan_layers)),
         gradient(config),
         1e-5,
     )
@@ -150,10 +154,10 @@ def test_remat_and_unrolled_layers_change_no_number(remat, scan_layers):
 
 @each_mixer
 def test_it_is_as_large_as_attention_would_be(name):
-    big = LMConfig(embed_dim=256, num_heads=8, num_kv_heads=2, mlp_dim=512)
-    ratio = num_params(dataclasses.replace(big, mixer=name)) / num_params(big)
+    big = lm_config(embed_dim=256, num_heads=8, num_kv_heads=2, mlp_dim=512)
+    ratio = num_params(with_fields(big, mixer=name)) / num_params(big)
     assert abs(ratio - 1) < 0.02, ratio
-    given = dataclasses.replace(big, mixer=name, mixer_dim=64)
+    given = with_fields(big, mixer=name, mixer_dim=64)
     assert given.stack().mixer.cell.size == 64 and num_params(given) < num_params(big)
     assert flops_per_token(given, 4096) == flops_per_token(given, 16), (
         "a recurrence costs no token more for its past"
@@ -179,7 +183,7 @@ WITHOUT_CELLS = (
 )  # 5 s each
 def test_mixers_without_cells_mix_in_a_language_model(name):
     """Prompts of two lengths and what follows them, across windows, against the whole; its cache does not grow."""
-    config = dataclasses.replace(SMALL, mixer=name, mixer_window=3)
+    config = with_fields(SMALL, mixer=name, mixer_window=3)
     params, cache = noisy_params(config), empty_cache(config, 2, T)
     whole, run = (
         jit(functools.partial(apply, config=config)),
@@ -195,22 +199,22 @@ def test_mixers_without_cells_mix_in_a_language_model(name):
 
 
 def test_a_legendre_memory_is_as_large_as_attention_would_be():
-    big = LMConfig(embed_dim=256, num_heads=8, num_kv_heads=2, mlp_dim=512)
-    assert abs(num_params(dataclasses.replace(big, mixer="lmu")) / num_params(big) - 1) < 0.02
+    big = lm_config(embed_dim=256, num_heads=8, num_kv_heads=2, mlp_dim=512)
+    assert abs(num_params(with_fields(big, mixer="lmu")) / num_params(big) - 1) < 0.02
 
 
 @pytest.mark.parametrize("name", ["block_recurrent", "block_recurrent_lstm", "windowed"])
 @pytest.mark.parametrize("heads", [1, 4])
 def test_a_mixer_beside_attention_has_its_size(name, heads):
     """Of heads whose size is even, since nothing else of it can change."""
-    big = LMConfig(embed_dim=64, num_heads=heads, num_kv_heads=heads, mlp_dim=192)
+    big = lm_config(embed_dim=64, num_heads=heads, num_kv_heads=heads, mlp_dim=192)
     config = with_mixer(big, name)
     away = num_params(config) - num_params(big)
     step = 2 * heads * 64 * 16 * big.num_layers  # two more a head, in 16 products at most
     assert (
         abs(away) <= step / 2
-        and config.mixer == name
-        and (config.head_dim == big.head_dim) == (name == "windowed")
+        and config.mixer.kind == name
+        and (config.attention.head_dim == big.attention.head_dim) == (name == "windowed")
     )
 
 
@@ -219,10 +223,12 @@ def test_a_mixer_beside_attention_has_its_size(name, heads):
 @pytest.mark.parametrize("name", ["lmu", "block_recurrent", "block_recurrent_lstm", "tcnca"])
 def test_mixers_without_cells_are_what_they_are_on_one_device(name, optimizer):
     flags = (
-        "model.num_layers=1 model.embed_dim=32 model.mlp_dim=32 model.vocab_size=64 data.seq_len=8 data.batch_size=8 "
-        "model.mixer_window=3 model.num_kv_heads=0 dtypes=[float64] topology=none"
+        "model.num_layers=1 model.embed_dim=32 model.mlp.dim=32 model.vocab_size=64 data.seq_len=8 data.batch_size=8 "
+        "model.mixer.window=3 model.attention.num_kv_heads=0 dtypes=[float64] topology=none"
     )
-    config = verify.compose(*flags.split(), f"model.mixer={name}", f"optimizer.name={optimizer}")
+    config = verify.compose(
+        *flags.split(), f"model.mixer.kind={name}", f"optimizer.name={optimizer}"
+    )
     for row in verify.verify_lm(config, [verify.parse_layout("data2.fsdp2.tensor2")]):
         assert not row.refused and not row.breaches, row
 
@@ -257,39 +263,39 @@ def test_a_split_sequence_is_refused():
 
 
 def test_a_hugging_face_folder_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="no folder can hold a model with mixer=para_gru"):
+    with pytest.raises(UsageError, match="no folder can hold a model with mixer.kind=para_gru"):
         to_hf(noisy_params(MODELS["para_gru"]), MODELS["para_gru"], tmp_path / "out")
 
 
 @pytest.mark.parametrize(
     "fields, sentence",
     [
-        (dict(mixer="rnn"), "model.mixer='rnn' is unknown; legal are attention, para_gru"),
+        (dict(mixer="rnn"), "model.mixer.kind='rnn' is unknown; legal are attention, para_gru"),
         (
             dict(mixer_dim=8),
-            "model.mixer_dim=8 is of recurrent mixers and .* not of model.mixer=attention; take 0.",
+            "model.mixer.dim=8 is of recurrent mixers and .* not of model.mixer.kind=attention; take 0.",
         ),
         (
             dict(mixer_window=8),
-            "model.mixer_window=8 is of lmu, .* not of model.mixer=attention; take 128.",
+            "model.mixer.window=8 is of lmu, .* not of model.mixer.kind=attention; take 128.",
         ),
         (
             dict(mixer="tcnca", mixer_states=8),
-            "model.mixer_states=8 is of lmu and block_recurrent, not of model.mixer=tcnca",
+            "model.mixer.states=8 is of lmu and block_recurrent, not of model.mixer.kind=tcnca",
         ),
-        (dict(mixer="lmu", context="ring"), "model.mixer=lmu reads tokens in turn"),
+        (dict(mixer="lmu", context="ring"), "model.mixer.kind=lmu reads tokens in turn"),
         (
             dict(mixer="tcnca", mixer_dim=8),
-            "model.mixer_dim=8 is of recurrent mixers and .* not of model.mixer=tcnca",
+            "model.mixer.dim=8 is of recurrent mixers and .* not of model.mixer.kind=tcnca",
         ),
         (dict(mixer="gru", mixer_dim=10), "heads=4 of cell gru do not divide size=10"),
-        (dict(mixer="para_gru", mixer_dim=-1), "model.mixer_dim=-1 must be at least 0"),
+        (dict(mixer="para_gru", mixer_dim=-1), "model.mixer.dim=-1 must be at least 0"),
         (
             dict(mixer="para_gru", solver="newt"),
-            "model.solver='newt' is unknown; legal are auto, newton",
+            "model.execution.solver='newt' is unknown; legal are auto, newton",
         ),
     ],
 )
 def test_what_no_mixer_can_be_is_refused(fields, sentence):
     with pytest.raises(UsageError, match=sentence):
-        dataclasses.replace(SMALL, **fields)
+        with_fields(SMALL, **fields)

@@ -1,27 +1,18 @@
 """Language models of experts: trained on any mesh, streamed and drawn as the whole sequence says."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from fast import jit, noisy_params
+from flat_decoding import lm_generate as generate
+from lm_configs import lm_config, with_fields
 from tolerance import EXACT_MATHS, assert_close
 
 from experiments import verify
 from experiments.app.lm.expert_loads import expert_loads
 from jaxpar.io import Checkpoints
-from jaxpar.lm import (
-    LMConfig,
-    Sampling,
-    Trainer,
-    apply,
-    flops_per_token,
-    generate,
-    num_params,
-    to_hf,
-)
+from jaxpar.lm import Sampling, Trainer, apply, flops_per_token, num_params, to_hf
 from jaxpar.lm.loss import losses
 from jaxpar.lm.params import abstract, axes, decay_mask
 from jaxpar.lm.sample import empty_cache, extend
@@ -34,7 +25,7 @@ from jaxpar.pipeline.accumulation import InTurn
 from jaxpar.types import UsageError
 
 T, V = 6, 16
-SMALL = LMConfig(
+SMALL = lm_config(
     vocab_size=V,
     num_layers=2,
     embed_dim=16,
@@ -52,7 +43,7 @@ def tokens(rows=2, length=T):
 
 def test_streaming_and_drawing_equal_the_whole_sequence():
     """With a capacity as well, of which nothing that is drawn is over."""
-    config = dataclasses.replace(SMALL, capacity=1e-3)
+    config = with_fields(SMALL, capacity=1e-3)
     params = noisy_params(config)
     whole = jit(lambda p, x: apply(p, x, SMALL))(params, tokens())
     run = jit(lambda p, x, cache: extend(p, x, cache, config))
@@ -71,39 +62,56 @@ def test_streaming_and_drawing_equal_the_whole_sequence():
     [
         (
             "data2.context2.tensor2",
-            "model.router_scores=sigmoid model.shared_experts=2 model.qk_norm=true",
+            "model.experts.scores=sigmoid model.experts.shared=2 model.attention.qk_norm=true",
         ),
         (
             "fsdp2.tensor2.expert2",
-            "model.capacity=1.0 model.transport=all_to_all model.router_bias=1e-3 model.router_z_loss=1e-3",
+            "model.experts.capacity=1.0 model.execution.transport=all_to_all "
+            "model.losses.router_bias=1e-3 model.losses.router_z_loss=1e-3",
         ),
         pytest.param(
             "data2.fsdp2.tensor2",
-            "model.router_bias=1e-3 model.router_z_loss=1e-3",
+            "model.losses.router_bias=1e-3 model.losses.router_z_loss=1e-3",
             marks=pytest.mark.slow,
         ),
-        pytest.param("data2.expert4", "model.transport=all_to_all", marks=pytest.mark.slow),
         pytest.param(
-            "data2.expert4", "model.transport=gather optimizer.name=muon", marks=pytest.mark.slow
+            "data2.expert4", "model.execution.transport=all_to_all", marks=pytest.mark.slow
         ),
-        pytest.param("fsdp2.tensor2.expert2", "model.transport=sum", marks=pytest.mark.slow),
+        pytest.param(
+            "data2.expert4",
+            "model.execution.transport=gather optimizer.name=muon",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "fsdp2.tensor2.expert2", "model.execution.transport=sum", marks=pytest.mark.slow
+        ),
         pytest.param(
             "context2.expert4",
-            "model.transport=all_to_all model.remat=full",
+            "model.execution.transport=all_to_all model.execution.remat=full",
             marks=pytest.mark.slow,
         ),
-        pytest.param("context2.expert4", "model.transport=annotated", marks=pytest.mark.slow),
-        pytest.param("fsdp2.tensor2.expert2", "model.transport=spill", marks=pytest.mark.slow),
         pytest.param(
-            "context2.expert4", "model.transport=spill model.remat=full", marks=pytest.mark.slow
+            "context2.expert4", "model.execution.transport=annotated", marks=pytest.mark.slow
         ),
-        pytest.param("fsdp8", "model.capacity=1.0 optimizer.name=muon", marks=pytest.mark.slow),
         pytest.param(
-            "data2.fsdp2.tensor2", "model.capacity=1.0 model.remat=full", marks=pytest.mark.slow
+            "fsdp2.tensor2.expert2", "model.execution.transport=spill", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "context2.expert4",
+            "model.execution.transport=spill model.execution.remat=full",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "fsdp8", "model.experts.capacity=1.0 optimizer.name=muon", marks=pytest.mark.slow
         ),
         pytest.param(
             "data2.fsdp2.tensor2",
-            "model.scan_layers=false model.remat=names",
+            "model.experts.capacity=1.0 model.execution.remat=full",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "data2.fsdp2.tensor2",
+            "model.execution.scan_layers=false model.execution.remat=names",
             marks=pytest.mark.slow,
         ),  # 20 s
     ],
@@ -111,11 +119,15 @@ def test_streaming_and_drawing_equal_the_whole_sequence():
 def test_on_a_mesh_it_is_what_it_is_on_one_device(layout, flags):
     """Loss, gradients and steps in double precision, and no collective between devices that is not declared; 10 s."""
     small = (
-        "model.num_layers=1 model.embed_dim=32 model.mlp_dim=32 "
+        "model.num_layers=1 model.embed_dim=32 model.mlp.dim=32 "
         "model.vocab_size=64 data.seq_len=8 data.batch_size=8"
     )
     config = verify.compose(
-        *small.split(), "model.num_experts=4", *flags.split(), "dtypes=[float64]", "topology=none"
+        *small.split(),
+        "model.experts.num_experts=4",
+        *flags.split(),
+        "dtypes=[float64]",
+        "topology=none",
     )
     for row in verify.verify_lm(config, [verify.parse_layout(layout)]):
         assert not row.refused and not row.breaches, row
@@ -124,13 +136,13 @@ def test_on_a_mesh_it_is_what_it_is_on_one_device(layout, flags):
 def test_experts_fail_in_training_alone():
     """Where all fail only attention is left; where none does no number is drawn; evaluation asks all."""
     data = {"tokens": tokens(4)[:, :-1], "targets": tokens(4)[:, 1:]}
-    found, worst = {}, dataclasses.replace(SMALL, expert_failures=1.0)
+    found, worst = {}, with_fields(SMALL, expert_failures=1.0)
     params = noisy_params(SMALL, np.float32)
-    for config in (SMALL, dataclasses.replace(SMALL, expert_failures=0.5), worst):
+    for config in (SMALL, with_fields(SMALL, expert_failures=0.5), worst):
         run = jit(lambda key, config=config: InTurn()(stages(config), params, data, key, 2)[0][0])
-        found[config.expert_failures] = float(run(jax.random.key(0)))
-        assert (found[config.expert_failures] == float(run(jax.random.key(1)))) == (
-            config.expert_failures != 0.5
+        found[config.experts.failures] = float(run(jax.random.key(0)))
+        assert (found[config.experts.failures] == float(run(jax.random.key(1)))) == (
+            config.experts.failures != 0.5
         )
     silent = {
         **params,
@@ -146,7 +158,7 @@ def test_experts_fail_in_training_alone():
 
 def test_router_losses_are_of_a_microbatch_and_averaged_over_them(x64):
     """Loads times mean scores are no sum over tokens: of the whole batch at once they are something else."""
-    config = dataclasses.replace(SMALL, dtype="float64", balance_loss=0.5, router_z_loss=0.1)
+    config = with_fields(SMALL, dtype="float64", balance_loss=0.5, router_z_loss=0.1)
     params, data = (
         noisy_params(config, np.float64),
         {"tokens": tokens(4)[:, :-1], "targets": tokens(4)[:, 1:]},
@@ -174,7 +186,7 @@ def test_router_losses_are_of_a_microbatch_and_averaged_over_them(x64):
 
 def test_a_step_tells_loads_and_drops_and_moves_the_bias():
     trainer = Trainer(
-        dataclasses.replace(SMALL, capacity=0.5, router_bias=1e-3), num_steps=10, accumulate=2
+        with_fields(SMALL, capacity=0.5, router_bias=1e-3), num_steps=10, accumulate=2
     )
     state = jit(trainer.init)(jax.random.key(0))
     new, info = jit(trainer.step)(
@@ -213,7 +225,7 @@ def test_loads_for_the_picture_are_those_of_a_loop(mesh):
 def test_a_checkpoint_of_another_number_of_experts_is_told(tmp_path):
     def state(num, make):
         shapes = jax.eval_shape(
-            Trainer(dataclasses.replace(SMALL, num_experts=num)).init, jax.random.key(0)
+            Trainer(with_fields(SMALL, num_experts=num)).init, jax.random.key(0)
         )
         return jax.tree.map(make, shapes)
 
@@ -230,7 +242,7 @@ def test_a_checkpoint_of_another_number_of_experts_is_told(tmp_path):
 
 
 def test_a_token_costs_what_its_experts_cost():
-    dense = dataclasses.replace(SMALL, num_experts=0)
+    dense = with_fields(SMALL, num_experts=0)
     experts = 3 * 16 * 8 * 2
     assert num_params(SMALL) - num_params(dense) == 3 * experts + 2 * 16 * 4
     assert flops_per_token(SMALL, T) - flops_per_token(dense, T) == 6 * (experts + 2 * 16 * 4)
@@ -248,38 +260,41 @@ def test_muon_takes_each_expert_for_a_matrix():
     [
         (
             dict(num_experts=0, transport="gather"),
-            "model.transport=gather is of experts; give model.num_experts too",
+            "model.execution.transport=gather is of experts; give model.experts.num_experts too",
         ),
         (
             dict(transport="fly"),
-            "model.transport='fly' is unknown; legal are auto, sum, gather, all_to_all",
+            "model.execution.transport='fly' is unknown; legal are auto, sum, gather, all_to_all",
         ),
         (
             dict(num_experts=0, shared_experts=1),
-            "model.shared_experts=1 is of experts; give model.num_experts too",
+            "model.experts.shared=1 is of experts; give model.experts.num_experts too",
         ),
         (
             dict(mixer="gru", qk_norm=True, num_experts=0),
-            "model.qk_norm=true is of attention, not of model.mixer=gru",
+            "model.attention.qk_norm=true is of attention, not of model.mixer.kind=gru",
         ),
         (
             dict(num_experts=0, capacity=1.0),
-            "model.capacity=1.0 is of experts; give model.num_experts too",
+            "model.experts.capacity=1.0 is of experts; give model.experts.num_experts too",
         ),
         (dict(experts_per_token=5), "experts_per_token=5 is over num_experts=4"),
-        (dict(capacity=0.0), "model.capacity=0.0 must be over 0"),
-        (dict(balance_loss=float("nan")), "model.balance_loss=nan must be a finite number"),
+        (dict(capacity=0.0), "model.experts.capacity=0.0 must be over 0"),
+        (dict(balance_loss=float("nan")), "model.losses.balance_loss=nan must be a finite number"),
         (
             dict(router_scores="tanh"),
-            "model.router_scores='tanh' is unknown; legal are softmax, sigmoid",
+            "model.experts.scores='tanh' is unknown; legal are softmax, sigmoid",
         ),
-        (dict(bias=True), "experts have neither model.bias=true nor model.remat=blockwise"),
+        (
+            dict(bias=True),
+            "experts have neither model.bias=true nor model.execution.remat=blockwise",
+        ),
         (dict(remat="blockwise"), "experts have neither"),
     ],
 )
 def test_mistakes_are_told(wrong, message):
     with pytest.raises(UsageError, match=message):
-        dataclasses.replace(SMALL, **wrong)
+        with_fields(SMALL, **wrong)
 
 
 @pytest.mark.parametrize(
@@ -287,14 +302,14 @@ def test_mistakes_are_told(wrong, message):
     [
         (
             dict(shared_experts=1, router_scores="sigmoid"),
-            "no folder can hold a model with shared_experts=1 router_scores=sigmoid: MixtralForCausalLM "
-            "needs model.shared_experts=0 and model.router_scores=softmax",
+            "no folder can hold a model with experts.shared=1 experts.scores=sigmoid: MixtralForCausalLM "
+            "needs model.experts.shared=0 and model.experts.scores=softmax",
         ),
-        (dict(router_bias=0.1), "MixtralForCausalLM needs model.router_bias=0.0"),
-        (dict(experts_per_token=1), "MixtralForCausalLM needs model.experts_per_token=2;"),
+        (dict(router_bias=0.1), "MixtralForCausalLM needs model.losses.router_bias=0.0"),
+        (dict(experts_per_token=1), "MixtralForCausalLM needs model.experts.experts_per_token=2;"),
     ],
 )
 def test_what_no_folder_holds_is_told(tmp_path, changes, message):
-    config = dataclasses.replace(SMALL, **changes)
+    config = with_fields(SMALL, **changes)
     with pytest.raises(UsageError, match=message):
         to_hf(abstract(config), config, tmp_path / "model")

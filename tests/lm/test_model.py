@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny
 from fast import jit
+from lm_configs import with_fields
 from tolerance import LAYOUT, assert_close
 
 from jaxpar.lm import apply, loss, model
@@ -79,7 +80,7 @@ FUSION = LAYOUT["float32"]  # the same operations, fused otherwise: only the ord
 
 @functools.cache
 def value_and_gradient(name, remat, scan_layers):
-    config = dataclasses.replace(MODELS[name], remat=remat, scan_layers=scan_layers, dropout=0.2)
+    config = with_fields(MODELS[name], remat=remat, scan_layers=scan_layers, dropout=0.2)
     key = jax.random.key(5)
     run = jit(jax.value_and_grad(lambda p: loss(p, tiny.batch_of(), config, dropout_key=key)))
     return jax.device_get(run(tiny.params_of(config)))
@@ -122,7 +123,7 @@ def test_remat_recomputes_what_it_says():
     params = tiny.params_of(MODELS["llama"])
 
     def count(remat):
-        config = dataclasses.replace(MODELS["llama"], remat=remat)
+        config = with_fields(MODELS["llama"], remat=remat)
         gradient = jax.grad(lambda p: loss(p, tiny.batch_of(), config))
         return dots(jax.make_jaxpr(gradient)(params).jaxpr)
 
@@ -150,7 +151,7 @@ def test_every_layer_and_the_embedding_have_keys_of_their_own(monkeypatch):
 
     monkeypatch.setattr(stack, "block", spy)
     monkeypatch.setattr(model, "dropout", spy_dropout)
-    config = dataclasses.replace(MODELS["llama"], dropout=0.5, num_layers=3, scan_layers=False)
+    config = with_fields(MODELS["llama"], dropout=0.5, num_layers=3, scan_layers=False)
     apply(tiny.params_of(config), tiny.tokens(), config, dropout_key=jax.random.key(1))
     assert len(keys) == 4 and len({tuple(np.asarray(key)) for key in keys}) == 4
 

@@ -8,13 +8,14 @@ import numpy as np
 import optax
 import pytest
 from fast import jit, noisy_params
+from lm_configs import lm_config
 from tolerance import assert_close
 
-from jaxpar.lm import LMConfig, OptimizerConfig, Trainer
+from jaxpar.lm import OptimizerConfig, Trainer
 from jaxpar.lm.params import decay_mask
 from jaxpar.optim import learning_rate
 
-MODEL = LMConfig(
+MODEL = lm_config(
     vocab_size=8, num_layers=2, embed_dim=8, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=12, norm="layer",
     bias=True, dtype="float32", init_std=0.3,
 )  # fmt: skip

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fast import jit
+from lm_configs import lm_config, with_fields
 
-from jaxpar.lm import LMConfig, apply, axes, flops_per_token, gpt2, init, llama, num_params
+from jaxpar.lm import apply, axes, flops_per_token, gpt2, init, llama, num_params
 from jaxpar.lm.params import abstract, decay_mask, leaves
 
-SMALL = LMConfig(
+SMALL = lm_config(
     vocab_size=64,
     num_layers=3,
     embed_dim=32,
@@ -21,9 +22,7 @@ SMALL = LMConfig(
     mlp_dim=48,
     init_std=0.05,
 )
-EVERYTHING = dataclasses.replace(
-    SMALL, norm="layer", bias=True, positions="learned", max_seq_len=16
-)
+EVERYTHING = with_fields(SMALL, norm="layer", bias=True, positions="learned", max_seq_len=16)
 
 
 def test_published_sizes():
@@ -119,7 +118,7 @@ def dot_operations(jaxpr):
     [
         SMALL,
         EVERYTHING,
-        dataclasses.replace(SMALL, tied=True, activation="gelu", head_dim=6, scan_layers=False),
+        with_fields(SMALL, tied=True, activation="gelu", head_dim=6, scan_layers=False),
     ],
     ids=["llama", "everything", "unrolled"],
 )
@@ -148,4 +147,4 @@ def test_flops_equal_nanogpts_formula(length):
 
 def _is_vector(x, config):
     stacked = x.shape[0] == config.num_layers
-    return len(x.shape) == 1 or (stacked and math.prod(x.shape[1:]) <= config.mlp_dim)
+    return len(x.shape) == 1 or (stacked and math.prod(x.shape[1:]) <= config.mlp.dim)

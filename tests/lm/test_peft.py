@@ -8,16 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fast import jit, noisy_params
+from lm_configs import gpt2, lm_config
 from safetensors.numpy import load_file, save_file
 from tolerance import assert_close
 
 from jaxpar.lm import (
     AdapterConfig,
-    LMConfig,
     apply,
     from_hf,
     from_peft,
-    gpt2,
     merge_adapters,
     to_hf,
     to_peft,
@@ -28,7 +27,7 @@ from jaxpar.types import UsageError
 
 SIZES = dict(vocab_size=32, num_layers=2, embed_dim=16, num_heads=4, mlp_dim=24, dtype="float32")
 MODELS = {
-    "llama": LMConfig(**SIZES, num_kv_heads=2),
+    "llama": lm_config(**SIZES, num_kv_heads=2),
     "gpt2": gpt2(**SIZES, max_seq_len=16, dropout=0.0),
 }
 KINDS = {

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 from fast import jit
+from lm_configs import with_fields
 from tolerance import assert_close
 
 from jaxpar.lm import ObjectiveConfig, OptimizerConfig, Trainer, TuningConfig, axes
@@ -40,10 +41,10 @@ def mesh_of(sizes):
     return make_mesh(MeshSpec(**sizes), jax.devices()[: int(np.prod(list(sizes.values())))])
 
 
-EXPERTS = dataclasses.replace(TWO_LAYERS, num_experts=4, experts_per_token=2, balance_loss=0.1)
+EXPERTS = with_fields(TWO_LAYERS, num_experts=4, experts_per_token=2, balance_loss=0.1)
 MODELS = {
     "all of a transformer": (
-        dataclasses.replace(
+        with_fields(
             FOUR_LAYERS, norm="layer", positions="learned", bias=True, dropout=0.3, max_seq_len=6,
             tied=True, remat="names", z_loss=0.1, ranges=True,
         ),
@@ -51,7 +52,7 @@ MODELS = {
         dict(stage=2, data=2, tensor=2),
     ),
     "a head over all stages": (
-        dataclasses.replace(FOUR_LAYERS, vocab_size=18, tied=True, z_loss=0.1, dropout=0.3),
+        with_fields(FOUR_LAYERS, vocab_size=18, tied=True, z_loss=0.1, dropout=0.3),
         with_vocabulary(zb_v(2, 2)),
         dict(stage=2, data=2, tensor=2),
     ),
@@ -66,12 +67,12 @@ MODELS = {
         dict(stage=2, expert=2, fsdp=2),
     ),
     "blocks that are gathered": (
-        dataclasses.replace(TWO_LAYERS, remat="blockwise"),
+        with_fields(TWO_LAYERS, remat="blockwise"),
         with_gathers(zb_h1(2, 2)),
         dict(stage=2, fsdp=2),
     ),
     "a hybrid in a ladder": (
-        dataclasses.replace(
+        with_fields(
             FOUR_LAYERS, num_kv_heads=4, mixers=("gla", "attention"), residual="ladder",
             ladder_from=1,
         ),
@@ -108,7 +109,7 @@ def test_a_pipeline_makes_the_gradient_of_the_model(name, x64):
 
 @pytest.mark.parametrize("latency", [1, pytest.param(2, marks=pytest.mark.slow)])  # 15 s
 def test_rows_of_the_vocabulary_lie_on_all_stages(latency, x64):
-    config, m = dataclasses.replace(TWO_LAYERS, z_loss=0.1, dropout=0.3), 2
+    config, m = with_fields(TWO_LAYERS, z_loss=0.1, dropout=0.3), 2
     params, batch, key = tiny.params_of(config), batch_of(m), jax.random.key(3)
     want = jit(lambda *args: InTurn()(stages(config), *args, m))(params, batch, key)
     schedule = with_vocabulary(one_f_one_b(2, m))
@@ -132,7 +133,7 @@ def test_rows_of_the_vocabulary_lie_on_all_stages(latency, x64):
 )  # 10 s each
 def test_objectives_and_tuning_are_those_of_one_device(split_head, x64):
     """Moments are of the gradients; 18 symbols leave two rows of the head empty where four devices share it."""
-    config = dataclasses.replace(TWO_LAYERS, vocab_size=18, tied=True, z_loss=0.1)
+    config = with_fields(TWO_LAYERS, vocab_size=18, tied=True, z_loss=0.1)
     schedule = with_vocabulary(one_f_one_b(2, 2)) if split_head else zb_h1(2, 2)
     tuning = TuningConfig(freeze=("wq", "w_up"), layer_decay=0.7, ema=0.6)
     objective = ObjectiveConfig(label_smoothing=0.2)
@@ -161,7 +162,7 @@ def test_objectives_and_tuning_are_those_of_one_device(split_head, x64):
 
 
 def test_three_steps_of_training_with_a_sequence_that_is_split():
-    config = dataclasses.replace(tiny.LLAMA, context="gather", context_order="contiguous")
+    config = with_fields(tiny.LLAMA, context="gather", context_order="contiguous")
     batch = {name: x for name, x in batch_of(2).items() if name in ("tokens", "targets")}
     schedule = zb_h1(2, 2)
 
@@ -190,7 +191,7 @@ def test_gradients_of_16_bits_are_added_in_32():
 
 
 def test_a_ring_within_a_stage_is_refused():
-    config = dataclasses.replace(tiny.LLAMA, context="ring")
+    config = with_fields(tiny.LLAMA, context="ring")
     params = tiny.params_of(config)
     batch = {name: x for name, x in batch_of(2).items() if name in ("tokens", "targets")}
     with (
@@ -203,7 +204,7 @@ def test_a_ring_within_a_stage_is_refused():
 
 
 def test_a_recurrence_over_a_split_sequence_is_refused():
-    config = dataclasses.replace(tiny.LLAMA, mixer="gla")
+    config = with_fields(tiny.LLAMA, mixer="gla")
     params = tiny.params_of(config)
     batch = {name: x for name, x in batch_of(2).items() if name in ("tokens", "targets")}
     with (

@@ -9,6 +9,7 @@ import optax
 import pytest
 import tiny
 from fast import jit
+from lm_configs import with_fields
 from tolerance import EXACT_MATHS, assert_close
 
 from jaxpar.lm import OptimizerConfig, Trainer
@@ -22,7 +23,7 @@ STEPS = 2
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup_steps=1, eps=1e-6, clip_norm=0.05)
 """The norm of a gradient of the tiny model is far over its limit: clipping bites."""
 TRAINER = Trainer(
-    tiny.exact(dataclasses.replace(tiny.LLAMA, z_loss=1e-3)),
+    tiny.exact(with_fields(tiny.LLAMA, z_loss=1e-3)),
     OPTIMIZER,
     num_steps=10,
     tuning=TuningConfig(ema=0.9),
@@ -31,7 +32,7 @@ MORE = {"dropout": 0.2, "num_experts": 4}
 
 
 def with_model(trainer=TRAINER, **changes):
-    return dataclasses.replace(trainer, model=dataclasses.replace(trainer.model, **changes))
+    return dataclasses.replace(trainer, model=with_fields(trainer.model, **changes))
 
 
 def batch_of(step):

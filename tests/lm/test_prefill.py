@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import tiny
 from fast import jit
+from flat_decoding import lm_generate as generate
 from jax.extend import core
+from lm_configs import with_fields
 from tolerance import EXACT_MATHS, assert_close
 
-from jaxpar.lm import Sampling, axes, generate
+from jaxpar.lm import Sampling, axes
 from jaxpar.lm.params import abstract
-from jaxpar.lm.sample import empty_cache, prefill
+from jaxpar.lm.sample import Decoder, empty_cache
 from jaxpar.mesh import MeshSpec, make_mesh, shard, use_mesh
 from jaxpar.nn.attention import _splash, kernels
 from jaxpar.types import UsageError
@@ -23,10 +25,10 @@ T, SLOTS, LENGTHS = 8, 12, np.array([8, 1, 3, 6])
 TOKENS = tiny.tokens(batch=4, length=SLOTS)
 MODELS = {
     "llama": tiny.LLAMA,
-    "gpt2": dataclasses.replace(tiny.GPT2, tied=True, dropout=0.3, max_seq_len=SLOTS),
-    "para_gru": dataclasses.replace(tiny.LLAMA, mixer="para_gru"),
+    "gpt2": with_fields(tiny.GPT2, tied=True, dropout=0.3, max_seq_len=SLOTS),
+    "para_gru": with_fields(tiny.LLAMA, mixer="para_gru"),
 }
-LONG = dataclasses.replace(tiny.LLAMA, vocab_size=512, num_layers=1, num_heads=8)
+LONG = with_fields(tiny.LLAMA, vocab_size=512, num_layers=1, num_heads=8)
 
 
 def by_tokens(config, params):
@@ -46,16 +48,15 @@ def test_prompts_equal_one_token_after_the_other(name, queries, monkeypatch):
     monkeypatch.setattr(kernels, "QUERIES", queries)
     config = MODELS[name]
     params = tiny.params_of(config)
-    logits, cache = jit(prefill, static_argnums=(3, 4))(
-        params, TOKENS[:, :T], LENGTHS, config, SLOTS
-    )
+    read = jit(Decoder(config).prefill, static_argnums=3)
+    logits, cache = read(params, TOKENS[:, :T], LENGTHS, SLOTS)
     assert logits.shape == (4, tiny.VOCAB)
     assert {x.shape[0] for x in jax.tree.leaves(cache)} == {4}
     for row, (want, state) in enumerate(by_tokens(config, params)):
         assert_close(logits[row], want, EXACT_MATHS["float32"])
         got = jax.tree.map(lambda x, row=row: x[row], cache)
         if (
-            config.mixer == "attention"
+            config.mixer.kind == "attention"
         ):  # what lies beyond the prompt is overwritten before it is seen
             got, state = (
                 jax.tree.map(lambda x, n=LENGTHS[row]: x[:, :n] if x.ndim == 3 else x, tree)
@@ -91,7 +92,7 @@ def test_prompts_that_have_no_room_are_refused(name, slots):
         UsageError,
         match="prompts of 13 tokens are over the 12 that the cache and learned positions have",
     ):
-        prefill(tiny.params_of(MODELS[name]), tokens, np.array([13]), MODELS[name], slots)
+        Decoder(MODELS[name]).prefill(tiny.params_of(MODELS[name]), tokens, np.array([13]), slots)
 
 
 @pytest.mark.parametrize(
@@ -99,12 +100,12 @@ def test_prompts_that_have_no_room_are_refused(name, slots):
 )
 def test_prompts_of_any_length_on_a_mesh(spec, monkeypatch):
     monkeypatch.setattr(kernels, "QUERIES", 3)
-    config = dataclasses.replace(MODELS["llama"], num_kv_heads=4)
+    config = with_fields(MODELS["llama"], num_kv_heads=4)
     params = tiny.params_of(config)
-    run = jit(prefill, static_argnums=(3, 4))
-    want = run(params, TOKENS[:, :7], np.array([7, 1, 3, 6]), config, SLOTS)
+    run = jit(Decoder(config).prefill, static_argnums=3)
+    want = run(params, TOKENS[:, :7], np.array([7, 1, 3, 6]), SLOTS)
     with use_mesh(make_mesh(spec)):
-        got = run(shard(params, axes(config)), TOKENS[:, :7], np.array([7, 1, 3, 6]), config, SLOTS)
+        got = run(shard(params, axes(config)), TOKENS[:, :7], np.array([7, 1, 3, 6]), SLOTS)
     assert_close(jax.device_get(got), jax.device_get(want), EXACT_MATHS["float32"])
 
 
@@ -118,7 +119,9 @@ def traced(config, length, rows=1, **kinds):
         jax.ShapeDtypeStruct((rows, length), np.int32),
         jnp.full((rows,), length),
     )
-    return jax.make_jaxpr(lambda *args: prefill(*args, config, length + 8))(*args).jaxpr, args
+    return jax.make_jaxpr(lambda *args: Decoder(config).prefill(*args, length + 8))(
+        *args
+    ).jaxpr, args
 
 
 def equations(jaxpr):
@@ -141,7 +144,9 @@ def test_nothing_is_as_large_as_scores_of_all_pairs_or_logits_of_all_places():
         for var in eqn.outvars
         if hasattr(var.aval, "size")
     ]
-    assert max(sizes) == LONG.num_heads * kernels.QUERIES * length  # the scores of a block
+    assert (
+        max(sizes) == LONG.attention.num_heads * kernels.QUERIES * length
+    )  # the scores of a block
     assert jaxpr.outvars[0].aval.shape == (1, LONG.vocab_size)
     shapes = {
         var.aval.shape
@@ -150,24 +155,24 @@ def test_nothing_is_as_large_as_scores_of_all_pairs_or_logits_of_all_places():
         if hasattr(var.aval, "shape")
     }
     assert not [shape for shape in shapes if length in shape and LONG.vocab_size in shape]
-    program = jit(lambda *args: prefill(*args, LONG, length + 8)).lower(*args).compile()
+    program = jit(lambda *args: Decoder(LONG).prefill(*args, length + 8)).lower(*args).compile()
     assert (
-        program.memory_analysis().temp_size_in_bytes < LONG.num_heads * length**2 * 4 / 5
+        program.memory_analysis().temp_size_in_bytes < LONG.attention.num_heads * length**2 * 4 / 5
     )  # a few blocks
 
 
 # ---------------------------------------------------------------- kernels
 
-WIDE = dataclasses.replace(LONG, head_dim=64, dtype="bfloat16")
+WIDE = with_fields(LONG, head_dim=64, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("asked", ["auto", "cudnn", "splash"])
 def test_a_tpu_reads_prompts_of_any_length_by_splash(asked, monkeypatch):
     monkeypatch.setattr(kernels, "platform", lambda: "tpu")
-    jaxpr, _ = traced(dataclasses.replace(WIDE, attention=asked), 200)
+    jaxpr, _ = traced(with_fields(WIDE, attention=asked), 200)
     calls = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "pallas_call"]
     assert len(calls) == 1 and (8, 256, 64) in {var.aval.shape for var in calls[0].invars}
-    assert not [e for e in equations(traced(dataclasses.replace(WIDE, attention="xla"), 200)[0])
+    assert not [e for e in equations(traced(with_fields(WIDE, attention="xla"), 200)[0])
                 if e.primitive.name == "pallas_call"]  # fmt: skip
 
 

@@ -1,6 +1,5 @@
 """Generation equals asking the whole model for one token after the other."""
 
-import dataclasses
 import functools
 import re
 
@@ -10,18 +9,20 @@ import numpy as np
 import pytest
 import tiny
 from fast import jit
+from flat_decoding import lm_generate as generate
+from lm_configs import with_fields
 from tolerance import EXACT_MATHS, assert_close
 
 from jaxpar.decode import gumbel
-from jaxpar.lm import Sampling, axes, generate
+from jaxpar.lm import Sampling, axes
 from jaxpar.lm.sample import empty_cache, extend
 from jaxpar.mesh import MeshSpec, make_mesh, place_rows, shard, use_mesh
 from jaxpar.types import UsageError
 
 VOCAB, PROMPT, NEW = tiny.VOCAB, 5, 7
 MODELS = {
-    "llama": dataclasses.replace(tiny.LLAMA, num_heads=8, num_kv_heads=4),  # for the devices below
-    "gpt2": dataclasses.replace(tiny.GPT2, tied=True, dropout=0.3, max_seq_len=PROMPT + NEW),
+    "llama": with_fields(tiny.LLAMA, num_heads=8, num_kv_heads=4),  # for the devices below
+    "gpt2": with_fields(tiny.GPT2, tied=True, dropout=0.3, max_seq_len=PROMPT + NEW),
 }
 each_model = pytest.mark.parametrize("name", MODELS)
 sampled = jit(generate, static_argnums=(3, 4), static_argnames="num_samples")

@@ -1,6 +1,5 @@
 """A language model over a split sequence: by every move, in every order, equal to one device."""
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -10,9 +9,10 @@ import jax
 import numpy as np
 import pytest
 from fast import jit, noisy_params
+from lm_configs import lm_config, with_fields
 
 from jaxpar.aot.verify.collectives import found_transfers
-from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, apply, axes, loss
+from jaxpar.lm import OptimizerConfig, Trainer, apply, axes, loss
 from jaxpar.lm.transfers import context_bytes, declared_transfers
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, shard, use_mesh
 from jaxpar.nn.attention.context import MOVES, Order, Sizes, choose_move, in_order, move_for, padded
@@ -21,7 +21,7 @@ from jaxpar.transfers import SMALL, sum_by_axis
 from jaxpar.types import UsageError
 
 ROWS, LENGTH, VOCAB = 4, 32, 32
-MODEL = LMConfig(
+MODEL = lm_config(
     vocab_size=VOCAB, num_layers=2, embed_dim=16, num_heads=8, num_kv_heads=4, head_dim=2, mlp_dim=16, dtype="float32",
     loss_chunk=12, init_std=0.2,
 )  # fmt: skip
@@ -54,9 +54,7 @@ LONG = 208  # a size that nothing else has: one of four devices holds 52 tokens
 
 def model_of(move, order="auto", dtype="float32", **changes):
     heads = {"num_kv_heads": 8} if move == "swap" else {}  # which exchanges whole key heads
-    return dataclasses.replace(
-        MODEL, context=move, context_order=order, dtype=dtype, **heads | changes
-    )
+    return with_fields(MODEL, context=move, context_order=order, dtype=dtype, **heads | changes)
 
 
 def batch_of(kind="rows", length=LENGTH):
@@ -81,7 +79,7 @@ def batch_of(kind="rows", length=LENGTH):
 
 @functools.cache
 def params_of(heads, dtype):
-    return noisy_params(dataclasses.replace(MODEL, num_kv_heads=heads), dtype)
+    return noisy_params(with_fields(MODEL, num_kv_heads=heads), dtype)
 
 
 def split(batch, model):
@@ -98,7 +96,7 @@ def gradients(model):
 
 @functools.cache
 def program_alone(heads, dtype):
-    return jit(gradients(dataclasses.replace(MODEL, num_kv_heads=heads, dtype=dtype)))
+    return jit(gradients(with_fields(MODEL, num_kv_heads=heads, dtype=dtype)))
 
 
 @functools.cache
@@ -119,12 +117,12 @@ def assert_equals_one_device(move, order, sizes, kind, dtype, tolerance, length=
     model, (data, context, tensor) = model_of(move, order, dtype), sizes
     with use_mesh(make_mesh(MeshSpec(data=data, context=context, tensor=tensor))):
         args = (
-            shard(params_of(model.num_kv_heads, dtype), axes(model)),
+            shard(params_of(model.attention.num_kv_heads, dtype), axes(model)),
             split(batch_of(kind, length), model),
         )
         program = jit(gradients(model)).lower(*args).compile()
         got = jax.device_get(program(*args))
-    assert_alike(got, alone(model.num_kv_heads, kind, dtype, length), tolerance)
+    assert_alike(got, alone(model.attention.num_kv_heads, kind, dtype, length), tolerance)
     return program, args[0]
 
 
@@ -234,8 +232,8 @@ def test_every_combination_equals_one_device(move, order, sizes, kind, dtype, to
     ids=lambda changes: "-".join(map(str, changes.values())),
 )
 def test_whatever_else_a_model_is_it_equals_one_device(changes, x64):
-    model, batch = dataclasses.replace(MODEL, dtype="float64", **changes), batch_of()
-    key = jax.random.key(1) if model.dropout and model.context == "auto" else None
+    model, batch = with_fields(MODEL, dtype="float64", **changes), batch_of()
+    key = jax.random.key(1) if model.dropout and model.execution.context == "auto" else None
     both = jax.value_and_grad(lambda params, batch: loss(params, batch, model, dropout_key=key))
     params = noisy_params(model, np.float64)
     is_plain = key is None and model.positions == MODEL.positions
@@ -313,7 +311,12 @@ def test_a_training_step_by_swap_has_a_share_of_the_heads_of_a_whole_sequence():
     """Of one of the four devices in both layers, and scores; all heads of one layer would be twice as much."""
     shapes = whole_shapes(training_step("swap", "none")[0])
     most = max(math.prod(size for size in shape if size != LONG) for shape in shapes)
-    layers, rows, heads, width = MODEL.num_layers, ROWS // 2, MODEL.num_heads, MODEL.head_dim
+    layers, rows, heads, width = (
+        MODEL.num_layers,
+        ROWS // 2,
+        MODEL.attention.num_heads,
+        MODEL.attention.head_dim,
+    )
     assert move_for("swap", 4).holds == ("heads", "outputs")
     assert most == layers * rows * heads // 4 * width < rows * heads * width
 
@@ -332,7 +335,7 @@ def test_a_training_step_sends_what_its_table_says(move, remat):
     assert_declared(found_transfers(text, mesh), declared, move, remat)
     shares, again, layers = 4, 2 if remat == "full" else 1, MODEL.num_layers
     table = move_for(move, shares, 2 if move == "swap_ring" else 1)
-    groups = 2 if move == "swap_ring" else model_of(move).num_kv_heads
+    groups = 2 if move == "swap_ring" else model_of(move).attention.num_kv_heads
     sizes = Sizes(
         ROWS // 2, LONG // shares, 8, groups, 2, 4, places=1
     )  # of a promised order documents alone
@@ -361,9 +364,9 @@ def test_the_move_that_loads_a_link_least_is_taken():
 def test_an_order_is_even_where_it_can_be():
     with use_mesh(make_mesh(MeshSpec(data=2, context=4))):
         assert MODEL.order(32).name == "zigzag" and MODEL.order(36).name == "contiguous"
-        assert dataclasses.replace(MODEL, context_order="striped").order(32).name == "striped"
+        assert with_fields(MODEL, context_order="striped").order(32).name == "striped"
         for changes in ({"dropout": 0.1}, {"mixer": "min_gru"}, {"attention": "cudnn"}):
-            assert dataclasses.replace(MODEL, **changes).order(32).name == "contiguous"
+            assert with_fields(MODEL, **changes).order(32).name == "contiguous"
 
 
 def test_a_batch_is_permuted_whole_and_carries_positions():
@@ -408,25 +411,23 @@ def masked(model):
     ("call", "words"),
     [
         (
-            lambda: dataclasses.replace(MODEL, context="tree"),
+            lambda: with_fields(MODEL, context="tree"),
             "legal are auto, gather, ring, two_way, token_ring, swap, swap_ring",
         ),
         (
-            lambda: dataclasses.replace(MODEL, context_order="spiral"),
+            lambda: with_fields(MODEL, context_order="spiral"),
             "legal are auto, contiguous, zigzag, striped",
         ),
         (
-            lambda: dataclasses.replace(MODEL, mixer="gru", context_order="zigzag"),
+            lambda: with_fields(MODEL, mixer="gru", context_order="zigzag"),
             "take .*context_order=contiguous",
         ),
         (
-            lambda: dataclasses.replace(MODEL, mixer="gru", context="ring"),
-            "mixer=gru reads tokens in turn",
+            lambda: with_fields(MODEL, mixer="gru", context="ring"),
+            "mixer.kind=gru reads tokens in turn",
         ),
         (
-            lambda: apply_to(
-                batch_of(), dataclasses.replace(MODEL, context="swap", num_kv_heads=2)
-            ),
+            lambda: apply_to(batch_of(), with_fields(MODEL, context="swap", num_kv_heads=2)),
             "2 key heads",
         ),
         (

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny
 from fast import jit
+from lm_configs import with_fields
 from tolerance import EXACT_MATHS, assert_close
 
 from jaxpar.lm import OptimizerConfig, Trainer, apply
@@ -21,9 +22,9 @@ from jaxpar.types import UsageError
 
 PLAIN = tiny.exact(tiny.LLAMA)
 MODELS = {
-    "llama": dataclasses.replace(PLAIN, z_loss=0.1),
-    "gpt2": dataclasses.replace(tiny.exact(tiny.GPT2), activation="swiglu", dropout=0.3, tied=True),
-    "aaren": dataclasses.replace(PLAIN, mixer="aaren", scan_layers=False),
+    "llama": with_fields(PLAIN, z_loss=0.1),
+    "gpt2": with_fields(tiny.exact(tiny.GPT2), activation="swiglu", dropout=0.3, tied=True),
+    "aaren": with_fields(PLAIN, mixer="aaren", scan_layers=False),
 }
 TOLERANCE = EXACT_MATHS["float64"]
 in_turn = jit(InTurn(), static_argnums=(0, 4))
@@ -155,7 +156,7 @@ def test_z_loss_is_the_mean_square_of_the_log_normaliser(x64):
         ).mean()
 
     for chunk in (8192, 7):
-        chunked = dataclasses.replace(config, loss_chunk=chunk)
+        chunked = with_fields(config, loss_chunk=chunk)
         (value, aux), grads = jit(
             jax.value_and_grad(lambda p, c=chunked: losses(p, data, c), has_aux=True)
         )(params)
@@ -164,7 +165,7 @@ def test_z_loss_is_the_mean_square_of_the_log_normaliser(x64):
 
 
 def test_ranges_are_told_to_the_metrics():
-    config = dataclasses.replace(MODELS["llama"], dtype="float32", ranges=True)
+    config = with_fields(MODELS["llama"], dtype="float32", ranges=True)
     trainer = Trainer(config, accumulate=2)
     _, info = jit(trainer.step)(jax.random.key(0), trainer.init(jax.random.key(1)), batch())
     assert {"residual_max", "z_loss"} <= set(info) and 0 < float(info["residual_max"]) < 10

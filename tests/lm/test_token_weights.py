@@ -1,12 +1,11 @@
 """Tokens of weight 0 move no loss, gradient or metric of a language model, in any layout."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
 import tiny
 from fast import jit
+from lm_configs import with_fields
 from tolerance import assert_close
 from weighted_batches import MODELS, NEAR, T, batch_of, in_turn, outcome
 
@@ -48,7 +47,7 @@ def test_padding_moves_nothing(name, count, x64):
     want = outcome(in_turn, model, params, batch, None, count)
     got = outcome(in_turn, model, params, with_other_padding(batch), None, count)
     assert_close(got, want, NEAR)
-    if config.num_experts:
+    if config.experts.num_experts:
         blind = {name: x for name, x in batch.items() if name != "weights"}
         other = outcome(in_turn, model, params, blind, None, count)
         assert abs(other[1]["balance_loss"] - want[1]["balance_loss"]) > 1e-4
@@ -84,7 +83,7 @@ def test_padding_moves_nothing_on_a_mesh(transport, x64):
     batch = batch_of()
     params = tiny.params_of(config)
     want = outcome(in_turn, stages(config), params, batch, None, 1)
-    split = stages(dataclasses.replace(config, transport=transport, context_order="contiguous"))
+    split = stages(with_fields(config, transport=transport, context_order="contiguous"))
     with use_mesh(make_mesh(MeshSpec(**sizes))):
         rows = with_other_padding(batch)
         placed = shard(rows, dict.fromkeys(rows, ("batch", "seq_layer")))
@@ -105,7 +104,7 @@ def test_padding_moves_nothing_in_a_pipeline(x64):
 
 
 def test_a_loss_of_all_layers_together_has_no_pipeline():
-    config = dataclasses.replace(tiny.LLAMA, num_experts=4, balance_layers="concatenated")
+    config = with_fields(tiny.LLAMA, num_experts=4, balance_layers="concatenated")
     params = tiny.params_of(config)
     batch = tiny.batch_of(batch=4)
     mesh = make_mesh(MeshSpec(stage=2, data=2), jax.devices()[:4])

@@ -10,16 +10,17 @@ import numpy as np
 import optax
 import pytest
 from fast import jit
+from lm_configs import lm_config
 from tolerance import LAYOUT, assert_close
 
-from jaxpar.lm import LMConfig, OptimizerConfig, Trainer
+from jaxpar.lm import OptimizerConfig, Trainer
 from jaxpar.lm.train import Health, _watch
 from jaxpar.optim import learning_rate
 from jaxpar.types import UsageError
 
 ROWS, T, V = 8, 6, 16
 TRAINER = Trainer(
-    LMConfig(
+    lm_config(
         vocab_size=V,
         num_layers=2,
         embed_dim=16,

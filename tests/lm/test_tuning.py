@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lm_configs import lm_config, with_fields
 from tolerance import LAYOUT, assert_close
 
 from jaxpar.lm import (
     AdapterConfig,
     AdapterTrainer,
-    LMConfig,
     OptimizerConfig,
     Trainer,
     TuningConfig,
@@ -21,7 +21,7 @@ from jaxpar.lm.tuning import depth_scales, frozen_names, laid_over, without
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, use_mesh
 from jaxpar.types import UsageError
 
-MODEL = LMConfig(
+MODEL = lm_config(
     vocab_size=16,
     num_layers=2,
     embed_dim=8,
@@ -174,7 +174,7 @@ def test_rates_of_every_depth():
     scales = depth_scales(MODEL, 0.5)(jax.eval_shape(TRAINER.init, jax.random.key(0)).params)
     assert scales["embedding"] == 0.125 and scales["head"] == scales["final_norm"]["scale"] == 1
     assert scales["layers"]["wq"].tolist() == [[[[0.25]]], [[[0.5]]]]
-    hybrid = dataclasses.replace(MODEL, num_layers=4, windows=(3, 0), positions="learned")
+    hybrid = with_fields(MODEL, num_layers=4, windows=(3, 0), positions="learned")
     scales = depth_scales(hybrid, 0.5)(
         jax.eval_shape(Trainer(hybrid).init, jax.random.key(0)).params
     )

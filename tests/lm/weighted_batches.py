@@ -1,11 +1,10 @@
 """Models, and batches with some tokens of weight 0."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import tiny
 from fast import jit
+from lm_configs import with_fields
 
 from jaxpar.nn.auxiliary import scalars
 from jaxpar.pipeline.accumulation import InTurn
@@ -14,18 +13,18 @@ NEAR = 1e-12  # float64; sums in another order
 V = tiny.VOCAB
 ROWS = 8
 T = 6
-DENSE = dataclasses.replace(tiny.exact(tiny.LLAMA), z_loss=0.1, ranges=True)
-EXPERTS = dataclasses.replace(
+DENSE = with_fields(tiny.exact(tiny.LLAMA), z_loss=0.1, ranges=True)
+EXPERTS = with_fields(
     DENSE, num_experts=4, experts_per_token=2, balance_loss=0.5, router_z_loss=0.1, router_bias=0.3
 )
 MODELS = {
     "dense": DENSE,
     "experts": EXPERTS,
-    "sigmoid, concatenated": dataclasses.replace(
+    "sigmoid, concatenated": with_fields(
         EXPERTS, router_scores="sigmoid", balance_layers="concatenated", shared_experts=1
     ),
-    "capacity": dataclasses.replace(EXPERTS, capacity=0.7),
-    "capacity in groups": dataclasses.replace(EXPERTS, capacity=0.7, capacity_group=3),
+    "capacity": with_fields(EXPERTS, capacity=0.7),
+    "capacity in groups": with_fields(EXPERTS, capacity=0.7, capacity_group=3),
 }
 in_turn = jit(InTurn(), static_argnums=(0, 4))
 

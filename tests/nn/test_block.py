@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fast import jit, noisy_params
+from lm_configs import llama, lm_config
 from tolerance import EXACT_MATHS, assert_close
 
-from jaxpar.lm import LMConfig, llama
 from jaxpar.nn.block import block, dropout
 from jaxpar.nn.mixer import Context
 from jaxpar.nn.position import Rope
@@ -44,19 +44,19 @@ def slow_norm(x, weights, kind, eps):
 
 def slow_frequency(i, config):
     """Llama 3.1's rule as published: by the wavelength, in three cases."""
-    frequency = config.rope_theta ** (-2 * i / config.head_dim)
-    if config.rope_factor == 1.0:
+    frequency = config.rope.theta ** (-2 * i / config.attention.head_dim)
+    if config.rope.factor == 1.0:
         return frequency
     wavelength = 2 * math.pi / frequency
-    longest_kept = config.rope_original_len / config.rope_high_freq_factor
-    shortest_divided = config.rope_original_len / config.rope_low_freq_factor
+    longest_kept = config.rope.original_len / config.rope.high_freq_factor
+    shortest_divided = config.rope.original_len / config.rope.low_freq_factor
     if wavelength < longest_kept:
         return frequency
     if wavelength > shortest_divided:
-        return frequency / config.rope_factor
-    smooth = config.rope_original_len / wavelength - config.rope_low_freq_factor
-    smooth /= config.rope_high_freq_factor - config.rope_low_freq_factor
-    return (1 - smooth) * frequency / config.rope_factor + smooth * frequency
+        return frequency / config.rope.factor
+    smooth = config.rope.original_len / wavelength - config.rope.low_freq_factor
+    smooth /= config.rope.high_freq_factor - config.rope.low_freq_factor
+    return (1 - smooth) * frequency / config.rope.factor + smooth * frequency
 
 
 def slow_rotate(x, positions, config):
@@ -94,16 +94,16 @@ def slow_block(x, layer, config, positions, segments):
         return (x @ weight.reshape(D, -1)).reshape(*x.shape[:-1], *shape) + bias
 
     x, layer = np.asarray(x, np.float64), jax.tree.map(lambda w: np.asarray(w, np.float64), layer)
-    h = slow_norm(x, layer["attn_norm"], config.norm, config.norm_eps)
+    h = slow_norm(x, layer["attn_norm"], config.norm.kind, config.norm.eps)
     q, k, v = (project(h, layer["w" + name], layer.get("b" + name, 0.0)) for name in "qkv")
     if config.positions == "rope":
         q, k = slow_rotate(q, positions, config), slow_rotate(k, positions, config)
     mixed = slow_attention(q, k, v, segments).reshape(*x.shape[:-1], -1)
     x = x + mixed @ layer["wo"].reshape(-1, D) + layer.get("bo", 0.0)
-    h = slow_norm(x, layer["mlp_norm"], config.norm, config.norm_eps)
-    activation = np.vectorize(SLOW_ACTIVATIONS[config.activation])
+    h = slow_norm(x, layer["mlp_norm"], config.norm.kind, config.norm.eps)
+    activation = np.vectorize(SLOW_ACTIVATIONS[config.mlp.activation])
     up = h @ layer["w_up"] + layer.get("b_up", 0.0)
-    if config.activation == "swiglu":
+    if config.mlp.activation == "swiglu":
         hidden = activation(h @ layer["w_gate"] + layer.get("b_gate", 0.0)) * up
     else:
         hidden = activation(up)
@@ -115,7 +115,7 @@ def slow_block(x, layer, config, positions, segments):
 
 @pytest.mark.parametrize(("kind", "bias"), [("rms", False), ("layer", False), ("layer", True)])
 def test_norm_equals_loop(kind, bias):
-    config = LMConfig(**BASE, norm=kind, bias=bias, norm_eps=1e-2)
+    config = lm_config(**BASE, norm=kind, bias=bias, norm_eps=1e-2)
     weights = {"scale": 1 + normal(D, seed=1)} | ({"bias": normal(D, seed=2)} if bias else {})
     x = 3 + 2 * normal(B, T, D)
     assert_close(
@@ -126,11 +126,11 @@ def test_norm_equals_loop(kind, bias):
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_norm_is_taken_in_float32(kind):
     """In bfloat16 the sum of squares of a long row would be off by percents."""
-    config = LMConfig(**BASE | {"embed_dim": 4096}, norm=kind)
+    config = lm_config(**BASE | {"embed_dim": 4096}, norm=kind)
     x = jnp.asarray(100 + normal(1, 4096), jnp.bfloat16)
     got = config.stack().norm.apply({"scale": np.ones(4096, np.float32)}, x)
     assert got.dtype == jnp.bfloat16
-    want = slow_norm(np.asarray(x, np.float64), {"scale": np.ones(4096)}, kind, config.norm_eps)
+    want = slow_norm(np.asarray(x, np.float64), {"scale": np.ones(4096)}, kind, config.norm.eps)
     assert_close(got, want, 2.0**-8)  # the result alone is rounded
 
 
@@ -146,8 +146,8 @@ def rope_of(config):
 @pytest.mark.parametrize(
     "config",
     [
-        LMConfig(**BASE),
-        LMConfig(**BASE, rope_theta=500.0, head_dim=10),
+        lm_config(**BASE),
+        lm_config(**BASE, rope_theta=500.0, head_dim=10),
         SCALED,
         llama(
             head_dim=64,
@@ -160,8 +160,10 @@ def rope_of(config):
     ids=["plain", "theta", "llama3.2", "other"],
 )
 def test_frequencies_equal_the_published_rule(config):
-    want = [slow_frequency(i, config) for i in range(config.head_dim // 2)]
-    np.testing.assert_allclose(rope_of(config).frequencies(config.head_dim), want, rtol=3e-6)
+    want = [slow_frequency(i, config) for i in range(config.attention.head_dim // 2)]
+    np.testing.assert_allclose(
+        rope_of(config).frequencies(config.attention.head_dim), want, rtol=3e-6
+    )
 
 
 def test_scaling_has_all_three_cases():
@@ -172,7 +174,7 @@ def test_scaling_has_all_three_cases():
 
 
 def test_rotation_equals_loop():
-    config = LMConfig(**BASE | {"head_dim": 6})
+    config = lm_config(**BASE | {"head_dim": 6})
     x, positions = normal(B, T, 3, 6), np.random.default_rng(1).integers(0, 50, (B, T))
     got = Rope().rotate(x, positions)
     # 50 radians in float32 carry an error of 50 * 2^-24.
@@ -213,7 +215,7 @@ LAYERS = {
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer_equals_loop(name, packed):
-    config = LMConfig(**BASE | LAYERS[name])
+    config = lm_config(**BASE | LAYERS[name])
     layer = jax.tree.map(lambda w: w[0], noisy_params(config)["layers"])
     x = normal(B, T, D)
     segments = np.array([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 2]]) if packed else None
@@ -248,7 +250,7 @@ def test_dropout_keeps_the_mean_and_drops_its_share():
 
 def test_the_three_dropouts_of_a_layer_are_different():
     """Both branches and the attention weights drop by keys of their own."""
-    config = LMConfig(**BASE, dropout=0.5)
+    config = lm_config(**BASE, dropout=0.5)
     layer = jax.tree.map(lambda w: w[0], noisy_params(config)["layers"])
     x, positions, key = normal(B, T, D), np.tile(np.arange(T), (B, 1)), jax.random.key(3)
     silent = {name: jnp.zeros_like(layer[name]) for name in ("wo", "w_down")}

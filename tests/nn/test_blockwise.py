@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny
 from fast import OPTIONS, jit
+from lm_configs import with_fields
 from tolerance import assert_close
 
 from jaxpar.aot.hlo import collectives
@@ -229,7 +230,7 @@ LLAMA = tiny.exact(tiny.LLAMA)
 MODELS = {
     "llama": LLAMA,
     "gpt2": dataclasses.replace(tiny.exact(tiny.GPT2), max_seq_len=32),
-    "aaren": dataclasses.replace(LLAMA, mixer="aaren", dropout=0.2),
+    "aaren": with_fields(LLAMA, mixer="aaren", dropout=0.2),
 }
 
 
@@ -246,7 +247,7 @@ def batch(rows=4, length=11, packed=False):
 
 @functools.cache
 def gradient_of(name, remat, scan_layers, packed, dtype="float64"):
-    config = dataclasses.replace(
+    config = with_fields(
         MODELS[name], remat=remat, scan_layers=scan_layers, dtype=dtype, ranges=True
     )
     key = jax.random.key(3) if config.dropout else None
@@ -283,7 +284,7 @@ MESHES = {
 
 @functools.cache
 def on_a_mesh(name, remat):
-    config = dataclasses.replace(MODELS[name], remat=remat, dtype="float32", num_kv_heads=4)
+    config = with_fields(MODELS[name], remat=remat, dtype="float32", num_kv_heads=4)
     run = jax.value_and_grad(lambda p, data: loss(p, data, config))
     return config, tiny.params_of(config), batch(length=12, packed=True), run
 
@@ -324,7 +325,7 @@ def test_devices_add_gradients_up_once_and_not_in_each_block(small_blocks):
     """As many sums and gathers as with "full", none of them in a loop."""
     found = {}
     for remat in ("blockwise", "full"):
-        config = dataclasses.replace(
+        config = with_fields(
             MODELS["llama"], remat=remat, dtype="float32", scan_layers=False, num_layers=1
         )
         with use_mesh(make_mesh(MeshSpec(data=2, fsdp=2, tensor=2))) as mesh:
@@ -354,7 +355,7 @@ def test_recomputation_is_of_one_forward_pass():
         return count
 
     def count(remat):
-        config = dataclasses.replace(MODELS["llama"], dtype="float32", remat=remat, mixer="min_gru")
+        config = with_fields(MODELS["llama"], dtype="float32", remat=remat, mixer="min_gru")
         params = tiny.params_of(config)
         return dots(jax.make_jaxpr(jax.grad(lambda p: loss(p, batch(), config)))(params).jaxpr)
 
@@ -416,7 +417,7 @@ def test_without_blocks_memory_is_of_all_tokens_by_the_width_of_the_mlp():
 
 
 def test_what_has_no_blocks_is_refused():
-    config = dataclasses.replace(MODELS["llama"], dtype="float32", remat="blockwise", dropout=0.1)
+    config = with_fields(MODELS["llama"], dtype="float32", remat="blockwise", dropout=0.1)
     with pytest.raises(
         UsageError, match="remat=blockwise needs dropout 0 in attention.*or remat=full"
     ):

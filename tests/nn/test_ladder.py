@@ -1,6 +1,5 @@
 """A stream whose branches read it before the last sum: the recursion, its caches, and what waits for what."""
 
-import dataclasses
 import functools
 
 import jax
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 from fast import jit
+from lm_configs import with_fields
 from tolerance import EXACT_MATHS, assert_close
 
 from jaxpar.aot.hlo import dependencies
@@ -26,11 +26,11 @@ from jaxpar.types import UsageError
 
 B, T, L = 2, 6, 3
 TOLERANCE = EXACT_MATHS["float64"]
-SMALL = dataclasses.replace(tiny.exact(tiny.LLAMA), num_layers=L, residual="ladder")
+SMALL = with_fields(tiny.exact(tiny.LLAMA), num_layers=L, residual="ladder")
 
 
 def config_of(ladder_from=0, **changes):
-    return dataclasses.replace(SMALL, ladder_from=ladder_from, **changes)
+    return with_fields(SMALL, ladder_from=ladder_from, **changes)
 
 
 def recursion(config, params, x):
@@ -41,7 +41,7 @@ def recursion(config, params, x):
     for index in range(config.num_layers):
         layer = jax.tree.map(lambda leaf, index=index: leaf[index], params["layers"])
         for branch in ("attn", "mlp"):
-            source = states[-2] if index >= config.ladder_from else states[-1]
+            source = states[-2] if index >= config.residual.ladder_from else states[-1]
             h = stack.norm.apply(layer[f"{branch}_norm"], source)
             y = (
                 stack.mixer.apply(layer, h, None, context)[0]
@@ -316,11 +316,11 @@ def test_a_llama_folder_becomes_a_ladder_from_a_layer_on(tmp_path):
     params = init(jax.random.key(0), config)
     to_hf(params, config, tmp_path / "llama")
     model, loaded = from_hf(tmp_path / "llama", dtype="float32")
-    ladder = dataclasses.replace(model, residual="ladder", ladder_from=2)
+    ladder = with_fields(model, residual="ladder", ladder_from=2)
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
     got = tiny.logits(loaded, tiny.tokens(), ladder)
     x = params["embedding"][tiny.tokens()]
     want = recursion(config_of(2, dtype="float32"), params, x) @ params["head"].T
     assert_close(got, want, 1e-5)
-    with pytest.raises(UsageError, match="LlamaForCausalLM needs model.residual=standard"):
+    with pytest.raises(UsageError, match="LlamaForCausalLM needs model.residual.kind=standard"):
         to_hf(params, ladder, tmp_path / "ladder")

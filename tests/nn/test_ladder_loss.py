@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from compiled import ROOT
 from fast import OPTIMISED
+from lm_configs import lm_config
 
-from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, loss
+from jaxpar.lm import OptimizerConfig, Trainer, loss
 
 STEPS, ROWS, T = 1000, 8, 64
 SMALL = dict(num_layers=4, embed_dim=64, num_heads=4, mlp_dim=128, dtype="float32")
@@ -31,7 +32,7 @@ def windows(line, starts):
 def trained(residual, seed, ladder_from=0):
     """Loss of held-out bytes after `STEPS` steps, in nats."""
     train, held_out = corpus()
-    config = LMConfig(**SMALL, residual=residual, ladder_from=ladder_from)
+    config = lm_config(**SMALL, residual=residual, ladder_from=ladder_from)
     optimizer = OptimizerConfig(learning_rate=3e-3, warmup_steps=50)
     trainer = Trainer(config, optimizer, num_steps=STEPS)
 

@@ -195,7 +195,7 @@ def test_resets_reach_states_of_any_shape_where_kernels_want_them_like_inputs(
 
 @pytest.mark.gpu(optional=True)
 @triton_interpreter.NEEDED
-@some("para_gru", "para_lstm")
+@pytest.mark.parametrize("name", ["para_gru", "para_lstm"])
 @pytest.mark.parametrize("resets", [False, True])
 def test_the_kernels_take_the_units_that_do_not_see_each_other(name, resets, monkeypatch):
     """Projections in bfloat16 and documents that end included: `Auto` finds the fused loop the cheapest on a GPU."""

@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lm_configs import lm_config
 from tolerance import EXACT_MATHS, assert_close
 
-from jaxpar.lm import LMConfig, apply, init
+from jaxpar.lm import apply, init
 from jaxpar.lm.mixers import MIXERS
 from jaxpar.lm.stages import stages
 from jaxpar.nn.linear import contract
@@ -123,14 +124,16 @@ NOT_PUT_OFF |= {
 
 @pytest.mark.parametrize("mixer", sorted(MIXERS))
 def test_layers_put_off_every_product_with_the_residual_stream(mixer):
-    config = LMConfig(vocab_size=8, num_layers=1, embed_dim=16, num_heads=2, mlp_dim=8, mixer=mixer)
+    config = lm_config(
+        vocab_size=8, num_layers=1, embed_dim=16, num_heads=2, mlp_dim=8, mixer=mixer
+    )
     found = {name for name in unread(config) if name.startswith(("w", "sw"))}
     assert found == NOT_PUT_OFF.get(mixer, set())
 
 
 @pytest.mark.parametrize("mixer", sorted(MIXERS))
 def test_all_mixers_take_ternary_weights(mixer):
-    config = LMConfig(
+    config = lm_config(
         vocab_size=8,
         num_layers=1,
         embed_dim=16,

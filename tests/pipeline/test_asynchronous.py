@@ -11,11 +11,12 @@ import numpy as np
 import optax
 import pytest
 from fast import jit, noisy_params
+from lm_configs import lm_config
 from pipeline_toy import LENGTH, ROWS, batch_of, params_of, stages
 from tolerance import assert_close
 
 from experiments import lm
-from jaxpar.lm import LMConfig, axes
+from jaxpar.lm import axes
 from jaxpar.lm.stages import stages as lm_stages
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, shard, use_mesh
 from jaxpar.pipeline import Op, Pipelined, asynchronous, pipedream, simulate_schedule
@@ -240,7 +241,7 @@ def train_shapes(config, num_stages, rule):
 
 def test_a_language_model_keeps_its_shapes():
     (params, state, _), (got, moved, losses) = train_shapes(
-        LMConfig(**SMALL | dict(dtype="bfloat16")), 2, ADAM
+        lm_config(**SMALL | dict(dtype="bfloat16")), 2, ADAM
     )
     shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)  # noqa: E731
     assert shapes(got) == shapes(params) and shapes(moved) == shapes(state)
@@ -262,7 +263,7 @@ def test_a_language_model_keeps_its_shapes():
 )
 def test_what_does_not_fit_is_refused(changes, sentence):
     with pytest.raises(UsageError, match=re.escape(sentence)):
-        train_shapes(LMConfig(**SMALL | changes), 2, ADAM)
+        train_shapes(lm_config(**SMALL | changes), 2, ADAM)
 
 
 def test_a_state_of_other_stages_is_refused():
@@ -273,7 +274,7 @@ def test_a_state_of_other_stages_is_refused():
             match=re.escape("the state is [2, ...] of as many stages; here m is [3], and"),
         ):
             PipeDream(ADAM)(
-                lm_stages(LMConfig(**SMALL)), noisy_params(LMConfig(**SMALL)), state, words(3)
+                lm_stages(lm_config(**SMALL)), noisy_params(lm_config(**SMALL)), state, words(3)
             )
 
 
@@ -300,7 +301,7 @@ def test_a_pipeline_of_gradients_and_a_run_name_what_trains_without_a_flush():
 def test_a_language_model_is_trained_by_the_recursion(config, dtype, tolerance, request):
     if dtype == np.float64:
         request.getfixturevalue("x64")
-    config, rule, batch, key = LMConfig(**config), optax.adam(0.01), words(6), jax.random.key(3)
+    config, rule, batch, key = lm_config(**config), optax.adam(0.01), words(6), jax.random.key(3)
     params, language = noisy_params(config, dtype), lm_stages(config)
     with use_mesh(make_mesh(MeshSpec(stage=2, data=2, tensor=2)), rules_from(layout="stages")):
         placed = shard(params, axes(config))

@@ -11,9 +11,9 @@ import numpy as np
 import pipeline_toy as toy
 import pytest
 from compiled import copies, needs_libtpu, on_a_tpu
+from lm_configs import lm_config
 
 from experiments.app.lm.pipeline_flags import make_schedule
-from jaxpar.lm import LMConfig
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.pipeline import (
     PIPELINES,
@@ -259,7 +259,7 @@ def test_a_run_asks_for_it_by_a_flag():
             pipeline="gpipe", microbatches=4, chunks=2, split_head=False, gather_chunks=False
         )
         config |= dict(offload=True) | flags
-        return make_schedule(SimpleNamespace(**config), LMConfig(num_layers=4), 1)
+        return make_schedule(SimpleNamespace(**config), lm_config(num_layers=4), 1)
 
     with use_mesh(make_mesh(MeshSpec(stage=2), jax.devices()[:2])):
         schedule, parts, _ = asked()

@@ -10,7 +10,7 @@ from jax import lax
 from jaxpar.mesh import constrain, gather, in_role
 from tests.verify.planted import Planted
 
-EXPERTS = ("model.num_experts=4",)
+EXPERTS = ("model.experts.num_experts=4",)
 
 
 def _with_result(change):
@@ -573,7 +573,7 @@ ERRORS = (
         "jaxpar.nn.attention.context._partial:ByTable._pairs",
         _every_pair_seen,
         "data2.context4",
-        flags=("model.context_order=contiguous",),
+        flags=("model.execution.context_order=contiguous",),
     ),
     Planted(
         "context",

@@ -8,7 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.neat import Episodes, Neat, NeatState, Networks, Table, act, apply, init_carry, play
+from jaxpar.neat import (
+    Episodes,
+    Neat,
+    NeatState,
+    Networks,
+    PlayOptions,
+    Table,
+    act,
+    apply,
+    init_carry,
+    play,
+)
 from jaxpar.rollout import NextStep
 from jaxpar.types import Array, PRNGKey, PyTree
 
@@ -60,8 +71,12 @@ def evaluate_episodes(
     def played(
         key: PRNGKey, genomes: PyTree, params: PyTree, episodes: int, num_envs: int
     ) -> tuple[Array, Array]:
-        found = play(key, neat.express(genomes), problem.env, params, episodes, num_envs, problem.max_steps,
-                     constant=problem.constant, output_range=problem.output_range, compacts=False)  # fmt: skip
+        options = PlayOptions(
+            constant=problem.constant, output_range=problem.output_range, compacts=False
+        )
+        networks = neat.express(genomes)
+        steps = problem.max_steps
+        found = play(key, networks, problem.env, params, episodes, num_envs, steps, options)
         return found.returns, found.lengths
 
     with on_one_device():

@@ -188,7 +188,8 @@ class PolicyRun:
         self, key: PRNGKey, program: Callable, env_state: EnvState, num_calls: int
     ) -> Iterator[Call]:
         """Runs the program `num_calls` times and yields each call; refuses rewards that are no numbers."""
-        first, made = _none_finished(env_state), 0
+        first = _none_finished(env_state)
+        made = 0
         for _ in range(num_calls):
             began = time.perf_counter()
             out = jax.block_until_ready(program(key, env_state, first, self.params))
@@ -198,13 +199,16 @@ class PolicyRun:
             if not values.pop("is_finite"):
                 check_trajectory(steps, first_step=made)
             made += len(steps.start)
-            yield Call(made, seconds, values, first)
+            yield Call(num_steps=made, seconds=seconds, values=values, first=first)
 
 
 def _none_finished(env_state: EnvState) -> EpisodeResults:
     """The first episodes of environments that have just started, laid out as they are."""
     return EpisodeResults(
-        env_state.episode_return, env_state.episode_length, env_state.ended, env_state.ended
+        returns=env_state.episode_return,
+        lengths=env_state.episode_length,
+        finished=env_state.ended,
+        truncated=env_state.ended,
     )
 
 
@@ -268,12 +272,18 @@ def film(
         def show(env_state, _):
             images = jax.vmap(policy_run.env.render, (0, None))(env_state.state, params)
             images = jnp.where(per_env(env_state.ended, images), 128 + images // 2, images)
-            known = env_state.episode_length, env_state.episode_return, env_state.ended
-            env_state, actions = rollout(
+            after, actions = rollout(
                 key, env_state, policy_run.env, params, policy_run.policy, params if weights is None else weights, 1,
                 reset=NextStep(), prng=policy_run.prng, keep=lambda row: row.action,
             )  # fmt: skip
-            return env_state, Shot(images, *known, jax.tree.map(lambda x: x[0], actions))
+            shot = Shot(
+                images=images,
+                steps=env_state.episode_length,
+                returns=env_state.episode_return,
+                over=env_state.ended,
+                actions=jax.tree.map(lambda x: x[0], actions),
+            )
+            return after, shot
 
         return show
 

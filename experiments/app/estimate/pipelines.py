@@ -11,8 +11,9 @@ from rich.table import Column, Table
 
 from jaxpar import aot
 from jaxpar.aot import JobLayout, has_margin
-from jaxpar.lm import loss, stages
+from jaxpar.lm import loss
 from jaxpar.lm import params as declared
+from jaxpar.lm.stages import stages
 from jaxpar.mesh import rules_from
 from jaxpar.pipeline import (
     PIPELINES,

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 
 from jaxpar.io import plot_experts
-from jaxpar.lm import LMConfig, stages
+from jaxpar.lm import LMConfig
+from jaxpar.lm.stages import stages
 from jaxpar.nn.experts import load
 from jaxpar.nn.experts.sharded import chosen_experts
 from jaxpar.types import PyTree
@@ -26,9 +27,9 @@ def expert_loads(model: LMConfig, params: PyTree, batch: dict[str, jax.Array]) -
         weights = batch.get("weights")
 
         def load_of(expert: jax.Array) -> jax.Array:
-            return load(expert, model.num_experts, weights=weights)
+            return load(expert, model.experts.num_experts, weights=weights)
 
-        return model.num_experts * jax.vmap(load_of)(chosen)
+        return model.experts.num_experts * jax.vmap(load_of)(chosen)
 
     return np.asarray(loads(params, batch))
 

@@ -44,13 +44,8 @@ def with_model(model: LMConfig, folder: pathlib.Path) -> LMConfig:
 
 
 def as_told(found: LMConfig, model: LMConfig) -> LMConfig:
-    """Returns a model that was found, computed as `model` says: its dtype, remat and whatever says how and not what."""
-    how = {
-        field.name: getattr(model, field.name)
-        for field in dataclasses.fields(LMConfig)
-        if not field.metadata.get("identity", True)
-    }
-    return dataclasses.replace(found, dtype=model.dtype, **how)
+    """Returns a model that was found, computed as `model` is: in its dtype, by its execution."""
+    return dataclasses.replace(found, dtype=model.dtype, execution=model.execution)
 
 
 def kept(run: pathlib.Path) -> pathlib.Path | None:

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from jaxpar.aot import count_flops
+from jaxpar.fields import replace_nested
 from jaxpar.lm import (
     Leaf,
     LMConfig,
@@ -97,9 +98,9 @@ def schedule_of(config: Any, layout: Layout) -> Schedule:
 
 def expert_model(config: Any) -> LMConfig:
     """Returns the model of layouts that split experts: the configured one, or one with experts for mlps."""
-    if config.model.num_experts or not config.num_experts:
+    if config.model.experts.num_experts or not config.num_experts:
         return config.model
-    return dataclasses.replace(config.model, num_experts=config.num_experts)
+    return replace_nested(config.model, {"experts.num_experts": config.num_experts})
 
 
 class Proof:
@@ -121,7 +122,7 @@ class Proof:
         if is_split and config.dropout_off:
             # Dropout on attention weights would gather whole rows: rings and orders are judged without it.
             model = dataclasses.replace(model, dropout=0.0)
-        may_be_odd = "sequence" not in layout.name and not (is_split and model.num_experts)
+        may_be_odd = "sequence" not in layout.name and not (is_split and model.experts.num_experts)
         odd = number % 3 == 2 and may_be_odd and config.data.seq_len > 2
         parts = config.accumulate
         if layout.schedule:
@@ -214,9 +215,9 @@ class Proof:
                 None  # a compiled program has the tasks of all stages; a device does its own only
             )
         room = ROOM_FOR_FLOPS
-        if training.model.num_experts:
+        if training.model.experts.num_experts:
             # XLA for CPU multiplies the rows of a device with all experts that it holds, and masks.
-            room = 1 + training.model.num_experts // layout.mesh.expert
+            room = 1 + training.model.experts.num_experts // layout.mesh.expert
         return room * self.flops(training) / layout.num_devices
 
     def _flops(self, training: Training) -> float:

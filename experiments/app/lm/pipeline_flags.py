@@ -4,7 +4,8 @@ import dataclasses
 from typing import Any
 
 from jaxpar.fields import AtLeast, OneOf, field
-from jaxpar.lm import LMConfig, stages
+from jaxpar.lm import LMConfig
+from jaxpar.lm.stages import stages
 from jaxpar.pipeline import (
     PIPELINES,
     Accumulation,
@@ -75,7 +76,7 @@ def make_schedule(config: Any, model: LMConfig, accumulate: int) -> tuple[Accumu
         if config.offload:
             legal = ", ".join(PIPELINES)
             raise UsageError(
-                f"offload=true needs pipeline=, legal are {legal}; or take model.remat=offload."
+                f"offload=true needs pipeline=, legal are {legal}; or take model.execution.remat=offload."
             )
         if config.gather_chunks:
             raise UsageError(
@@ -107,6 +108,6 @@ def with_sides(config: PipelineConfig, schedule: Schedule) -> Schedule:
         if not any(side.kind == "offload" for side in schedule.sides):
             raise UsageError(
                 f"offload=true finds nothing in {schedule}, whose backward tasks come in the tick after their F; take "
-                "another schedule, or model.remat=offload."
+                "another schedule, or model.execution.remat=offload."
             )
     return schedule

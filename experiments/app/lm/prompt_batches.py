@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxpar.decode import Draft, ModelDraft, Sampling
+from jaxpar.decode import Beams, Draft, ModelDraft, Sampling
 from jaxpar.lm import Decoder, LMConfig
 from jaxpar.lm.text import Tokenizer
 from jaxpar.mesh import place_rows
@@ -15,7 +15,7 @@ from jaxpar.types import PRNGKey, PyTree, UsageError
 from ..mesh_flags import shares
 from .completions import name_of
 from .requests import Request
-from .text_codec import draw, encode, ending, ending_sequences, ending_tokens
+from .text_codec import draw, encode, ending, ending_sequences, ending_tokens, search
 
 CHUNK = 8
 """Passes between two looks at whether all texts have ended, which an accelerator waits for."""
@@ -43,6 +43,7 @@ class Job(NamedTuple):
     draft_params: PyTree
     rule: str
     batch_size: int
+    beams: Beams | None = None  # of a search, whose texts are samples in order of their scores
 
 
 class Task(NamedTuple):
@@ -153,22 +154,9 @@ def continued(job: Job, tasks: Sequence[Task]) -> Iterator[Batch]:
         placed = place_rows(
             lambda rows, arrays=arrays: {name: x[rows] for name, x in arrays.items()}, rows
         )
+        run = _drawn if job.beams is None else _searched
         try:
-            drawn = draw(
-                job.key,
-                target.params,
-                model=target.model,
-                sampling=job.sampling,
-                draft=job.draft,
-                draft_params=job.draft_params,
-                num_samples=job.num_samples,
-                rule=job.rule,
-                stop_tokens=stop_tokens,
-                sequences=ending_sequences(target.tokenizer, job.stop),
-                chunk=1 if jax.default_backend() == "cpu" else CHUNK,
-                **placed,
-            )
-            tokens, lengths, log_probs, passes = map(np.asarray, drawn)
+            yield run(job, batch, placed, stop_tokens)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -177,14 +165,83 @@ def continued(job: Job, tasks: Sequence[Task]) -> Iterator[Batch]:
                 f"{job.sampling.max_new_tokens} new ones each, do not fit into memory; lower batch_size, num_samples "
                 "or sampling.max_new_tokens."
             ) from None
-        lines, begun = [], np.repeat([len(task.tokens) for task in batch], job.num_samples)
-        for number, task in enumerate(batch):
-            for sample in task.samples:
-                row = number * job.num_samples + sample
-                new = tokens[row, len(task.tokens) : lengths[row]]
-                lines.append(_line(job, task, sample, new, log_probs[row], passes[row]))
-        count = len(begun)
-        yield Batch(lines, int((lengths[:count] - begun - 1).sum()), int(passes[:count].sum()))
+
+
+def _drawn(
+    job: Job, batch: Sequence[Task], placed: Mapping[str, jax.Array], stop_tokens: tuple[int, ...]
+) -> Batch:
+    """Returns texts that are drawn, the samples of a prompt side by side."""
+    target = job.target
+    drawn = draw(
+        job.key,
+        target.params,
+        model=target.model,
+        sampling=job.sampling,
+        draft=job.draft,
+        draft_params=job.draft_params,
+        num_samples=job.num_samples,
+        rule=job.rule,
+        stop_tokens=stop_tokens,
+        sequences=ending_sequences(target.tokenizer, job.stop),
+        chunk=1 if jax.default_backend() == "cpu" else CHUNK,
+        **placed,
+    )
+    tokens, lengths, log_probs, passes = map(np.asarray, drawn)
+    lines = []
+    begun = np.repeat([len(task.tokens) for task in batch], job.num_samples)
+    for number, task in enumerate(batch):
+        for sample in task.samples:
+            row = number * job.num_samples + sample
+            new = tokens[row, len(task.tokens) : lengths[row]]
+            lines.append(_line(job, task, sample, new, log_probs[row], passes[row]))
+    count = len(begun)
+    num_tokens = int((lengths[:count] - begun - 1).sum())
+    return Batch(lines=lines, tokens=num_tokens, passes=int(passes[:count].sum()))
+
+
+def _searched(
+    job: Job, batch: Sequence[Task], placed: Mapping[str, jax.Array], stop_tokens: tuple[int, ...]
+) -> Batch:
+    """Returns the most likely texts of each prompt, the best first."""
+    assert job.beams is not None
+    stops = stop_tokens
+    if job.sampling.stop_token >= 0:
+        stops = tuple(sorted({*stop_tokens, job.sampling.stop_token}))
+    found = search(
+        job.target.params,
+        placed["prompt"],
+        placed["prompt_lengths"],
+        model=job.target.model,
+        beams=job.beams,
+        stop_tokens=stops,
+    )
+    tokens, lengths, log_probs, scores = map(np.asarray, found)
+    lines = []
+    num_tokens = 0
+    for row, task in enumerate(batch):
+        for sample in task.samples:
+            new = tokens[row, sample, len(task.tokens) : lengths[row, sample]]
+            if np.isnan(scores[row, sample]):
+                raise UsageError(
+                    f"{task.request.where} makes the model's logits NaN; its weights may be damaged."
+                )
+            text, reason, count = ending(job.target.tokenizer, task.tokens, new, stops, ())
+            num_tokens += count
+            lines.append(
+                {
+                    "prompt": task.request.prompt,
+                    "text": text,
+                    "finish_reason": reason,
+                    "tokens": new[:count].tolist(),
+                    "log_prob": round(float(log_probs[row, sample]), 6),
+                    "score": round(float(scores[row, sample]), 6),
+                    "passes": count,
+                    "seed": task.request.seed,
+                    "sample": sample,
+                    "id": task.request.id,
+                }
+            )
+    return Batch(lines=lines, tokens=num_tokens, passes=num_tokens)
 
 
 def _line(

@@ -8,8 +8,19 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxpar.decode import Generated, Sampling, cut_at_stop, stop_sequences
-from jaxpar.lm import LMConfig, generate
+from jaxpar.decode import (
+    Beams,
+    Constraints,
+    Decoding,
+    Found,
+    Generated,
+    Prompts,
+    Sampling,
+    beam_search,
+    cut_at_stop,
+    stop_sequences,
+)
+from jaxpar.lm import Decoder, LMConfig, generate
 from jaxpar.lm.text import Tokenizer
 from jaxpar.mesh import constrain, mesh_axes
 from jaxpar.nn.attention.context import merge_shares
@@ -64,14 +75,62 @@ def draw(
     model: LMConfig,
     sampling: Sampling,
     sequences: tuple[tuple[int, ...], ...] = (),
+    *,
+    prompt_lengths: jax.Array | None = None,
+    seeds: jax.Array | None = None,
+    draft_params: PyTree = None,
     **options: Any,
-):
-    """Is `jaxpar.lm.generate`, compiled once for a shape of prompts; every process has all that it returns."""
+) -> Generated:
+    """Returns `jaxpar.lm.generate` of prompts, compiled once for a shape; every process has all of it.
+
+    Args:
+      key: Consumed.
+      params: The model's.
+      prompt: Tokens [B, T].
+      model: What decodes.
+      sampling: How tokens are drawn.
+      sequences: Sequences of new tokens that end a text.
+      prompt_lengths: Tokens of each prompt [B].
+      seeds: Seeds of the requests [B].
+      draft_params: A draft's parameters.
+      **options: Fields of `jaxpar.decode.Decoding`.
+    """
     stops = stop_sequences(sequences) if sequences else None
     if mesh_axes("slots"):  # devices share each cache
         options["merge"] = merge_shares
-    drawn = generate(key, params, prompt, model, sampling, sequences=stops, **options)
-    return Generated(*(constrain(x, *[None] * x.ndim) for x in drawn))
+    drawn = generate(
+        key,
+        params,
+        Prompts(prompt, prompt_lengths, seeds),
+        model,
+        sampling,
+        Decoding(**options),
+        Constraints(sequences=stops),
+        draft_params=draft_params,
+    )
+    return jax.tree.map(lambda x: constrain(x, *[None] * x.ndim), drawn)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "beams", "stop_tokens"))
+def search(
+    params: PyTree,
+    prompt: jax.Array,
+    prompt_lengths: jax.Array,
+    *,
+    model: LMConfig,
+    beams: Beams,
+    stop_tokens: tuple[int, ...],
+) -> Found:
+    """Returns the most likely texts of each prompt; every process has all of them."""
+    found = beam_search(
+        params,
+        prompt,
+        Decoder(model),
+        beams,
+        prompt_lengths=prompt_lengths,
+        stop_tokens=stop_tokens,
+    )
+    return jax.tree.map(lambda x: constrain(x, *[None] * x.ndim), found)
 
 
 class Ending(NamedTuple):

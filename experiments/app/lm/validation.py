@@ -32,7 +32,7 @@ def check_length(config: Config) -> None:
     """Refuses sequences that neither divide over the devices that share them nor may be padded."""
     length, model = row_length(config), config.model
     if length != config.data.seq_len:
-        if model.num_experts:  # losses leave padding out, but experts would compute it
+        if model.experts.num_experts:  # losses leave padding out, but experts would compute it
             check_split("data.seq_len", config.data.seq_len, "seq_layer")
         if model.positions == "learned" and length > model.max_seq_len:
             raise UsageError(

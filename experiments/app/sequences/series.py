@@ -120,7 +120,16 @@ def _adding(config: SeriesConfig, seed: int) -> Task:
         )
 
     text = "adding problem: squared error 0.167 is that of the constant answer 1"
-    return Task(2, 1, False, config.length, *_drawn(make, config, seed), text)
+    train, validation = _drawn(make, config, seed)
+    return Task(
+        inputs=2,
+        outputs=1,
+        classes=False,
+        length=config.length,
+        train=train,
+        validation=validation,
+        text=text,
+    )
 
 
 ALPHABET = 8  # symbols that may be asked for; two more are blank and "now"
@@ -156,7 +165,16 @@ def _selective_copy(config: SeriesConfig, seed: int) -> Task:
 
 def _copying(make: Callable, config: SeriesConfig, seed: int, length: int, name: str) -> Task:
     text = f"{name}: {config.symbols} of {ALPHABET} symbols over {config.length} steps; guessing is 1/{ALPHABET} right"
-    return Task(ALPHABET + 2, ALPHABET, True, length, *_drawn(make, config, seed), text)
+    train, validation = _drawn(make, config, seed)
+    return Task(
+        inputs=ALPHABET + 2,
+        outputs=ALPHABET,
+        classes=True,
+        length=length,
+        train=train,
+        validation=validation,
+        text=text,
+    )
 
 
 def _recall(shown: np.ndarray, symbols: np.ndarray) -> Batch:
@@ -187,13 +205,15 @@ def _recalling(
             return _one_hot(memory_tasks.BLANK + 1, *draw(rng, c.batch_size, c.symbols, c.length))
 
         text = f"{name}: {config.symbols} symbols, length {config.length}; guessing is 1/{memory_tasks.KEYS} right"
+        train, validation = _drawn(make, config, seed)
         return Task(
-            memory_tasks.BLANK + 1,
-            memory_tasks.KEYS,
-            True,
-            length(config),
-            *_drawn(make, config, seed),
-            text,
+            inputs=memory_tasks.BLANK + 1,
+            outputs=memory_tasks.KEYS,
+            classes=True,
+            length=length(config),
+            train=train,
+            validation=validation,
+            text=text,
         )
 
     return open_
@@ -210,7 +230,16 @@ def _s5(config: SeriesConfig, seed: int) -> Task:
 
     kinds = min(config.symbols, count)
     text = f"s5: {config.length} of {kinds} permutations of five things, composed; guessing is 1/{count} right"
-    return Task(count, count, True, config.length, *_drawn(make, config, seed), text)
+    train, validation = _drawn(make, config, seed)
+    return Task(
+        inputs=count,
+        outputs=count,
+        classes=True,
+        length=config.length,
+        train=train,
+        validation=validation,
+        text=text,
+    )
 
 
 def _one_hot(count: int, shown: np.ndarray, right: np.ndarray, judged: np.ndarray) -> Batch:
@@ -299,7 +328,15 @@ def _from_arrays(
         config.batch_size,
     )
     text = f"{name}: {len(series)} series to train on, {len(held_targets)} held out, {len(classes)} classes"
-    return Task(series.shape[2], len(classes), True, series.shape[1], train, validation, text)
+    return Task(
+        inputs=series.shape[2],
+        outputs=len(classes),
+        classes=True,
+        length=series.shape[1],
+        train=train,
+        validation=validation,
+        text=text,
+    )
 
 
 def held_out_batches(make: Callable[[np.ndarray], Batch], count: int, size: int) -> list[Batch]:

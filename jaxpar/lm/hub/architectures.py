@@ -4,8 +4,10 @@ An architecture is one table: where each leaf of `jaxpar.lm.params.leaves` lies 
 `config.json` holds each field of `LMConfig`. Both directions read the same table.
 """
 
+from operator import attrgetter
 from pathlib import Path
 
+from jaxpar.fields import make_nested
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.hub.folders import (
     LIKE_LLAMA,
@@ -50,18 +52,18 @@ def _read_gpt2(values: dict) -> dict:
     activation = GELU[values.get("activation_function", "gelu_new")]
     width = values.get("n_inner", 4 * values["n_embd"])
     return {
-        "mlp_dim": width,
-        "activation": activation,
-        "norm": "layer",
+        "mlp.dim": width,
+        "mlp.activation": activation,
+        "norm.kind": "layer",
         "positions": "learned",
         "bias": True,
     }
 
 
 def _write_gpt2(c: LMConfig) -> dict:
-    name = next(key for key, ours in GELU.items() if ours == c.activation)
+    name = next(key for key, ours in GELU.items() if ours == c.mlp.activation)
     return {
-        "n_inner": c.mlp_dim,
+        "n_inner": c.mlp.dim,
         "activation_function": name,
         "embd_pdrop": c.dropout,
         "attn_pdrop": c.dropout,
@@ -69,12 +71,12 @@ def _write_gpt2(c: LMConfig) -> dict:
 
 
 def _needs_gpt2(c: LMConfig) -> dict[str, tuple]:
-    kind = needs_attention(c) | {"norm": ("layer",), "positions": ("learned",)}
-    kind |= {"bias": (True,), "activation": tuple(GELU.values())}
+    kind = needs_attention(c) | {"norm.kind": ("layer",), "positions": ("learned",)}
+    kind |= {"bias": (True,), "mlp.activation": tuple(GELU.values())}
     return kind | {
-        "tied": (True,),
-        "num_kv_heads": (c.num_heads,),
-        "embed_dim": (c.num_heads * c.head_dim,),
+        "embedding.tied": (True,),
+        "attention.num_kv_heads": (c.attention.num_heads,),
+        "embed_dim": (c.attention.num_heads * c.attention.head_dim,),
     }
 
 
@@ -86,14 +88,14 @@ def _read_balance(values: dict) -> dict:
     if not values.get("output_router_logits", False):
         return {}
     weight = float(values.get("router_aux_loss_coef", 0.001))
-    return {"balance_loss": weight, "balance_layers": "concatenated"}
+    return {"losses.balance_loss": weight, "losses.balance_layers": "concatenated"}
 
 
 def _write_balance(c: LMConfig) -> dict:
     """The inverse; nothing is written of a sum over layers, which transformers lacks."""
-    if c.balance_layers != "concatenated":
+    if c.losses.balance_layers != "concatenated":
         return {}
-    return {"output_router_logits": True, "router_aux_loss_coef": c.balance_loss}
+    return {"output_router_logits": True, "router_aux_loss_coef": c.losses.balance_loss}
 
 
 def _write_mixtral(c: LMConfig) -> dict:
@@ -114,30 +116,30 @@ def _read_qwen3(values: dict) -> dict:
         raise UsageError(
             f"norm_topk_prob={is_share} is not honoured; legal is {k > 1} with num_experts_per_tok={k}."
         )
-    return read_rope(values) | LIKE_LLAMA | {"qk_norm": True} | _read_balance(values)
+    return read_rope(values) | LIKE_LLAMA | {"attention.qk_norm": True} | _read_balance(values)
 
 
 def _write_qwen3(c: LMConfig) -> dict:
-    extra = {"norm_topk_prob": c.experts_per_token > 1, "intermediate_size": c.mlp_dim}
+    extra = {"norm_topk_prob": c.experts.experts_per_token > 1, "intermediate_size": c.mlp.dim}
     return write_rope(c) | _write_balance(c) | extra
 
 
 def _needs_mixtral(c: LMConfig) -> dict[str, tuple]:
     # Of one expert a token it makes the weight 1.
-    several = {"experts_per_token": (max(2, c.experts_per_token),)}
+    several = {"experts.experts_per_token": (max(2, c.experts.experts_per_token),)}
     return needs_rms(c) | _needs_router(c) | several
 
 
 def _needs_qwen3(c: LMConfig) -> dict[str, tuple]:
-    return needs_rms(c) | _needs_router(c) | {"qk_norm": (True,)}
+    return needs_rms(c) | _needs_router(c) | {"attention.qk_norm": (True,)}
 
 
 def _needs_router(c: LMConfig) -> dict[str, tuple]:
     del c
     return {
-        "shared_experts": (0,),
-        "router_scores": ("softmax",),
-        "router_bias": (0.0,),
+        "experts.shared": (0,),
+        "experts.scores": ("softmax",),
+        "losses.router_bias": (0.0,),
         "bias": (False,),
     }
 
@@ -152,30 +154,32 @@ def _read_mamba2(values: dict) -> dict:
     # That of attention, which there is none of, matters only where the default of LMConfig is no whole number.
     unused = size if width % heads else 0
     return {
-        "mixer": "mamba2",
-        "mixer_dim": heads * size,
-        "mlp_dim": 0,
+        "mixer.kind": "mamba2",
+        "mixer.dim": heads * size,
+        "mlp.dim": 0,
         "positions": "none",
-        "head_dim": unused,
+        "attention.head_dim": unused,
     }
 
 
 def _write_mamba2(c: LMConfig) -> dict:
-    values = c.mixer_dim // c.num_heads
+    values = c.mixer.dim // c.attention.num_heads
     return {
         "head_dim": values,
-        "state_size": c.mixer_key_dim or values,
-        "expand": c.mixer_dim // c.embed_dim,
+        "state_size": c.mixer.key_dim or values,
+        "expand": c.mixer.dim // c.embed_dim,
     }
 
 
 def _needs_mamba2(c: LMConfig) -> dict[str, tuple]:
     kind = {
-        name: legal for name, legal in PLAIN.items() if name not in ("mixer", "mixers", "weights")
+        name: legal
+        for name, legal in PLAIN.items()
+        if name not in ("mixer.kind", "mixer.in_turn", "weights")
     }
-    kind |= {"mlp_dim": (0,), "norm": ("rms",), "positions": ("none", "rope")}
-    width = max(1, c.mixer_dim // c.embed_dim) * c.embed_dim
-    return kind | {"num_experts": (0,), "bias": (False,), "mixer_dim": (width,)}
+    kind |= {"mlp.dim": (0,), "norm.kind": ("rms",), "positions": ("none", "rope")}
+    width = max(1, c.mixer.dim // c.embed_dim) * c.embed_dim
+    return kind | {"experts.num_experts": (0,), "bias": (False,), "mixer.dim": (width,)}
 
 
 GPT2 = Architecture(
@@ -195,9 +199,9 @@ GPT2 = Architecture(
     },
     fields={
         "vocab_size": ("vocab_size", SIZE), "num_layers": ("n_layer", LAYERS), "embed_dim": ("n_embd", SIZE),
-        "num_heads": ("n_head", SIZE), "max_seq_len": ("n_positions", SIZE),
-        "norm_eps": ("layer_norm_epsilon", NOT_NEGATIVE, 1e-5), "dropout": ("resid_pdrop", SHARE, 0.1),
-        "tied": ("tie_word_embeddings", FLAG, True), "init_std": ("initializer_range", NOT_NEGATIVE, 0.02),
+        "attention.num_heads": ("n_head", SIZE), "max_seq_len": ("n_positions", SIZE),
+        "norm.eps": ("layer_norm_epsilon", NOT_NEGATIVE, 1e-5), "dropout": ("resid_pdrop", SHARE, 0.1),
+        "embedding.tied": ("tie_word_embeddings", FLAG, True), "init_std": ("initializer_range", NOT_NEGATIVE, 0.02),
     },
     others={"activation_function": literal(*GELU), "n_inner": SIZE, "embd_pdrop": SHARE, "attn_pdrop": SHARE},
     fixed={
@@ -216,9 +220,10 @@ MIXTRAL = Architecture(
         "layers.w_down": Place("block_sparse_moe.experts.{}.w2.weight", "fd>d,f"),
     },
     fields=LLAMA.fields | {
-        "num_kv_heads": ("num_key_value_heads", SIZE), "max_seq_len": ("max_position_embeddings", SIZE, 131072),
-        "norm_eps": ("rms_norm_eps", NOT_NEGATIVE, 1e-5), "num_experts": ("num_local_experts", SIZE),
-        "experts_per_token": ("num_experts_per_tok", SIZE),
+        "attention.num_kv_heads": ("num_key_value_heads", SIZE),
+        "max_seq_len": ("max_position_embeddings", SIZE, 131072),
+        "norm.eps": ("rms_norm_eps", NOT_NEGATIVE, 1e-5), "experts.num_experts": ("num_local_experts", SIZE),
+        "experts.experts_per_token": ("num_experts_per_tok", SIZE),
     },
     others=ROPE_KEYS | BALANCE_KEYS, fixed={"hidden_act": "silu", "router_jitter_noise": 0.0},
     read=_read_mixtral, write=_write_mixtral, needs=_needs_mixtral,
@@ -233,9 +238,10 @@ QWEN3_MOE = Architecture(
         "layers.w_down": Place("mlp.experts.{}.down_proj.weight", "fd>d,f"),
     },
     fields=LLAMA.fields | {
-        "num_kv_heads": ("num_key_value_heads", SIZE), "max_seq_len": ("max_position_embeddings", SIZE, 32768),
-        "mlp_dim": ("moe_intermediate_size", SIZE), "num_experts": ("num_experts", SIZE),
-        "experts_per_token": ("num_experts_per_tok", SIZE),
+        "attention.num_kv_heads": ("num_key_value_heads", SIZE),
+        "max_seq_len": ("max_position_embeddings", SIZE, 32768),
+        "mlp.dim": ("moe_intermediate_size", SIZE), "experts.num_experts": ("num_experts", SIZE),
+        "experts.experts_per_token": ("num_experts_per_tok", SIZE),
     },
     # The last key belongs to layers without experts.
     others=ROPE_KEYS | BALANCE_KEYS | {"norm_topk_prob": FLAG, "intermediate_size": SIZE},
@@ -266,9 +272,9 @@ MAMBA2 = Architecture(
     },
     fields={
         "vocab_size": ("vocab_size", SIZE), "num_layers": ("num_hidden_layers", LAYERS),
-        "embed_dim": ("hidden_size", SIZE), "num_heads": ("num_heads", SIZE),
-        "mixer_key_dim": ("state_size", SIZE, 128), "mixer_groups": ("n_groups", SIZE, 8),
-        "norm_eps": ("layer_norm_epsilon", NOT_NEGATIVE, 1e-5), "tied": ("tie_word_embeddings", FLAG, False),
+        "embed_dim": ("hidden_size", SIZE), "attention.num_heads": ("num_heads", SIZE),
+        "mixer.key_dim": ("state_size", SIZE, 128), "mixer.groups": ("n_groups", SIZE, 8),
+        "norm.eps": ("layer_norm_epsilon", NOT_NEGATIVE, 1e-5), "embedding.tied": ("tie_word_embeddings", FLAG, False),
         "init_std": ("initializer_range", NOT_NEGATIVE, 0.1),
     },
     others={
@@ -330,7 +336,7 @@ def read_config(path: Path, dtype: str) -> tuple[Architecture, LMConfig]:
         raise UsageError(f"{path} lacks {', '.join(absent)}.")
     fields = {ours: values.get(key, *default) for ours, (key, _, *default) in arch.fields.items()}
     values |= {key: 0 for key in arch.nulls if key in nulls}
-    return arch, LMConfig(**fields | arch.read(values), dtype=dtype)
+    return arch, make_nested(LMConfig, fields | arch.read(values) | {"dtype": dtype})
 
 
 def architecture_of(config: LMConfig) -> Architecture:
@@ -340,7 +346,7 @@ def architecture_of(config: LMConfig) -> Architecture:
         wrong = {
             field: legal
             for field, legal in arch.needs(config).items()
-            if getattr(config, field) not in legal
+            if attrgetter(field)(config) not in legal
         }
         if not wrong:
             return arch
@@ -349,7 +355,7 @@ def architecture_of(config: LMConfig) -> Architecture:
     nearest = min(len(wrong) for wrong, _ in reasons)
     reasons = [reason for reason in reasons if len(reason[0]) == nearest]
     fields = " ".join(
-        f"{field}={getattr(config, field)}"
+        f"{field}={attrgetter(field)(config)}"
         for field in dict.fromkeys(f for w, _ in reasons for f in w)
     )
     raise UsageError(
@@ -359,9 +365,11 @@ def architecture_of(config: LMConfig) -> Architecture:
 
 def _is_alike(arch: Architecture, config: LMConfig) -> bool:
     """Whether an architecture is worth a word on why it does not express `config`."""
-    if config.mixer == "mamba2":
+    if config.mixer.kind == "mamba2":
         return "layers.mixer.w_x" in arch.rows
-    return "layers.wq" in arch.rows and ("layers.w_router" in arch.rows) == bool(config.num_experts)
+    return "layers.wq" in arch.rows and ("layers.w_router" in arch.rows) == bool(
+        config.experts.num_experts
+    )
 
 
 def config_json(arch: Architecture, config: LMConfig, dtype: str) -> dict[str, object]:
@@ -372,6 +380,6 @@ def config_json(arch: Architecture, config: LMConfig, dtype: str) -> dict[str, o
     return (
         values
         | arch.fixed
-        | {key[0]: getattr(config, ours) for ours, key in arch.fields.items()}
+        | {key[0]: attrgetter(ours)(config) for ours, key in arch.fields.items()}
         | arch.write(config)
     )

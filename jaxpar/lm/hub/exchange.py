@@ -83,7 +83,7 @@ def from_hf(
                 places.setdefault(bounds, []).append(
                     device
                 )  # read once for all devices that hold the same
-            head = tensors.get(HEAD) if config.tied and name == "embedding" else None
+            head = tensors.get(HEAD) if config.embedding.tied and name == "embedding" else None
             for bounds, devices in places.items():
                 shape = tuple(stop - start for start, stop in bounds)
                 parts = _parts(tensors, of, name, leaf, bounds, shifts[name], head)
@@ -382,13 +382,13 @@ def _find_tensors(folder: Path, of: _Of, config: LMConfig) -> dict[str, Stored]:
                 raise UsageError(f"{folder} holds tensor {full} twice; legal is once.")
             found[full] = tensor
     expected = {name: shape for name, (shape, _) in _tensors(of, config).items()}
-    router = found.get(of.tensor("layers.w_router", (0,))) if config.num_experts else None
-    if router is not None and (num := router.shape[0]) != config.num_experts:
-        key = of.arch.fields["num_experts"][0]
+    router = found.get(of.tensor("layers.w_router", (0,))) if config.experts.num_experts else None
+    if router is not None and (num := router.shape[0]) != config.experts.num_experts:
+        key = of.arch.fields["experts.num_experts"][0]
         raise UsageError(
-            f"{folder} has {num} experts a layer, but its config.json has {key}={config.num_experts}."
+            f"{folder} has {num} experts a layer, but its config.json has {key}={config.experts.num_experts}."
         )
-    if config.tied and HEAD in found:
+    if config.embedding.tied and HEAD in found:
         expected[HEAD] = expected[of.row("embedding").name]
     for name, shape in expected.items():
         if name not in found:

@@ -1,6 +1,7 @@
 """What the tables of Hugging Face folders share: their form, and the keys of rotary positions and of windows."""
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from jaxpar.lm.config import LMConfig
@@ -49,8 +50,8 @@ LAYER_TYPES = Kind(
     lambda x: isinstance(x, list) and all(item in TYPES for item in x),
 )
 ROPE = {
-    "rope_factor": "factor", "rope_low_freq_factor": "low_freq_factor", "rope_high_freq_factor": "high_freq_factor",
-    "rope_original_len": "original_max_position_embeddings",
+    "rope.factor": "factor", "rope.low_freq_factor": "low_freq_factor", "rope.high_freq_factor": "high_freq_factor",
+    "rope.original_len": "original_max_position_embeddings",
 }  # fmt: skip
 ROPE_KINDS = {
     "rope_theta": POSITIVE, "partial_rotary_factor": literal(1.0, 1), "factor": RAISING, "low_freq_factor": POSITIVE,
@@ -59,20 +60,22 @@ ROPE_KINDS = {
 ROPE_KEYS = {
     "rope_theta": POSITIVE, "partial_rotary_factor": literal(1.0, 1), "rope_scaling": TABLE, "rope_parameters": TABLE,
 }  # fmt: skip
-SCALINGS = {"default": {}, "linear": {"rope_factor": "factor"}, "llama3": ROPE}
+SCALINGS = {"default": {}, "linear": {"rope.factor": "factor"}, "llama3": ROPE}
 """The rope types that are honoured -> the keys of each."""
 
 PLAIN = {
-    "mixer": ("attention",), "mixers": ((),), "residual": ("standard",), "weights": ("full",), "post_norms": (False,),
-    "embed_scale": (False,), "logit_cap": (0.0,), "norm_plus_one": (False,),
+    "mixer.kind": ("attention",), "mixer.in_turn": ((),), "residual.kind": ("standard",), "weights": ("full",),
+    "norm.post_norms": (False,),
+    "embedding.scale": (False,), "embedding.logit_cap": (0.0,), "norm.plus_one": (False,),
 }  # fmt: skip
 """What all but Gemma's kinds need."""
 
 OF_SCORES = {
-    "qk_norm": (False,), "qkv_bias": (False,), "windows": ((),), "score_cap": (0.0,), "score_dim": (0.0,),
-    "rope_theta_local": (0.0,), "rope_share": (1.0,),
+    "attention.qk_norm": (False,), "attention.qkv_bias": (False,), "attention.windows": ((),),
+    "attention.score_cap": (0.0,), "attention.score_dim": (0.0,),
+    "rope.theta_local": (0.0,), "rope.share": (1.0,),
 }  # fmt: skip
-LIKE_LLAMA = {"norm": "rms", "positions": "rope", "activation": "swiglu"}
+LIKE_LLAMA = {"norm.kind": "rms", "positions": "rope", "mlp.activation": "swiglu"}
 
 
 def read_rope(values: dict, theta: float = 10000.0, is_partial: bool = False) -> dict:
@@ -110,18 +113,20 @@ def read_rope(values: dict, theta: float = 10000.0, is_partial: bool = False) ->
             "between which wavelengths are blended."
         )
     out = {ours: rope[key] for ours, key in keys.items()} | {
-        "rope_theta": rope.get("rope_theta", theta)
+        "rope.theta": rope.get("rope_theta", theta)
     }
     if is_partial:
-        out["rope_share"] = float(rope.get("partial_rotary_factor", 1.0))
-    return out | ({"rope_scaling": "linear"} if kind == "linear" else {})
+        out["rope.share"] = float(rope.get("partial_rotary_factor", 1.0))
+    return out | ({"rope.scaling": "linear"} if kind == "linear" else {})
 
 
 def write_rope(c: LMConfig) -> dict:
     """The inverse, in the older spelling, which every version of transformers reads."""
-    keys = SCALINGS[c.rope_scaling]
-    scaling = {"rope_type": c.rope_scaling} | {key: getattr(c, ours) for ours, key in keys.items()}
-    return {"rope_theta": c.rope_theta, "rope_scaling": None if c.rope_factor == 1.0 else scaling}
+    keys = SCALINGS[c.rope.scaling]
+    scaling = {"rope_type": c.rope.scaling} | {
+        key: attrgetter(ours)(c) for ours, key in keys.items()
+    }
+    return {"rope_theta": c.rope.theta, "rope_scaling": None if c.rope.factor == 1.0 else scaling}
 
 
 def read_windows(values: dict, window: int, types: list[str]) -> dict:
@@ -141,12 +146,13 @@ def read_windows(values: dict, window: int, types: list[str]) -> dict:
         raise UsageError(
             "layer_types has sliding_attention, but there is no sliding_window; legal is a whole number."
         )
-    return {"windows": tuple(window if name == TYPES[1] else 0 for name in given)}
+    return {"attention.windows": tuple(window if name == TYPES[1] else 0 for name in given)}
 
 
 def write_windows(c: LMConfig) -> dict:
     """The inverse; its two keys are for architectures that have both."""
-    every = [c.windows[layer % len(c.windows)] if c.windows else 0 for layer in range(c.num_layers)]
+    turn = c.attention.windows or (0,)
+    every = [turn[layer % len(turn)] for layer in range(c.num_layers)]
     types = [TYPES[bool(window)] for window in every]
     return {"sliding_window": max(every) or None, "layer_types": types}
 
@@ -158,9 +164,15 @@ def needs_rms(c: LMConfig) -> dict[str, tuple]:
 
 def needs_attention(c: LMConfig) -> dict[str, tuple]:
     """What architectures need whose mixers are attention as GPT-2 and Llama have it."""
-    return PLAIN | OF_SCORES | {"mlp_dim": (max(1, c.mlp_dim),)}
+    return PLAIN | OF_SCORES | {"mlp.dim": (max(1, c.mlp.dim),)}
 
 
 def one_window(c: LMConfig) -> dict[str, tuple]:
     """The windows that `layer_types` and one `sliding_window` can say: those of the config, or none."""
-    return {"windows": (c.windows if len({window for window in c.windows if window}) < 2 else (),)}
+    return {
+        "attention.windows": (
+            c.attention.windows
+            if len({window for window in c.attention.windows if window}) < 2
+            else (),
+        )
+    }

@@ -35,15 +35,16 @@ def _write_llama(c: LMConfig) -> dict:
 
 def _needs_llama(c: LMConfig) -> dict[str, tuple]:
     # transformers refuses an uneven width even where head_dim is given.
-    return needs_rms(c) | {"embed_dim": (c.embed_dim // c.num_heads * c.num_heads or c.num_heads,)}
+    heads = c.attention.num_heads
+    return needs_rms(c) | {"embed_dim": (c.embed_dim // heads * heads or heads,)}
 
 
 def _all_windowed(values: dict, window: int) -> dict:
-    return {"windows": (values.get("sliding_window", window),)}
+    return {"attention.windows": (values.get("sliding_window", window),)}
 
 
 def _one_for_all(c: LMConfig) -> tuple:
-    return (c.windows if len(c.windows) < 2 else (),)
+    return (c.attention.windows if len(c.attention.windows) < 2 else (),)
 
 
 def _read_mistral(values: dict) -> dict:
@@ -51,11 +52,13 @@ def _read_mistral(values: dict) -> dict:
 
 
 def _write_mistral(c: LMConfig) -> dict:
-    return write_rope(c) | {"sliding_window": c.windows[0] if c.windows else None}
+    return write_rope(c) | {
+        "sliding_window": c.attention.windows[0] if c.attention.windows else None
+    }
 
 
 def _needs_mistral(c: LMConfig) -> dict[str, tuple]:
-    return needs_rms(c) | {"bias": (False,), "windows": _one_for_all(c)}
+    return needs_rms(c) | {"bias": (False,), "attention.windows": _one_for_all(c)}
 
 
 def _read_qwen(values: dict) -> dict:
@@ -66,74 +69,82 @@ def _read_qwen(values: dict) -> dict:
 
 
 def _read_qwen2(values: dict) -> dict:
-    return _read_qwen(values) | {"qkv_bias": True}
+    return _read_qwen(values) | {"attention.qkv_bias": True}
 
 
 def _read_qwen3(values: dict) -> dict:
-    return _read_qwen(values) | {"qk_norm": True}
+    return _read_qwen(values) | {"attention.qk_norm": True}
 
 
 def _write_qwen(c: LMConfig) -> dict:
     first = next(
-        (layer for layer in range(c.num_layers) if c.windows and c.windows[layer % len(c.windows)]),
+        (
+            layer
+            for layer in range(c.num_layers)
+            if c.attention.windows and c.attention.windows[layer % len(c.attention.windows)]
+        ),
         0,
     )
     return (
         write_rope(c)
         | write_windows(c)
-        | {"use_sliding_window": bool(c.windows), "max_window_layers": first}
+        | {"use_sliding_window": bool(c.attention.windows), "max_window_layers": first}
     )
 
 
 def _needs_qwen2(c: LMConfig) -> dict[str, tuple]:
-    width = {"embed_dim": (c.num_heads * c.head_dim,)}
-    return needs_rms(c) | one_window(c) | width | {"bias": (False,), "qkv_bias": (True,)}
+    width = {"embed_dim": (c.attention.num_heads * c.attention.head_dim,)}
+    return needs_rms(c) | one_window(c) | width | {"bias": (False,), "attention.qkv_bias": (True,)}
 
 
 def _needs_qwen3(c: LMConfig) -> dict[str, tuple]:
-    return needs_rms(c) | one_window(c) | {"bias": (False,), "qk_norm": (True,)}
+    return needs_rms(c) | one_window(c) | {"bias": (False,), "attention.qk_norm": (True,)}
 
 
 LIKE_GEMMA = LIKE_LLAMA | {
-    "activation": "geglu",
-    "post_norms": True,
-    "embed_scale": True,
-    "norm_plus_one": True,
+    "mlp.activation": "geglu",
+    "norm.post_norms": True,
+    "embedding.scale": True,
+    "norm.plus_one": True,
 }
 
 
 def _read_gemma2(values: dict) -> dict:
     types = [TYPES[layer % 2 == 0] for layer in range(values["num_hidden_layers"])]
-    caps = {"score_cap": values.get("attn_logit_softcapping", 50.0)}
-    caps |= {"logit_cap": values.get("final_logit_softcapping", 30.0)}
+    caps = {"attention.score_cap": values.get("attn_logit_softcapping", 50.0)}
+    caps |= {"embedding.logit_cap": values.get("final_logit_softcapping", 30.0)}
     return _read_gemma(values, 4096, types) | read_rope(values) | caps
 
 
 def _read_gemma(values: dict, window: int, types: list[str]) -> dict:
     window = values.get("sliding_window", window)
     windows = read_windows(values, window, types if window else [TYPES[0]] * len(types))
-    return windows | {"score_dim": float(values.get("query_pre_attn_scalar", 256))} | LIKE_GEMMA
+    return (
+        windows
+        | {"attention.score_dim": float(values.get("query_pre_attn_scalar", 256))}
+        | LIKE_GEMMA
+    )
 
 
 def _write_gemma(c: LMConfig) -> dict:
     caps = {
-        "attn_logit_softcapping": c.score_cap or None,
-        "final_logit_softcapping": c.logit_cap or None,
+        "attn_logit_softcapping": c.attention.score_cap or None,
+        "final_logit_softcapping": c.embedding.logit_cap or None,
     }
     return (
         write_rope(c)
         | write_windows(c)
         | caps
-        | {"query_pre_attn_scalar": int(c.score_dim) or c.head_dim}
+        | {"query_pre_attn_scalar": int(c.attention.score_dim) or c.attention.head_dim}
     )
 
 
 def _needs_gemma(c: LMConfig) -> dict[str, tuple]:
     gemma = {field: (value,) for field, value in LIKE_GEMMA.items()}
     free = {
-        "score_cap": (c.score_cap,),
-        "score_dim": (float(int(c.score_dim)),),
-        "logit_cap": (c.logit_cap,),
+        "attention.score_cap": (c.attention.score_cap,),
+        "attention.score_dim": (float(int(c.attention.score_dim)),),
+        "embedding.logit_cap": (c.embedding.logit_cap,),
     }
     return needs_rms(c) | one_window(c) | gemma | free | {"bias": (False,)}
 
@@ -151,29 +162,34 @@ def _read_gemma3(values: dict) -> dict:
         local = read_rope({"rope_parameters": told.get(TYPES[1]) or {}})
     else:
         rope = read_rope(values, 1e6)
-        local = {"rope_theta": values.get("rope_local_base_freq", 10000.0)}
-    if "rope_factor" in local:
+        local = {"rope.theta": values.get("rope_local_base_freq", 10000.0)}
+    if "rope.factor" in local:
         raise UsageError(
             "rope_parameters scales the layers of sliding_attention; legal is rope_type default there."
         )
-    theta = local["rope_theta"]
-    is_other = any(fields["windows"]) and (
-        theta != rope["rope_theta"] or rope.get("rope_factor", 1.0) != 1.0
+    theta = local["rope.theta"]
+    is_other = any(fields["attention.windows"]) and (
+        theta != rope["rope.theta"] or rope.get("rope.factor", 1.0) != 1.0
     )
-    caps = {"score_cap": values.get("attn_logit_softcapping", 0.0)}
-    caps |= {"logit_cap": values.get("final_logit_softcapping", 0.0)}
-    return fields | rope | caps | {"rope_theta_local": theta if is_other else 0.0, "qk_norm": True}
+    caps = {"attention.score_cap": values.get("attn_logit_softcapping", 0.0)}
+    caps |= {"embedding.logit_cap": values.get("final_logit_softcapping", 0.0)}
+    return (
+        fields
+        | rope
+        | caps
+        | {"rope.theta_local": theta if is_other else 0.0, "attention.qk_norm": True}
+    )
 
 
 def _write_gemma3(c: LMConfig) -> dict:
-    return _write_gemma(c) | {"rope_local_base_freq": c.rope_theta_local or c.rope_theta}
+    return _write_gemma(c) | {"rope_local_base_freq": c.rope.theta_local or c.rope.theta}
 
 
 def _needs_gemma3(c: LMConfig) -> dict[str, tuple]:
     # Its layers with a window have no scaling.
-    is_told = c.rope_theta_local or not c.windows or c.rope_factor == 1.0
-    local = {"rope_theta_local": (c.rope_theta_local if is_told else c.rope_theta,)}
-    return _needs_gemma(c) | local | {"qk_norm": (True,)}
+    is_told = c.rope.theta_local or not c.attention.windows or c.rope.factor == 1.0
+    local = {"rope.theta_local": (c.rope.theta_local if is_told else c.rope.theta,)}
+    return _needs_gemma(c) | local | {"attention.qk_norm": (True,)}
 
 
 def _read_phi3(values: dict) -> dict:
@@ -182,16 +198,21 @@ def _read_phi3(values: dict) -> dict:
 
 def _write_phi3(c: LMConfig) -> dict:
     extra = {
-        "partial_rotary_factor": c.rope_share,
+        "partial_rotary_factor": c.rope.share,
         "original_max_position_embeddings": c.max_seq_len,
     }
     return _write_mistral(c) | extra | {"embd_pdrop": c.dropout, "attention_dropout": c.dropout}
 
 
 def _needs_phi3(c: LMConfig) -> dict[str, tuple]:
-    width = {"embed_dim": (c.num_heads * c.head_dim,), "rope_share": (c.rope_share,)}
+    width = {
+        "embed_dim": (c.attention.num_heads * c.attention.head_dim,),
+        "rope.share": (c.rope.share,),
+    }
     return (
-        needs_rms(c) | width | {"bias": (False,), "windows": _one_for_all(c), "rope_factor": (1.0,)}
+        needs_rms(c)
+        | width
+        | {"bias": (False,), "attention.windows": _one_for_all(c), "rope.factor": (1.0,)}
     )
 
 
@@ -212,10 +233,11 @@ LLAMA = Architecture(
     },
     fields={
         "vocab_size": ("vocab_size", SIZE), "num_layers": ("num_hidden_layers", LAYERS),
-        "embed_dim": ("hidden_size", SIZE), "num_heads": ("num_attention_heads", SIZE),
-        "mlp_dim": ("intermediate_size", SIZE), "head_dim": ("head_dim", SIZE, 0),
-        "num_kv_heads": ("num_key_value_heads", SIZE, 0), "max_seq_len": ("max_position_embeddings", SIZE, 2048),
-        "norm_eps": ("rms_norm_eps", NOT_NEGATIVE, 1e-6), "tied": ("tie_word_embeddings", FLAG, False),
+        "embed_dim": ("hidden_size", SIZE), "attention.num_heads": ("num_attention_heads", SIZE),
+        "mlp.dim": ("intermediate_size", SIZE), "attention.head_dim": ("head_dim", SIZE, 0),
+        "attention.num_kv_heads": ("num_key_value_heads", SIZE, 0),
+        "max_seq_len": ("max_position_embeddings", SIZE, 2048),
+        "norm.eps": ("rms_norm_eps", NOT_NEGATIVE, 1e-6), "embedding.tied": ("tie_word_embeddings", FLAG, False),
         "init_std": ("initializer_range", NOT_NEGATIVE, 0.02),
     },
     others=ROPE_KEYS | {"mlp_bias": FLAG, "attention_bias": FLAG},
@@ -242,7 +264,8 @@ FOUR_NORMS = {
 MISTRAL = Architecture(
     "MistralForCausalLM", "mistral", LLAMA.layer, LLAMA.passed_over, rows=OF_LLAMA | MLP,
     fields=LLAMA.fields | {
-        "num_kv_heads": ("num_key_value_heads", SIZE, 8), "max_seq_len": ("max_position_embeddings", SIZE, 131072),
+        "attention.num_kv_heads": ("num_key_value_heads", SIZE, 8),
+        "max_seq_len": ("max_position_embeddings", SIZE, 131072),
     },
     others=ROPE_KEYS | {"sliding_window": SIZE}, fixed={"hidden_act": "silu"},
     read=_read_mistral, write=_write_mistral, needs=_needs_mistral, nulls=("sliding_window",),
@@ -254,7 +277,8 @@ OF_QWEN = ROPE_KEYS | {
 QWEN2 = Architecture(
     "Qwen2ForCausalLM", "qwen2", LLAMA.layer, LLAMA.passed_over, rows=OF_LLAMA | MLP | BIASES,
     fields=LLAMA.fields | {
-        "num_kv_heads": ("num_key_value_heads", SIZE, 32), "max_seq_len": ("max_position_embeddings", SIZE, 32768),
+        "attention.num_kv_heads": ("num_key_value_heads", SIZE, 32),
+        "max_seq_len": ("max_position_embeddings", SIZE, 32768),
     },
     others=OF_QWEN, fixed={"hidden_act": "silu"},
     read=_read_qwen2, write=_write_qwen, needs=_needs_qwen2, nulls=("sliding_window",),
@@ -262,16 +286,16 @@ QWEN2 = Architecture(
 
 QWEN3 = QWEN2._replace(
     name="Qwen3ForCausalLM", model_type="qwen3", rows=OF_LLAMA | MLP | QK_NORMS,
-    fields=QWEN2.fields | {"head_dim": ("head_dim", SIZE, 128)},
+    fields=QWEN2.fields | {"attention.head_dim": ("head_dim", SIZE, 128)},
     fixed={"hidden_act": "silu", "attention_bias": False}, read=_read_qwen3, needs=_needs_qwen3,
 )  # fmt: skip
 
 GEMMA2 = Architecture(
     "Gemma2ForCausalLM", "gemma2", LLAMA.layer, LLAMA.passed_over, rows=OF_LLAMA | MLP | FOUR_NORMS,
     fields=LLAMA.fields | {
-        "head_dim": ("head_dim", SIZE, 256), "num_kv_heads": ("num_key_value_heads", SIZE, 4),
-        "num_heads": ("num_attention_heads", SIZE, 8), "max_seq_len": ("max_position_embeddings", SIZE, 8192),
-        "tied": ("tie_word_embeddings", FLAG, True),
+        "attention.head_dim": ("head_dim", SIZE, 256), "attention.num_kv_heads": ("num_key_value_heads", SIZE, 4),
+        "attention.num_heads": ("num_attention_heads", SIZE, 8), "max_seq_len": ("max_position_embeddings", SIZE, 8192),
+        "embedding.tied": ("tie_word_embeddings", FLAG, True),
     },
     others=ROPE_KEYS | {
         "sliding_window": SIZE, "layer_types": LAYER_TYPES, "query_pre_attn_scalar": POSITIVE,
@@ -300,7 +324,7 @@ PHI3 = Architecture(
         "layers.w_up": Place("mlp.gate_up_proj.weight", "df>f,d", 1, 0),
     },
     fields=LLAMA.fields | {
-        "max_seq_len": ("max_position_embeddings", SIZE, 4096), "norm_eps": ("rms_norm_eps", NOT_NEGATIVE, 1e-5),
+        "max_seq_len": ("max_position_embeddings", SIZE, 4096), "norm.eps": ("rms_norm_eps", NOT_NEGATIVE, 1e-5),
         "dropout": ("resid_pdrop", SHARE, 0.0),
     },
     others=ROPE_KEYS | {

@@ -187,11 +187,10 @@ def open_corpus(
         )
     data = np.memmap(entry / record["data"], record["dtype"], "r", shape=(record["tokens"],))
     data = data.view(np.ndarray)  # cheaper to slice
-    lengths, validation = (
-        np.array(record["lengths"], np.int64),
-        np.array(record["validation"], bool),
-    )
-    return Corpus(record["hash"], tokenizer, *_streams(config, data, lengths, validation))
+    lengths = np.array(record["lengths"], np.int64)
+    is_validation = np.array(record["validation"], bool)
+    train, validation = _streams(config, data, lengths, is_validation)
+    return Corpus(hash=record["hash"], tokenizer=tokenizer, train=train, validation=validation)
 
 
 def _streams(
@@ -202,10 +201,12 @@ def _streams(
     counts: np.ndarray | None = None,
 ) -> tuple[Tokens, Tokens]:
     """The two sides of a split, each long enough for a window."""
-    streams, starts = [], np.cumsum(lengths) - lengths
+    streams = []
+    starts = np.cumsum(lengths) - lengths
     for side, chosen in (("training", ~validation), ("validation", validation)):
         chosen &= lengths > 0  # a tokenizer may find nothing in a document
-        streams.append(Tokens(data, starts[chosen], lengths[chosen], counts))
+        stream = Tokens(data=data, starts=starts[chosen], lengths=lengths[chosen], counts=counts)
+        streams.append(stream)
         if len(streams[-1]) <= (0 if config.pairs else config.seq_len):
             raise UsageError(
                 f"the corpus has {len(data)} tokens, {len(streams[-1])} of them in the {side} split, but one "
@@ -252,8 +253,10 @@ def _open_shards(
             )
         tokenizer, folder = tokenizer or Bytes(), path
     found = open_shards(folder, tokenizer.vocab_size, split)
-    streams = _streams(config, found.tokens, found.lengths, found.validation, found.counts)
-    return Corpus(found.hash, tokenizer, *streams)
+    train, validation = _streams(
+        config, found.tokens, found.lengths, found.validation, counts=found.counts
+    )
+    return Corpus(hash=found.hash, tokenizer=tokenizer, train=train, validation=validation)
 
 
 def _tokenizer(config: DataConfig, file: Path, path: str, template: Template) -> Tokenizer:
@@ -341,9 +344,10 @@ def _content_and_pieces(files: list, split: str) -> tuple[str, list[_Piece]]:
                 documents.append((hashlib.file_digest(file, "sha256").digest(), path, 0, size))
         documents.sort()
     content = hashlib.sha256(b"".join(document[0] for document in documents)).hexdigest()
-    pieces = [
-        _Piece(path, a, b, int.from_bytes(key[:8], "big") < limit) for key, path, a, b in documents
-    ]
+    pieces = []
+    for key, path, start, stop in documents:
+        is_validation = int.from_bytes(key[:8], "big") < limit
+        pieces.append(_Piece(path=path, start=start, stop=stop, validation=is_validation))
     if len(files) == 1:
         runs = [list(run) for _, run in groupby(pieces, lambda piece: piece.validation)]
         pieces = [run[0]._replace(stop=run[-1].stop) for run in runs]
@@ -361,8 +365,8 @@ def _tail(pieces: list[_Piece], fraction: float) -> Iterator[_Piece]:
                 file.seek(max(cut - 4, 0))
                 head = file.read(min(cut, 4))
             cut -= len(head) - len(_characters(head))
-        yield _Piece(path, 0, cut, False)
-        yield _Piece(path, cut, stop, True)
+        yield _Piece(path=path, start=0, stop=cut, validation=False)
+        yield _Piece(path=path, start=cut, stop=stop, validation=True)
 
 
 def _blocks(path: str, start: int, stop: int, size: int) -> Iterator[tuple[int, bytes]]:

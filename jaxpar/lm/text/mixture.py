@@ -137,14 +137,15 @@ def open_corpora(
 ) -> Corpora:
     """Opens what `config.path` names, a corpus or, behind `mix:`, several; arguments and errors are `open_corpus`'s."""
     if not config.path.startswith("mix:"):
-        return Corpora((), (open_corpus(config, cache, tokenizer, say),))
-    sources, found = tuple(parse_mixture(config.path.removeprefix("mix:"))), []
+        corpus = open_corpus(config, cache, tokenizer=tokenizer, say=say)
+        return Corpora(sources=(), each=(corpus,))
+    sources = tuple(parse_mixture(config.path.removeprefix("mix:")))
+    found = []
     for source in sources:
-        found.append(
-            open_corpus(dataclasses.replace(config, path=source.path), cache, tokenizer, say)
-        )
+        of_source = dataclasses.replace(config, path=source.path)
+        found.append(open_corpus(of_source, cache, tokenizer=tokenizer, say=say))
         tokenizer = found[0].tokenizer
-    return Corpora(sources, tuple(found))
+    return Corpora(sources=sources, each=tuple(found))
 
 
 def training_batches(corpora: Corpora, config: DataConfig, seed: int) -> Windows | Mixture | Pairs:
@@ -154,10 +155,23 @@ def training_batches(corpora: Corpora, config: DataConfig, seed: int) -> Windows
             raise UsageError(
                 "pairs are neither packed nor mixed; leave data.pack=true and mix: out."
             )
-        return Pairs(corpora.first.train, config.seq_len, config.batch_size, seed)
-    size = (config.seq_len, config.batch_size, seed, config.pack)
-    windows = tuple(Windows(corpus.train, *size) for corpus in corpora.each)
+        return Pairs(
+            tokens=corpora.first.train,
+            seq_len=config.seq_len,
+            batch_size=config.batch_size,
+            seed=seed,
+        )
+    windows = tuple(
+        Windows(
+            tokens=corpus.train,
+            seq_len=config.seq_len,
+            batch_size=config.batch_size,
+            seed=seed,
+            pack=config.pack,
+        )
+        for corpus in corpora.each
+    )
     if not corpora.sources:
         return windows[0]
     counts = counts_of_round(corpora.sources, [each.num_windows for each in windows])
-    return Mixture(windows, tuple(counts), config.batch_size, seed)
+    return Mixture(sources=windows, counts=tuple(counts), batch_size=config.batch_size, seed=seed)

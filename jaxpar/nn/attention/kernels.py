@@ -4,6 +4,8 @@ Every form runs on one device's own rows and heads, inside `jaxpar.mesh.local`: 
 GSPMD, which would gather their inputs in silence. The dense form (`attend`) is the reference for the other two.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -104,26 +106,37 @@ def attention(
         "seeds": (seeds, (rows, "heads")),
     }
     # `local` takes arrays alone, by position: what is not given must not be passed.
-    options = {name: pair for name, pair in options.items() if pair[0] is not None}
-    arrays, axes = [x for x, _ in options.values()], [names for _, names in options.values()]
-
-    def block(q, k, v, *arrays):
-        given = dict(zip(options, arrays, strict=True))
-        return _on_device(
-            q, k, v, given, impl=impl, visible=visible, rate=rate, prompt=prompt, cap=cap
-        )
-
-    # A kernel's result has no type of its own for the check of what varies over which axis.
-    out = local(block, [whole, kv_whole, kv_whole, *axes], whole, check=impl == "xla")(
-        q, k, v, *arrays
+    given = {name: pair for name, pair in options.items() if pair[0] is not None}
+    arrays = [x for x, _ in given.values()]
+    axes = [whole, kv_whole, kv_whole, *(names for _, names in given.values())]
+    on_device = functools.partial(
+        _on_device,
+        names=tuple(given),
+        impl=impl,
+        visible=visible,
+        rate=rate,
+        prompt=prompt,
+        cap=cap,
     )
+    # A kernel's result has no type of its own for the check of what varies over which axis.
+    out = local(on_device, axes, whole, check=impl == "xla")(q, k, v, *arrays)
     return constrain(out, rows, tokens, *whole[2:])
 
 
 def _on_device(
-    q, k, v, given: dict, *, impl: str, visible: Visible, rate: float, prompt: bool, cap: float
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *arrays: jax.Array,
+    names: tuple[str, ...],
+    impl: str,
+    visible: Visible,
+    rate: float,
+    prompt: bool,
+    cap: float,
 ) -> jax.Array:
-    """Attention of one device's rows and heads."""
+    """Computes attention of one device's rows and heads; `names` are those of the arrays."""
+    given = dict(zip(names, arrays, strict=True))
     segments, among, slopes = (given.get(name) for name in ("segments", "among", "slopes"))
     if impl == "cudnn":
         return jax.nn.dot_product_attention(

@@ -264,15 +264,32 @@ class Attention:
             return finish(state).astype(q.dtype), cache
         q, k = (rule.rotate(x, context.positions) for x in (q, k))
         q, k, v = (checkpoint_name(part, "qkv") for part in (q, k, v))
-        if cache is None:
+        is_split = context.rules.inside[1] == "seq_layer" and bool(mesh_axes("seq_layer"))
+        if cache is None and is_split:
             return self.attend(self, q, k, v, context), None
-        # A kernel that training asked for by name may be another machine's; "auto" takes it wherever it runs.
+
+        impl = self.impl
+        if cache is not None and impl != "xla":
+            # A kernel that training asked for by name may be another machine's; "auto" takes it wherever it runs.
+            impl = "auto"
         out = attention(
-            q, k, v, segments=context.segments, among=context.visible, impl="xla" if self.impl == "xla" else "auto",
-            dropout_rate=self.dropout, dropout_key=context.key, prompt=True, visible=self.visible,
-            slopes=rule.slopes(self.num_heads), inside=context.rules.inside, blockwise=context.rules.blockwise,
+            q,
+            k,
+            v,
+            segments=context.segments,
+            among=context.visible,
+            impl=impl,
+            dropout_rate=self.dropout,
+            dropout_key=context.key,
+            prompt=cache is not None,
+            visible=self.visible,
+            slopes=rule.slopes(self.num_heads),
+            inside=context.rules.inside,
+            blockwise=context.rules.blockwise,
             cap=self.score_cap,
-        )  # fmt: skip
+        )
+        if cache is None:
+            return out, None
         return out, cache.fill(k, v, context)
 
     def transfers(self, sizes: ActivationSizes) -> Iterator[Transfer]:

@@ -8,7 +8,7 @@ import envs
 from envs.pomdp.tag import MOVES, SEEN, Tag, TagState
 from jaxpar.env import check_environment
 from jaxpar.pomdp import qmdp
-from jaxpar.pomdp.model import rollout_values
+from jaxpar.pomdp.model import make_model, rollout_values
 from jaxpar.pomdp.tabular import from_environment
 
 ENV, PARAMS = Tag(), Tag().default_params
@@ -95,7 +95,8 @@ def test_rollouts_tag_whom_they_see_and_walk_into_no_wall():
         for r in range(SEEN)
     )
     live = jnp.ones(COUNT - 1, bool)
-    one = rollout_values(jax.random.key(1), ENV, PARAMS, everyone, 0.95, 1, live)
+    model = make_model(ENV, PARAMS, 0.95)
+    one = rollout_values(jax.random.key(1), model, everyone, live, 1)
     np.testing.assert_array_equal(one, np.where(seen, 10, -1))
 
 

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fast import jit, noisy_params
+from flat_decoding import lm_generate as generate
 
 from experiments.app.sequences import sums
 from experiments.papers import step_speculation
 from experiments.papers.step_speculation import answer
 from jaxpar.decode import Sampling
-from jaxpar.lm import apply, generate
+from jaxpar.lm import apply
 
 FLAGS = "terms=3 target_layers=1 target_width=32 draft_width=32 questions=5".split()
 END, ROOM = ord("\n"), 9
