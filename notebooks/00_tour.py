@@ -125,7 +125,13 @@ def add(name, loop_s, parallel_s, difference, may_be):
 # %%
 sentence = np.frombuffer(b"all work and no play makes jack a dull boy. " * 12, np.uint8).astype(np.int32)
 words = {"tokens": sentence.reshape(8, -1)[:, :-1], "targets": sentence.reshape(8, -1)[:, 1:]}
-model = lm.LMConfig(num_layers=4, embed_dim=128, num_heads=4, num_kv_heads=2, mlp_dim=256, dtype="float32")
+model = lm.LMConfig(
+    num_layers=4,
+    embed_dim=128,
+    attention=lm.AttentionConfig(num_heads=4, num_kv_heads=2),
+    mlp=lm.MlpConfig(dim=256),
+    dtype="float32",
+)
 params = jax.device_get(lm.init(jax.random.key(0), model))
 value_and_gradient = jax.jit(jax.value_and_grad(lm.loss), static_argnums=2)
 

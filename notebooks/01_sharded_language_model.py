@@ -92,7 +92,7 @@ FAST = os.environ.get("FAST") == "1"
 HALF, WHOLE = (20, 40) if FAST else (100, 200)
 flags = [f"optimizer.decay_steps={WHOLE}", f"train.eval_every={HALF}", f"train.save_every={HALF}"]
 if FAST:
-    flags += ["model.num_layers=2", "model.mlp_dim=256", "data.seq_len=64"]
+    flags += ["model.num_layers=2", "model.mlp.dim=256", "data.seq_len=64"]
     flags += ["optimizer.warmup_steps=5", "train.eval_batches=2", "sampling.max_new_tokens=80"]
 
 config = lm.compose(*flags, f"train.steps={HALF}")

@@ -74,7 +74,7 @@ from jaxpar import aot
 from jaxpar.commands.app.estimate import report
 from jaxpar.commands import estimate
 from jaxpar.io import Checkpoints, plot_layouts, plot_memory
-from jaxpar.lm import LMConfig, OptimizerConfig, Trainer, axes, init, loss
+from jaxpar.lm import AttentionConfig, LMConfig, MlpConfig, OptimizerConfig, Trainer, axes, init, loss
 from jaxpar.lm import declared_transfers
 from jaxpar.loop import Fit, Hooks, fit
 from jaxpar.mesh import MeshSpec, in_role, make_mesh, partition, place_rows, rules_from, simulate_devices, use_mesh
@@ -101,7 +101,13 @@ simulate_devices(64)  # eight to compute on; all of them to stand for a pod's
 FAST = os.environ.get("FAST") == "1"
 ROWS, LENGTH = 24, 64  # B and T; 24 rows divide over eight devices and over three
 
-model = LMConfig(num_layers=2, embed_dim=128, num_heads=4, num_kv_heads=2, mlp_dim=256, dtype="float32")
+model = LMConfig(
+    num_layers=2,
+    embed_dim=128,
+    attention=AttentionConfig(num_heads=4, num_kv_heads=2),
+    mlp=MlpConfig(dim=256),
+    dtype="float32",
+)
 optimizer = OptimizerConfig(learning_rate=3e-3, warmup_steps=2, eps=1e-6)
 layouts = [
     Layout(MeshSpec(data=8)),
@@ -157,9 +163,9 @@ def draw(panel, axes, shape):
 stream, weight = ("batch", "seq"), ("embed", "mlp")
 kinds = {
     "residual stream\n[B, T]": lambda: (stream, (ROWS, LENGTH)),
-    "w_up at rest\n[D, F]": lambda: (weight, (model.embed_dim, model.mlp_dim)),
-    "w_up as a step\nholds it": lambda: (in_role(weight, "weight"), (model.embed_dim, model.mlp_dim)),
-    "gradient of\nw_up": lambda: (in_role(weight, "grad"), (model.embed_dim, model.mlp_dim)),
+    "w_up at rest\n[D, F]": lambda: (weight, (model.embed_dim, model.mlp.dim)),
+    "w_up as a step\nholds it": lambda: (in_role(weight, "weight"), (model.embed_dim, model.mlp.dim)),
+    "gradient of\nw_up": lambda: (in_role(weight, "grad"), (model.embed_dim, model.mlp.dim)),
 }
 figure, panels = plt.subplots(len(kinds), len(layouts), figsize=(11, 7.6), layout="constrained")
 for layout, column in zip(layouts, panels.T, strict=True):
@@ -322,7 +328,7 @@ pod = {
     "fsdp16.tensor4": ["mesh.fsdp=16", "mesh.tensor=4"],
     "data4.fsdp4.tensor4": ["mesh.data=4", "mesh.fsdp=4", "mesh.tensor=4"],
 }
-llama = ["preset=llama_8b", "model.attention=splash"]  # the kernel that a TPU takes by itself
+llama = ["preset=llama_8b", "model.execution.kernel=splash"]  # the kernel that a TPU takes by itself
 chip = aot.CHIPS["v5p"]
 estimates = {}
 for name, flags in pod.items():

@@ -72,6 +72,7 @@ from jaxpar.neat import (
     Episodes,
     Neat,
     NeatConfig,
+    PlayOptions,
     Rates,
     Table,
     apply,
@@ -248,7 +249,8 @@ print(f"solved: {bool(found.solved)}, in {int(generations)} generations of {MEMB
 @jax.jit(static_argnums=(1, 2))
 def played(genomes, num_envs, compacts):
     networks = express(driver, genomes)
-    return play(jax.random.key(4), networks, cart, numbers, 6, num_envs, STEPS, compacts=compacts)
+    options = PlayOptions(compacts=compacts)
+    return play(jax.random.key(4), networks, cart, numbers, 6, num_envs, STEPS, options)
 
 
 def useful(num_envs, compacts):

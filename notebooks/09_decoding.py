@@ -72,8 +72,8 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
-from jaxpar.decode import CopyDraft, JacobiDraft, LookaheadDraft, ModelDraft, NoDraft, Sampling
-from jaxpar.lm import Decoder, LMConfig, OptimizerConfig, Trainer, generate
+from jaxpar.decode import CopyDraft, Decoding, JacobiDraft, LookaheadDraft, ModelDraft, NoDraft, Sampling
+from jaxpar.lm import AttentionConfig, Decoder, LMConfig, MlpConfig, OptimizerConfig, Trainer, generate
 from jaxpar.loop import Fit, fit
 from jaxpar.processes import keep_programs
 
@@ -92,8 +92,20 @@ STEPS, NEW, ROWS = (30, 24, 2) if FAST else (300, 120, 8)
 modules = (argparse, textwrap, unittest.mock)
 text = np.frombuffer("".join(map(inspect.getsource, modules)).encode(), np.uint8).astype(np.int32)
 told, held_out = np.split(text, [len(text) * 9 // 10])
-model = LMConfig(num_layers=2, embed_dim=128, num_heads=4, mlp_dim=256, dtype="float32")
-small = dataclasses.replace(model, num_layers=1, embed_dim=48, num_heads=2, num_kv_heads=2, head_dim=24, mlp_dim=96)
+model = LMConfig(
+    num_layers=2,
+    embed_dim=128,
+    attention=AttentionConfig(num_heads=4),
+    mlp=MlpConfig(dim=256),
+    dtype="float32",
+)
+small = LMConfig(
+    num_layers=1,
+    embed_dim=48,
+    attention=AttentionConfig(num_heads=2),
+    mlp=MlpConfig(dim=96),
+    dtype="float32",
+)
 
 
 def batch(step):
@@ -158,14 +170,14 @@ DRAFTS = {
     "model": ModelDraft(Decoder(small), 4),
 }
 TEMPERATURES = {"greedy": 0.0, "temperature 0.8": 0.8}
-static = ("num_samples", "draft", "rule")
-draw = jax.jit(generate, static_argnums=(3, 4), static_argnames=static)
+draw = jax.jit(generate, static_argnums=(3, 4), static_argnames="decoding")
 
 
 def texts_of(draft, temperature, **options):
     """Draws the prompts' texts; a smaller model gets its parameters, others heed none."""
     sampling = Sampling(NEW, temperature=temperature)
-    given = {"draft": draft, "draft_params": params["small"]} | options
+    decoding = Decoding(draft=draft, **options)
+    given = {"decoding": decoding, "draft_params": params["small"]}
     return draw(jax.random.key(1), params["model"], prompts, model, sampling, **given)
 
 

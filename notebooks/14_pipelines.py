@@ -67,8 +67,8 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
-from jaxpar.lm import LMConfig, axes, init
-from jaxpar.lm import stages
+from jaxpar.lm import AttentionConfig, LMConfig, MlpConfig, axes, init
+from jaxpar.lm.stages import stages
 from jaxpar.mesh import MeshSpec, make_mesh, shard, simulate_devices, use_mesh
 from jaxpar.pipeline import (
     Pipelined,
@@ -152,7 +152,14 @@ with tempfile.TemporaryDirectory() as folder:
 # to the one before. Within a stage two devices split heads, mlp and vocabulary, as they do without a pipeline.
 
 # %%
-CONFIG = LMConfig(vocab_size=64, num_layers=8, embed_dim=32, num_heads=4, mlp_dim=64, dtype="float32")
+CONFIG = LMConfig(
+    vocab_size=64,
+    num_layers=8,
+    embed_dim=32,
+    attention=AttentionConfig(num_heads=4),
+    mlp=MlpConfig(dim=64),
+    dtype="float32",
+)
 params, pieces = init(jax.random.key(0), CONFIG), stages(CONFIG)
 tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2 * M, 17)))
 batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}

@@ -106,7 +106,7 @@ def command(*flags):
 
 # %%
 (work / "python.txt").write_text("".join(map(inspect.getsource, (argparse, textwrap, unittest.mock))))
-small = ("model.num_layers=2", "model.embed_dim=96", "model.mlp_dim=256", "data.seq_len=96", "train.eval_every=0")
+small = ("model.num_layers=2", "model.embed_dim=96", "model.mlp.dim=256", "data.seq_len=96", "train.eval_every=0")
 command(
     "name=base", f"data.path={work / 'python.txt'}", "data.tokenizer=bpe:400", "data.split=tail:0.1", *small,
     f"train.steps={BASE_STEPS}", "train.save_every=0",
