@@ -9,7 +9,7 @@ Example:
     import jax.numpy as jnp
 
     from jaxpar.decode import Decoding, Proposal, Sampling, chain, generate
-    from jaxpar.lm import AttentionConfig, Decoder, LMConfig, MlpConfig, init
+    from jaxpar.lm import Decoder, LMConfig, init
 
     @dataclasses.dataclass(frozen=True)
     class Again:  # whatever stands in the text comes twice
@@ -26,13 +26,7 @@ Example:
         def update(self, state, tokens, scores, accepted):
             return state
 
-    config = LMConfig(
-        vocab_size=8,
-        num_layers=1,
-        embed_dim=8,
-        attention=AttentionConfig(num_heads=1, num_kv_heads=1),
-        mlp=MlpConfig(dim=8),
-    )
+    config = LMConfig(vocab_size=8, num_layers=1, embed_dim=8)
     model, params, prompt = Decoder(config), init(jax.random.key(0), config), jnp.array([[1, 2, 3]])
     plain = generate(jax.random.key(1), params, prompt, model, Sampling(9))
     drafted = generate(jax.random.key(1), params, prompt, model, Sampling(9), Decoding(draft=Again()))

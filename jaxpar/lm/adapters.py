@@ -3,16 +3,9 @@
 Example:
     import jax, jax.numpy as jnp
 
-    from jaxpar.lm import AdapterConfig, AdapterTrainer, AttentionConfig, LMConfig, MlpConfig, init, merge_adapters
+    from jaxpar.lm import AdapterConfig, AdapterTrainer, LMConfig, init, merge_adapters
 
-    model = LMConfig(
-        vocab_size=8,
-        num_layers=1,
-        embed_dim=8,
-        attention=AttentionConfig(num_heads=2),
-        mlp=MlpConfig(dim=8),
-        dtype="float32",
-    )
+    model = LMConfig(vocab_size=8, num_layers=1, embed_dim=8, dtype="float32")
     trainer = AdapterTrainer(model, AdapterConfig("lora", target=("wq", "w_*"), rank=2, base="int8"))
     state = trainer.begin(jax.random.key(1), init(jax.random.key(0), model))
     batch = dict.fromkeys(("tokens", "targets"), jnp.arange(8).reshape(2, 4))

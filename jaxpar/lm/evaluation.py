@@ -5,17 +5,11 @@ Example:
 
     import jax
 
-    from jaxpar.lm import AttentionConfig, LMConfig, MlpConfig, init
+    from jaxpar.lm import LMConfig, init
     from jaxpar.lm.evaluation import log_likelihoods, rate_choices, read_questions, rows_of_questions
     from jaxpar.lm.text.tokenizer import Bytes
 
-    config = LMConfig(
-        num_layers=1,
-        embed_dim=8,
-        attention=AttentionConfig(num_heads=2),
-        mlp=MlpConfig(dim=8),
-        dtype="float32",
-    )
+    config = LMConfig(num_layers=1, embed_dim=8, dtype="float32")
     path = pathlib.Path(tempfile.mkdtemp()) / "mine.jsonl"
     path.write_text(json.dumps({"prompt": "2 + 2 =", "choices": [" 4", " five"], "answer": 0}))
     questions = read_questions(path)

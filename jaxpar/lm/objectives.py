@@ -3,16 +3,9 @@
 Example:
     import jax, jax.numpy as jnp
 
-    from jaxpar.lm import AttentionConfig, LMConfig, MlpConfig, ObjectiveConfig, Trainer, init
+    from jaxpar.lm import LMConfig, ObjectiveConfig, Trainer, init
 
-    model = LMConfig(
-        vocab_size=8,
-        num_layers=1,
-        embed_dim=8,
-        attention=AttentionConfig(num_heads=2),
-        mlp=MlpConfig(dim=8),
-        dtype="float32",
-    )
+    model = LMConfig(vocab_size=8, num_layers=1, embed_dim=8, dtype="float32")
     trainer = Trainer(model, objective=ObjectiveConfig(distil=0.5, temperature=2.0), teacher=model)
     state = trainer.init(jax.random.key(0))
     batch = dict.fromkeys(("tokens", "targets"), jnp.arange(8).reshape(2, 4))

@@ -3,16 +3,9 @@
 Example:
     import jax, jax.numpy as jnp
 
-    from jaxpar.lm import AttentionConfig, LMConfig, MlpConfig, Trainer, TuningConfig
+    from jaxpar.lm import LMConfig, Trainer, TuningConfig
 
-    model = LMConfig(
-        vocab_size=8,
-        num_layers=2,
-        embed_dim=8,
-        attention=AttentionConfig(num_heads=2),
-        mlp=MlpConfig(dim=8),
-        dtype="float32",
-    )
+    model = LMConfig(vocab_size=8, num_layers=2, embed_dim=8, dtype="float32")
     trainer = Trainer(model, tuning=TuningConfig(freeze=("embedding", "w_*"), layer_decay=0.5))
     state = trainer.init(jax.random.key(0))
     batch = dict.fromkeys(("tokens", "targets"), jnp.arange(8).reshape(2, 4))

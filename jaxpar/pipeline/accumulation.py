@@ -7,7 +7,7 @@ Example:
     import jax
     import jax.numpy as jnp
 
-    from jaxpar.lm import AttentionConfig, LMConfig, MlpConfig, init
+    from jaxpar.lm import LMConfig, init
     from jaxpar.lm.stages import stages
     from jaxpar.pipeline.accumulation import InTurn, parts_of
 
@@ -18,14 +18,7 @@ Example:
         grads = [grad(params, jax.tree.map(lambda x: x[m], parts)) for m in reversed(range(count))]
         return jax.tree.map(lambda *g: sum(g), *grads)
 
-    config = LMConfig(
-        vocab_size=8,
-        num_layers=1,
-        embed_dim=8,
-        attention=AttentionConfig(num_heads=2),
-        mlp=MlpConfig(dim=8),
-        dtype="float32",
-    )
+    config = LMConfig(vocab_size=8, num_layers=1, embed_dim=8, dtype="float32")
     params, tokens = init(jax.random.key(0), config), jnp.arange(12).reshape(4, 3) % 8
     batch = {"tokens": tokens, "targets": tokens}
     (_, _), want = InTurn()(stages(config), params, batch, None, 2)

@@ -14,20 +14,12 @@ Example:
     import jax.numpy as jnp
     import optax
 
-    from jaxpar.lm import AttentionConfig, EmbeddingConfig, LMConfig, MlpConfig, init
+    from jaxpar.lm import LMConfig, init
     from jaxpar.lm.stages import stages
     from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
     from jaxpar.pipeline import PipeDream
 
-    config = LMConfig(
-        vocab_size=8,
-        num_layers=2,
-        embed_dim=8,
-        attention=AttentionConfig(num_heads=2),
-        mlp=MlpConfig(dim=8),
-        dtype="float32",
-        embedding=EmbeddingConfig(tied=False),
-    )
+    config = LMConfig(vocab_size=8, num_layers=2, embed_dim=8, dtype="float32")
     params, tokens = init(jax.random.key(0), config), jnp.arange(48).reshape(4, 3, 4) % 8
     microbatches = {"tokens": tokens, "targets": (tokens + 1) % 8}  # four of three rows
     model, train = stages(config), PipeDream(optax.adam(1e-2))

@@ -8,20 +8,13 @@ Example:
     import jax
     import jax.numpy as jnp
 
-    from jaxpar.lm import AttentionConfig, LMConfig, MlpConfig, init
+    from jaxpar.lm import LMConfig, init
     from jaxpar.lm.stages import stages
     from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
     from jaxpar.pipeline.accumulation import InTurn
     from jaxpar.pipeline import Pipelined, gpipe
 
-    config = LMConfig(
-        vocab_size=8,
-        num_layers=2,
-        embed_dim=8,
-        attention=AttentionConfig(num_heads=2),
-        mlp=MlpConfig(dim=8),
-        dtype="float32",
-    )
+    config = LMConfig(vocab_size=8, num_layers=2, embed_dim=8, dtype="float32")
     params, tokens = init(jax.random.key(0), config), jnp.arange(12).reshape(4, 3) % 8
     args = stages(config), params, {"tokens": tokens, "targets": tokens}, None, 2
     (want, _), _ = InTurn()(*args)
