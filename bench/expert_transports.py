@@ -40,7 +40,7 @@ import numpy as np  # noqa: E402
 from expert_cases import SHAPES, TINY, routes  # noqa: E402
 
 from jaxpar.mesh import MeshSpec, make_mesh, shard, use_mesh  # noqa: E402
-from jaxpar.nn.experts import Experts  # noqa: E402
+from jaxpar.nn.experts import Experts, Routed  # noqa: E402
 from jaxpar.nn.experts.sharded import Spill, bytes_sent, least_loaded, transport_for  # noqa: E402
 from jaxpar.nn.mixer import ActivationSizes, Context  # noqa: E402
 
@@ -78,7 +78,9 @@ class Row:
 
             def step(x, weight, weights, g, expert):
                 out, pull = jax.vjp(
-                    lambda *args: transport(layer, args[0], expert, *args[1:], context),
+                    lambda x, weight, weights: transport(
+                        layer, Routed(x, expert, weight), weights, context
+                    ),
                     x,
                     weight,
                     weights,

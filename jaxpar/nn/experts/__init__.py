@@ -17,10 +17,11 @@ from jaxpar.nn.experts.grouped import grouped_matmul
 from jaxpar.nn.experts.layer import Experts, dense_mixture
 from jaxpar.nn.experts.losses import information_gain, load
 from jaxpar.nn.experts.route import Routing, heard, route
-from jaxpar.nn.experts.transport import Transport, mixture
+from jaxpar.nn.experts.transport import Routed, Transport, mixture
 
 __all__ = [
     "Experts",
+    "Routed",
     "Routing",
     "Transport",
     "combine",

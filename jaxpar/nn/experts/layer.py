@@ -25,7 +25,7 @@ from jaxpar.nn.experts.losses import (
     router_z_loss,
 )
 from jaxpar.nn.experts.route import SCORES, Routing, heard, noisy, route, weights_by_expert
-from jaxpar.nn.experts.transport import SUM, Transport
+from jaxpar.nn.experts.transport import SUM, Routed, Transport
 from jaxpar.nn.leaf import Leaf
 from jaxpar.nn.linear import Weight
 from jaxpar.nn.mixer import ActivationSizes, Context
@@ -296,7 +296,8 @@ class Experts:
                 of = leaves[name].axes
                 rest, use, grad = (in_role(of, role) for role in ("weight", "use", "grad"))
                 weights[name] = gather(w.astype(x.dtype), rest, use, grad, name)
-            return self.transport(self, x, expert, weight, weights, context)
+            tokens = Routed(x=x, expert=expert, weight=weight)
+            return self.transport(self, tokens, weights, context)
 
         run = jax.checkpoint(compute, policy=policy, prevent_cse=context.rules.apart)
         return run(x, expert, weight, [params[name] for name in names])

@@ -6,7 +6,7 @@ devices that share experts, whatever a mesh looks like; `jaxpar.nn.experts.shard
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from jaxpar.nn.experts.layer import Experts
 
 __all__ = [
+    "Routed",
     "SUM",
     "Transport",
     "Weights",
@@ -37,6 +38,20 @@ __all__ = [
 
 Weights = dict[str, jax.Array]
 """w_up, w_gate, w_down of a layer as products want them: [E, D, F] split over "experts" and "mlp" alone."""
+
+
+class Routed(NamedTuple):
+    """Tokens and the experts that they chose.
+
+    Attributes:
+      x: Tokens.
+      expert: Numbers of the experts; E of a choice that is dropped.
+      weight: Weight of each choice in the mixture.
+    """
+
+    x: Float[Array, "B T D"]
+    expert: Int[Array, "B T k"]
+    weight: Float[Array, "B T k"]
 
 
 class Transport(Protocol):
@@ -52,21 +67,13 @@ class Transport(Protocol):
     """
 
     def __call__(
-        self,
-        layer: "Experts",
-        x: Float[Array, "B T D"],
-        expert: Int[Array, "B T k"],
-        weight: Float[Array, "B T k"],
-        weights: Weights,
-        context: Context,
+        self, layer: "Experts", tokens: Routed, weights: Weights, context: Context
     ) -> Float[Array, "B T D"]:
         """Returns the mixture, split as the tokens are.
 
         Args:
           layer: Whose experts these are.
-          x: Tokens, split by `context.rules.inside`.
-          expert: Whom they chose, split alike; E of a choice that is dropped.
-          weight: What each choice counts.
+          tokens: Tokens and their choices, split by `context.rules.inside`.
           weights: Of the experts.
           context: That of the layer.
         """
@@ -85,15 +92,10 @@ class WholeBatch:
     """
 
     def __call__(
-        self,
-        layer: "Experts",
-        x: Float[Array, "B T D"],
-        expert: Int[Array, "B T k"],
-        weight: Float[Array, "B T k"],
-        weights: Weights,
-        context: Context,
+        self, layer: "Experts", tokens: Routed, weights: Weights, context: Context
     ) -> Float[Array, "B T D"]:
         """Returns the mixture."""
+        x, expert, weight = tokens
         axes = tuple(name and f"{name}-experts" for name in context.rules.inside)
 
         def own(x, expert, weight, weights):

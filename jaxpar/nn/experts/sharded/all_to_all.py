@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxpar.fields import Positive, check_fields, field
 from jaxpar.mesh import mesh_axes, num_shares
@@ -26,7 +26,7 @@ from jaxpar.nn.experts.dispatch import (
     sort_choices,
 )
 from jaxpar.nn.experts.sharded.gather import Gather, gathered, shared_axes
-from jaxpar.nn.experts.transport import SUM, Weights, on_devices, products
+from jaxpar.nn.experts.transport import SUM, Routed, Weights, on_devices, products
 from jaxpar.nn.mixer import ActivationSizes, Context
 from jaxpar.scan.varying import varying_axes
 from jaxpar.transfers import Transfer
@@ -48,18 +48,13 @@ class AllToAll:
     __post_init__ = check_fields
 
     def __call__(
-        self,
-        layer: Experts,
-        x: Float[Array, "B T D"],
-        expert: Int[Array, "B T k"],
-        weight: Float[Array, "B T k"],
-        weights: Weights,
-        context: Context,
+        self, layer: Experts, tokens: Routed, weights: Weights, context: Context
     ) -> Float[Array, "B T D"]:
         """Returns the mixture."""
+        x, expert, weight = tokens
         axes = shared_axes(context.rules.inside[0])
         if not axes:
-            return SUM(layer, x, expert, weight, weights, context)
+            return SUM(layer, tokens, weights, context)
         slots = layer.slots(x.shape[1], context)
 
         def own(x, expert, weight, weights):

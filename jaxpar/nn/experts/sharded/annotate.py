@@ -11,13 +11,13 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxpar.mesh import constrain, local, mesh_axes, num_shares
 from jaxpar.nn.experts import Experts
 from jaxpar.nn.experts.dispatch import capacity_of, count_before
 from jaxpar.nn.experts.sharded.gather import shared_axes
-from jaxpar.nn.experts.transport import SUM, Weights
+from jaxpar.nn.experts.transport import SUM, Routed, Weights
 from jaxpar.nn.mixer import ActivationSizes, Context
 from jaxpar.nn.mlp import ACTIVATIONS
 from jaxpar.nn.norm import wide_dtype
@@ -36,18 +36,13 @@ class Annotated:
     """
 
     def __call__(
-        self,
-        layer: Experts,
-        x: Float[Array, "B T D"],
-        expert: Int[Array, "B T k"],
-        weight: Float[Array, "B T k"],
-        weights: Weights,
-        context: Context,
+        self, layer: Experts, tokens: Routed, weights: Weights, context: Context
     ) -> Float[Array, "B T D"]:
         """Returns the mixture."""
+        x, expert, weight = tokens
         rows, seq, _ = context.rules.inside
         if not shared_axes(rows):
-            return SUM(layer, x, expert, weight, weights, context)
+            return SUM(layer, tokens, weights, context)
         parts = num_shares(*mesh_axes(seq)) if seq else 1
         length = x.shape[1] // parts  # a group is what a device has of a row
         slots = layer.slots(x.shape[1], context) or length

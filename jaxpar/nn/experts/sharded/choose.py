@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxpar.fields import OneOf
 from jaxpar.mesh import mesh_axes, num_shares
@@ -13,7 +13,7 @@ from jaxpar.nn.experts.sharded.annotate import Annotated
 from jaxpar.nn.experts.sharded.gather import Gather, shared_axes
 from jaxpar.nn.experts.sharded.lend import Spill
 from jaxpar.nn.experts.sharded.ragged import Ragged
-from jaxpar.nn.experts.transport import SUM, Weights
+from jaxpar.nn.experts.transport import SUM, Routed, Weights
 from jaxpar.nn.mixer import ActivationSizes, Context
 from jaxpar.transfers import Transfer
 from jaxpar.types import UsageError
@@ -32,18 +32,13 @@ class LeastSent:
         )
 
     def __call__(
-        self,
-        layer: Experts,
-        x: Float[Array, "B T D"],
-        expert: Int[Array, "B T k"],
-        weight: Float[Array, "B T k"],
-        weights: Weights,
-        context: Context,
+        self, layer: Experts, tokens: Routed, weights: Weights, context: Context
     ) -> Float[Array, "B T D"]:
         """Returns the mixture."""
+        x, expert, weight = tokens
         rows = x.shape[0] / num_shares(*mesh_axes("batch"))
         sizes = ActivationSizes(rows * x.shape[1], 1, x.dtype.itemsize, 1, x.shape[2], rows)
-        return self.of(layer, sizes)(layer, x, expert, weight, weights, context)
+        return self.of(layer, sizes)(layer, tokens, weights, context)
 
     def transfers(self, layer: Experts, sizes: ActivationSizes) -> Iterator[Transfer]:
         """Declares what that one does."""

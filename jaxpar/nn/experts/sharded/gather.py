@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.mesh import mesh_axes, num_shares
 from jaxpar.nn.experts import Experts
-from jaxpar.nn.experts.transport import SUM, Weights, mine_of, mixture, on_devices
+from jaxpar.nn.experts.transport import SUM, Routed, Weights, mine_of, mixture, on_devices
 from jaxpar.nn.mixer import ActivationSizes, Context
 from jaxpar.transfers import Transfer
 
@@ -35,18 +35,13 @@ class Gather:
     """
 
     def __call__(
-        self,
-        layer: Experts,
-        x: Float[Array, "B T D"],
-        expert: Int[Array, "B T k"],
-        weight: Float[Array, "B T k"],
-        weights: Weights,
-        context: Context,
+        self, layer: Experts, tokens: Routed, weights: Weights, context: Context
     ) -> Float[Array, "B T D"]:
         """Returns the mixture."""
+        x, expert, weight = tokens
         axes = shared_axes(context.rules.inside[0])
         if not axes:
-            return SUM(layer, x, expert, weight, weights, context)
+            return SUM(layer, tokens, weights, context)
 
         def own(x, expert, weight, weights):
             return gathered(layer.activation, x, expert, weight, weights, axes)

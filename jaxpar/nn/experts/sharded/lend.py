@@ -21,7 +21,7 @@ from jaxpar.nn.experts.dispatch import sort_choices
 from jaxpar.nn.experts.sharded.all_to_all import in_order, room_for
 from jaxpar.nn.experts.sharded.gather import Gather, gathered, shared_axes
 from jaxpar.nn.experts.sharded.spill import home_of, least_loaded
-from jaxpar.nn.experts.transport import SUM, Weights, on_devices
+from jaxpar.nn.experts.transport import SUM, Routed, Weights, on_devices
 from jaxpar.nn.mixer import ActivationSizes, Context
 from jaxpar.scan.varying import varying_as, varying_axes
 from jaxpar.transfers import Transfer
@@ -56,18 +56,13 @@ class Spill:
     __post_init__ = check_fields
 
     def __call__(
-        self,
-        layer: Experts,
-        x: Float[Array, "B T D"],
-        expert: Int[Array, "B T k"],
-        weight: Float[Array, "B T k"],
-        weights: Weights,
-        context: Context,
+        self, layer: Experts, tokens: Routed, weights: Weights, context: Context
     ) -> Float[Array, "B T D"]:
         """Returns the mixture."""
+        x, expert, weight = tokens
         axes = shared_axes(context.rules.inside[0])
         if not axes:
-            return SUM(layer, x, expert, weight, weights, context)
+            return SUM(layer, tokens, weights, context)
 
         def own(x, expert, weight, weights):
             return self._on_device(layer, x, expert, weight, weights, axes)

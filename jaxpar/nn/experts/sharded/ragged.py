@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxpar.mesh import mesh_axes, num_shares, platform
 from jaxpar.nn.experts import Experts
 from jaxpar.nn.experts.dispatch import Plan, combine, rows_of, sort_choices
 from jaxpar.nn.experts.sharded.all_to_all import room_for
 from jaxpar.nn.experts.sharded.gather import shared_axes
-from jaxpar.nn.experts.transport import SUM, Weights, on_devices, products
+from jaxpar.nn.experts.transport import SUM, Routed, Weights, on_devices, products
 from jaxpar.nn.mixer import ActivationSizes, Context
 from jaxpar.scan.varying import varying_as
 from jaxpar.transfers import Transfer
@@ -31,22 +31,17 @@ class Ragged:
     """
 
     def __call__(
-        self,
-        layer: Experts,
-        x: Float[Array, "B T D"],
-        expert: Int[Array, "B T k"],
-        weight: Float[Array, "B T k"],
-        weights: Weights,
-        context: Context,
+        self, layer: Experts, tokens: Routed, weights: Weights, context: Context
     ) -> Float[Array, "B T D"]:
         """Returns the mixture.
 
         Raises:
           UsageError: On CPU, where JAX has no such collective.
         """
+        x, expert, weight = tokens
         axes = shared_axes(context.rules.inside[0])
         if not axes:
-            return SUM(layer, x, expert, weight, weights, context)
+            return SUM(layer, tokens, weights, context)
         if platform() == "cpu":
             raise UsageError(
                 "transport=ragged is made of jax.lax.ragged_all_to_all, which CPUs do not have; take all_to_all there."
