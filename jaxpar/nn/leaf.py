@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxpar.types import PRNGKey, PyTree
 
-__all__ = ["Leaf", "init_leaves"]
+__all__ = ["Leaf", "axes_of", "init_leaves"]
 
 CONSTANTS = {"ones": 1.0, "zeros": 0.0}
 GATES = {"keep": 1.0, "renew": -1.0}
@@ -42,6 +42,11 @@ class Leaf(NamedTuple):
     def is_product(self) -> bool:
         """Whether it is a weight between the residual stream and a branch, which `contract` alone reads."""
         return "embed" in self.axes and not isinstance(self.init, str) and not self.raw
+
+
+def axes_of(leaves: PyTree) -> PyTree:
+    """Returns the logical axes of each parameter that a tree of `Leaf` declares."""
+    return jax.tree.map(lambda leaf: leaf.axes, leaves, is_leaf=lambda x: isinstance(x, Leaf))
 
 
 def init_leaves(key: PRNGKey, leaves: PyTree, dtype=jnp.float32) -> PyTree:
