@@ -34,7 +34,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import jax
 import jax.numpy as jnp
-from harness import HERE, Table
+from harness import HERE, SPEED_COLUMNS, Table, failed_row
 
 from jaxpar.env import adapt
 from jaxpar.rollout import Chunked, NoReset, Pool, SameStep, init, random_policy, rollout
@@ -218,12 +218,7 @@ def main() -> None:
         "env": lambda row: row["env"],
         "environments": lambda row: str(row["environments"]),
         "side": lambda row: row["side"],
-        "M steps/s": lambda row: f"{row['msps']:.4g}",
-        "ratio (quartiles)": lambda row: (
-            f"{row['ratio']:.2f}x ({row['low']:.2f}-{row['high']:.2f})"
-        ),
-        "done %": lambda row: f"{100 * row['done']:.2f}",
-        "compile s": lambda row: f"{row['compile_s']:.1f}",
+        **SPEED_COLUMNS,
     }
     table, began = Table(columns, args.out), time.monotonic()
     load = os.getloadavg()[0]
@@ -245,12 +240,7 @@ def main() -> None:
                 sides = programs(name, num_envs, args.steps, args.sides.split(","), args.warm)
                 rows = measured(sides, args.rounds, num_envs, args.steps)
             except Exception as error:  # a case may fail, and is a row then
-                rows = [
-                    {
-                        "side": "",
-                        "failed": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
-                    }
-                ]
+                rows = [failed_row(error)]
             for row in rows:
                 table.add(case | row)
     print(json.dumps({"out": str(args.out), "rows": len(table.rows)}))

@@ -143,6 +143,20 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+SPEED_COLUMNS: dict[str, Callable[[dict], str]] = {
+    "M steps/s": lambda row: f"{row['msps']:.4g}",
+    "ratio (quartiles)": lambda row: f"{row['ratio']:.2f}x ({row['low']:.2f}-{row['high']:.2f})",
+    "done %": lambda row: f"{100 * row['done']:.2f}",
+    "compile s": lambda row: f"{row['compile_s']:.1f}",
+}
+"""Columns of benchmarks of environments, by their heads."""
+
+
+def failed_row(error: Exception) -> dict:
+    """Returns the row of a case that failed."""
+    return {"side": "", "failed": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+
+
 class Table:
     """Rows that are printed as they come and kept in a JSON file."""
 

@@ -27,7 +27,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from env import checksum, measured, our_side  # noqa: E402
-from harness import Table  # noqa: E402
+from harness import Table, failed_row  # noqa: E402
 
 ANSWERS = "answers"
 OURS = {"same": "batch-same", "batch": "batch", "pool": "batch-pool"}
@@ -267,12 +267,7 @@ def main() -> None:
                     sides = programs(name, num_envs, args.steps, args.sides.split(","), jumanji)
                     rows = measured(sides, args.rounds, num_envs, args.steps)
             except Exception as error:  # a case may fail, and is a row then
-                rows = [
-                    {
-                        "side": "",
-                        "failed": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
-                    }
-                ]
+                rows = [failed_row(error)]
             for row in rows:
                 table.add(case | row)
     print(json.dumps({"out": str(args.out), "rows": len(table.rows)}))

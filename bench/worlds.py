@@ -23,7 +23,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import jax
 from env import checksum, measured, our_side
-from harness import HERE, Table
+from harness import HERE, SPEED_COLUMNS, Table, failed_row
 
 import envs
 
@@ -163,12 +163,7 @@ def main() -> None:
         "theirs": lambda row: row["theirs"],
         "environments": lambda row: str(row["environments"]),
         "side": lambda row: row["side"],
-        "M steps/s": lambda row: f"{row['msps']:.4g}",
-        "ratio (quartiles)": lambda row: (
-            f"{row['ratio']:.2f}x ({row['low']:.2f}-{row['high']:.2f})"
-        ),
-        "done %": lambda row: f"{100 * row['done']:.2f}",
-        "compile s": lambda row: f"{row['compile_s']:.1f}",
+        **SPEED_COLUMNS,
     }
     table, began, device = Table(columns, args.out), time.monotonic(), jax.devices()[0].device_kind
     table.head(
@@ -189,12 +184,7 @@ def main() -> None:
                 sides = programs(ours, suite, theirs, num_envs, args.steps, args.warm)
                 rows = measured(sides, args.rounds, num_envs, args.steps)
             except Exception as error:  # a peer may be missing or fail, and is a row then
-                rows = [
-                    {
-                        "side": "",
-                        "failed": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
-                    }
-                ]
+                rows = [failed_row(error)]
             for row in rows:
                 table.add(case | row)
     print(json.dumps({"out": str(args.out), "rows": len(table.rows)}))
