@@ -25,7 +25,7 @@ from jaxpar.fields import AtLeast, Each, OneOf, check_fields, field
 from jaxpar.types import Array, PRNGKey, UsageError
 
 from .given import Generator, Given, check_generator
-from .rewards import REWARDS, earned, unless
+from .rewards import REWARDS, reward_of_outcome, unless
 
 __all__ = ["VARIANTS", "BinPack", "Level", "Split", "given"]
 
@@ -259,16 +259,7 @@ class BinPack:
         scale = jnp.concatenate([jnp.ones(2), state.level.container, state.level.container])
         return (jnp.concatenate(rows) / scale[None]).astype(jnp.float32)
 
-    def reward(self, state: State, action: Array, next_state: State, params: Params) -> Array:
-        """What the outcome grew by, or all of it at the end."""
-        before, after = self.outcome(state, params), self.outcome(next_state, params)
-        return earned(
-            self.rewards,
-            before,
-            after,
-            self.terminal(state, params),
-            self.terminal(next_state, params),
-        )
+    reward = reward_of_outcome
 
     def terminal(self, state: State, params: Params) -> Array:
         """Nothing fits any more, or an illegal action ended it."""

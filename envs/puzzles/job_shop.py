@@ -23,7 +23,7 @@ from jaxpar.fields import AtLeast, Between, OneOf, check_fields, field
 from jaxpar.types import Array, PRNGKey, UsageError
 
 from .given import Generator, Given, check_generator
-from .rewards import REWARDS, earned, unless
+from .rewards import REWARDS, reward_of_outcome, unless
 
 __all__ = ["FT06", "VARIANTS", "JobShop", "Level", "Random", "orlib"]
 
@@ -263,16 +263,7 @@ class JobShop:
             state.level, left
         )
 
-    def reward(self, state: State, action: Array, next_state: State, params: Params) -> Array:
-        """What the outcome fell by, or all of it at the end."""
-        before, after = self.outcome(state, params), self.outcome(next_state, params)
-        return earned(
-            self.rewards,
-            before,
-            after,
-            self.terminal(state, params),
-            self.terminal(next_state, params),
-        )
+    reward = reward_of_outcome
 
     def terminal(self, state: State, params: Params) -> Array:
         """All is scheduled, or an illegal action ended it."""

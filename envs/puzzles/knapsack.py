@@ -19,7 +19,7 @@ from jaxpar.types import Array, PRNGKey, UsageError
 
 from .given import Generator, Given, check_generator
 from .items import as_items
-from .rewards import REWARDS, earned, unless
+from .rewards import REWARDS, reward_of_outcome, unless
 
 __all__ = ["VARIANTS", "Integer", "Items", "Knapsack", "Level", "given"]
 
@@ -217,16 +217,7 @@ class Knapsack:
         fits = self.action_mask(state, params)
         return as_items(weight * weight_scale, value * value_scale, tight, state.packed, fits)
 
-    def reward(self, state: State, action: Array, next_state: State, params: Params) -> Array:
-        """What the outcome grew by, or all of it at the end."""
-        before, after = self.outcome(state, params), self.outcome(next_state, params)
-        return earned(
-            self.rewards,
-            before,
-            after,
-            self.terminal(state, params),
-            self.terminal(next_state, params),
-        )
+    reward = reward_of_outcome
 
     def terminal(self, state: State, params: Params) -> Array:
         """Nothing fits any more, or an illegal action ended it."""

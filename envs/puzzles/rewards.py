@@ -1,12 +1,14 @@
 """Two ways to pay for the same episode."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxpar.types import Array, PyTree
 
-__all__ = ["REWARDS", "earned", "unless"]
+__all__ = ["REWARDS", "earned", "reward_of_outcome", "unless"]
 
 REWARDS = ("dense", "sparse")
 """At every step what the outcome grew by, or at the end all of it: returns are equal."""
@@ -24,6 +26,22 @@ def earned(rewards: str, before: Array, after: Array, over: Array, ends: Array) 
     """
     pays = ~over if rewards == "dense" else ends & ~over
     return jnp.where(pays, after - before if rewards == "dense" else after, 0.0).astype(jnp.float32)
+
+
+def reward_of_outcome(
+    self: Any, state: PyTree, action: Array, next_state: PyTree, params: PyTree
+) -> Array:
+    """Returns by how much a step changed the puzzle's outcome, or all of it at the end.
+
+    A method of puzzles that have `rewards`, `outcome` and `terminal`.
+    """
+    return earned(
+        self.rewards,
+        self.outcome(state, params),
+        self.outcome(next_state, params),
+        self.terminal(state, params),
+        self.terminal(next_state, params),
+    )
 
 
 def unless(stay: ArrayLike, moved: PyTree, state: PyTree) -> PyTree:

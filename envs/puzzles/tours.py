@@ -23,7 +23,7 @@ from jaxpar.types import Array, PRNGKey, UsageError
 
 from .given import Generator, check_generator
 from .items import as_items
-from .rewards import REWARDS, earned, unless
+from .rewards import REWARDS, reward_of_outcome, unless
 from .tour_levels import Cities, Clustered, Customers, Demands, Uniform
 
 __all__ = ["VARIANTS", "Cities", "Clustered", "Customers", "Demands", "Tours", "Uniform"]
@@ -198,16 +198,7 @@ class Tours:
             columns += [state.demand * share, jnp.broadcast_to(state.load * share, here.shape)]
         return jnp.clip(as_items(*columns), 0, 1)
 
-    def reward(self, state: State, action: Array, next_state: State, params: Params) -> Array:
-        """What the outcome fell by, or all of it at the end."""
-        before, after = self.outcome(state, params), self.outcome(next_state, params)
-        return earned(
-            self.rewards,
-            before,
-            after,
-            self.terminal(state, params),
-            self.terminal(next_state, params),
-        )
+    reward = reward_of_outcome
 
     def terminal(self, state: State, params: Params) -> Array:
         """All is visited, or an illegal action ended it."""
