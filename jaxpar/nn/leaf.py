@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxpar.types import PRNGKey, PyTree
 
-__all__ = ["Leaf", "axes_of", "init_leaves"]
+__all__ = ["Leaf", "leaf_axes", "init_leaves"]
 
 CONSTANTS = {"ones": 1.0, "zeros": 0.0}
 GATES = {"keep": 1.0, "renew": -1.0}
@@ -44,7 +44,7 @@ class Leaf(NamedTuple):
         return "embed" in self.axes and not isinstance(self.init, str) and not self.raw
 
 
-def axes_of(leaves: PyTree) -> PyTree:
+def leaf_axes(leaves: PyTree) -> PyTree:
     """Returns the logical axes of each parameter that a tree of `Leaf` declares."""
     return jax.tree.map(lambda leaf: leaf.axes, leaves, is_leaf=lambda x: isinstance(x, Leaf))
 

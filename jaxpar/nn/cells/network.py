@@ -15,7 +15,7 @@ from jaxpar.fields import AtLeast, OneOf, check_fields, field
 from jaxpar.mesh import axes_like, constrain
 from jaxpar.nn.cells.aaren import Aaren
 from jaxpar.nn.cells.cell import Cell
-from jaxpar.nn.leaf import Leaf, axes_of, init_leaves
+from jaxpar.nn.leaf import Leaf, init_leaves, leaf_axes
 from jaxpar.nn.mixer import DECODING, Context
 from jaxpar.nn.mixers.by_name import LAYERS, layer_of
 from jaxpar.nn.mixers.matrix_state import MatrixState
@@ -97,7 +97,7 @@ class SequenceNetwork:
 
     def axes(self) -> PyTree:
         """Returns the logical axes of every parameter."""
-        return axes_of(self.leaves())
+        return leaf_axes(self.leaves())
 
     def apply(
         self, params: PyTree, xs: Float[Array, "B T D"], states: PyTree | None = None

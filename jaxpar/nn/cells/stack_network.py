@@ -14,7 +14,7 @@ from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.nn.auxiliary import scalars
 from jaxpar.nn.cells.conv_embedding import ConvEmbedding, ConvState
 from jaxpar.nn.cells.network import weighted_cross_entropy
-from jaxpar.nn.leaf import Leaf, axes_of, init_leaves
+from jaxpar.nn.leaf import Leaf, init_leaves, leaf_axes
 from jaxpar.nn.linear import contract
 from jaxpar.nn.stack import Stack, StackCache
 from jaxpar.types import Info, PRNGKey, PyTree, UsageError
@@ -93,7 +93,7 @@ class StackNetwork:
 
     def axes(self) -> PyTree:
         """Returns the logical axes of every parameter."""
-        return axes_of(self.leaves())
+        return leaf_axes(self.leaves())
 
     def apply(
         self, params: PyTree, xs: Float[Array, "B T D"], cache: NetworkCache | None = None

@@ -14,7 +14,7 @@ from jaxpar.mesh import constrain
 from jaxpar.nn.auxiliary import Aux, scalars
 from jaxpar.nn.cells.network import weighted_cross_entropy
 from jaxpar.nn.images.space_time import SpaceTimeStack
-from jaxpar.nn.leaf import Leaf, axes_of, init_leaves
+from jaxpar.nn.leaf import Leaf, init_leaves, leaf_axes
 from jaxpar.nn.linear import contract
 from jaxpar.nn.stack import Stack
 from jaxpar.types import Info, PRNGKey, PyTree, UsageError
@@ -85,7 +85,7 @@ class ImageClassifier:
 
     def axes(self) -> PyTree:
         """Returns the logical axes of every parameter."""
-        return axes_of(self.leaves())
+        return leaf_axes(self.leaves())
 
     def patches(self, images: Float[Array, "B H W C"]) -> Float[Array, "B N PPC"]:
         """Cuts images into patches: both row by row, channels innermost."""
@@ -178,7 +178,7 @@ class FramePredictor:
 
     def axes(self) -> PyTree:
         """Returns the logical axes of every parameter."""
-        return axes_of(self.leaves())
+        return leaf_axes(self.leaves())
 
     def apply(
         self, params: PyTree, films: Float[Array, "B T H W"]
