@@ -1,27 +1,17 @@
-"""Modules, names and fields that have moved: older names work until a release, each with a sentence."""
+"""Modules and names that have moved: older names work until a release, each with a sentence."""
 
-import dataclasses
-import functools
 import importlib
-import operator
 import sys
 import warnings
-from collections.abc import Callable
 from importlib.abc import InspectLoader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
-from typing import Any, TypeVar, cast
 
 __all__ = [
-    "accept_older_fields",
     "find_renamed",
-    "newer_fields",
-    "newer_options",
     "renamed",
     "warn_of_older",
 ]
-
-T = TypeVar("T")
 
 MODULES = {
     "jaxpar.aot.flops": "jaxpar.lower.flops",
@@ -263,97 +253,12 @@ def renamed(package: str, name: str) -> object:
     module = NAMES.get(package, {}).get(name)
     if module is None:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
-    _warn(f"{package}.{name}", f"{module}.{name}", level=3)
+    warn_of_older(f"{package}.{name}", f"{module}.{name}", level=3)
     return getattr(importlib.import_module(module), name)
 
 
-def accept_older_fields(paths: dict[str, str]) -> Callable[[type[T]], type[T]]:
-    """Lets a dataclass be made and read by the names that its fields had before they were nested.
-
-    Args:
-      paths: Paths of fields, such as `attention.num_heads`, by their older names.
-    """
-
-    def decorate(kind: type[T]) -> type[T]:
-        plain_init = kind.__init__
-
-        @functools.wraps(plain_init)
-        def init(self: T, **values: object) -> None:
-            values = newer_fields(kind, paths, values, level=3)
-            groups = {path: value for path, value in values.items() if "." in path}
-            for path, value in groups.items():
-                group, _, name = path.partition(".")
-                del values[path]
-                usual = cast(Any, kind).__dataclass_fields__[group].default
-                before = cast(Any, values.get(group, usual))
-                values[group] = dataclasses.replace(before, **{name: value})
-            plain_init(self, **values)
-
-        def read(self: T, name: str) -> object:
-            if name not in paths:
-                raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")
-            _warn(f"{kind.__name__}.{name}", f"{kind.__name__}.{paths[name]}", level=2)
-            return operator.attrgetter(paths[name])(self)
-
-        kind.__init__ = init  # type: ignore[method-assign]
-        kind.__getattr__ = read  # type: ignore[attr-defined]
-        return kind
-
-    return decorate
-
-
-def newer_fields(
-    kind: type, paths: dict[str, str], values: dict[str, object], level: int = 2
-) -> dict[str, object]:
-    """Returns values of a dataclass's fields by the names of today, which may be paths.
-
-    An older name may be that of a group today, such as `mixer`: a value that is no dataclass is
-    meant for the older field then.
-    """
-    newer = {}
-    older = {}
-    for name, value in values.items():
-        if name in paths and not dataclasses.is_dataclass(value):
-            older[name] = paths[name]
-            newer[paths[name]] = value
-        else:
-            newer[name] = value
-    if older:
-        names = ", ".join(older)
-        _warn(f"{kind.__name__}({names})", f"({', '.join(older.values())})", level=level + 1)
-    return newer
-
-
-def warn_of_older(function: str, names: dict[str, str]) -> None:
-    """Warns the caller of a function's caller of arguments that have other names."""
-    _warn(f"{function}({', '.join(names)})", f"({', '.join(names.values())})", level=3)
-
-
-def newer_options(function: str, options: T, older: dict[str, object], level: int = 2) -> T:
-    """Returns a function's options with the values that came as arguments of their own.
-
-    Args:
-      function: Name of the function.
-      options: A dataclass, which has the fields that were arguments.
-      older: Values of such arguments, by name.
-      level: Frames between the caller of the function and this one.
-
-    Raises:
-      TypeError: The options have no field of such a name.
-    """
-    kind: Any = type(options)
-    for name in older:
-        if name not in kind.__dataclass_fields__:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-
-    if older:
-        names = ", ".join(older)
-        _warn(f"{function}({names})", f"{function}(options={kind.__name__}({names}))", level + 1)
-
-    return dataclasses.replace(cast(Any, options), **older)
-
-
-def _warn(older: str, name: str, level: int) -> None:
+def warn_of_older(older: str, name: str, level: int) -> None:
+    """Warns the caller that lies `level` frames above this one of a name that is another today."""
     warnings.warn(_sentence(older, name), FutureWarning, stacklevel=level + 1)
 
 
@@ -395,7 +300,7 @@ class _Finder(MetaPathFinder, InspectLoader):
             module.__getattr__ = lambda attribute: renamed(older, attribute)  # type: ignore[method-assign]
             return
         sys.modules[older] = importlib.import_module(name)
-        _warn(older, name, level=2)
+        warn_of_older(older, name, level=2)
 
     def get_code(self, fullname: str) -> CodeType:
         """Returns a program for `python -m` that runs the module of today's name."""

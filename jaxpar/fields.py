@@ -36,6 +36,7 @@ __all__ = [
     "check_fields",
     "check_value",
     "field",
+    "group_values",
     "leaf_fields",
     "make_nested",
     "replace_nested",
@@ -201,11 +202,20 @@ def make_nested(kind: type[T], values: Mapping[str, object]) -> T:
     Raises:
       UsageError: A path names no field, or a value is not legal.
     """
-    own, nested = _by_group(kind.__name__, dataclasses.fields(cast(Any, kind)), values)
+    return kind(**group_values(kind, values))
+
+
+def group_values(kind: type, values: Mapping[str, object]) -> dict[str, object]:
+    """Returns the values of a configuration's own fields, made of values by paths.
+
+    Raises:
+      UsageError: A path names no field, or a value is not legal.
+    """
+    fields = {declared.name: declared for declared in dataclasses.fields(cast(Any, kind))}
+    own, nested = _by_group(kind.__name__, fields.values(), values)
     for group, changes in nested.items():
-        declared = next(x for x in dataclasses.fields(cast(Any, kind)) if x.name == group)
-        own[group] = replace_nested(own.get(group, declared.default), changes)
-    return kind(**own)
+        own[group] = replace_nested(own.get(group, fields[group].default), changes)
+    return own
 
 
 def replace_nested(config: T, values: Mapping[str, object]) -> T:

@@ -39,8 +39,8 @@ ALLOWED["verify"] = {"aot"}
 # In a checkout these are other names of folders beside the library, which wheels have inside of it.
 ALIASES = {"jaxpar/envs.py": "envs", "jaxpar/commands.py": "experiments"}
 ALLOWED |= {"_checkout": set(), "envs": {"_checkout"}, "commands": {"_checkout"}}
-ALLOWED["_renamed"] = set()
-EVERYBODY = {"_renamed"}  # any package may have lost a name
+ALLOWED |= {"_renamed": set(), "_older_fields": {"types", "fields"}}
+EVERYBODY = {"_renamed", "_older_fields"}  # any package may have lost a name or an argument
 
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 

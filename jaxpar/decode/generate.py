@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxpar._renamed import warn_of_older
+from jaxpar._older_fields import newer_arguments
 from jaxpar.decode.accept import coupled, rejection
 from jaxpar.decode.automaton import Automaton
 from jaxpar.decode.draft import Draft, ModelDraft, NoDraft, Proposal
@@ -37,21 +37,21 @@ from jaxpar.types import PRNGKey, PyTree, UsageError, concrete_values
 __all__ = ["Decoding", "Generated", "Constraints", "Prompts", "generate"]
 
 OLDER = {
-    "num_samples": "Decoding.num_samples",
-    "draft": "Decoding.draft",
-    "rule": "Decoding.rule",
-    "stop_tokens": "Decoding.stop_tokens",
-    "policy": "Decoding.policy",
-    "merge": "Decoding.merge",
-    "block": "Decoding.block",
-    "chunk": "Decoding.chunk",
-    "sequences": "Constraints.sequences",
-    "bias": "Constraints.bias",
-    "automaton": "Constraints.automaton",
-    "prompt_lengths": "Prompts.lengths",
-    "seeds": "Prompts.seeds",
+    "num_samples": "decoding.num_samples",
+    "draft": "decoding.draft",
+    "rule": "decoding.rule",
+    "stop_tokens": "decoding.stop_tokens",
+    "policy": "decoding.policy",
+    "merge": "decoding.merge",
+    "block": "decoding.block",
+    "chunk": "decoding.chunk",
+    "sequences": "constraints.sequences",
+    "bias": "constraints.bias",
+    "automaton": "constraints.automaton",
+    "prompt_lengths": "prompt.lengths",
+    "seeds": "prompt.seeds",
 }
-"""Arguments of `generate` that are fields today."""
+"""Arguments of `generate` that are fields of other arguments today."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,9 +356,9 @@ def generate(
       UsageError: If prompts are empty, too long for the model's positions or outside its vocabulary
         (where values are known), or the draft cannot serve the rule.
     """
-    if older:
-        prompt, decoding, constraints = _with_older(older, prompt, decoding, constraints)
     prompts = prompt if isinstance(prompt, Prompts) else Prompts(prompt)
+    groups = {"prompt": prompts, "decoding": decoding, "constraints": constraints}
+    prompts, decoding, constraints = newer_arguments("generate", OLDER, groups, older).values()
     _check(prompts, model, sampling, decoding, constraints.automaton)
     tokens, lengths, seeds = _arrays(prompts)
     logits, reading = begin(
@@ -400,30 +400,6 @@ def generate(
         lengths=state.lengths,
         log_probs=state.log_probs,
         passes=state.passes,
-    )
-
-
-def _with_older(
-    older: dict[str, Any],  # of any type: a field's
-    prompt: Array | Prompts,
-    decoding: Decoding,
-    constraints: Constraints,
-) -> tuple[Prompts, Decoding, Constraints]:
-    """Returns the arguments with the values of fields that were arguments themselves."""
-    unknown = older.keys() - OLDER.keys()
-    if unknown:
-        raise TypeError(f"generate() got an unexpected keyword argument {min(unknown)!r}")
-    today = {name: OLDER[name].split(".") for name in older}
-    warn_of_older("generate", {name: OLDER[name] for name in older})
-
-    def values(owner: str) -> dict[str, Any]:  # the same
-        return {field: older[name] for name, (whose, field) in today.items() if whose == owner}
-
-    prompts = prompt if isinstance(prompt, Prompts) else Prompts(prompt)
-    return (
-        prompts._replace(**values("Prompts")),
-        dataclasses.replace(decoding, **values("Decoding")),
-        constraints._replace(**values("Constraints")),
     )
 
 

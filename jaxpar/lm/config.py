@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar, TypeVar
 
-from jaxpar._renamed import accept_older_fields, newer_fields
+from jaxpar._older_fields import accept_older_fields, newer_fields
 from jaxpar.fields import (
     AtLeast,
     Between,
@@ -619,7 +619,7 @@ def llama(**changes: object) -> LMConfig:
 
 
 def _changed(usual: dict[str, object], changes: dict[str, object]) -> LMConfig:
-    changes = newer_fields(LMConfig, FLAT_NAMES, changes)
+    changes = newer_fields(LMConfig, FLAT_NAMES, changes, level=4)
     # A group that is given whole has nothing of the usual one.
     kept = {path: value for path, value in usual.items() if path.partition(".")[0] not in changes}
     return make_nested(LMConfig, kept | changes)

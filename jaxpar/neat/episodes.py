@@ -13,14 +13,14 @@ a program an episode, from its first step to its last (`jaxpar.neat._kernels`).
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxpar._renamed import newer_options
+from jaxpar._older_fields import newer_arguments
 from jaxpar.env import (
     Adapter,
     Box,
@@ -313,7 +313,10 @@ def play(
         options: start levels, inputs and outputs, and the use of slots; None means the defaults.
         **older: fields of `options`, which were arguments; accepted until the first release.
     """
-    options = newer_options("play", options or PlayOptions(), older)
+    names = [declared.name for declared in dataclasses.fields(PlayOptions)]
+    paths = {name: f"options.{name}" for name in names}
+    groups = {"options": options or PlayOptions()}
+    options = cast(PlayOptions, newer_arguments("play", paths, groups, older)["options"])
 
     needed = io_sizes(env, params, options.constant)
     ends = (networks.config.num_inputs, networks.config.num_outputs)

@@ -403,7 +403,7 @@ def test_older_arguments_are_fields_today(x64):
     )
     call = jit(decode.generate, static_argnums=(3, 4), static_argnames="draft")
     with pytest.warns(
-        FutureWarning, match=r"generate\(draft, seeds\) is now \(Decoding.draft, Prompts.seeds\)"
+        FutureWarning, match=r"generate\(draft, seeds\) is now \(decoding.draft, prompt.seeds\)"
     ):
         got = call(
             KEY,

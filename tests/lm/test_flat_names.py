@@ -89,6 +89,35 @@ def test_a_field_is_made_read_and_changed_by_its_older_name(name):
             assert dataclasses.replace(LMConfig(), **{name: value}) == want
 
 
+@pytest.mark.parametrize("names", [("num_heads", "num_kv_heads"), ("num_kv_heads", "num_heads")])
+def test_fields_of_one_group_are_checked_together(names):
+    values = {"num_heads": 6, "num_kv_heads": 3}
+    with pytest.warns(FutureWarning) as record:
+        config = LMConfig(embed_dim=96, **{name: values[name] for name in names})
+    assert (config.attention.num_heads, config.attention.num_kv_heads) == (6, 3)
+    assert record[0].filename == __file__
+
+
+def test_presets_warn_who_calls_them():
+    with pytest.warns(FutureWarning) as record:
+        assert gpt2(num_heads=6) == gpt2(**{"attention.num_heads": 6})
+    assert record[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("attention", "xla"), ("mixer", "gla"), ("norm", "layer"), ("residual", "ladder")],
+)
+def test_replacing_a_group_by_its_older_name_loses_nothing(name, value):
+    config = lm_config(num_heads=2)
+    with pytest.raises(
+        UsageError, match=f"LMConfig.{name} is a group of fields, which {name}='{value}' would"
+    ):
+        dataclasses.replace(config, **{name: value})
+    changed = replace_nested(config, {FLAT_NAMES[name]: value})
+    assert changed.attention.num_heads == 2 and field_of(changed, name) == value
+
+
 @pytest.mark.parametrize("name", sorted(FLAT_NAMES))
 def test_a_flag_of_an_older_name_is_the_same_run(name, capsys):
     value, needs = other(name)

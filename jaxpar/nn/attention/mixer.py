@@ -264,6 +264,7 @@ class Attention:
             return finish(state).astype(q.dtype), cache
         q, k = (rule.rotate(x, context.positions) for x in (q, k))
         q, k, v = (checkpoint_name(part, "qkv") for part in (q, k, v))
+        # `attend` moves what devices hold of one sequence: where none is split, nothing is moved.
         is_split = context.rules.inside[1] == "seq_layer" and bool(mesh_axes("seq_layer"))
         if cache is None and is_split:
             return self.attend(self, q, k, v, context), None
