@@ -8,6 +8,8 @@ import warnings
 import pytest
 
 from jaxpar import _renamed
+from jaxpar._older_fields import newer_arguments
+from jaxpar.decode import Decoding
 
 # A checkout has commands in `experiments`, of which `jaxpar.commands` is another name.
 OLDER = [older for older in _renamed.MODULES if not older.startswith("jaxpar.commands.")]
@@ -66,3 +68,13 @@ def test_packages_load_only_what_they_need():
             [sys.executable, "-c", code], capture_output=True, text=True, check=True
         )
         assert said.stdout.strip() == "False", package
+
+
+def test_older_arguments_of_one_group_are_all_kept():
+    paths = {"chunk": "decoding.chunk", "block": "decoding.block"}
+    groups = {"decoding": Decoding(num_samples=2)}
+    with pytest.warns(
+        FutureWarning, match=r"chunk, block\) is now \(decoding.chunk, decoding.block"
+    ):
+        newer = newer_arguments("generate", paths, groups, {"chunk": 3, "block": 4})
+    assert newer == {"decoding": Decoding(num_samples=2, chunk=3, block=4)}

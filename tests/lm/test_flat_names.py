@@ -178,6 +178,8 @@ def test_presets_take_groups_and_paths():
     assert gpt2(**{"attention.num_heads": 6}).attention.head_dim == 128
     assert llama(mlp=MlpConfig(dim=8)).mlp == MlpConfig(dim=8)
     assert llama(**{"mlp.dim": 8, "num_layers": 2}).mlp.dim == 8
+    part = make_nested(LMConfig, {"mlp": MlpConfig(dim=8), "mlp.activation": "gelu"}).mlp
+    assert part == MlpConfig(dim=8, activation="gelu")
     with pytest.raises(UsageError, match="LMConfig has no field 'width'; legal are vocab_size"):
         make_nested(LMConfig, {"width": 3})
     with pytest.raises(
