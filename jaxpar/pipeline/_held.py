@@ -52,6 +52,7 @@ class State(NamedTuple):
       loss: The sum over microbatches so far.
       told: Of each turn and microbatch, [v, m, turns of a chunk, ...].
       last: What the loss told, [m, ...].
+      versions: Parameters and optimizer state, where updates are made between ticks.
     """
 
     message: PyTree
@@ -60,6 +61,7 @@ class State(NamedTuple):
     loss: Array
     told: PyTree
     last: PyTree
+    versions: PyTree = ()
 
 
 class Given(NamedTuple):

@@ -42,12 +42,14 @@ class Program:
         """Returns loss, what turns and loss told, and gradients; rows of the table are [ticks, 1, columns]."""
         work = self.work(given)
         schedule, layers = self.table.schedule, work.layers
-        ((_, _, sums, loss, told, last), _), _ = jax.lax.scan(work.tick, work.start(), rows[:, 0])
-        loss, last, outside = jax.tree.map(lambda x: jax.lax.psum(x, AXIS), (loss, last, sums.ends))
+        (end, _), _ = jax.lax.scan(work.tick, work.start(), rows[:, 0])
+        sums = end.sums
+        summed = end.loss, end.last, sums.ends
+        loss, last, outside = jax.tree.map(lambda x: jax.lax.psum(x, AXIS), summed)
         gradients = collect_chunks(
             jax.tree.unflatten(jax.tree.structure(layers), sums.layers), schedule
         )
-        return loss, told, last, sums._replace(layers=gradients, ends=outside)
+        return loss, end.told, last, sums._replace(layers=gradients, ends=outside)
 
     def work(self, given: Given) -> "Work":
         """Returns the tasks of this stage, with its own chunks."""
@@ -59,7 +61,11 @@ class Program:
 
 
 class Work:
-    """The tasks of one device, and a tick of all."""
+    """The tasks of one device, and a tick of all.
+
+    A pipeline that differs in what a task reads or adds overrides the methods that say so: `HeadWork` here, and
+    PipeDream in `asynchronous`, whose weights are of several versions.
+    """
 
     loses = True  # in the last chunk's backward task, not where all stages meet
 
@@ -67,13 +73,11 @@ class Work:
         self.table, self.stages, self.size = program.table, program.stages, program.chunk_size
         self.schedule, self.own, self.given = self.table.schedule, own, given
         self.layers, self.ends, self.parts, self.key, self.total, *_ = given
-        self.share, self.turns = (
-            1 / self.schedule.microbatches,
-            np.arange(self.size, dtype=np.int32),
-        )
+        self.share = self.share_of_microbatch()
+        self.turns = np.arange(self.size, dtype=np.int32)
         where = self.where(0, 0, 0)
         self.vocabulary = program.vocabulary
-        self.x = jax.eval_shape(lambda: self.enter(where, 0))
+        self.x = jax.eval_shape(lambda: self.enter(self.ends, where, 0))
         self.gathers = "weights" in self.table.slots
         self.turn = turn_of(self.stages, self.params_of(0, 0), self.x, where, self.gathers)
         self.loss, self.last = jax.eval_shape(lambda x: self.lose(x, where), self.x)
@@ -84,6 +88,10 @@ class Work:
             (product.x, product.y) for product in self.turn.products if product and is_apart
         ]
 
+    def share_of_microbatch(self) -> float:
+        """Returns the weight of a microbatch's auxiliary losses in the gradient."""
+        return 1 / self.schedule.microbatches
+
     def where(self, chunk: Index, turn: Index, j: Index) -> Where:
         """What a turn of a device's chunk reads of microbatch j."""
         key = key_of_part(self.key, j, self.schedule.microbatches)
@@ -93,11 +101,22 @@ class Work:
     def params_of(self, chunk: Index, turn: Index) -> PyTree:
         return jax.tree.map(lambda x: _at(x, chunk, turn), self.layers)
 
-    def params_in(self, cell: dict, slots: Slots) -> Callable[[Index], PyTree]:
-        """How a task reads its chunk's parameters, by the turn: gathered ones, or those that lie here."""
+    def params_in(self, cell: dict, state: State) -> Callable[[Index], PyTree]:
+        """Returns a task's parameters of a turn: gathered ones, or those that lie here."""
         if self.gathers:
-            return lambda turn: jax.tree.map(lambda x: _at(x, cell["weights"], turn), slots.weights)
+            weights = state.slots.weights
+            return lambda turn: jax.tree.map(lambda x: _at(x, cell["weights"], turn), weights)
         return functools.partial(self.params_of, cell["chunk"])
+
+    def ends_in(self, cell: dict, state: State) -> PyTree:
+        """Returns the parameters outside of the layers that a task reads."""
+        del cell, state
+        return self.ends
+
+    def total_in(self, where: Where) -> Array:
+        """Returns what sums over a microbatch's tokens are divided by."""
+        del where
+        return self.total
 
     def gather(self, cell: dict, state: State) -> State:
         """Gathers the weights of a chunk into a slot."""
@@ -133,7 +152,7 @@ class Work:
     def tick(self, carry: tuple[State, tuple], row: Array) -> tuple[tuple[State, tuple], None]:
         """Does a task, and exchanges messages with both neighbours; before it, slots with the host."""
         state, flying = carry
-        cell = dict(zip(self.table.columns, row, strict=True))
+        cell = dict(zip(self.columns(), row, strict=True))
         state = state._replace(message=_split(_zeros(self.x)))
         if state.slots.host:
             stash, host = exchanged(state.slots.stash, state.slots.host, cell)
@@ -149,6 +168,10 @@ class Work:
             inbox = _put(inbox, _from(flying[0], step, self.schedule.devices), cell[column])
         state = self.meet(cell, state._replace(slots=state.slots._replace(inbox=inbox)), flying[0])
         return (state, flying[1:]), None
+
+    def columns(self) -> tuple[str, ...]:
+        """Returns the names of the numbers of a row."""
+        return self.table.columns
 
     def tasks(self) -> dict[Op, Task]:
         """What is done for each operation of the table; for none nothing is."""
@@ -174,12 +197,13 @@ class Work:
         """The forward pass of a chunk, from the data or from what has come."""
         chunk, j, slot = cell["chunk"], cell["microbatch"], cell["stash"]
         where, slots = self.where(chunk, 0, j), state.slots
-        params_of = self.params_in(cell, slots)
+        params_of = self.params_in(cell, state)
 
         def enter(cell, x):
             del x
             j = cell["microbatch"]
-            return _split(self.enter(self.where(cell["chunk"], 0, j), j))
+            ends = self.ends_in(cell, state)
+            return _split(self.enter(ends, self.where(cell["chunk"], 0, j), j))
 
         x = at_most_once(
             self.is_first(chunk), enter, cell, _split(_at_all(slots.inbox, cell["input"]))
@@ -203,7 +227,9 @@ class Work:
 
     def backward(self, cell: dict, state: State, fused: bool) -> State:
         """The gradient of a chunk's input, from what has come or from the loss; and of its weights, if fused."""
-        chunk, slots, params_of = cell["chunk"], state.slots, self.params_in(cell, state.slots)
+        chunk = cell["chunk"]
+        slots = state.slots
+        params_of = self.params_in(cell, state)
         where = self.where(chunk, 0, cell["microbatch"])
         state = state._replace(message=_split(_at_all(slots.inbox, cell["input"])))
         if self.loses:
@@ -229,21 +255,22 @@ class Work:
         state = state._replace(message=_split(g), slots=slots, sums=sums)
         return at_most_once(self.is_first(chunk), self.leave, cell, state)
 
-    def enter(self, where: Where, j: Index) -> PyTree:
+    def enter(self, ends: PyTree, where: Where, j: Index) -> PyTree:
         """The residual stream before the first layer."""
         del j
-        return self.stages.first(self.ends, where.data, where.key)
+        return self.stages.first(ends, where.data, where.key)
 
     def leave(self, cell: dict, state: State) -> State:
         """Adds the gradient of what `enter` reads."""
         where = self.where(cell["chunk"], 0, cell["microbatch"])
-        _, pull = jax.vjp(lambda ends: self.stages.first(ends, where.data, where.key), self.ends)
+        ends = self.ends_in(cell, state)
+        _, pull = jax.vjp(lambda ends: self.stages.first(ends, where.data, where.key), ends)
         sums = state.sums
         return state._replace(sums=sums._replace(ends=added(sums.ends, pull(state.message)[0])))
 
     def lose(self, x: PyTree, where: Where) -> tuple[Array, PyTree]:
         """The loss of what leaves the last layer, and what is told of it."""
-        return self.stages.last(self.ends, x, where.data, self.total)
+        return self.stages.last(self.ends, x, where.data, self.total_in(where))
 
     def returned(self, cell: dict, state: State) -> State:
         """Counts the loss of what the last chunk has given; the message is then its gradient."""
@@ -251,15 +278,21 @@ class Work:
         where = self.where(cell["chunk"], 0, j)
 
         def last(ends, x):
-            return self.stages.last(ends, x, where.data, self.total)
+            return self.stages.last(ends, x, where.data, self.total_in(where))
 
-        loss, pull, told = jax.vjp(
-            last, self.ends, _at_all(state.slots.inbox, cell["input"]), has_aux=True
-        )
+        ends = self.ends_in(cell, state)
+        x = _at_all(state.slots.inbox, cell["input"])
+        loss, pull, told = jax.vjp(last, ends, x, has_aux=True)
         ends, g = pull(jnp.ones_like(loss))
         sums = state.sums._replace(ends=added(state.sums.ends, ends))
         last_told = jax.tree.map(lambda x, new: _with(x, new, j), state.last, told)
-        return state._replace(message=_split(g), sums=sums, loss=state.loss + loss, last=last_told)
+        counted = self.add_loss(state.loss, loss, j)
+        return state._replace(message=_split(g), sums=sums, loss=counted, last=last_told)
+
+    def add_loss(self, losses: Array, loss: Array, j: Index) -> Array:
+        """Adds a microbatch's loss to what was counted so far."""
+        del j
+        return losses + loss
 
     def weights(self, cell: dict, state: State) -> State:
         """The gradients of a chunk's weights, from the factors that B left."""
@@ -304,8 +337,8 @@ class HeadWork(Work):
         assert self.stages.head is not None  # which `Pipelined.check` says
         return self.stages.head
 
-    def enter(self, where: Where, j: Index) -> PyTree:
-        del where
+    def enter(self, ends: PyTree, where: Where, j: Index) -> PyTree:
+        del ends, where
         return _at_all(self.given.entered, j)
 
     def leave(self, cell: dict, state: State) -> State:

@@ -43,25 +43,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.mesh import axes_like, constrain, is_axes
 from jaxpar.pipeline._chunks import AXIS
-from jaxpar.pipeline._once import at_most_once
-from jaxpar.pipeline._turn import Where, raw_shape, turn_of
-from jaxpar.pipeline._work import (
-    Index,
-    _at,
-    _at_all,
-    _from,
-    _put,
-    _split,
-    _wide,
-    _with,
-    _zeros,
-    added,
-)
-from jaxpar.pipeline.accumulation import Stages, key_of_part
+from jaxpar.pipeline._held import Given, State
+from jaxpar.pipeline._turn import Where
+from jaxpar.pipeline._work import Index, Program, Work, _at, _with, _zeros
+from jaxpar.pipeline.accumulation import Stages
 from jaxpar.pipeline.ops import Op
 from jaxpar.pipeline.orders import pipedream
-from jaxpar.pipeline.pack import COLUMNS, TickTable, pack_schedule
-from jaxpar.pipeline.two_stage import put_together
+from jaxpar.pipeline.pack import TickTable, pack_schedule
 from jaxpar.stage import by_stage
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
@@ -165,35 +153,30 @@ class PipeDream:
         rows = jnp.asarray(np.concatenate([table.rows, slots], -1))
 
         def train(own, state, microbatches, key, rows):
-            work = _Work(stages, self.rule, table, first, own, microbatches, key)
-            return work.run(own, jax.tree.map(lambda x: x[0], state), rows[:, 0])
+            versions = _Versions(
+                ring=_filled(own, first, devices), state=jax.tree.map(lambda x: x[0], state)
+            )
+            work = _DelayedWork(stages, self.rule, table, first, versions, microbatches, key)
+            return work.run(rows[:, 0])
 
         given, each = (_own(params), AT, ALL, ALL, P(None, *AT)), (_own(params), AT, ALL)
         return by_stage(train, given, each)(params, state, microbatches, key, rows)
 
 
-class _Carry(NamedTuple):
-    """What a stage holds from tick to tick.
+class _Versions(NamedTuple):
+    """Parameters that are updated between ticks.
 
     Attributes:
-      message: A residual stream or its gradient, of this tick's task.
-      inbox: Residual streams and their gradients that have come, [slots, ...].
-      stash: What forward passes keep, [slots, turns of a stage, ...].
       ring: Versions of the stage's own parameters, [slots, ...]; of those that the last stage alone reads, one.
-      state: Of the rule.
-      losses: Of each microbatch, as far as this stage counts it, [m].
+      state: Optimizer state of the rule.
     """
 
-    message: PyTree
-    inbox: PyTree
-    stash: list[Array]
     ring: PyTree
     state: PyTree
-    losses: Array
 
 
-class _Work:
-    """The tasks of one stage, and a tick of all; for the inside of a program that is manual over the axis `stage`."""
+class _DelayedWork(Work):
+    """The tasks of a stage that reads the version of its weights that a row names, and updates the newest."""
 
     def __init__(
         self,
@@ -201,175 +184,131 @@ class _Work:
         rule: optax.GradientTransformation,
         table: TickTable,
         first: frozenset[str],
-        own: PyTree,
+        versions: _Versions,
         microbatches: PyTree,
         key: PRNGKey | None,
     ):
-        self.stages, self.rule, self.table, self.first = stages, rule, table, first
-        self.microbatches, self.key = microbatches, key
-        self.devices, self.m = table.schedule.devices, table.schedule.microbatches
-        self.size, self.me = stages.num_turns // self.devices, jax.lax.axis_index(AXIS)
-        self.turns = np.arange(self.size, dtype=np.int32)
-        self.own, self.ring = own, self.filled(own)
-        where, held = self.where(0), self.held(self.ring, 0, 0)
-        self.layers = jax.tree.structure(held["layers"])
-        self.x = jax.eval_shape(lambda: stages.first(held, where.data, where.key))
-        self.turn = turn_of(stages, _layer(held), self.x, where)
-        self.kept = [raw_shape(like) for like in self.turn.kept]
-        self.loss, _ = jax.eval_shape(
-            lambda x: stages.last(held, x, where.data, stages.total(where.data)), self.x
-        )
+        devices = table.schedule.devices
+        program = Program(stages, table, chunk_size=stages.num_turns // devices, vocabulary=0)
+        self.stages = stages
+        self.rule = rule
+        self.first = first
+        self.versions = versions
+        self.me = jax.lax.axis_index(AXIS)
 
-    def run(self, own: PyTree, state: PyTree, rows: Array) -> tuple[PyTree, PyTree, Array]:
+        # Held layers only by their shapes, [1, turns of a stage, ...]: no version is copied whole.
+        held = jax.eval_shape(stages.hold, self.version(versions.ring, 0))
+        layers = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), held["layers"]
+        )
+        given = Given(
+            layers=layers,
+            ends=self.ends_of(versions.ring, 0),
+            parts=microbatches,
+            key=key,
+            total=jnp.zeros(()),  # not read: each microbatch has its own
+        )
+        super().__init__(program, given, own=self.me[None])
+
+    def run(self, rows: Array) -> tuple[PyTree, PyTree, Array]:
         """Returns what `PipeDream` does: a stage's layers and state, and what lies outside of the layers on all."""
-        slots = self.table.slots
-        stash, losses = _zeros(self.kept, slots["stash"], self.size), _zeros(self.loss, self.m)
-        start = _Carry(
-            _zeros(self.x), _zeros(self.x, slots["inbox"]), stash, self.ring, state, losses
-        )
-        end, _ = jax.lax.scan(self.tick, start, rows)
-        own = self.version(end.ring, self.m % (self.devices - self.me))
+        (end, _), _ = jax.lax.scan(self.tick, self.start(), rows)
+        ring, state = end.versions
+        num_microbatches = self.schedule.microbatches
+        own = self.version(ring, num_microbatches % (self.schedule.devices - self.me))
 
-        def of(owner: int, x: Array) -> Array:
+        def from_owner(owner: int, x: Array) -> Array:
             return jax.lax.psum(jnp.where(self.me == owner, x, jnp.zeros_like(x)), AXIS)
 
         for name, part in own.items():
             if name != "layers":
-                owner = 0 if name in self.first else self.devices - 1
-                own[name] = jax.tree.map(functools.partial(of, owner), part)
-        return own, jax.tree.map(lambda x: x[None], end.state), jax.lax.psum(end.losses, AXIS)
+                owner = 0 if name in self.first else self.schedule.devices - 1
+                own[name] = jax.tree.map(functools.partial(from_owner, owner), part)
 
-    def tick(self, carry: _Carry, row: Array) -> tuple[_Carry, None]:
-        """Does a task, and exchanges messages with both neighbours."""
-        cell = dict(zip((*COLUMNS, *VERSIONS), row, strict=True))
-        carry = carry._replace(message=_split(_zeros(self.x)))
-        for op, task in ((Op.F, self.forward), (Op.BW, self.backward)):
-            carry = at_most_once(cell["op"] == op, task, cell, carry)
-        inbox = _put(carry.inbox, carry.message, cell["keep"])
-        for step, column in ((1, "from_before"), (-1, "from_after")):
-            inbox = _put(inbox, _from(carry.message, step, self.devices), cell[column])
-        return carry._replace(inbox=inbox), None
+        # A stage has one chunk: its turns' losses are [1, m, turns of a stage].
+        losses = end.loss
+        if end.told.losses:
+            of_turns = sum(end.told.losses.values(), jnp.zeros(()))
+            losses = losses + of_turns[0].sum(-1).astype(losses.dtype)
+        return own, jax.tree.map(lambda x: x[None], state), jax.lax.psum(losses, AXIS)
 
-    def forward(self, cell: dict, carry: _Carry) -> _Carry:
-        """The forward pass of the stage's layers with its newest weights, from the data or from what has come."""
-        j, slot = cell["microbatch"], cell["read"]
-        where = self.where(j)
+    def columns(self) -> tuple[str, ...]:
+        return *super().columns(), *VERSIONS
 
-        def enter(cell, x):
-            del x
-            where = self.where(cell["microbatch"])
-            return _split(
-                self.stages.first(self.held(carry.ring, cell["read"], 0), where.data, where.key)
-            )
+    def start(self) -> tuple[State, tuple]:
+        state, flying = super().start()
+        losses = _zeros(self.loss, self.schedule.microbatches)
+        return state._replace(loss=losses, versions=self.versions), flying
 
-        x = at_most_once(self.me == 0, enter, cell, _split(_at_all(carry.inbox, cell["input"])))
+    def share_of_microbatch(self) -> float:
+        return 1.0
 
-        def one(x_and_stash, turn):
-            x, stash = x_and_stash
-            here = dataclasses.replace(where, index=where.index + turn)
-            x, kept, told = self.turn.forward(_layer(self.held(carry.ring, slot, turn)), x, here)
-            stash = [
-                _with(slots, each, cell["stash"], turn)
-                for slots, each in zip(stash, kept, strict=True)
-            ]
-            return (x, stash), sum(told.losses.values(), jnp.zeros((), self.loss.dtype))
+    def add_loss(self, losses: Array, loss: Array, j: Index) -> Array:
+        return losses.at[j].add(loss)
 
-        (x, stash), losses = jax.lax.scan(one, (x, carry.stash), self.turns)
-        losses = carry.losses.at[j].add(losses.sum().astype(self.loss.dtype))
-        return carry._replace(message=_split(x), stash=stash, losses=losses)
+    def total_in(self, where: Where) -> Array:
+        return self.stages.total(where.data)
 
-    def backward(self, cell: dict, carry: _Carry) -> _Carry:
+    def params_of(self, chunk: Index, turn: Index) -> PyTree:
+        del chunk
+        return self.turn_of(self.versions.ring, 0, turn)
+
+    def params_in(self, cell: dict, state: State) -> Callable[[Index], PyTree]:
+        return functools.partial(self.turn_of, state.versions.ring, cell["read"])
+
+    def ends_in(self, cell: dict, state: State) -> PyTree:
+        return self.ends_of(state.versions.ring, cell["read"])
+
+    def backward(self, cell: dict, state: State, fused: bool) -> State:
         """The backward pass with the weights of the forward pass, and an update of the newest."""
-        slot = cell["read"]
-        where = self.where(cell["microbatch"])
-        sums = jax.tree.map(lambda x: jnp.zeros(x.shape, _wide(x.dtype)), self.ends(cell, carry))
-        carry = carry._replace(message=_split(_at_all(carry.inbox, cell["input"])))
-        carry, sums = at_most_once(self.me == self.devices - 1, self.returned, cell, (carry, sums))
+        nothing = jax.tree.map(jnp.zeros_like, state.sums)
+        state = super().backward(cell, state._replace(sums=nothing), fused)
+        ring, rule_state = state.versions
 
-        def one(g, turn):
-            here = dataclasses.replace(where, index=where.index + turn)
-            params = _layer(self.held(carry.ring, slot, turn))
-            kept = [_at(leaf, cell["stash"], turn) for leaf in carry.stash]
-            g, pairs, rest = self.turn.backward(params, kept, here, g, 1.0)
-            return g, put_together(self.turn.products, self.turn.gradients(params, pairs), rest)
+        layers = [x[0] for x in state.sums.layers]
+        layers = jax.tree.unflatten(jax.tree.structure(self.layers), layers)
+        held = {"layers": layers, **state.sums.ends}
+        gradient = self.stages.release(self.version(ring, cell["read"]), held)
 
-        g, layers = jax.lax.scan(one, carry.message, self.turns, reverse=True)
-        carry = carry._replace(message=_split(g))
-        carry, sums = at_most_once(self.me == 0, self.entered, cell, (carry, sums))
-        layers = jax.tree.unflatten(self.layers, [x.astype(_wide(x.dtype)) for x in layers])
-        gradient = self.stages.release(self.version(carry.ring, slot), {"layers": layers, **sums})
-        newest = self.version(carry.ring, cell["newest"])
-        updates, state = self.rule.update(gradient, carry.state, newest)
+        newest = self.version(ring, cell["newest"])
+        updates, rule_state = self.rule.update(gradient, rule_state, newest)
         new = optax.apply_updates(newest, updates)
-        ring = jax.tree.map(
-            lambda x, new: _with(x, new, _within(x, cell["write"])), carry.ring, new
-        )
-        return carry._replace(ring=ring, state=state)
-
-    def returned(self, cell: dict, carry_and_sums: tuple[_Carry, PyTree]) -> tuple[_Carry, PyTree]:
-        """Counts the loss of what the last stage has given; the message is then its gradient."""
-        carry, sums = carry_and_sums
-        j = cell["microbatch"]
-        where = self.where(j)
-
-        def last(ends, x):
-            return self.stages.last(ends, x, where.data, self.stages.total(where.data))[0]
-
-        loss, pull = jax.vjp(last, self.ends(cell, carry), carry.message)
-        of_ends, g = pull(jnp.ones_like(loss))
-        return carry._replace(message=_split(g), losses=carry.losses.at[j].add(loss)), added(
-            sums, of_ends
-        )
-
-    def entered(self, cell: dict, carry_and_sums: tuple[_Carry, PyTree]) -> tuple[_Carry, PyTree]:
-        """Adds the gradient of what entered the first stage's layers."""
-        carry, sums = carry_and_sums
-        where = self.where(cell["microbatch"])
-        _, pull = jax.vjp(
-            lambda ends: self.stages.first(ends, where.data, where.key), self.ends(cell, carry)
-        )
-        return carry, added(sums, pull(carry.message)[0])
-
-    def ends(self, cell: dict, carry: _Carry) -> PyTree:
-        """What lies outside of the layers, of the version that a task reads, as a step holds it."""
-        return {
-            name: part
-            for name, part in self.held(carry.ring, cell["read"], 0).items()
-            if name != "layers"
-        }
-
-    def where(self, j: Index) -> Where:
-        """What the stage's first turn reads of microbatch j."""
-        return Where(
-            self.me * self.size, _at_all(self.microbatches, j), key_of_part(self.key, j, self.m)
-        )
-
-    def filled(self, own: PyTree) -> PyTree:
-        """A ring with the first version in every slot."""
-        size = {name: self.devices if name == "layers" or name in self.first else 1 for name in own}
-        return {
-            name: jax.tree.map(lambda x, n=size[name]: jnp.broadcast_to(x, (n, *x.shape)), part)
-            for name, part in own.items()
-        }
+        ring = jax.tree.map(lambda x, new: _with(x, new, _within(x, cell["write"])), ring, new)
+        return state._replace(versions=_Versions(ring=ring, state=rule_state))
 
     def version(self, ring: PyTree, slot: Index) -> PyTree:
-        """The stage's parameters in a slot."""
+        """Returns the stage's parameters in a slot."""
         return jax.tree.map(lambda x: _at(x, _within(x, slot)), ring)
 
     def held(self, ring: PyTree, slot: Index, turn: Index) -> PyTree:
-        """The same as a step holds them, of the layers one turn, [1, ...]: so that no version is copied whole."""
+        """Returns a slot's parameters as a step holds them, of the layers one turn, [1, ...]."""
         layers = jax.tree.map(lambda x: _at(x, slot, turn)[None], ring["layers"])
         ends = {name: part for name, part in ring.items() if name != "layers"}
         return self.stages.hold({"layers": layers, **self.version(ends, slot)})
+
+    def turn_of(self, ring: PyTree, slot: Index, turn: Index) -> PyTree:
+        """Returns the held parameters of one turn."""
+        return jax.tree.map(lambda x: x[0], self.held(ring, slot, turn)["layers"])
+
+    def ends_of(self, ring: PyTree, slot: Index) -> PyTree:
+        """Returns the held parameters outside of the layers."""
+        held = self.held(ring, slot, 0)
+        return {name: part for name, part in held.items() if name != "layers"}
+
+
+def _filled(own: PyTree, first: frozenset[str], devices: int) -> PyTree:
+    """Returns a ring with the first version in every slot."""
+
+    def fill(name: str, part: PyTree) -> PyTree:
+        slots = devices if name == "layers" or name in first else 1
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (slots, *x.shape)), part)
+
+    return {name: fill(name, part) for name, part in own.items()}
 
 
 def _within(x: Array, slot: Index) -> Array:
     """A slot of an array of a ring: those that the last stage alone reads have one, which it needs; -1 stays."""
     return jnp.minimum(slot, len(x) - 1)
-
-
-def _layer(held: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: x[0], held["layers"])
 
 
 def _own(params: PyTree) -> PyTree:
