@@ -20,7 +20,7 @@ from jaxpar.nn.auxiliary import Aux, Max
 from jaxpar.nn.experts.dispatch import sort_choices
 from jaxpar.nn.experts.grouped import grouped_matmul
 from jaxpar.nn.experts.losses import balance_loss, load
-from jaxpar.nn.experts.route import SCORES, route
+from jaxpar.nn.experts.route import SCORES, check_router, route
 from jaxpar.nn.leaf import Leaf
 from jaxpar.nn.linear import contract
 from jaxpar.nn.mixer import ActivationSizes, Context
@@ -61,16 +61,7 @@ class AttentionExperts:
     def __post_init__(self):
         """Refuses what is out of range, and what is not done by experts."""
         check_fields(self)
-        if self.experts_per_token > self.num_experts:
-            raise UsageError(
-                f"experts_per_token={self.experts_per_token} is over num_experts={self.num_experts}; "
-                f"legal are 1 to {self.num_experts}."
-            )
-        if self.normalise and self.experts_per_token == 1 < self.num_experts:
-            raise UsageError(
-                "experts_per_token=1 with normalise=True makes every weight 1, of which no router learns; take "
-                "normalise=False."
-            )
+        check_router(self.num_experts, self.experts_per_token, self.normalise)
         if self.heads.bias or self.heads.qk_norm is not None:
             raise UsageError(
                 "experts of attention have neither bias=True nor a qk_norm; leave both out."

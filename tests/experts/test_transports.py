@@ -40,8 +40,8 @@ from jaxpar.nn.experts.sharded import (
     LeastSent,
     Ragged,
     bytes_sent,
+    gather,
 )
-from jaxpar.nn.experts.sharded import all_to_all as exchange
 from jaxpar.nn.experts.sharded import transport_for as named
 from jaxpar.nn.experts.sharded.all_to_all import room_for
 from jaxpar.nn.mixer import ActivationSizes, Context
@@ -133,10 +133,10 @@ def test_where_there_is_room_nothing_is_gathered(x64, monkeypatch):
     )
     assert is_bounded and most <= room
 
-    def never(activation, x, *args, **kwargs):
-        return jnp.nan * x
+    def never(layer, tokens, *args, **kwargs):
+        return jnp.nan * tokens.x
 
-    monkeypatch.setattr(exchange, "gathered", never)
+    monkeypatch.setattr(gather, "gather_tokens", never)
     assert_dense(outcome_on("expert2.context2.tensor2", AllToAll(1.7), "softmax"), "softmax")
 
 

@@ -351,14 +351,13 @@ def _summed_whole(right):
     """Sums what experts made of all tokens on every device, which then takes its own."""
     del right
 
-    def gathered(activation, x, expert, weight, weights, axes, *, kept=True):
-        rows = x.shape[0]
-        every = (lax.all_gather(a, axes, axis=0, tiled=True) for a in (x, expert, weight))
-        x, expert, weight = every
-        y = mixture(activation, x, mine_of(expert, weights), weight, weights, kept=kept)
+    def gather_tokens(layer, tokens, weights, axes, *, kept=True):
+        rows = tokens.x.shape[0]
+        x, expert, weight = (lax.all_gather(a, axes, axis=0, tiled=True) for a in tokens)
+        y = mixture(layer.activation, x, mine_of(expert, weights), weight, weights, kept=kept)
         return lax.dynamic_slice_in_dim(lax.psum(y, axes), lax.axis_index(axes) * rows, rows)
 
-    return gathered
+    return gather_tokens
 
 
 def _experts_again(right):
@@ -956,7 +955,7 @@ OUTSIDE: tuple[Planted, ...] = (
     Planted(
         "experts",
         "The results of experts are summed whole on every device, and then cut.",
-        "jaxpar.nn.experts.sharded.gather:gathered",
+        "jaxpar.nn.experts.sharded.gather:gather_tokens",
         _summed_whole,
         "data4.expert2",
     ),

@@ -24,7 +24,15 @@ from jaxpar.nn.experts.losses import (
     mean_shares,
     router_z_loss,
 )
-from jaxpar.nn.experts.route import SCORES, Routing, heard, noisy, route, weights_by_expert
+from jaxpar.nn.experts.route import (
+    SCORES,
+    Routing,
+    check_router,
+    heard,
+    noisy,
+    route,
+    weights_by_expert,
+)
 from jaxpar.nn.experts.transport import SUM, Routed, Transport
 from jaxpar.nn.leaf import Leaf
 from jaxpar.nn.linear import Weight
@@ -89,16 +97,7 @@ class Experts:
     def __post_init__(self):
         """Refuses what is out of range, and a router that could not learn."""
         check_fields(self)
-        if self.experts_per_token > self.num_experts:
-            raise UsageError(
-                f"experts_per_token={self.experts_per_token} is over num_experts={self.num_experts}; "
-                f"legal are 1 to {self.num_experts}."
-            )
-        if self.normalise and self.experts_per_token == 1 < self.num_experts:
-            raise UsageError(
-                "experts_per_token=1 with normalise=True makes every weight 1, of which no router learns; take "
-                "normalise=False."
-            )
+        check_router(self.num_experts, self.experts_per_token, self.normalise)
 
     @property
     def parts(self) -> tuple[str, ...]:

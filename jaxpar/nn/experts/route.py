@@ -17,6 +17,7 @@ __all__ = [
     "SCORES",
     "ExpertChoice",
     "Routing",
+    "check_router",
     "expert_choice",
     "heard",
     "log_scores",
@@ -55,6 +56,24 @@ class ExpertChoice(NamedTuple):
     token: Int[Array, "E C"]
     weight: Float[Array, "E C"]
     scores: Float[Array, "N E"]
+
+
+def check_router(num_experts: int, experts_per_token: int, normalise: bool) -> None:
+    """Rejects more choices than there are experts, and weights of which no router learns.
+
+    Raises:
+      UsageError: If it is so.
+    """
+    if experts_per_token > num_experts:
+        raise UsageError(
+            f"experts_per_token={experts_per_token} is over num_experts={num_experts}; "
+            f"legal are 1 to {num_experts}."
+        )
+    if normalise and experts_per_token == 1 < num_experts:
+        raise UsageError(
+            "experts_per_token=1 with normalise=True makes every weight 1, of which no router "
+            "learns; take normalise=False."
+        )
 
 
 def log_scores(logits: Float[Array, "*N E"], scores: str = "softmax") -> Float[Array, "*N E"]:

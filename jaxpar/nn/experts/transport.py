@@ -95,13 +95,13 @@ class WholeBatch:
         self, layer: "Experts", tokens: Routed, weights: Weights, context: Context
     ) -> Float[Array, "B T D"]:
         """Returns the mixture."""
-        x, expert, weight = tokens
         axes = tuple(name and f"{name}-experts" for name in context.rules.inside)
 
-        def own(x, expert, weight, weights):
-            return mixture(layer.activation, x, mine_of(expert, weights), weight, weights)
+        def own(tokens, weights):
+            expert = mine_of(tokens.expert, weights)
+            return mixture(layer.activation, tokens.x, expert, tokens.weight, weights)
 
-        y = on_devices(own, layer, x, expert, weight, weights, axes, sums=mesh_axes("experts"))
+        y = on_devices(own, layer, tokens, weights, axes, sums=mesh_axes("experts"))
         return constrain(y, *context.rules.inside)
 
     def transfers(self, layer: "Experts", sizes: ActivationSizes) -> Iterator[Transfer]:
@@ -234,29 +234,25 @@ def mine_of(expert: Int[Array, "*N"], weights: Weights) -> Int[Array, "*N"]:
 
 
 def on_devices(
-    own: Callable[..., jax.Array],
+    own: Callable[[Routed, Weights], jax.Array],
     layer: "Experts",
-    x: Float[Array, "B T D"],
-    expert: Int[Array, "B T k"],
-    weight: Float[Array, "B T k"],
+    tokens: Routed,
     weights: Weights,
     axes: tuple[str | None, ...],
     *,
     sums: tuple[str, ...] = (),
 ) -> Float[Array, "B T D"]:
-    """Runs `own(x, expert, weight, weights)` on each device's tokens, experts and share of F, and sums over F.
+    """Runs `own(tokens, weights)` on each device's tokens, experts and share of F, and sums over F.
 
     Args:
       own: Returns its tokens' results; collectives over `mesh_axes("experts")` are its own affair.
       layer: Whose experts these are.
-      x: Tokens.
-      expert: Whom they chose.
-      weight: What each choice counts.
-      weights: Of the experts.
-      axes: How tokens, choices and results lie.
+      tokens: Tokens and their choices.
+      weights: Weights of the experts.
+      axes: Logical axes of tokens, choices and results.
       sums: Mesh axes besides those of F over which results are summed.
     """
-    leaves = layer.leaves(x.shape[-1], 1.0, 1.0)
+    leaves = layer.leaves(tokens.x.shape[-1], 1.0, 1.0)
     used = [in_role(leaves[name].axes, "use") for name in weights]
     shares = (*sums, *mesh_axes("mlp"))
     over = frozenset((*mesh_axes("experts"), *shares)).union(
@@ -266,7 +262,7 @@ def on_devices(
     def on_device(x, expert, weight, *held):
         # Typed as different on all devices, so that gradients are summed over those that held the same.
         x, expert, weight, *held = varying_over((x, expert, weight, *held), over)
-        y = own(x, expert, weight, dict(zip(weights, held, strict=True)))
+        y = own(Routed(x, expert, weight), dict(zip(weights, held, strict=True)))
         return jax.lax.psum(y, shares) if shares else y
 
-    return local(on_device, [axes, axes, axes, *used], axes)(x, expert, weight, *weights.values())
+    return local(on_device, [axes, axes, axes, *used], axes)(*tokens, *weights.values())

@@ -6,6 +6,7 @@ go one way than there is room for, all devices gather instead, so that nothing i
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 
@@ -25,8 +26,13 @@ from jaxpar.nn.experts.dispatch import (
     rows_of,
     sort_choices,
 )
-from jaxpar.nn.experts.sharded.gather import Gather, gathered, shared_axes
-from jaxpar.nn.experts.transport import SUM, Routed, Weights, on_devices, products
+from jaxpar.nn.experts.sharded.gather import (
+    Gather,
+    exchange_or_gather,
+    on_sharing_devices,
+    shared_axes,
+)
+from jaxpar.nn.experts.transport import SUM, Routed, Weights, products
 from jaxpar.nn.mixer import ActivationSizes, Context
 from jaxpar.scan.varying import varying_axes
 from jaxpar.transfers import Transfer
@@ -51,40 +57,30 @@ class AllToAll:
         self, layer: Experts, tokens: Routed, weights: Weights, context: Context
     ) -> Float[Array, "B T D"]:
         """Returns the mixture."""
-        x, expert, weight = tokens
-        axes = shared_axes(context.rules.inside[0])
-        if not axes:
-            return SUM(layer, tokens, weights, context)
-        slots = layer.slots(x.shape[1], context)
+        own = self._by_room
+        slots = layer.slots(tokens.x.shape[1], context)
+        if slots is not None:
+            own = functools.partial(_by_slots, slots=slots)
+        return on_sharing_devices(own, layer, tokens, weights, context)
 
-        def own(x, expert, weight, weights):
-            if slots is not None:
-                return _by_slots(layer, x, expert, weight, weights, axes, slots)
-            return self._by_room(layer, x, expert, weight, weights, axes)
+    def _by_room(
+        self, layer: Experts, tokens: Routed, weights: Weights, axes: tuple[str, ...]
+    ) -> jax.Array:
+        """Exchanges on each device where there is room for all, else gathers."""
+        num_tokens = math.prod(tokens.x.shape[:2])
+        room, is_bounded = room_for(self.room, layer, num_tokens, num_shares(*axes))
+        choices = tokens.expert.reshape(-1, tokens.expert.shape[-1])
+        plan = sort_choices(choices, layer.num_experts)
 
-        return on_devices(own, layer, x, expert, weight, weights, context.rules.inside)
+        def exchange(tokens, weights):
+            return in_order(layer, tokens, weights, plan, axes, room)
 
-    def _by_room(self, layer: Experts, x, expert, weight, weights, axes):
-        """On each device: an exchange where there is room for all, else a gather."""
-        room, is_bounded = room_for(self.room, layer, math.prod(x.shape[:2]), num_shares(*axes))
-        plan = sort_choices(expert.reshape(-1, expert.shape[-1]), layer.num_experts)
         if not is_bounded:
-            return in_order(layer, x, weight, weights, plan, expert, axes, room)
+            return exchange(tokens, weights)
         counts = plan.sizes.reshape(num_shares(*axes), -1).sum(1)
         # Of all devices, even of those that share nothing: none waits for one that went another way.
         most = jax.lax.pmax(counts.max(), tuple(sorted(varying_axes(counts))))
-        return jax.lax.cond(
-            most <= room,
-            lambda x, weight, weights: in_order(
-                layer, x, weight, weights, plan, expert, axes, room
-            ),
-            lambda x, weight, weights: gathered(
-                layer.activation, x, expert, weight, weights, axes, kept=False
-            ),
-            x,
-            weight,
-            weights,
-        )
+        return exchange_or_gather(most <= room, exchange, layer, tokens, weights, axes)
 
     def transfers(self, layer: Experts, sizes: ActivationSizes) -> Iterator[Transfer]:
         """Declares tokens and results once for each time they are made, their gradients once; or else a gather."""
@@ -146,20 +142,29 @@ def _moved(rows: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return checkpoint_name(jax.lax.all_to_all(rows, axes, 0, 0, tiled=True), "moved")
 
 
-def in_order(layer, x, weight, weights, plan: Plan, expert, axes, room: int) -> jax.Array:
+def in_order(
+    layer: Experts,
+    tokens: Routed,
+    weights: Weights,
+    plan: Plan,
+    axes: tuple[str, ...],
+    room: int,
+) -> jax.Array:
     """Computes the mixture on each device: rows go to others in the order of their experts, with a count of each.
 
     Args:
-      layer: For its activation.
-      x: Tokens of this device, [B, T, D].
-      weight: What each choice counts, [B, T, k].
-      weights: Of the experts that this device computes: its own, and what is lent to it.
+      layer: The layer, for its activation.
+      tokens: Tokens of this device; a choice's expert is its number in the order of the plan, P times as many as a
+        device computes for a choice that is dropped.
+      weights: Weights of the experts that this device computes, its own and those of others.
       plan: The choices sorted by device, and by expert on it; as many sizes a device as it computes experts.
-      expert: Number of each choice in that order; P times as many as a device computes for a choice that is dropped.
       axes: Mesh axes of the devices.
       room: Rows from one device to another; there must be enough.
     """
-    (*_, k), width, shares = expert.shape, x.shape[-1], num_shares(*axes)
+    x, expert, weight = tokens
+    k = expert.shape[-1]
+    width = x.shape[-1]
+    shares = num_shares(*axes)
     sizes = plan.sizes.reshape(shares, -1)
     ends = jnp.cumsum(sizes.sum(1))
     starts = jnp.append(ends - sizes.sum(1), 0)
@@ -178,8 +183,11 @@ def in_order(layer, x, weight, weights, plan: Plan, expert, axes, room: int) -> 
     return combine(_moved(back, axes), weight.reshape(-1, k), sent).reshape(x.shape)
 
 
-def _by_slots(layer, x, expert, weight, weights, axes, slots: int) -> jax.Array:
+def _by_slots(
+    layer: Experts, tokens: Routed, weights: Weights, axes: tuple[str, ...], *, slots: int
+) -> jax.Array:
     """A slot for each choice that an expert may take of a row: [E, B, slots], empty ones 0."""
+    x, expert, weight = tokens
     rows, length, k = expert.shape
     num_experts, width, shares = layer.num_experts, x.shape[-1], num_shares(*axes)
     count = rows * slots

@@ -4,10 +4,10 @@ Whatever tokens choose, as many bytes travel: the static and dropless form.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from jaxpar.mesh import mesh_axes, num_shares
 from jaxpar.nn.experts import Experts
@@ -15,7 +15,10 @@ from jaxpar.nn.experts.transport import SUM, Routed, Weights, mine_of, mixture, 
 from jaxpar.nn.mixer import ActivationSizes, Context
 from jaxpar.transfers import Transfer
 
-__all__ = ["Gather", "shared_axes"]
+__all__ = ["Gather", "exchange_or_gather", "gather_tokens", "on_sharing_devices", "shared_axes"]
+
+OnDevice = Callable[[Experts, Routed, Weights, tuple[str, ...]], jax.Array]
+"""(layer, tokens, weights, mesh axes) -> mixture of a device's tokens."""
 
 
 def shared_axes(rows: str | None = "batch") -> tuple[str, ...]:
@@ -38,15 +41,7 @@ class Gather:
         self, layer: Experts, tokens: Routed, weights: Weights, context: Context
     ) -> Float[Array, "B T D"]:
         """Returns the mixture."""
-        x, expert, weight = tokens
-        axes = shared_axes(context.rules.inside[0])
-        if not axes:
-            return SUM(layer, tokens, weights, context)
-
-        def own(x, expert, weight, weights):
-            return gathered(layer.activation, x, expert, weight, weights, axes)
-
-        return on_devices(own, layer, x, expert, weight, weights, context.rules.inside)
+        return on_sharing_devices(gather_tokens, layer, tokens, weights, context)
 
     def transfers(self, layer: Experts, sizes: ActivationSizes) -> Iterator[Transfer]:
         """Declares gathers of tokens and choices, as often as these are made, and sums of what comes back."""
@@ -86,19 +81,44 @@ class Gather:
         )
 
 
-def gathered(
-    activation: str,
-    x: Float[Array, "B T D"],
-    expert: Int[Array, "B T k"],
-    weight: Float[Array, "B T k"],
+def on_sharing_devices(
+    own: OnDevice, layer: Experts, tokens: Routed, weights: Weights, context: Context
+) -> Float[Array, "B T D"]:
+    """Runs `own(layer, tokens, weights, axes)` on each device that shares experts over `axes`; without any, `SUM`."""
+    axes = shared_axes(context.rules.inside[0])
+    if not axes:
+        return SUM(layer, tokens, weights, context)
+
+    def on_device(tokens, weights):
+        return own(layer, tokens, weights, axes)
+
+    return on_devices(on_device, layer, tokens, weights, context.rules.inside)
+
+
+def gather_tokens(
+    layer: Experts, tokens: Routed, weights: Weights, axes: tuple[str, ...], *, kept: bool = True
+) -> Float[Array, "B T D"]:
+    """Computes the mixture of gathered tokens on each device; their products are kept, or computed again backward."""
+    x, expert, weight = (jax.lax.all_gather(a, axes, axis=0, tiled=True) for a in tokens)
+    y = mixture(layer.activation, x, mine_of(expert, weights), weight, weights, kept=kept)
+    return jax.lax.psum_scatter(y, axes, scatter_dimension=0, tiled=True)
+
+
+def exchange_or_gather(
+    has_room: Bool[Array, ""],
+    exchange: Callable[[Routed, Weights], jax.Array],
+    layer: Experts,
+    tokens: Routed,
     weights: Weights,
     axes: tuple[str, ...],
-    *,
-    kept: bool = True,
 ) -> Float[Array, "B T D"]:
-    """Computes it on each device, inside `on_devices`; products are kept for the backward pass, or made again."""
-    x, expert, weight = (
-        jax.lax.all_gather(a, axes, axis=0, tiled=True) for a in (x, expert, weight)
-    )
-    y = mixture(activation, x, mine_of(expert, weights), weight, weights, kept=kept)
-    return jax.lax.psum_scatter(y, axes, scatter_dimension=0, tiled=True)
+    """Computes an exchange on each device where there is room for all choices, else a gather."""
+
+    def run_exchange(x, weight, weights):
+        return exchange(tokens._replace(x=x, weight=weight), weights)
+
+    def run_gather(x, weight, weights):
+        each = tokens._replace(x=x, weight=weight)
+        return gather_tokens(layer, each, weights, axes, kept=False)
+
+    return jax.lax.cond(has_room, run_exchange, run_gather, tokens.x, tokens.weight, weights)

@@ -19,9 +19,14 @@ from jaxpar.mesh import mesh_axes, num_shares
 from jaxpar.nn.experts import Experts
 from jaxpar.nn.experts.dispatch import sort_choices
 from jaxpar.nn.experts.sharded.all_to_all import in_order, room_for
-from jaxpar.nn.experts.sharded.gather import Gather, gathered, shared_axes
+from jaxpar.nn.experts.sharded.gather import (
+    Gather,
+    exchange_or_gather,
+    on_sharing_devices,
+    shared_axes,
+)
 from jaxpar.nn.experts.sharded.spill import home_of, least_loaded
-from jaxpar.nn.experts.transport import SUM, Routed, Weights, on_devices
+from jaxpar.nn.experts.transport import SUM, Routed, Weights
 from jaxpar.nn.mixer import ActivationSizes, Context
 from jaxpar.scan.varying import varying_as, varying_axes
 from jaxpar.transfers import Transfer
@@ -59,20 +64,15 @@ class Spill:
         self, layer: Experts, tokens: Routed, weights: Weights, context: Context
     ) -> Float[Array, "B T D"]:
         """Returns the mixture."""
-        x, expert, weight = tokens
-        axes = shared_axes(context.rules.inside[0])
-        if not axes:
-            return SUM(layer, tokens, weights, context)
+        return on_sharing_devices(self._on_device, layer, tokens, weights, context)
 
-        def own(x, expert, weight, weights):
-            return self._on_device(layer, x, expert, weight, weights, axes)
-
-        return on_devices(own, layer, x, expert, weight, weights, context.rules.inside)
-
-    def _on_device(self, layer: Experts, x, expert, weight, weights, axes):
-        shares, num_experts = num_shares(*axes), layer.num_experts
+    def _on_device(
+        self, layer: Experts, tokens: Routed, weights: Weights, axes: tuple[str, ...]
+    ) -> jax.Array:
+        shares = num_shares(*axes)
+        num_experts = layer.num_experts
         each = num_experts // shares
-        chosen = expert.reshape(-1, expert.shape[-1])
+        chosen = tokens.expert.reshape(-1, tokens.expert.shape[-1])
         plan = sort_choices(chosen, num_experts)
         counts = checkpoint_name(jax.lax.all_gather(plan.sizes, axes).reshape(shares, -1), "moved")
         lent = least_loaded(
@@ -97,24 +97,16 @@ class Spill:
         sent = sort_choices(taken, shares * (each + self.slots))
         room, is_bounded = room_for(self.room, layer, len(chosen), shares, self.slots)
 
-        def exchanged(x, weight, weights):
+        def exchange(tokens, weights):
             spare = _lend(weights, held, axes)
             both = {name: jnp.concatenate([w, spare[name]]) for name, w in weights.items()}
-            return in_order(layer, x, weight, both, sent, taken, axes, room)
+            numbered = tokens._replace(expert=taken.reshape(tokens.expert.shape))
+            return in_order(layer, numbered, both, sent, axes, room)
 
         if not is_bounded:
-            return exchanged(x, weight, weights)
+            return exchange(tokens, weights)
         most = _of_all(sent.sizes.reshape(shares, -1).sum(1).max())
-        return jax.lax.cond(
-            most <= room,
-            exchanged,
-            lambda x, weight, weights: gathered(
-                layer.activation, x, expert, weight, weights, axes, kept=False
-            ),
-            x,
-            weight,
-            weights,
-        )
+        return exchange_or_gather(most <= room, exchange, layer, tokens, weights, axes)
 
     def transfers(self, layer: Experts, sizes: ActivationSizes) -> Iterator[Transfer]:
         """Declares tokens and results as `AllToAll`, weights that are lent and their gradients; or else a gather."""

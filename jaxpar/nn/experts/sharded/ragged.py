@@ -13,8 +13,8 @@ from jaxpar.mesh import mesh_axes, num_shares, platform
 from jaxpar.nn.experts import Experts
 from jaxpar.nn.experts.dispatch import Plan, combine, rows_of, sort_choices
 from jaxpar.nn.experts.sharded.all_to_all import room_for
-from jaxpar.nn.experts.sharded.gather import shared_axes
-from jaxpar.nn.experts.transport import SUM, Routed, Weights, on_devices, products
+from jaxpar.nn.experts.sharded.gather import on_sharing_devices, shared_axes
+from jaxpar.nn.experts.transport import SUM, Routed, Weights, products
 from jaxpar.nn.mixer import ActivationSizes, Context
 from jaxpar.scan.varying import varying_as
 from jaxpar.transfers import Transfer
@@ -38,19 +38,11 @@ class Ragged:
         Raises:
           UsageError: On CPU, where JAX has no such collective.
         """
-        x, expert, weight = tokens
-        axes = shared_axes(context.rules.inside[0])
-        if not axes:
-            return SUM(layer, tokens, weights, context)
-        if platform() == "cpu":
+        if shared_axes(context.rules.inside[0]) and platform() == "cpu":
             raise UsageError(
                 "transport=ragged is made of jax.lax.ragged_all_to_all, which CPUs do not have; take all_to_all there."
             )
-
-        def own(x, expert, weight, weights):
-            return _on_device(layer, x, expert, weight, weights, axes)
-
-        return on_devices(own, layer, x, expert, weight, weights, context.rules.inside)
+        return on_sharing_devices(_on_device, layer, tokens, weights, context)
 
     def transfers(self, layer: Experts, sizes: ActivationSizes) -> Iterator[Transfer]:
         """Declares buffers of the worst case, once for each time they are made and once for their gradients."""
@@ -87,8 +79,13 @@ def _tokens(sizes: ActivationSizes) -> int:
     return round(sizes.tokens / num_shares(*mesh_axes("seq_layer")))
 
 
-def _on_device(layer, x, expert, weight, weights, axes) -> jax.Array:
-    (*_, k), width, shares = expert.shape, x.shape[-1], num_shares(*axes)
+def _on_device(
+    layer: Experts, tokens: Routed, weights: Weights, axes: tuple[str, ...]
+) -> jax.Array:
+    x, expert, weight = tokens
+    k = expert.shape[-1]
+    width = x.shape[-1]
+    shares = num_shares(*axes)
     plan = sort_choices(expert.reshape(-1, k), layer.num_experts)
     # Of each device, how many choose each expert.
     sizes = jax.lax.all_gather(plan.sizes, axes).reshape(shares, shares, -1)
