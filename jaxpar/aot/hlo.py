@@ -18,6 +18,7 @@ __all__ = [
     "collectives",
     "crossings",
     "dependencies",
+    "drop_unused",
     "matmul_flops",
     "replica_groups",
     "trip_counts",
@@ -32,6 +33,20 @@ COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
+
+EFFECTS = (
+    "infeed",
+    "outfeed",
+    "send",
+    "send-done",
+    "recv",
+    "recv-done",
+    "while",
+    "conditional",
+    "call",
+    "custom-call",
+)
+"""Operations that run although nothing reads their result: they may have effects of their own."""
 
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY\s+)?%?(?P<name>[\w.\-]+)\s*\(.*\{\s*$")
 _HEAD = re.compile(r"^\s*(?:ROOT\s+)?%?(?P<name>[\w.\-]+) = ")
@@ -110,6 +125,7 @@ class _Instruction(NamedTuple):
     shape: str
     op: str
     rest: str  # operands and attributes
+    is_root: bool
 
     @property
     def operands(self) -> list[str]:
@@ -140,6 +156,26 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
             if spans != ():
                 out.append(Collective(kind, spans, shapes, dtypes, times[computation], found.name))
     return out
+
+
+def drop_unused(text: str) -> str:
+    """Returns a module without the instructions of which nothing is read, as later passes drop them.
+
+    Args:
+      text: HLO from between two passes.
+    """
+    program, _ = _computations(text)
+    used = {computation: _used(instructions) for computation, instructions in program.items()}
+    kept = []
+    current: set[str] | None = None
+    for line in text.splitlines():
+        head = _HEAD.match(line)
+        if computation := _COMPUTATION.match(line):
+            current = used[computation["name"]]
+        elif head and current is not None and head["name"] not in current:
+            continue
+        kept.append(line)
+    return "\n".join(kept)
 
 
 def crossings(found: list[Collective]) -> tuple[Crossing, ...]:
@@ -368,10 +404,45 @@ def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str | None]
             begin = head.end()
             end = _closing(line, begin) + 1 if line[begin] == "(" else line.find(" ", begin)
             op, _, _ = line[end:].strip().partition("(")
-            current.append(
-                _Instruction(head["name"], line[begin:end], op, line[line.find("(", end) :])
+            instruction = _Instruction(
+                name=head["name"],
+                shape=line[begin:end],
+                op=op,
+                rest=line[line.find("(", end) :],
+                is_root=line.lstrip().startswith("ROOT "),
             )
+            current.append(instruction)
     return program, entry
+
+
+def _used(instructions: list[_Instruction]) -> set[str]:
+    """Returns the names of the instructions of a computation that its result depends on, or the world outside."""
+    by_name = {found.name: found for found in instructions}
+    starts = [found for found in instructions if found.is_root or found.op in EFFECTS]
+    todo = [found.name for found in starts]
+    used: set[str] = set()
+    while todo:
+        name = todo.pop()
+        if name in used or name not in by_name:
+            continue
+        used.add(name)
+        todo += _operands_read(by_name[name], by_name)
+    return used
+
+
+def _operands_read(found: _Instruction, by_name: dict[str, _Instruction]) -> list[str]:
+    """Returns the names of an instruction's operands; in place of a tuple the one entry that it takes."""
+    index = re.search(r"\bindex=(\d+)", found.rest)
+    names = []
+    for operand in found.operands:
+        name, _, entry = operand.partition("#")
+        if found.op == "get-tuple-element" and index:
+            entry = index[1]
+        source = by_name.get(name)
+        if entry and source is not None and source.op == "tuple":
+            name, _, _ = source.operands[int(entry)].partition("#")
+        names.append(name)
+    return names
 
 
 def _times(program: dict[str, list[_Instruction]], entry: str | None) -> collections.Counter:

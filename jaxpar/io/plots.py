@@ -277,7 +277,8 @@ def plot_layouts(layouts_json: Path, out: Path, tolerance: dict[str, float]) -> 
         above.axhline(tolerance[dtype], color="black", linewidth=0.8, linestyle="--")
         above.text(0, tolerance[dtype] * 1.6, f"tolerance of {dtype}", fontsize=8)
     above.set(yscale="log", ylabel="error against one device")
-    above.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    if above.collections:  # of programs in few bits there are no errors
+        above.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     first = {row["layout"]: row["transfers"] for row in reversed(rows)}
     axes = sorted({key.split()[1] for transfers in first.values() for key in transfers})
     base = np.zeros(len(names))

@@ -193,6 +193,30 @@ def products_of(fn, *shapes, shardings=None):
     return hlo.matmul_flops(jit(fn, **options).lower(*arguments).compile().as_text())
 
 
+UNUSED = """
+ENTRY %main (p: f32[8], q: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  %q = f32[8]{0} parameter(1)
+  %all-reduce.1 = f32[8]{0} all-reduce(%p), replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%add
+  %all-reduce.2 = f32[8]{0} all-reduce(%q), replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%add
+  %negate.1 = f32[8]{0} negate(%all-reduce.2)
+  %tuple.1 = (f32[8]{0}, f32[8]{0}) tuple(%all-reduce.1, %negate.1)
+  ROOT %copy.1 = f32[8]{0} OF_TUPLE
+}
+"""
+
+
+@pytest.mark.parametrize("index, name", [(0, "all-reduce.1"), (1, "all-reduce.2")])
+@pytest.mark.parametrize(
+    "form", ["copy(%tuple.1#{})", "get-tuple-element(%tuple.1), index={}"], ids=["short", "long"]
+)
+def test_collectives_of_which_nothing_is_read_are_dropped(form, index, name):
+    mesh = make_mesh(MeshSpec(data=4, tensor=2), jax.devices())
+    text = hlo.drop_unused(UNUSED.replace("OF_TUPLE", form.format(index)))
+    found = hlo.collectives(text, mesh)
+    assert [one.name for one in found] == [name]
+
+
 def test_operations_of_a_product():
     assert products_of(jnp.matmul, (8, 4), (4, 6)) == PRODUCT
     assert products_of(lambda x, w: jnp.sin(x) + w.sum(), (8, 4), (4, 6)) == 0

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxpar.aot.estimate import EFFORTS, compile_lowered
+from jaxpar.aot.hlo import drop_unused
 from jaxpar.aot.job import Job
 from jaxpar.aot.memory_estimate import analyse
 from jaxpar.aot.verify.layouts import Layout
@@ -148,7 +149,7 @@ def _compile_apart(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, st
     name = "jax_persistent_cache_min_compile_time_secs"
     with _apart, tempfile.TemporaryDirectory() as folder:
         options = _options() | {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        options["xla_dump_hlo_pass_re"] = "spmd-partitioning"
+        options["xla_dump_hlo_pass_re"] = "spmd-partitioning|call-inliner"
         # No two programs have the same value of this option, which means nothing on a CPU: none is found in the cache.
         options["xla_gpu_redzone_padding_bytes"] = int.from_bytes(os.urandom(6))
         before = getattr(jax.config, name)
@@ -202,11 +203,16 @@ def _shapes_of_batch(program: Program) -> PyTree:
 
 
 def _partitioned(folder: str) -> str:
-    """Text of the program right after the partitioner, of those that XLA wrote into a folder."""
-    files = sorted(pathlib.Path(folder).glob("*after_spmd-partitioning*.txt"))
-    if not files:
-        return ""
-    return files[-1].read_text()
+    """Text of the program right after the partitioner, of those that XLA wrote into a folder.
+
+    Called functions are part of their callers in it, so that it shows which results are read; what
+    nothing reads is left out, as compilers do later.
+    """
+    for ending in ("after_call-inliner.before_pipeline-end", "after_spmd-partitioning"):
+        files = sorted(pathlib.Path(folder).glob(f"*spmd-partitioner.{ending}*.txt"))
+        if files:
+            return drop_unused(files[-1].read_text())
+    return ""
 
 
 def run_program(program: Program, compiled: Compiled, steps: int, seed: int = 0) -> Outcome:
