@@ -14,17 +14,20 @@
 """
 
 from jaxpar.nn.attention.cache import Cache, LinearCache, PositionRule
-from jaxpar.nn.attention.kernels import attention
+from jaxpar.nn.attention.kernels import Dropout, Execution, attention
 from jaxpar.nn.attention.mixer import Attend, Attention, WholeSequence
 from jaxpar.nn.attention.state import attend, capped, finish, merge, merge_parts
-from jaxpar.nn.attention.visibility import Visible
+from jaxpar.nn.attention.visibility import Visibility, Visible
 
 __all__ = [
     "Attend",
     "Attention",
     "Cache",
+    "Dropout",
+    "Execution",
     "LinearCache",
     "PositionRule",
+    "Visibility",
     "Visible",
     "WholeSequence",
     "attend",
