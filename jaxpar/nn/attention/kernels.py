@@ -59,7 +59,7 @@ class Dropout:
 
     @property
     def is_on(self) -> bool:
-        """Whether any weights are dropped."""
+        """True where weights are dropped: at a rate over 0, and with a key."""
         return self.key is not None and self.rate != 0
 
     def seeds(self, batch: int, heads: int) -> UInt32[Array, "B H"] | None:

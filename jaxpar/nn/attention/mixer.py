@@ -161,7 +161,7 @@ class Attention:
 
     @property
     def rule(self) -> PositionRule:
-        """Who sees whom, and how a score depends on where the two are."""
+        """Keys that a query sees, and dependence of scores on positions."""
         return PositionRule(visible=self.visible, positions=self.positions, cap=self.score_cap)
 
     @property

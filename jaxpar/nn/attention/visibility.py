@@ -101,7 +101,7 @@ class Visibility:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a kernel can take it: no window, no mask, and scores as they are."""
+        """True where a kernel can take it: no window, no mask, and scores as they are."""
         changes_scores = self.slopes is not None or self.cap != 0
         return not self.rule.window and self.among is None and not changes_scores
 
