@@ -46,7 +46,7 @@ class PositionRule(NamedTuple):
         return self.positions.slopes(num_heads) if isinstance(self.positions, Alibi) else None
 
     def visibility(self, num_heads: int, among: Bool[Array, "B T S"] | None = None) -> Visibility:
-        """Returns the keys that queries of these heads see, of those in a mask, and how scores change."""
+        """Returns the keys in a mask that these heads' queries see, and how scores change."""
         slopes = self.slopes(num_heads)
         return Visibility(rule=self.visible, among=among, slopes=slopes, cap=self.cap)
 

@@ -59,7 +59,7 @@ def attend_gradient(
     known: OutputGradient,
     visible: Visible,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B S G K"], Float[Array, "B S G K"]]:
-    """Computes what these keys add to the gradients, in float32 at least; the derivative of `in_blocks`.
+    """Computes what these keys add to the gradients of `in_blocks`, in float32 at least.
 
     The weights are those of the *whole* softmax, exp(score - log_sum): the log-sum-exp of these keys alone would give
     another function's gradient (FlashAttention-2, arXiv:2307.08691, algorithm 2).

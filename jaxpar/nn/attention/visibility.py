@@ -71,7 +71,7 @@ class Visible:
         """Returns the keys of its own document that the rule shows to each query.
 
         Args:
-          queries: Positions of queries, which must be there, their documents, and where these began.
+          queries: Positions of queries, their documents, and where these began.
           keys: Positions and documents of the keys.
         """
         assert queries.positions is not None and keys.positions is not None
