@@ -88,6 +88,7 @@ def parts(request: dict) -> Program:
     import jax.numpy as jnp
 
     from jaxpar.nn.attention import merge
+    from jaxpar.nn.attention.gradient import Done
     from jaxpar.nn.attention.pairs import attend_pair, attend_pair_gradient
 
     count = int(request["row"].split()[-1])
@@ -109,8 +110,9 @@ def parts(request: dict) -> Program:
             return (jnp.concatenate(outs, 1),)
         grads: list[list] = [[0.0] * count for _ in range(3)]
         for i in range(count):
+            done = Done(out=outs[i], log_sum=sums[i], gradient=gs[i])
             for j in range(i + 1):
-                more = attend_pair_gradient(qs[i], ks[j], vs[j], outs[i], sums[i], gs[i], i == j)
+                more = attend_pair_gradient(qs[i], ks[j], vs[j], done, i == j)
                 for kind, at, new in zip(grads, (i, j, j), more, strict=True):
                     kind[at] = kind[at] + new
         return tuple(jnp.concatenate(x, 1).astype(q.dtype) for x in (outs, *grads))

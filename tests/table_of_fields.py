@@ -68,7 +68,7 @@ from jaxpar.neat.episodes import Episodes, GeneralizationTest, PlayOptions
 from jaxpar.neat.hyper import Substrate, SubstrateTable
 from jaxpar.neat.problems import Table
 from jaxpar.neat.quadtree import Quadtree
-from jaxpar.nn.attention import Attention, Visible
+from jaxpar.nn.attention import Attention, Dropout, Visibility, Visible
 from jaxpar.nn.cells.aaren import Aaren
 from jaxpar.nn.cells.cell import Cell
 from jaxpar.nn.cells.conv_embedding import ConvEmbedding
@@ -153,6 +153,8 @@ TABLE = {
     Tcnca: {"num_heads head_dim chunk dilations": COUNT, "taps": PAIR},
     StackNetwork: {"inputs outputs": COUNT},
     Visible: {"window": LEAST_0},
+    Visibility: {"cap": FRACTION_FROM_0},
+    Dropout: {"rate": UNDER_1},
     Mlp: {"size": COUNT},
     Experts: {
         "size num_experts experts_per_token": COUNT,

@@ -24,6 +24,7 @@ from jaxpar.mesh import constrain
 from jaxpar.nn.attention import LinearCache, PositionRule, capped, merge, merge_parts
 from jaxpar.nn.attention.kernels import in_blocks
 from jaxpar.nn.attention.state import slopes_bias
+from jaxpar.nn.attention.visibility import Where
 from jaxpar.nn.mixer import Context
 from jaxpar.nn.position import Rope
 from jaxpar.scan.monoid import LogSumExp
@@ -151,12 +152,10 @@ class BlockCache:
                 q, self.keys, self.values, k, v, rule, self.forest, view, positions, context.visible
             )
             return self._added(parts), dataclasses.replace(self, new=(k, v))
-        slopes = rule.slopes(q.shape[2])
-        now = in_blocks(
-            rule.rotate(q, positions - own), k, v, positions, positions, among=context.visible, visible=rule.visible,
-            slopes=slopes, cap=rule.cap,
-        )  # fmt: skip
-        past, memory = self._past(q, rule, positions, slopes)
+        visibility = rule.visibility(q.shape[2], context.visible)
+        where = Where(positions=positions)
+        now = in_blocks(rule.rotate(q, positions - own), k, v, where, where, visibility)
+        past, memory = self._past(q, rule, positions, visibility.slopes)
         flat = jax.tree.map(lambda x: x.reshape(*now.max.shape, *x.shape[3:]), past)
         return merge(flat, now), dataclasses.replace(self, new=(k, v), memory=memory)
 

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-from jaxpar.nn.attention import _documents, attend, attention, finish
+from jaxpar.nn.attention import Execution, _documents, attend, attention, finish
 from jaxpar.nn.attention.context import MOVES, Order, attend_split_cache, context_attention
 from jaxpar.nn.attention.context import shares_kernel as kernel
-from jaxpar.nn.attention.context._partial import ByTable, Done, Where
+from jaxpar.nn.attention.context._partial import ByTable, KeyPiece, QueryPiece
+from jaxpar.nn.attention.gradient import Done
+from jaxpar.nn.attention.visibility import Where
 
 pytestmark = pytest.mark.gpu
 TWO = jax.device_count() < 2
@@ -33,7 +35,10 @@ def drawn(length, heads, groups, width):
 def exact(q, k, v, g, segments=None):
     with jax.default_matmul_precision("highest"):
         arrays = (x.astype(jnp.float32) for x in (q, k, v))
-        out, pull = jax.vjp(lambda *x: attention(*x, segments=segments, impl="xla"), *arrays)
+        execution = Execution(impl="xla")
+        out, pull = jax.vjp(
+            lambda *x: attention(*x, segments=segments, execution=execution), *arrays
+        )
         return out, *pull(g.astype(jnp.float32))
 
 
@@ -61,28 +66,28 @@ def test_the_walk_of_four_devices_on_one_gpu(order, packed):
     rule = ByTable(order.name, shares, True)
     where = [Where()] * shares
     if segments is not None:
-        where = [Where(None, x) for x in jnp.split(order.split(segments, shares), shares, 1)]
+        where = [Where(segments=x) for x in jnp.split(order.split(segments, shares), shares, 1)]
 
     @jax.jit
     def run(qs, ks, vs, gs, where):
         outs, dqs = [], []
         sums = [None] * shares
+        queries = [QueryPiece(q=q, where=at) for q, at in zip(qs, where, strict=True)]
+        keys = [KeyPiece(k=k, v=v, where=at) for k, v, at in zip(ks, vs, where, strict=True)]
         for device in range(shares):
             state = None
             for turn in range(shares):
                 key = (device - turn) % shares
                 which = jnp.int32(turn) if turn else 0
-                state = rule.attend(
-                    state, qs[device], ks[key], vs[key], where[device], where[key], which, device
-                )
-            done = Done(state.mean.astype(jnp.bfloat16), state.log_sum, gs[device])
+                state = rule.attend(state, queries[device], keys[key], which, device)
+            out = state.mean.astype(jnp.bfloat16)
+            done = Done(out=out, log_sum=state.log_sum, gradient=gs[device])
             dq = None
             for turn in range(shares):
                 key = (device - turn) % shares
                 which = jnp.int32(turn) if turn else 0
-                places = where[device], where[key], which, device
                 dq, sums[key] = rule.gradient(
-                    dq, sums[key], qs[device], ks[key], vs[key], *places, done
+                    dq, sums[key], queries[device], keys[key], which, device, done
                 )
             outs.append(done.out)
             dqs.append(dq)

@@ -11,7 +11,7 @@ from lm_configs import lm_config, with_fields
 from jaxpar.lm import Decoder, OptimizerConfig, Sampling, Trainer, apply, generate, init
 from jaxpar.loop import compile_step
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, use_mesh
-from jaxpar.nn.attention import attention
+from jaxpar.nn.attention import Execution, attention
 
 pytestmark = pytest.mark.gpu
 
@@ -38,7 +38,9 @@ def test_cudnn_equals_dense_in_value_and_gradient(kv_heads):
     q, k, v, g = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
 
     def run(impl, dtype, *args):
-        out, pull = jax.vjp(lambda *a: attention(*a, impl=impl), *(x.astype(dtype) for x in args))
+        execution = Execution(impl=impl)
+        arrays = (x.astype(dtype) for x in args)
+        out, pull = jax.vjp(lambda *a: attention(*a, execution=execution), *arrays)
         return out, *pull(g.astype(dtype))
 
     with jax.default_matmul_precision("highest"):

@@ -17,7 +17,7 @@ from jaxpar.lm.loss import loss
 from jaxpar.lm.model import apply
 from jaxpar.lm.params import abstract, axes
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, use_mesh
-from jaxpar.nn.attention import attention
+from jaxpar.nn.attention import Visibility, attention
 from jaxpar.nn.attention.blockwise import attention_by_blocks
 from jaxpar.types import UsageError
 
@@ -148,8 +148,9 @@ def test_capped_scores_by_blocks_are_those_at_once():
         def total(attend):
             return jax.jit(jax.value_and_grad(lambda x: jnp.square(attend(*x)).sum()))((q, k, v))
 
-        value, grads = total(lambda q, k, v: attention(q, k, v, cap=1.5))
-        again, by_blocks = total(lambda q, k, v: attention_by_blocks(q, k, v, cap=1.5))
+        capped = Visibility(cap=1.5)
+        value, grads = total(lambda q, k, v: attention(q, k, v, visibility=capped))
+        again, by_blocks = total(lambda q, k, v: attention_by_blocks(q, k, v, visibility=capped))
     np.testing.assert_allclose(again, value, rtol=1e-12)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-10), by_blocks, grads)
 

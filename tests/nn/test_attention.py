@@ -1,6 +1,7 @@
 """Attention against loops, and what each implementation refuses."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,16 @@ from test_block import slow_attention
 from tolerance import EXACT_MATHS, assert_close
 
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, use_mesh
-from jaxpar.nn.attention import Visible, attend, attention, finish, merge
+from jaxpar.nn.attention import (
+    Dropout,
+    Execution,
+    Visibility,
+    Visible,
+    attend,
+    attention,
+    finish,
+    merge,
+)
 from jaxpar.nn.position import Alibi
 from jaxpar.types import UsageError
 
@@ -66,11 +76,10 @@ def test_extreme_scores_stay_finite():
 @pytest.mark.parametrize("kv_heads", [8, 4])
 def test_sharded_attention_equals_one_device(kv_heads):
     q, k, v = qkv(kv_heads)
-    want = attention(q, k, v, dropout_rate=0.3, dropout_key=jax.random.key(0))
+    dropout = Dropout(rate=0.3, key=jax.random.key(0))
+    want = attention(q, k, v, dropout=dropout)
     with use_mesh(make_mesh(MeshSpec(2, 1, 4), jax.devices())):
-        got = jit(
-            lambda q, k, v: attention(q, k, v, dropout_rate=0.3, dropout_key=jax.random.key(0))
-        )(q, k, v)
+        got = jit(lambda q, k, v: attention(q, k, v, dropout=dropout))(q, k, v)
     assert_close(got, want, EXACT_MATHS["float32"])
 
 
@@ -128,8 +137,9 @@ def test_rules_and_slopes_equal_the_definition_in_value_and_gradient(kind, slope
     among = np.random.default_rng(2).uniform(size=(B, T, T)) < 0.8
     seen = (SEGMENTS[:, :, None] == SEGMENTS[:, None, :]) & rule_of(kind)[None] & among
 
-    rule = dict(visible=VISIBLE[kind], slopes=slopes, among=jnp.asarray(among), segments=SEGMENTS)
-    got = value_and_gradients(functools.partial(attention, **rule), q, k, v)
+    visibility = Visibility(rule=VISIBLE[kind], among=jnp.asarray(among), slopes=slopes)
+    run = functools.partial(attention, segments=SEGMENTS, visibility=visibility)
+    got = value_and_gradients(run, q, k, v)
     want = value_and_gradients(
         functools.partial(plain, seen=seen, slopes=jnp.zeros(H) if slopes is None else slopes),
         q,
@@ -156,7 +166,8 @@ def test_sums_in_any_parts_and_order_are_the_whole(cuts, x64):
         states.append(attend(q, k[:, :1], v[:, :1], jnp.zeros((1, T, 1), bool)))
         return finish(functools.reduce(merge, states[::order]))
 
-    want = value_and_gradients(functools.partial(attention, visible=Visible(window=3)), q, k, v)
+    window = Visibility(rule=Visible(window=3))
+    want = value_and_gradients(functools.partial(attention, visibility=window), q, k, v)
     for order in (1, -1):
         assert_close(
             value_and_gradients(functools.partial(in_parts, order=order), q, k, v),
@@ -180,8 +191,9 @@ def test_dropout_of_weights_is_unbiased_and_by_row_and_head():
     q, k, _ = qkv(width=T)
     v = np.broadcast_to(np.eye(T, dtype=np.float32)[None, :, None], (B, T, H, T))
     plain = np.asarray(attention(q, k, v))
-    assert (np.asarray(attention(q, k, v, dropout_rate=0.25)) == plain).all(), "no key, no dropout"
-    dropped = jit(lambda key: attention(q, k, v, dropout_rate=0.25, dropout_key=key))
+    without_key = np.asarray(attention(q, k, v, dropout=Dropout(rate=0.25)))
+    assert (without_key == plain).all(), "no key, no dropout"
+    dropped = jit(lambda key: attention(q, k, v, dropout=Dropout(rate=0.25, key=key)))
     draws = np.stack([dropped(jax.random.key(i)) for i in range(200)])
     np.testing.assert_allclose(
         draws[draws != 0], np.broadcast_to(plain / 0.75, draws.shape)[draws != 0], rtol=1e-5
@@ -225,7 +237,7 @@ def test_nothing_is_read_of_unseen_values():
 def test_a_kernel_asked_for_by_name_refuses(impl, changes, sentence):
     q, k, v = (jnp.asarray(x) for x in qkv(**changes))
     with pytest.raises(UsageError, match=sentence):
-        attention(q, k, v, impl=impl)
+        attention(q, k, v, execution=Execution(impl=impl))
 
 
 @pytest.mark.parametrize(
@@ -233,10 +245,85 @@ def test_a_kernel_asked_for_by_name_refuses(impl, changes, sentence):
 )
 def test_a_kernel_asked_for_by_name_refuses_dropout(impl, changes):
     q, k, v = (jnp.asarray(x) for x in qkv(**dict(length=128, width=64) | changes))
+    dropout = Dropout(rate=0.1, key=jax.random.key(0))
     with pytest.raises(UsageError, match="needs dropout 0"):
-        attention(q, k, v, impl=impl, dropout_rate=0.1, dropout_key=jax.random.key(0))
+        attention(q, k, v, dropout=dropout, execution=Execution(impl=impl))
 
 
 def test_auto_is_dense_on_cpu():
     q, k, v = (jnp.asarray(x) for x in qkv(length=128, width=64, dtype=jnp.bfloat16))
-    np.testing.assert_array_equal(attention(q, k, v), attention(q, k, v, impl="xla"))
+    dense = attention(q, k, v, execution=Execution(impl="xla"))
+    np.testing.assert_array_equal(attention(q, k, v), dense)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (dict(visibility=Visibility(rule=Visible(window=3))), "no window, slopes, cap or mask"),
+        (dict(visibility=Visibility(slopes=jnp.ones(H))), "no window, slopes, cap or mask"),
+        (dict(visibility=Visibility(cap=2.0)), "no window, slopes, cap or mask"),
+        (dict(visibility=Visibility(among=jnp.ones((B, 128, 128), bool))), "no window, slopes"),
+    ],
+)
+def test_a_kernel_asked_for_by_name_refuses_what_no_kernel_takes(options, sentence):
+    q, k, v = (jnp.asarray(x) for x in qkv(length=128, width=64))
+    with pytest.raises(UsageError, match=f"attention=splash needs {sentence}"):
+        attention(q, k, v, execution=Execution(impl="splash"), **options)
+
+
+# ---------------------------------------------------------------- options by their older names
+
+AMONG = np.random.default_rng(2).uniform(size=(B, T, T)) < 0.8
+SLOPES = np.linspace(0.1, 0.8, H, dtype=np.float32)
+OLDER = {
+    "visible": (dict(visible=Visible(window=3)), Visibility(rule=Visible(window=3)), Execution()),
+    "among": (dict(among=AMONG), Visibility(among=AMONG), Execution()),
+    "slopes": (dict(slopes=SLOPES), Visibility(slopes=SLOPES), Execution()),
+    "cap": (dict(cap=0.5), Visibility(cap=0.5), Execution()),
+    "impl, blockwise": (
+        dict(impl="xla", blockwise=True),
+        Visibility(),
+        Execution(impl="xla", blockwise=True),
+    ),
+    "prompt, inside": (
+        dict(prompt=True, inside=("batch", None, None)),
+        Visibility(),
+        Execution(prompt=True, inside=("batch", None, None)),
+    ),
+}
+
+
+def program_of(run, *arrays):
+    """The traced program as text, without the addresses of functions."""
+    return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(run)(*arrays)))
+
+
+@pytest.mark.parametrize("names", OLDER)
+def test_options_by_their_older_names_give_the_same_program(names):
+    q, k, v = qkv()
+    older, visibility, execution = OLDER[names]
+
+    def today(q, k, v):
+        return attention(q, k, v, visibility=visibility, execution=execution)
+
+    with pytest.warns(FutureWarning, match=rf"attention\({names}\) is now") as warned:
+        program = program_of(functools.partial(attention, **older), q, k, v)
+    assert len(warned) == 1
+    assert program == program_of(today, q, k, v)
+    assert program != program_of(attention, q, k, v), "the options change it"
+
+
+def test_dropout_by_its_older_names_drops_the_same_weights():
+    q, k, v = qkv()
+    key = jax.random.key(3)
+    with pytest.warns(FutureWarning, match="dropout.rate, dropout.key") as warned:
+        got = attention(q, k, v, dropout_rate=0.3, dropout_key=key)
+    assert len(warned) == 1
+    want = attention(q, k, v, dropout=Dropout(rate=0.3, key=key))
+    np.testing.assert_array_equal(got, want)
+    assert (np.asarray(got) != np.asarray(attention(q, k, v))).any()
+
+
+def test_an_option_that_never_was_is_refused():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'windows'"):
+        attention(*qkv(), windows=3)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from tolerance import assert_close
 
-from jaxpar.nn.attention import Visible, attention, packed, pairs
+from jaxpar.nn.attention import Visibility, Visible, attention, packed, pairs
+from jaxpar.nn.attention.gradient import Done
 from jaxpar.nn.attention.state import attend, finish, merge
 
 pytestmark = pytest.mark.gpu
@@ -73,9 +74,8 @@ def test_a_pair_has_the_sums_and_gradients_of_dense_attention(
     assert relative(finish(state), out) < TOLERANCE
     assert np.abs(np.asarray(state.log_sum - log_sum)).max() < 1e-2  # of numbers up to log(640)
     backward = jax.jit(functools.partial(pairs.attend_pair_gradient, causal=causal, impl="cudnn"))
-    for got, want in zip(
-        backward(q, k, v, finish(state).astype(q.dtype), state.log_sum, g), grads, strict=True
-    ):
+    done = Done(out=finish(state).astype(q.dtype), log_sum=state.log_sum, gradient=g)
+    for got, want in zip(backward(q, k, v, done), grads, strict=True):
         assert relative(got, want) < TOLERANCE
 
 
@@ -96,8 +96,8 @@ def test_keys_in_two_pieces_add_up_with_the_sums_over_both(groups):
         out, log_sum = finish(state).astype(q.dtype), state.log_sum
         sums = [jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)]
         for i, j, causal in ((low, low, True), (high, low, False), (high, high, True)):
-            arrays = q[i], k[j], v[j], out[i], log_sum[i], g[i]
-            more = pairs.attend_pair_gradient(*arrays, causal, "cudnn")
+            done = Done(out=out[i], log_sum=log_sum[i], gradient=g[i])
+            more = pairs.attend_pair_gradient(q[i], k[j], v[j], done, causal, "cudnn")
             sums = [x.at[at].add(new) for x, at, new in zip(sums, (i, j, j), more, strict=True)]
         return out, *sums
 
@@ -146,8 +146,9 @@ def test_packed_documents_have_the_outputs_and_gradients_of_dense_attention(kind
 
     @jax.jit
     def run(q, k, v, g, segments):
+        visibility = Visibility(rule=Visible(causal))
         out, pull = jax.vjp(
-            lambda *x: attention(*x, segments=segments, visible=Visible(causal)), q, k, v
+            lambda *x: attention(*x, segments=segments, visibility=visibility), q, k, v
         )
         return out, *pull(g)
 

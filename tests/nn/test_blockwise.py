@@ -18,7 +18,7 @@ from jaxpar.lm import loss
 from jaxpar.lm.params import axes as axes_of
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, shard, use_mesh
 from jaxpar.nn import mlp as mlp_module
-from jaxpar.nn.attention import Attention, Visible, attention, blockwise
+from jaxpar.nn.attention import Attention, Execution, Visibility, Visible, attention, blockwise
 from jaxpar.nn.linear import Lora
 from jaxpar.nn.mlp import Mlp, mlp_by_blocks
 from jaxpar.nn.stack import Stack
@@ -44,6 +44,7 @@ def normal(*shape, seed=0, dtype=np.float64):
 
 WINDOW = np.array([[0] * 11 + [1] * 12, [3] * 23])
 ONE = np.zeros((B, T), int)  # document
+CAUSAL = Visible()
 RULES = {
     "causal": {},
     "both ways": {"visible": Visible(causal=False)},
@@ -55,12 +56,12 @@ RULES = {
 
 
 @functools.partial(jit, static_argnames=("by_blocks", "visible"))
-def mixed(q, k, v, segments=None, slopes=None, visible=None, by_blocks=True):
-    options = {} if visible is None else {"visible": visible}
+def mixed(q, k, v, segments=None, slopes=None, visible=CAUSAL, by_blocks=True):
+    execution = Execution(impl="xla", blockwise=by_blocks)
 
     def weighted(q, k, v, slopes):
-        given = options if slopes is None else options | {"slopes": slopes}
-        out = attention(q, k, v, impl="xla", blockwise=by_blocks, segments=segments, **given)
+        visibility = Visibility(rule=visible, slopes=slopes)
+        out = attention(q, k, v, segments=segments, visibility=visibility, execution=execution)
         return (out * jnp.cos(jnp.arange(out.size, dtype=q.dtype)).reshape(out.shape)).sum(), out
 
     grads, out = jax.grad(weighted, (0, 1, 2, 3), has_aux=True)(q, k, v, slopes)

@@ -11,10 +11,10 @@ from fast import jit
 from tolerance import assert_close
 
 from jaxpar.nn.attention import _documents, finish, pairs
-from jaxpar.nn.attention.gradient import attend_gradient
+from jaxpar.nn.attention.gradient import Done, OutputGradient, attend_gradient
 from jaxpar.nn.attention.pairs import attend_pair, attend_pair_gradient
 from jaxpar.nn.attention.state import attend
-from jaxpar.nn.attention.visibility import Visible
+from jaxpar.nn.attention.visibility import Visible, Where
 
 T = 12
 # Numbers of rows' queries and of the keys before them: (lengths of documents, number of the first) a row.
@@ -61,10 +61,10 @@ def dense(q, k, v, g, own, other, causal, more=0.7):
     state = attend(q, k, v, seen)
     out, log_sum = finish(state).astype(jnp.bfloat16), jnp.logaddexp(state.log_sum, more)
     delta = (out.astype(jnp.float32) * g).sum(-1)
-    places = jnp.arange(T)[None]
-    grads = attend_gradient(
-        q, k, v, places, places, log_sum, delta, g, segments=(own, other), visible=Visible(causal)
-    )
+    queries = Where(positions=jnp.arange(T)[None], segments=own)
+    keys = Where(positions=jnp.arange(T)[None], segments=other)
+    known = OutputGradient(log_sum=log_sum, delta=delta, gradient=g)
+    grads = attend_gradient(q, k, v, queries, keys, known, Visible(causal))
     return finish(state), state.log_sum, log_sum, grads
 
 
@@ -86,8 +86,8 @@ def test_pieces_have_the_sums_and_gradients_of_dense_attention(causal, cudnn, mo
     @jit
     def run(q, k, v, g, own, other, log_sum):
         state = attend_pair(q, k, v, causal, segments=(own, other))
-        out = finish(state).astype(q.dtype)
-        grads = attend_pair_gradient(q, k, v, out, log_sum, g, causal, segments=(own, other))
+        done = Done(out=finish(state).astype(q.dtype), log_sum=log_sum, gradient=g)
+        grads = attend_pair_gradient(q, k, v, done, causal, segments=(own, other))
         return finish(state), state.log_sum, grads
 
     arrays = drawn()

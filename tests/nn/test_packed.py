@@ -11,7 +11,7 @@ from fast import jit
 from tolerance import assert_close
 
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-from jaxpar.nn.attention import Visible, attention, kernels, packed
+from jaxpar.nn.attention import Execution, Visibility, Visible, attention, kernels, packed
 from jaxpar.types import UsageError
 
 T, TOLERANCE = 40, 1e-2  # operands and outputs in bfloat16: 2^-8 a number, averaged over the sums
@@ -52,16 +52,18 @@ def with_gradients(run, q, k, v, g):
     return out, *pull(g)
 
 
-def dense(q, k, v, g, **options):
+def dense(q, k, v, g, segments, visible):
+    visibility = Visibility(rule=visible)
+    options = {"visibility": visibility, "execution": Execution(impl="xla")}
     return with_gradients(
-        functools.partial(attention, impl="xla", **options),
+        functools.partial(attention, segments=segments, **options),
         *(x.astype(jnp.float32) for x in (q, k, v, g)),
     )
 
 
 @functools.cache
-def dense_program(**options):
-    return jit(lambda q, k, v, g, segments: dense(q, k, v, g, segments=segments, **options))
+def dense_program(visible):
+    return jit(functools.partial(dense, visible=visible))
 
 
 @pytest.mark.parametrize("visible", [Visible(), Visible(causal=False)], ids=["causal", "both ways"])
@@ -73,11 +75,15 @@ def test_documents_have_the_outputs_and_gradients_of_dense_attention(visible, cu
     q, k, v, g = drawn(2)
     run = jit(
         lambda q, k, v, g, segments: with_gradients(
-            functools.partial(attention, segments=segments, visible=visible), q, k, v, g
+            functools.partial(attention, segments=segments, visibility=Visibility(rule=visible)),
+            q,
+            k,
+            v,
+            g,
         )
     )
     for segments in CASES.values():  # one program, which counts the documents
-        want = dense_program(visible=visible)(q, k, v, g, segments)
+        want = dense_program(visible)(q, k, v, g, segments)
         assert_close(run(q, k, v, g, segments), want, TOLERANCE)
     causal = {"PADDING_CAUSAL"} if visible.causal else {"PADDING"}
     assert {call["mask_type"].name for call in cudnn} == causal
@@ -96,7 +102,7 @@ def test_what_cudnn_does_not_take_is_computed_by_blocks(cudnn, monkeypatch):
         CASES["as many as tokens"],
         jnp.asarray([[1] * 10 + [2] * 20 + [1] * 10] * 2, jnp.int32),
     ):
-        want = dense_program(visible=Visible())(q, k, v, g, segments)
+        want = dense_program(Visible())(q, k, v, g, segments)
         assert_close(run(q, k, v, g, segments), want, TOLERANCE)
 
 
@@ -104,7 +110,7 @@ def test_devices_of_a_mesh_choose_for_themselves(cudnn, monkeypatch):
     monkeypatch.setattr(packed, "MOST", (8, 16))
     q, k, v, g = drawn(4)
     segments = jnp.concatenate([CASES["as many as tokens"], CASES["a few"]])
-    want = dense_program(visible=Visible())(q, k, v, g, segments)
+    want = dense_program(Visible())(q, k, v, g, segments)
     with use_mesh(make_mesh(MeshSpec(data=2, tensor=2), jax.devices()[:4])):
         got = jit(
             functools.partial(with_gradients, functools.partial(attention, segments=segments))
@@ -171,9 +177,9 @@ def test_without_cudnn_documents_are_computed_by_blocks(monkeypatch):
         match="cuDNN's attention of packed documents is not used, a loop over blocks is",
     ):
         got = attention(q, k, v, segments=CASES["a few"])
-    assert_close(got, dense_program(visible=Visible())(q, k, v, g, CASES["a few"])[0], TOLERANCE)
+    assert_close(got, dense_program(Visible())(q, k, v, g, CASES["a few"])[0], TOLERANCE)
     with pytest.raises(
         UsageError, match="attention=cudnn with packed documents needs a Hopper GPU"
     ):
-        attention(q, k, v, segments=CASES["a few"], impl="cudnn")
+        attention(q, k, v, segments=CASES["a few"], execution=Execution(impl="cudnn"))
     packed.packing_is_right.cache_clear()

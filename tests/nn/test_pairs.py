@@ -12,6 +12,7 @@ from fast import jit
 from tolerance import EXACT_MATHS, assert_close
 
 from jaxpar.nn.attention import finish, merge, pairs
+from jaxpar.nn.attention.gradient import Done
 from jaxpar.nn.attention.pairs import attend_pair, attend_pair_gradient
 from jaxpar.nn.attention.state import attend
 
@@ -34,8 +35,8 @@ def in_two(q, k, v, g, causal, impl):
     out, total = finish(state).astype(q.dtype), state.log_sum
     sums = [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in (q, k, v)]
     for i, j, diagonal in cuts:
-        arrays = q[i], k[j], v[j], out[i], total[i], g[i]
-        grads = attend_pair_gradient(*arrays, diagonal, impl)
+        done = Done(out=out[i], log_sum=total[i], gradient=g[i])
+        grads = attend_pair_gradient(q[i], k[j], v[j], done, diagonal, impl)
         sums = [x.at[at].add(grad) for x, at, grad in zip(sums, (i, j, j), grads, strict=True)]
     return out, *sums
 
@@ -61,7 +62,8 @@ def test_queries_and_keys_of_a_full_pair_may_differ_in_number(x64):
     q, k, v, g = drawn(1, 5, 9, 4, 1, 8, "float64")
     want = dense(q, k, v, g, False)
     state = attend_pair(q, k, v, False)
-    grads = attend_pair_gradient(q, k, v, finish(state), state.log_sum, g, False)
+    done = Done(out=finish(state), log_sum=state.log_sum, gradient=g)
+    grads = attend_pair_gradient(q, k, v, done, False)
     assert_close((finish(state), *grads), want, 1e-13)
 
 

@@ -7,24 +7,27 @@
 | `blockwise` | the same of tokens to each other, by blocks of both, with a gradient by blocks | `kernels` |
 | `kernels` | the same by cuDNN, splash or XLA, on any mesh | `mixer` |
 | `packed` | the same within documents of packed rows, by cuDNN, in linear memory | `kernels` |
-| `gradient` | q, k, v, places, log-sum-exp over all keys -> terms of the gradients, by blocks of queries | `pairs` |
+| `gradient` | q, k, v, log-sum-exp over all keys -> terms of the gradients | `blockwise`, `pairs` |
 | `pairs` | a full or causal pair, by cuDNN, splash or XLA: sums, terms of the gradients | `parallel.context` |
 | `cache` | q, k, v of T more tokens, what is kept of those before -> (max, sum, values), what is kept | `mixer` |
 | `mixer` | params, x [B, T, D], cache -> y [B, T, D], cache | `stack` |
 """
 
 from jaxpar.nn.attention.cache import Cache, LinearCache, PositionRule
-from jaxpar.nn.attention.kernels import attention
+from jaxpar.nn.attention.kernels import Dropout, Execution, attention
 from jaxpar.nn.attention.mixer import Attend, Attention, WholeSequence
 from jaxpar.nn.attention.state import attend, capped, finish, merge, merge_parts
-from jaxpar.nn.attention.visibility import Visible
+from jaxpar.nn.attention.visibility import Visibility, Visible
 
 __all__ = [
     "Attend",
     "Attention",
     "Cache",
+    "Dropout",
+    "Execution",
     "LinearCache",
     "PositionRule",
+    "Visibility",
     "Visible",
     "WholeSequence",
     "attend",

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from jaxpar.nn.attention.gradient import Done
+
 
 class Documents(NamedTuple):
     """Where up to M documents of each row lie.
@@ -87,14 +89,12 @@ def backward(
     q: Array,
     k: Array,
     v: Array,
-    out: Array,
-    log_sum: Array,
-    g: Array,
+    done: Done,
     causal: bool,
     packed: Documents | None = None,
     lengths: Lengths | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Returns what these keys add to the gradients by q, k and v; `out` and `log_sum` are those over all keys."""
+    """Returns what these keys add to the gradients by q, k and v."""
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     kind, none = (
@@ -102,15 +102,16 @@ def backward(
         jnp.zeros(0, q.dtype),
     )
     where = none, none, none, none
-    log_sums = jnp.swapaxes(log_sum, 1, 2)
+    log_sums = jnp.swapaxes(done.log_sum, 1, 2)
     if lengths is not None:
         where = *lengths, none, none
     if packed is not None:
         where = packed.lengths, packed.lengths, packed.starts, packed.starts
         log_sums = jnp.zeros((packed.lengths.size, q.shape[2], q.shape[1]), jnp.float32)
-        log_sums = log_sums.at[packed.number, :, packed.place].set(log_sum)
+        log_sums = log_sums.at[packed.number, :, packed.place].set(done.log_sum)
+    g = done.gradient.astype(q.dtype)
     grads = fused._dot_product_attention_bwd_p_wrapper.bind(
-        *(q, k, v, none, *where, none, none, log_sums, out, g.astype(q.dtype)),  # no bias and no pages
+        *(q, k, v, none, *where, none, none, log_sums, done.out, g),  # no bias and no pages
         scale=1 / math.sqrt(q.shape[-1]), seed=42, dropout_rate=0.0, variadic_args=(False, False),
         mask_type=kind, layout=fused.AttentionLayout.BTNH.value, sliding_window_length=None,
     )  # fmt: skip

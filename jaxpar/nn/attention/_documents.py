@@ -16,11 +16,11 @@ from jaxtyping import Array, Bool, Int
 
 from jaxpar.lower.trial import relative_error, tried
 from jaxpar.nn.attention import _cudnn
-from jaxpar.nn.attention.gradient import attend_gradient
+from jaxpar.nn.attention.gradient import Done, attend_gradient
 from jaxpar.nn.attention.kernels import in_blocks
 from jaxpar.nn.attention.packed import by_number, gradient_by_cudnn
 from jaxpar.nn.attention.state import attend, finish
-from jaxpar.nn.attention.visibility import Visible
+from jaxpar.nn.attention.visibility import Visibility, Visible, Where
 
 Documents = tuple[Int[Array, "B T"], Int[Array, "B S"]]
 
@@ -31,10 +31,9 @@ def forward(q: Array, k: Array, v: Array, causal: bool, segments: Documents) -> 
     Of a causal pair both are the same piece; else the keys lie before the queries.
     """
 
-    def by_blocks(q, k, v, *segments):
-        state = in_blocks(
-            q, k, v, _places(q), _places(k), segments=segments, visible=Visible(causal)
-        )
+    def by_blocks(q, k, v, own, other):
+        visibility = Visibility(rule=Visible(causal))
+        state = in_blocks(q, k, v, _where(q, own), _where(k, other), visibility)
         return finish(state).astype(q.dtype), state.log_sum
 
     def packed(most, q, k, v, own, _):
@@ -61,32 +60,27 @@ def backward(
     q: Array,
     k: Array,
     v: Array,
-    out: Array,
-    log_sum: Array,
-    g: Array,
+    done: Done,
     causal: bool,
     segments: Documents,
 ) -> tuple[Array, Array, Array]:
-    """Returns what these keys add to the gradients by q, k and v; `out` and `log_sum` are those over all keys."""
+    """Returns what these keys add to the gradients by q, k and v."""
 
-    def by_blocks(q, k, v, out, log_sum, g, *segments):
-        delta = (out.astype(jnp.float32) * g.astype(jnp.float32)).sum(-1)
-        places = _places(q), _places(k)
-        return attend_gradient(
-            q, k, v, *places, log_sum, delta, g, segments=segments, visible=Visible(causal)
-        )
+    def by_blocks(q, k, v, done, own, other):
+        known = done.output_gradient()
+        queries = _where(q, own)
+        keys = _where(k, other)
+        return attend_gradient(q, k, v, queries, keys, known, Visible(causal))
 
-    def packed(most, q, k, v, out, log_sum, g, own, _):
-        grads = gradient_by_cudnn(
-            causal, most, q, _copied(q, k), _copied(q, v), own, out, log_sum, g
-        )
+    def packed(most, q, k, v, done, own, _):
+        grads = gradient_by_cudnn(causal, most, q, _copied(q, k), _copied(q, v), own, done)
         dq, dk, dv = (x.astype(jnp.float32) for x in grads)
         return dq, *(x.reshape(*k.shape[:3], -1, k.shape[3]).sum(3) for x in (dk, dv))
 
-    def rectangle(q, k, v, out, log_sum, g, own, other):
+    def rectangle(q, k, v, done, own, other):
         _, seen, lengths = _common(own, other)
         both = jnp.flip(k, 1), jnp.flip(v, 1)
-        dq, *grads = _cudnn.backward(q, *both, out, log_sum, g, False, lengths=lengths)
+        dq, *grads = _cudnn.backward(q, *both, done, False, lengths=lengths)
         has_any = seen[:, :1]  # of a row that has none, one token each was computed
         read = jnp.flip(has_any & (_places(k) < lengths[1][:, None]), 1)
         dk, dv = (
@@ -97,10 +91,10 @@ def backward(
     def nothing(q, k, v, *_):
         return tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
 
-    arrays = q, k, v, out, log_sum, g, *segments
+    operands = (q, k, v, done, *segments)
     if causal:
-        return by_number(packed, by_blocks, segments[0], *arrays)
-    return jax.lax.switch(_common(*segments)[0], [nothing, rectangle, by_blocks], *arrays)
+        return by_number(packed, by_blocks, segments[0], *operands)
+    return jax.lax.switch(_common(*segments)[0], [nothing, rectangle, by_blocks], *operands)
 
 
 def _common(own: Array, other: Array) -> tuple[Array, Bool[Array, "B T"], tuple[Array, Array]]:
@@ -127,6 +121,11 @@ def _copied(q: Array, x: Array) -> Array:
 
 def _places(x: Array) -> Array:
     return jnp.arange(x.shape[1], dtype=jnp.int32)[None]
+
+
+def _where(x: Array, segments: Array) -> Where:
+    """Positions of queries or keys in their piece, and their documents."""
+    return Where(positions=_places(x), segments=segments)
 
 
 @functools.cache
@@ -156,11 +155,10 @@ def _errors() -> list[Array]:
         exact = attend(*arrays, seen[:, rows, columns])
         found += [more, jnp.exp(sums)]
         wanted += [finish(exact), jnp.exp(exact.log_sum)]
-        known = out[:, rows], log_sum[:, rows], g[:, rows]
-        found += backward(*arrays, *known, causal, both)
-        delta = (known[0].astype(jnp.float32) * known[2].astype(jnp.float32)).sum(-1)
-        places = _places(arrays[0]), _places(arrays[1])
-        wanted += attend_gradient(
-            *arrays, *places, known[1], delta, known[2], segments=both, visible=Visible(causal)
-        )
+        done = Done(out=out[:, rows], log_sum=log_sum[:, rows], gradient=g[:, rows])
+        found += backward(*arrays, done, causal, both)
+        known = done.output_gradient()
+        queries = _where(arrays[0], both[0])
+        keys = _where(arrays[1], both[1])
+        wanted += attend_gradient(*arrays, queries, keys, known, Visible(causal))
     return [relative_error(got, want) for got, want in zip(found, wanted, strict=True)]

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxpar.nn.attention.gradient import Done
+
 if importlib.util.find_spec("libtpu"):  # before anything is traced, as in `jaxpar.scan._kernels`
     import jax.experimental.pallas.tpu
 
@@ -38,10 +40,8 @@ def forward_with_sum(q: Array, k: Array, v: Array, causal: bool) -> tuple[Array,
     return jnp.swapaxes(out, 1, 2), jnp.swapaxes(log_sum, 1, 2)
 
 
-def backward(
-    q: Array, k: Array, v: Array, out: Array, log_sum: Array, g: Array, causal: bool
-) -> tuple[Array, Array, Array]:
-    """Returns what these keys add to the gradients by q, k and v; `out` and `log_sum` are those over all keys."""
+def backward(q: Array, k: Array, v: Array, done: Done, causal: bool) -> tuple[Array, Array, Array]:
+    """Returns what these keys add to the gradients by q, k and v."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
     kernel, _ = _kernel(q, k, causal)
@@ -55,7 +55,9 @@ def backward(
         )  # fmt: skip
         return grads[3:6]
 
-    arrays = _heads_first(_scaled(q), k, v, out, log_sum, g.astype(q.dtype))
+    q_scaled = _scaled(q)
+    g = done.gradient.astype(q.dtype)
+    arrays = _heads_first(q_scaled, k, v, done.out, done.log_sum, g)
     dq, dk, dv = _heads_first(*jax.vmap(row)(*arrays))
     return _scaled(dq), dk, dv  # the kernel's queries were scaled
 

@@ -6,7 +6,6 @@ each block's weights anew from the log-sum-exp of all. So the scores of one pair
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,12 +13,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxpar.nn.attention.state import attend, capped, finish, merge, slopes_bias
-from jaxpar.nn.attention.visibility import Visible
+from jaxpar.nn.attention.gradient import Done, block_gradient
+from jaxpar.nn.attention.state import attend, finish, merge, slopes_bias
+from jaxpar.nn.attention.visibility import Visibility, Visible
 from jaxpar.scan.monoid import LogSumExp
 from jaxpar.types import PyTree
 
-__all__ = ["block_gradient", "attention_by_blocks"]
+__all__ = ["attention_by_blocks"]
 
 QUERIES, KEYS = 512, 512
 """Most queries, and most keys, whose scores exist at the same time: any two sizes give the same numbers.
@@ -27,7 +27,7 @@ QUERIES, KEYS = 512, 512
 More queries read the keys less often, and more keys add to a block's sums less often; the scores grow with both.
 """
 
-CAUSAL = Visible()
+CAUSAL = Visibility()
 
 
 def attention_by_blocks(
@@ -36,9 +36,7 @@ def attention_by_blocks(
     v: Float[Array, "B T G K"],
     *,
     segments: Int[Array, "B T"] | None = None,
-    visible: Visible = CAUSAL,
-    slopes: Float[Array, " H"] | None = None,
-    cap: float = 0.0,
+    visibility: Visibility = CAUSAL,
 ) -> Float[Array, "B T H K"]:
     """Computes what dense attention does, of which no array has two axes of tokens (arXiv:2305.19370, section 3).
 
@@ -49,15 +47,14 @@ def attention_by_blocks(
       k: Keys; G divides H.
       v: Values.
       segments: Document numbers; positions of another document are not seen.
-      visible: The rule.
-      slopes: What a score falls by for each step of distance.
-      cap: Of the scores, as of `jaxpar.nn.attention.state.attend`.
+      visibility: Rule, slopes and cap; a mask of its own it cannot have.
 
     Cost: 4 B H T^2 K operations forward, 10 backward, half of both where causal. Memory: O(B T H K), and the scores of
     one pair of blocks, B H QUERIES KEYS. Reverse mode only. The gradient is FlashAttention-2's (arXiv:2307.08691,
     algorithm 2).
     """
-    return _attention(visible, cap, q, k, v, segments, slopes)
+    assert visibility.among is None  # else `attention` takes the dense form
+    return _attention(visibility.rule, visibility.cap, q, k, v, segments, visibility.slopes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -205,21 +202,19 @@ def _forward(
 def _backward(visible: Visible, cap: float, kept: tuple, g: Array):
     q, k, v, segments, slopes, out, log_sum = kept
     pairs, wide = _Pairs.of(q.shape[1]), jnp.promote_types(q.dtype, jnp.float32)
-    delta = (out.astype(wide) * g.astype(wide)).sum(-1)
+    known = Done(out=out, log_sum=log_sum, gradient=g).output_gradient()
     keys, none = (
         pairs.keys.blocks((k, v), segments),
         None if slopes is None else jnp.zeros(slopes.shape, wide),
     )
 
     def some(sums, queries):
-        q, log_sum, delta, g = queries.x
+        q, known = queries.x
 
         def of_keys(j):
             part = _at(keys, j)
             (k, v), seen, bias = part.x, _seen(queries, part, visible), _bias(queries, part, slopes)
-            dq, dk, dv, dscores = block_gradient(
-                q, k, v, seen, log_sum, delta, g, bias=bias, cap=cap
-            )
+            dq, dk, dv, dscores = block_gradient(q, k, v, seen, known, bias=bias, cap=cap)
             if slopes is None:
                 return dq, dk, dv, None
             distance = slopes_bias(-jnp.ones_like(slopes), queries.places, part.places)
@@ -235,7 +230,7 @@ def _backward(visible: Visible, cap: float, kept: tuple, g: Array):
         dq, *sums = pairs.over_keys(queries.number, visible, of_keys, nothing, add, (zero, *sums))
         return tuple(sums), dq.astype(q.dtype)
 
-    queries = pairs.queries.blocks((q, log_sum, delta, g), segments)
+    queries = pairs.queries.blocks((q, known), segments)
     zeros = [jnp.zeros(x.shape, wide) for x in keys.x]
     (dk, dv, dslopes), dq = jax.lax.scan(some, (*zeros, none), queries)
     dk, dv = (pairs.keys.whole(x).astype(k.dtype) for x in (dk, dv))
@@ -249,66 +244,3 @@ def _backward(visible: Visible, cap: float, kept: tuple, g: Array):
 
 
 _attention.defvjp(_forward, _backward)
-
-
-def block_gradient(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B S G K"],
-    v: Float[Array, "B S G K"],
-    seen: Bool[Array, "B T S"],
-    log_sum: Float[Array, "B T H"],
-    delta: Float[Array, "B T H"],
-    g: Float[Array, "B T H K"],
-    *,
-    bias: Float[Array, "B H T S"] | None = None,
-    cap: float = 0.0,
-) -> tuple[
-    Float[Array, "B T H K"],
-    Float[Array, "B S G K"],
-    Float[Array, "B S G K"],
-    Float[Array, "B H T S"],
-]:
-    """Computes what these keys add to the gradients of attention, in float32 at least.
-
-    The weights are those of the whole softmax, exp(score - log_sum): the log-sum-exp of these keys alone would give
-    another function's gradient.
-
-    Args:
-      q: Queries.
-      k: Keys.
-      v: Values.
-      seen: Where a query may look.
-      log_sum: Of each query over all keys there are; minus infinity of one that sees none.
-      delta: Sum over K of g times the output.
-      g: Gradient of the output.
-      bias: Added to the scores.
-      cap: Of what it is added to.
-
-    Returns:
-      Terms of the gradients by q, k and v, and the gradient by the scores.
-    """
-    wide, width, groups = jnp.promote_types(q.dtype, jnp.float32), q.shape[-1], k.shape[2]
-
-    def grouped(x):  # [B, T, H, ...] -> [B, T, G, H/G, ...]
-        return x.reshape(*x.shape[:2], groups, -1, *x.shape[3:])
-
-    def heads(x):  # [B, G, H/G, T, S] -> [B, H, T, S]
-        return x.reshape(x.shape[0], -1, *x.shape[3:])
-
-    q, g = grouped(q), grouped(g).astype(v.dtype)
-    log_sum, delta = (
-        jnp.moveaxis(grouped(x), 1, -1)[..., None] for x in (log_sum, delta)
-    )  # [B, G, H/G, T, 1]
-    scores = jnp.einsum("btgrk,bsgk->bgrts", q, k, preferred_element_type=wide) / math.sqrt(width)
-    slope, scores = 1 - jnp.square(jnp.tanh(scores / cap)) if cap else 1.0, capped(scores, cap)
-    if bias is not None:
-        scores = scores + bias.reshape(bias.shape[0], groups, -1, *bias.shape[2:]).astype(wide)
-    weights = jnp.exp(scores - jnp.where(log_sum > -jnp.inf, log_sum, 0))
-    weights = jnp.where(seen[:, None, None], weights, 0)
-    dv = jnp.einsum("bgrts,btgrk->bsgk", weights.astype(v.dtype), g, preferred_element_type=wide)
-    dweights = jnp.einsum("btgrk,bsgk->bgrts", g, v, preferred_element_type=wide)
-    dscores = weights * (dweights - delta)
-    narrow = (dscores * slope / math.sqrt(width)).astype(q.dtype)
-    dq = jnp.einsum("bgrts,bsgk->btgrk", narrow, k, preferred_element_type=wide)
-    dk = jnp.einsum("bgrts,btgrk->bsgk", narrow, q, preferred_element_type=wide)
-    return dq.reshape(*dq.shape[:2], -1, width), dk, dv, heads(dscores)

@@ -1,17 +1,18 @@
 """Keys and values of what came before: a cache is an object that is attended to, and its slots are not positions."""
 
+import dataclasses
 from typing import Any, NamedTuple, Protocol, Self
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.mesh import constrain
 from jaxpar.nn.attention.kernels import in_blocks
 from jaxpar.nn.attention.state import merge
-from jaxpar.nn.attention.visibility import Visible
+from jaxpar.nn.attention.visibility import Visibility, Visible, Where
 from jaxpar.nn.mixer import Context
 from jaxpar.nn.position import Alibi, Rope
 from jaxpar.scan.monoid import LogSumExp
@@ -43,6 +44,11 @@ class PositionRule(NamedTuple):
     def slopes(self, num_heads: int) -> Float[Array, " H"] | None:
         """Returns what a score falls by for each step of distance, where positions are slopes."""
         return self.positions.slopes(num_heads) if isinstance(self.positions, Alibi) else None
+
+    def visibility(self, num_heads: int, among: Bool[Array, "B T S"] | None = None) -> Visibility:
+        """Returns the keys in a mask that these heads' queries see, and how scores change."""
+        slopes = self.slopes(num_heads)
+        return Visibility(rule=self.visible, among=among, slopes=slopes, cap=self.cap)
 
 
 class Cache(Protocol):
@@ -124,22 +130,19 @@ class LinearCache:
         q, k = (rule.rotate(x, context.positions) for x in (q, k))
         seen: Any = context.seen
         new = seen[:, None] + jnp.arange(q.shape[1])[None]
-        options: dict[str, Any] = {
-            "first": context.first,
-            "visible": rule.visible,
-            "slopes": rule.slopes(q.shape[2]),
-        }
-        options["cap"] = rule.cap
+        queries = Where(positions=new, first=context.first)
+        visibility = rule.visibility(q.shape[2])
         # Written first, a step reads one array; but what a window still sees must not be overwritten before it is read.
         window = rule.visible.window
         if context.visible is None and (not window or window + q.shape[1] - 1 <= self.room):
             after = self.write(k, v, seen, context.valid)
             end = seen + (q.shape[1] if context.valid is None else context.valid)
             keys, values, places = after.read(end)
-            return in_blocks(q, keys, values, new, places, **options), after
+            return in_blocks(q, keys, values, queries, Where(positions=places), visibility), after
         keys, values, places = self.read(seen)
-        past = in_blocks(q, keys, values, new, places, **options)
-        now = in_blocks(q, k, v, new, new, among=context.visible, **options)
+        past = in_blocks(q, keys, values, queries, Where(positions=places), visibility)
+        among_new = dataclasses.replace(visibility, among=context.visible)
+        now = in_blocks(q, k, v, queries, Where(positions=new), among_new)
         return merge(past, now), self.write(k, v, seen, context.valid)
 
     def fill(self, k: Array, v: Array, context: Context) -> "LinearCache":

@@ -4,29 +4,93 @@ Every form runs on one device's own rows and heads, inside `jaxpar.mesh.local`: 
 GSPMD, which would gather their inputs in silence. The dense form (`attend`) is the reference for the other two.
 """
 
+import dataclasses
 import functools
 
+import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
+from jaxpar._older_fields import newer_arguments
+from jaxpar.fields import Between, check_fields, field
 from jaxpar.mesh import constrain, local, mesh_axes, platform
 from jaxpar.nn.attention import _splash
 from jaxpar.nn.attention.blockwise import attention_by_blocks
 from jaxpar.nn.attention.packed import attention_of_documents, packing_is_right
-from jaxpar.nn.attention.state import attend, finish, slopes_bias
-from jaxpar.nn.attention.visibility import Visible
+from jaxpar.nn.attention.state import attend, finish
+from jaxpar.nn.attention.visibility import Visibility, Where
 from jaxpar.scan.monoid import LogSumExp
 from jaxpar.types import PRNGKey, UsageError
 
-__all__ = ["attention", "in_blocks"]
-
-CAUSAL = Visible()
+__all__ = ["Dropout", "Execution", "attention", "in_blocks"]
 
 QUERIES = 256
 """Queries of a prompt whose dense scores exist at the same time."""
 
-INSIDE = ("batch", "seq_layer", None)
+OLDER = {
+    "visible": "visibility.rule",
+    "among": "visibility.among",
+    "slopes": "visibility.slopes",
+    "cap": "visibility.cap",
+    "dropout_rate": "dropout.rate",
+    "dropout_key": "dropout.key",
+    "impl": "execution.impl",
+    "prompt": "execution.prompt",
+    "inside": "execution.inside",
+    "blockwise": "execution.blockwise",
+}
+"""Arguments of `attention` that are fields of other arguments today."""
+
+
+@flax.struct.dataclass
+class Dropout:
+    """Dropout of attention weights, which the dense form alone has.
+
+    Attributes:
+      rate: Share of the weights that is dropped; static.
+      key: Random key, which is consumed; None for no dropout, as while not training.
+    """
+
+    rate: float = field(0.0, Between(0, 1, "[)"), pytree_node=False)
+    key: PRNGKey | None = None
+
+    __post_init__ = check_fields
+
+    @property
+    def is_on(self) -> bool:
+        """True where weights are dropped: at a rate over 0, and with a key."""
+        return self.key is not None and self.rate != 0
+
+    def seeds(self, batch: int, heads: int) -> UInt32[Array, "B H"] | None:
+        """Returns one seed a row and head; None where nothing is dropped."""
+        if self.key is None or not self.is_on:
+            return None
+        return jax.random.bits(self.key, (batch, heads))
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """Form in which attention is computed; static.
+
+    Attributes:
+      impl: "auto", "cudnn", "splash" or "xla" (dense).
+      prompt: Whether this is a prompt, of any length, which no mesh axis splits and nothing is
+        differentiated through.
+      inside: Layout of the tokens, by logical axes of [B, T, D].
+      blockwise: Whether "xla" is a loop over blocks (`jaxpar.nn.attention.blockwise`) in place of
+        the dense form.
+    """
+
+    impl: str = "auto"
+    prompt: bool = False
+    inside: tuple[str | None, ...] = ("batch", "seq_layer", None)
+    blockwise: bool = False
+
+
+CAUSAL = Visibility()
+NO_DROPOUT = Dropout()
+AUTO = Execution()
 
 
 def attention(
@@ -35,16 +99,10 @@ def attention(
     v: Float[Array, "B T G K"],
     *,
     segments: Int[Array, "B T"] | None = None,
-    visible: Visible = CAUSAL,
-    among: Bool[Array, "B T T"] | None = None,
-    slopes: Float[Array, " H"] | None = None,
-    cap: float = 0.0,
-    impl: str = "auto",
-    dropout_rate: float = 0.0,
-    dropout_key: PRNGKey | None = None,
-    prompt: bool = False,
-    inside: tuple[str | None, ...] = INSIDE,
-    blockwise: bool = False,
+    visibility: Visibility = CAUSAL,
+    dropout: Dropout = NO_DROPOUT,
+    execution: Execution = AUTO,
+    **older: object,
 ) -> Float[Array, "B T H K"]:
     """Computes softmax(q k^T / sqrt(K)) v over what each position sees: by default itself and what came before.
 
@@ -55,55 +113,42 @@ def attention(
       k: Keys; G divides H.
       v: Values.
       segments: Document numbers; positions of another document are not seen.
-      visible: The rule.
-      among: Which positions each may see besides; dense form.
-      slopes: What a score falls by for each step of distance; dense form.
-      cap: Of the scores, as of `jaxpar.nn.attention.state.attend`; dense form.
-      impl: "auto", "cudnn", "splash" or "xla" (dense).
-      dropout_rate: Share of attention weights dropped; needs `dropout_key` and dense form.
-      dropout_key: Key of the dropout; None while not training.
-      prompt: Whether this is a prompt, of any length, which no mesh axis splits and nothing is differentiated through.
-      inside: How the tokens lie, by logical axes of [B, T, D].
-      blockwise: Whether "xla" stands for a loop over blocks (`jaxpar.nn.attention.blockwise`), not the dense form.
+      visibility: Keys that each position sees, and how their scores change. A mask, slopes and a
+        cap need the dense form, a window that or blocks.
+      dropout: Dropout of the weights; needs the dense form.
+      execution: Implementation, and how the tokens lie.
+      **older: Values of fields that were arguments, until the first release.
 
     Cost: O(B H T^2 K) operations; memory O(B H T^2) for "xla", of a prompt or blockwise O(B H T), as for the kernels.
 
     Raises:
-      UsageError: If what is asked for by name, or blocks, cannot take this dtype, head size, length, rule or dropout.
+      TypeError: If there never was an argument of a name.
+      UsageError: If an implementation by name, or blocks, cannot take this dtype, head size,
+        length, visibility or dropout.
     """
+    groups = {"visibility": visibility, "dropout": dropout, "execution": execution}
+    visibility, dropout, execution = newer_arguments("attention", OLDER, groups, older).values()
     # Projected where their tokens are; a split sequence is gathered here and nowhere earlier.
-    rows, tokens = inside[0], None if prompt else inside[1]
-    whole, kv_whole = (rows, None, "heads", "head_dim"), (rows, None, "kv_heads", "head_dim")
-    q, k, v = (
-        constrain(x, rows, tokens, *axes[2:])
-        for x, axes in ((q, whole), (k, kv_whole), (v, kv_whole))
-    )
-    if mesh_axes("kv_heads") != mesh_axes(
-        "heads"
-    ):  # then each device's queries need their own copies of the keys
-        k, v, kv_whole = *(jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v)), whole
-    rate = dropout_rate if dropout_key is not None else 0.0
-    impl = _choose(
-        impl,
-        q,
-        rate,
-        segments is not None,
-        prompt,
-        visible,
-        among is None and slopes is None and not cap,
-    )
-    impl = _linear(impl, rate) if blockwise and among is None else impl
-    # One seed a row and head, drawn over the whole batch, so that a mesh does not change what is dropped.
-    seeds = (
-        None
-        if dropout_key is None or not rate
-        else jax.random.bits(dropout_key, (q.shape[0], q.shape[2]))
-    )
+    rows = execution.inside[0]
+    tokens = None if execution.prompt else execution.inside[1]
+    whole = (rows, None, "heads", "head_dim")
+    kv_whole = (rows, None, "kv_heads", "head_dim")
+    q = constrain(q, rows, tokens, *whole[2:])
+    k = constrain(k, rows, tokens, *kv_whole[2:])
+    v = constrain(v, rows, tokens, *kv_whole[2:])
+    # Each device's queries need their own copies of the keys where heads are split in another way.
+    if mesh_axes("kv_heads") != mesh_axes("heads"):
+        copies = q.shape[2] // k.shape[2]
+        k = jnp.repeat(k, copies, axis=2)
+        v = jnp.repeat(v, copies, axis=2)
+        kv_whole = whole
+    form = _choose(q, segments is not None, visibility, dropout, execution)
     options = {
         "segments": (segments, (rows, None)),
-        "among": (among, (rows, None, None)),
-        "slopes": (slopes, ("heads",)),
-        "seeds": (seeds, (rows, "heads")),
+        "among": (visibility.among, (rows, None, None)),
+        "slopes": (visibility.slopes, ("heads",)),
+        # Drawn over the whole batch, so that a mesh does not change what is dropped.
+        "seeds": (dropout.seeds(q.shape[0], q.shape[2]), (rows, "heads")),
     }
     # `local` takes arrays alone, by position: what is not given must not be passed.
     given = {name: pair for name, pair in options.items() if pair[0] is not None}
@@ -112,14 +157,13 @@ def attention(
     on_device = functools.partial(
         _on_device,
         names=tuple(given),
-        impl=impl,
-        visible=visible,
-        rate=rate,
-        prompt=prompt,
-        cap=cap,
+        visibility=dataclasses.replace(visibility, among=None, slopes=None),
+        rate=dropout.rate,
+        form=form,
+        prompt=execution.prompt,
     )
     # A kernel's result has no type of its own for the check of what varies over which axis.
-    out = local(on_device, axes, whole, check=impl == "xla")(q, k, v, *arrays)
+    out = local(on_device, axes, whole, check=form == "xla")(q, k, v, *arrays)
     return constrain(out, rows, tokens, *whole[2:])
 
 
@@ -129,41 +173,48 @@ def _on_device(
     v: jax.Array,
     *arrays: jax.Array,
     names: tuple[str, ...],
-    impl: str,
-    visible: Visible,
+    visibility: Visibility,
     rate: float,
+    form: str,
     prompt: bool,
-    cap: float,
 ) -> jax.Array:
-    """Computes attention of one device's rows and heads; `names` are those of the arrays."""
+    """Computes attention of one device's rows and heads.
+
+    Args:
+      q: Queries.
+      k: Keys.
+      v: Values.
+      *arrays: Those there are of segments, mask, slopes and seeds of dropout.
+      names: Names of these arrays.
+      visibility: Rule and cap, without arrays.
+      rate: Share of weights that is dropped, if there are seeds.
+      form: "xla", or what `_choose` returns in its place.
+      prompt: As of `Execution`.
+    """
     given = dict(zip(names, arrays, strict=True))
-    segments, among, slopes = (given.get(name) for name in ("segments", "among", "slopes"))
-    if impl == "cudnn":
-        return jax.nn.dot_product_attention(
-            q, k, v, is_causal=visible.causal, implementation="cudnn"
-        )
-    if impl == "packed":
+    segments = given.get("segments")
+    among = given.get("among")
+    visibility = dataclasses.replace(visibility, among=among, slopes=given.get("slopes"))
+    causal = visibility.rule.causal
+    if form == "cudnn":
+        return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn")
+    if form == "packed":
         assert segments is not None  # as `_choose` says
-        return attention_of_documents(q, k, v, segments, visible.causal)
-    if impl == "splash":
-        return _splash.forward(q, k, v, segments, visible.causal)
-    if impl == "blocks":
-        return attention_by_blocks(
-            q, k, v, segments=segments, visible=visible, slopes=slopes, cap=cap
-        )
-    places = jnp.arange(q.shape[1])[None]
-    if (
-        prompt and segments is None and among is None
-    ):  # a block of queries at a time, as no gradient is wanted
-        state = in_blocks(q, k, v, places, places, visible=visible, slopes=slopes, cap=cap)
-        return finish(state).astype(q.dtype)
-    seen = visible(places, places)
-    if segments is not None:
-        seen = seen & (segments[:, :, None] == segments[:, None, :])
+        return attention_of_documents(q, k, v, segments, causal)
+    if form == "splash":
+        return _splash.forward(q, k, v, segments, causal)
+    if form == "blocks":
+        return attention_by_blocks(q, k, v, segments=segments, visibility=visibility)
+    where = Where(positions=jnp.arange(q.shape[1])[None], segments=segments)
+    # A block of queries at a time, as no gradient is wanted.
+    if prompt and segments is None and among is None:
+        return finish(in_blocks(q, k, v, where, where, visibility)).astype(q.dtype)
+    seen = visibility.rule.mask(where, where)
     if among is not None:
         seen = seen & among
-    bias = None if slopes is None else slopes_bias(slopes, places, places)
-    state = attend(q, k, v, seen, bias=bias, cap=cap, dropout_rate=rate, seeds=given.get("seeds"))
+    bias = visibility.bias(where, where)
+    seeds = given.get("seeds")
+    state = attend(q, k, v, seen, bias=bias, cap=visibility.cap, dropout_rate=rate, seeds=seeds)
     return finish(state).astype(q.dtype)
 
 
@@ -171,17 +222,11 @@ def in_blocks(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B S G K"],
     v: Float[Array, "B S G K"],
-    queries: Int[Array, "B T"],
-    keys: Int[Array, "B S"],
-    *,
-    first: Int[Array, "B T"] | None = None,
-    among: Bool[Array, "B T S"] | None = None,
-    segments: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
-    visible: Visible = CAUSAL,
-    slopes: Float[Array, " H"] | None = None,
-    cap: float = 0.0,
+    queries: Where,
+    keys: Where,
+    visibility: Visibility = CAUSAL,
 ) -> LogSumExp:
-    """Computes `attend` by the places of queries and keys, `QUERIES` queries at a time.
+    """Computes `attend` by the positions of queries and keys, `QUERIES` queries at a time.
 
     A query's sums are those of `attend`, and the scores of all, B H T S, never exist. Memory: B H QUERIES S.
 
@@ -189,32 +234,25 @@ def in_blocks(
       q: Queries.
       k: Keys.
       v: Values.
-      queries: Places of the queries; B may be 1.
-      keys: Places of the keys, negative where there is none; B may be 1.
-      first: Of each query, the place where its document began.
-      among: What each query may see besides.
-      segments: Numbers of documents, of queries and of keys: those of another one are not seen.
-      visible: The rule.
-      slopes: What a score falls by for each step of distance.
-      cap: Of the scores, as of `attend`.
+      queries: Positions of the queries, their documents, and where these began.
+      keys: Positions of the keys, negative where there is none, and their documents. Those of
+        another document than a query's are unseen.
+      visibility: Keys that each query sees, and how their scores change.
     """
     batch, length = q.shape[:2]
 
     def some(part):
-        q, queries, first, among, own = part
-        seen = visible(queries, keys, first)
-        if segments is not None:
-            seen = seen & (own[:, :, None] == segments[1][:, None, :])
-        bias = None if slopes is None else slopes_bias(slopes, queries, keys)
-        return attend(q, k, v, seen if among is None else seen & among, bias=bias, cap=cap)
+        q, positions, first, among, segments = part
+        block = Where(positions=positions, segments=segments, first=first)
+        seen = visibility.rule.mask(block, keys)
+        bias = visibility.bias(block, keys)
+        if among is not None:
+            seen = seen & among
+        return attend(q, k, v, seen, bias=bias, cap=visibility.cap)
 
-    parts = (
-        q,
-        jnp.broadcast_to(queries, (batch, length)),
-        first,
-        among,
-        None if segments is None else segments[0],
-    )
+    assert queries.positions is not None
+    positions = jnp.broadcast_to(queries.positions, (batch, length))
+    parts = (q, positions, queries.first, visibility.among, queries.segments)
     if length <= QUERIES:
         return some(parts)
 
@@ -230,33 +268,53 @@ def in_blocks(
 
 
 def _choose(
-    impl: str,
     q: jax.Array,
-    rate: float,
     has_segments: bool,
-    prompt: bool,
-    visible: Visible,
-    plain: bool,
+    visibility: Visibility,
+    dropout: Dropout,
+    execution: Execution,
 ) -> str:
-    """Resolves "auto", and refuses a kernel that cannot do what is asked; a prompt's length is filled up for splash."""
+    """Returns "cudnn", "packed", "splash", "blocks" or "xla", and rejects what that cannot do."""
+    impl = _kernel(q, has_segments, visibility, dropout, execution)
+    if not execution.blockwise or visibility.among is not None:
+        return impl
+    if dropout.is_on:
+        raise UsageError(
+            "remat=blockwise needs dropout 0 in attention, whose masks are drawn for all pairs of tokens at once; take "
+            "dropout=0, or remat=full."
+        )
+    return "blocks" if impl == "xla" else impl
+
+
+def _kernel(
+    q: jax.Array,
+    has_segments: bool,
+    visibility: Visibility,
+    dropout: Dropout,
+    execution: Execution,
+) -> str:
+    """Resolves "auto"; a prompt's length is filled up for splash."""
     length, width = q.shape[1], q.shape[3]
-    rule = [(plain and not visible.window, "no window, slopes, cap or mask of its own")]
+    impl = execution.impl
+    is_filled_up = execution.prompt and visibility.rule.causal
+    limits_of_all = [
+        (not dropout.is_on, "dropout 0"),
+        (visibility.is_plain, "no window, slopes, cap or mask of its own"),
+    ]
     limits = {
         "cudnn": [
             (q.dtype in (jnp.bfloat16, jnp.float16), f"dtype bfloat16 or float16, not {q.dtype}"),
             (width % 8 == 0 and width <= 256, f"head_dim a multiple of 8 up to 256, not {width}"),
-            (rate == 0.0, "dropout 0"),
-            *rule,
+            *limits_of_all,
         ],
         "splash": [
             (q.dtype in (jnp.bfloat16, jnp.float32), f"dtype bfloat16 or float32, not {q.dtype}"),
             (
-                prompt and visible.causal or length % 128 == 0,
+                is_filled_up or length % 128 == 0,
                 f"a length that is a multiple of 128, not {length}",
             ),
             (width % 64 == 0, f"head_dim a multiple of 64, not {width}"),
-            (rate == 0.0, "dropout 0"),
-            *rule,
+            *limits_of_all,
         ],
         "xla": [],
     }
@@ -280,13 +338,3 @@ def _choose(
             )
         return "packed"
     return impl
-
-
-def _linear(impl: str, rate: float) -> str:
-    """Returns the form without an array of two axes of tokens, or refuses what has none."""
-    if rate:
-        raise UsageError(
-            "remat=blockwise needs dropout 0 in attention, whose masks are drawn for all pairs of tokens at once; take "
-            "dropout=0, or remat=full."
-        )
-    return "blocks" if impl == "xla" else impl

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from jaxpar.fields import AtLeast, Between, OneOf, check_fields, field
 from jaxpar.mesh import mesh_axes, num_shares
 from jaxpar.nn.attention.cache import CACHE_AXES, Cache, LinearCache, PositionRule
-from jaxpar.nn.attention.kernels import attention
+from jaxpar.nn.attention.kernels import Dropout, Execution, attention
 from jaxpar.nn.attention.state import finish
 from jaxpar.nn.attention.visibility import Visible
 from jaxpar.nn.auxiliary import NOTHING, Aux
@@ -70,13 +70,16 @@ class WholeSequence:
         context: Context,
     ) -> Float[Array, "B T H K"]:
         """Returns the outputs."""
-        slopes = PositionRule(mixer.visible, mixer.positions).slopes(mixer.num_heads)
+        rules = context.rules
         return attention(
-            q, k, v, segments=context.segments, among=context.visible, impl=mixer.impl, dropout_rate=mixer.dropout,
-            dropout_key=context.key, visible=mixer.visible, slopes=slopes, inside=context.rules.inside,
-            blockwise=context.rules.blockwise,
-            cap=mixer.score_cap,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            segments=context.segments,
+            visibility=mixer.rule.visibility(mixer.num_heads, context.visible),
+            dropout=Dropout(rate=mixer.dropout, key=context.key),
+            execution=Execution(impl=mixer.impl, inside=rules.inside, blockwise=rules.blockwise),
+        )
 
     def transfers(self, mixer: "Attention", sizes: ActivationSizes) -> Iterator[Transfer]:
         """Declares the gathers of a split sequence: queries once for each time they are made, keys and values twice."""
@@ -155,6 +158,11 @@ class Attention:
     def causal(self) -> bool:
         """Whether a token sees none after it."""
         return self.visible.causal
+
+    @property
+    def rule(self) -> PositionRule:
+        """Keys that a query sees, and dependence of scores on positions."""
+        return PositionRule(visible=self.visible, positions=self.positions, cap=self.score_cap)
 
     @property
     def score_size(self) -> int:
@@ -258,14 +266,15 @@ class Attention:
         context: Context,
     ) -> tuple[Float[Array, "B T H K"], Cache | None]:
         """Returns what new tokens' queries, keys and values make, not rotated yet, and the cache with these."""
-        rule = PositionRule(self.visible, self.positions, self.score_cap)
+        rule = self.rule
         if cache is not None and not context.fresh:
             state, cache = cache.attend(q, k, v, rule, context)
             return finish(state).astype(q.dtype), cache
         q, k = (rule.rotate(x, context.positions) for x in (q, k))
         q, k, v = (checkpoint_name(part, "qkv") for part in (q, k, v))
         # `attend` moves what devices hold of one sequence: where none is split, nothing is moved.
-        is_split = context.rules.inside[1] == "seq_layer" and bool(mesh_axes("seq_layer"))
+        rules = context.rules
+        is_split = rules.inside[1] == "seq_layer" and bool(mesh_axes("seq_layer"))
         if cache is None and is_split:
             return self.attend(self, q, k, v, context), None
 
@@ -278,16 +287,14 @@ class Attention:
             k,
             v,
             segments=context.segments,
-            among=context.visible,
-            impl=impl,
-            dropout_rate=self.dropout,
-            dropout_key=context.key,
-            prompt=cache is not None,
-            visible=self.visible,
-            slopes=rule.slopes(self.num_heads),
-            inside=context.rules.inside,
-            blockwise=context.rules.blockwise,
-            cap=self.score_cap,
+            visibility=rule.visibility(self.num_heads, context.visible),
+            dropout=Dropout(rate=self.dropout, key=context.key),
+            execution=Execution(
+                impl=impl,
+                prompt=cache is not None,
+                inside=rules.inside,
+                blockwise=rules.blockwise,
+            ),
         )
         if cache is None:
             return out, None

@@ -16,8 +16,9 @@ from jaxtyping import Array, Float, Int
 from jaxpar.lower.trial import relative_error, tried
 from jaxpar.nn.attention import _cudnn
 from jaxpar.nn.attention.blockwise import attention_by_blocks
+from jaxpar.nn.attention.gradient import Done
 from jaxpar.nn.attention.state import attend, finish
-from jaxpar.nn.attention.visibility import Visible
+from jaxpar.nn.attention.visibility import Visibility, Visible
 
 __all__ = ["attention_of_documents", "packing_is_right"]
 
@@ -66,25 +67,30 @@ def _forward(causal: bool, q: Array, k: Array, v: Array, segments: Array):
         return _cudnn.forward(q, k, v, causal, _cudnn.documents(segments, most))
 
     def by_blocks(q, k, v, segments):
-        out = attention_by_blocks(q, k, v, segments=segments, visible=Visible(causal))
+        out = _by_blocks(causal, q, k, v, segments)
         return out, jnp.zeros(q.shape[:3], jnp.float32)  # its backward pass makes its own
 
     out, log_sum = by_number(by_cudnn, by_blocks, segments, q, k, v, segments)
     return out, (q, k, v, segments, out, log_sum)
 
 
+def _by_blocks(causal: bool, q: Array, k: Array, v: Array, segments: Array) -> Array:
+    visibility = Visibility(rule=Visible(causal))
+    return attention_by_blocks(q, k, v, segments=segments, visibility=visibility)
+
+
 def _backward(causal: bool, kept: tuple, g: Array):
+    q, k, v, segments, out, log_sum = kept
+    done = Done(out=out, log_sum=log_sum, gradient=g)
+
     def by_cudnn(most, *arrays):
         return gradient_by_cudnn(causal, most, *arrays)
 
-    def by_blocks(q, k, v, segments, out, log_sum, g):
-        del out, log_sum
-        _, pull = jax.vjp(
-            lambda *x: attention_by_blocks(*x, segments=segments, visible=Visible(causal)), q, k, v
-        )
-        return pull(g.astype(q.dtype))
+    def by_blocks(q, k, v, segments, done):
+        _, pull = jax.vjp(functools.partial(_by_blocks, causal, segments=segments), q, k, v)
+        return pull(done.gradient.astype(q.dtype))
 
-    return *by_number(by_cudnn, by_blocks, kept[3], *kept, g), None
+    return *by_number(by_cudnn, by_blocks, segments, q, k, v, segments, done), None
 
 
 _attention.defvjp(_forward, _backward)
@@ -97,18 +103,16 @@ def gradient_by_cudnn(
     k: Array,
     v: Array,
     segments: Array,
-    out: Array,
-    log_sum: Array,
-    g: Array,
+    done: Done,
 ) -> tuple[Array, ...]:
     """Returns the gradients by q, k and v of rows with at most so many documents, some heads at a time."""
     packed = _cudnn.documents(segments, most)
     pieces = _pieces(k.shape[2], most)
-    arrays = tuple(_in_pieces(x, pieces) for x in (q, k, v, out, log_sum, g))
+    arrays = jax.tree.map(functools.partial(_in_pieces, pieces=pieces), (q, k, v, done))
 
     def some_heads(arrays):
-        q, k, v, out, log_sum, g = arrays
-        return _cudnn.backward(q, k, v, out, log_sum, g, causal, packed)
+        q, k, v, done = arrays
+        return _cudnn.backward(q, k, v, done, causal, packed)
 
     grads = jax.lax.map(some_heads, arrays)
     return tuple(

@@ -17,11 +17,11 @@ from jaxtyping import Array, Float, Int
 from jaxpar.lower.trial import relative_error, tried
 from jaxpar.mesh import platform
 from jaxpar.nn.attention import _cudnn, _documents, _splash
-from jaxpar.nn.attention.gradient import attend_gradient
+from jaxpar.nn.attention.gradient import Done, attend_gradient
 from jaxpar.nn.attention.kernels import in_blocks
 from jaxpar.nn.attention.packed import packing_is_right
 from jaxpar.nn.attention.state import merge
-from jaxpar.nn.attention.visibility import Visible
+from jaxpar.nn.attention.visibility import Visibility, Visible, Where
 from jaxpar.scan.monoid import LogSumExp
 
 __all__ = ["attend_pair", "attend_pair_gradient"]
@@ -58,8 +58,8 @@ def attend_pair(
     """
     impl = _resolve(impl, q, k, segments is not None)
     if impl == "xla":
-        queries, keys = _places(q), _places(k)
-        return in_blocks(q, k, v, queries, keys, segments=segments, visible=Visible(causal))
+        queries, keys = _where(q, k, segments)
+        return in_blocks(q, k, v, queries, keys, Visibility(rule=Visible(causal)))
     if segments is None:
         out, log_sum = FORWARD[impl](q, k, v, causal)
     else:
@@ -71,9 +71,7 @@ def attend_pair_gradient(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B S G K"],
     v: Float[Array, "B S G K"],
-    out: Float[Array, "B T H K"],
-    log_sum: Float[Array, "B T H"],
-    g: Float[Array, "B T H K"],
+    done: Done,
     causal: bool,
     impl: str = "auto",
     segments: Documents | None = None,
@@ -84,9 +82,8 @@ def attend_pair_gradient(
       q: Queries.
       k: Keys; G divides H.
       v: Values.
-      out: The queries' outputs over *all* the keys that they see, here or elsewhere.
-      log_sum: Their log-sum-exp over all those keys.
-      g: Gradient of the outputs.
+      done: Outputs and log-sum-exp over *all* the keys that the queries see, here or elsewhere,
+        and the gradient of these outputs.
       causal: As in `attend_pair`.
       impl: As there.
       segments: As there.
@@ -94,21 +91,23 @@ def attend_pair_gradient(
     Cost: 10 B H T S K operations, by a kernel half of them if causal; memory O(B H T K).
     """
     impl = _resolve(impl, q, k, segments is not None)
-    wide = jnp.promote_types(q.dtype, jnp.float32)
     if impl == "xla":
-        delta = (out.astype(wide) * g.astype(wide)).sum(-1)
-        places = _places(q), _places(k)
-        return attend_gradient(
-            q, k, v, *places, log_sum, delta, g, segments=segments, visible=Visible(causal)
-        )
+        known = done.output_gradient()
+        queries, keys = _where(q, k, segments)
+        return attend_gradient(q, k, v, queries, keys, known, Visible(causal))
     if segments is not None:
-        return _documents.backward(q, k, v, out, log_sum, g, causal, segments)
-    dq, dk, dv = (grad.astype(wide) for grad in BACKWARD[impl](q, k, v, out, log_sum, g, causal))
+        return _documents.backward(q, k, v, done, causal, segments)
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    dq, dk, dv = (grad.astype(wide) for grad in BACKWARD[impl](q, k, v, done, causal))
     return dq, dk, dv
 
 
-def _places(x: Array) -> Array:
-    return jnp.arange(x.shape[1])[None]
+def _where(q: Array, k: Array, segments: Documents | None) -> tuple[Where, Where]:
+    """Positions of queries and of keys in their pieces, and their documents."""
+    own, other = (None, None) if segments is None else segments
+    queries = Where(positions=jnp.arange(q.shape[1])[None], segments=own)
+    keys = Where(positions=jnp.arange(k.shape[1])[None], segments=other)
+    return queries, keys
 
 
 def _resolve(impl: str, q: Array, k: Array, has_documents: bool) -> str:
@@ -149,15 +148,9 @@ def _errors(name: str) -> list[Array]:
             return attend_pair(q[:, rows], k[:, columns], v[:, columns], causal, impl)
 
         def gradient(rows, columns, causal):
-            arrays = (
-                q[:, rows],
-                k[:, columns],
-                v[:, columns],
-                out[:, rows],
-                log_sum[:, rows],
-                g[:, rows],
-            )
-            return attend_pair_gradient(*arrays, causal, impl)
+            arrays = q[:, rows], k[:, columns], v[:, columns]
+            done = Done(out=out[:, rows], log_sum=log_sum[:, rows], gradient=g[:, rows])
+            return attend_pair_gradient(*arrays, done, causal, impl)
 
         low, high = slice(0, half), slice(half, None)
         first, second = pair(low, low, True), merge(pair(high, low, False), pair(high, high, True))

@@ -13,7 +13,7 @@ from jaxpar.mesh import local
 from jaxpar.nn.attention.cache import LinearCache, PositionRule
 from jaxpar.nn.attention.kernels import in_blocks
 from jaxpar.nn.attention.state import finish
-from jaxpar.nn.attention.visibility import Visible
+from jaxpar.nn.attention.visibility import Visibility, Visible, Where
 from jaxpar.nn.mixer import Context
 from jaxpar.nn.position import Alibi, Rope
 
@@ -91,7 +91,9 @@ def attend_windows(
             jnp.broadcast_to(x, (q.shape[0], *x.shape[1:])) for x in (q, k, v, queries, keys, first)
         ]
         q, k, v, queries, keys, first = (x.reshape(-1, *x.shape[2:]) for x in rows)
-        sums = in_blocks(q, k, v, queries, keys, first=first, slopes=slopes[0] if slopes else None)
+        of_queries = Where(positions=queries, first=first)
+        visibility = Visibility(slopes=slopes[0] if slopes else None)
+        sums = in_blocks(q, k, v, of_queries, Where(positions=keys), visibility)
         return finish(sums).astype(q.dtype).reshape(-1, count * window, *q.shape[2:])
 
     slopes = rule.slopes(q.shape[2])

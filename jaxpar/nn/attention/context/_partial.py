@@ -11,43 +11,44 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float
 
-from jaxpar.nn.attention import Visible, merge
+from jaxpar.nn.attention import Visibility, Visible, merge
 from jaxpar.nn.attention.context.token_orders import Order
-from jaxpar.nn.attention.gradient import attend_gradient
+from jaxpar.nn.attention.gradient import Done, attend_gradient
 from jaxpar.nn.attention.kernels import in_blocks
 from jaxpar.nn.attention.pairs import attend_pair, attend_pair_gradient
+from jaxpar.nn.attention.visibility import Where
 from jaxpar.scan.monoid import LogSumExp
 
 Turn = int | Array
 Sums = tuple[Array, Array]
 
 
-class Where(NamedTuple):
-    """Where tokens are: they travel with what they belong to, since no device knows it from an index.
+class QueryPiece(NamedTuple):
+    """A piece of the queries, and where its tokens are.
 
     Attributes:
-      positions: Places in the sequence; negative ones are of nothing. None where a table says who sees whom.
-      segments: Numbers of documents; None where each row is one.
+      q: Queries.
+      where: Positions and documents of their tokens.
     """
 
-    positions: Int[Array, "B T"] | None = None
-    segments: Int[Array, "B T"] | None = None
+    q: Float[Array, "B T H K"]
+    where: Where
 
 
-class Done(NamedTuple):
-    """What the forward pass found of queries over all keys, and the gradient of their outputs.
+class KeyPiece(NamedTuple):
+    """A piece of the keys and values, and where its tokens are.
 
     Attributes:
-      out: [B, T, H, K].
-      log_sum: [B, T, H].
-      gradient: [B, T, H, K].
+      k: Keys.
+      v: Values.
+      where: Positions and documents of their tokens.
     """
 
-    out: Array
-    log_sum: Array
-    gradient: Array
+    k: Float[Array, "B S G K"]
+    v: Float[Array, "B S G K"]
+    where: Where
 
 
 class ByPlaces(NamedTuple):
@@ -57,39 +58,34 @@ class ByPlaces(NamedTuple):
     parts: int = 1
 
     def attend(
-        self, state: LogSumExp | None, q, k, v, queries: Where, keys: Where, turn: Turn, device
+        self,
+        state: LogSumExp | None,
+        queries: QueryPiece,
+        keys: KeyPiece,
+        turn: Turn,
+        device,
     ) -> LogSumExp:
         """Returns the sums of the queries with a piece of the keys."""
-        del turn, device  # the places say it
-        assert queries.positions is not None and keys.positions is not None
-        documents = _documents(queries, keys)
-        more = in_blocks(
-            q, k, v, queries.positions, keys.positions, segments=documents, visible=self.visible
-        )
+        del turn, device  # the positions say it
+        visibility = Visibility(rule=self.visible)
+        more = in_blocks(queries.q, keys.k, keys.v, queries.where, keys.where, visibility)
         return more if state is None else merge(state, more)
 
     def gradient(
         self,
         dq,
         sums: Sums | None,
-        q,
-        k,
-        v,
-        queries: Where,
-        keys: Where,
+        queries: QueryPiece,
+        keys: KeyPiece,
         turn: Turn,
         device,
         done: Done,
     ):
         """Returns the gradients by the queries and by this piece of the keys, with what was there before."""
         del turn, device
-        assert queries.positions is not None and keys.positions is not None
-        wide = jnp.promote_types(q.dtype, jnp.float32)
-        delta = (done.out.astype(wide) * done.gradient.astype(wide)).sum(-1)
-        arrays = q, k, v, queries.positions, keys.positions, done.log_sum, delta, done.gradient
-        more, dk, dv = attend_gradient(
-            *arrays, segments=_documents(queries, keys), visible=self.visible
-        )
+        known = done.output_gradient()
+        arrays = (queries.q, keys.k, keys.v, queries.where, keys.where)
+        more, dk, dv = attend_gradient(*arrays, known, self.visible)
         if sums is not None:
             dk = sums[0] + dk
             dv = sums[1] + dv
@@ -119,21 +115,31 @@ class ByTable(NamedTuple):
         return Order(self.order).parts if self.causal else 1
 
     def attend(
-        self, state: LogSumExp | None, q, k, v, queries: Where, keys: Where, turn: Turn, device
+        self,
+        state: LogSumExp | None,
+        queries: QueryPiece,
+        keys: KeyPiece,
+        turn: Turn,
+        device,
     ) -> LogSumExp:
         """Returns the sums of the queries with a piece of the keys."""
         if state is None:
-            wide = jnp.promote_types(q.dtype, jnp.float32)
-            none = jnp.full(q.shape[:3], -jnp.inf, wide)
+            wide = jnp.promote_types(queries.q.dtype, jnp.float32)
+            none = jnp.full(queries.q.shape[:3], -jnp.inf, wide)
             state = LogSumExp(
                 max=none,
                 denominator=jnp.zeros_like(none),
-                numerator=jnp.zeros(q.shape, wide),
+                numerator=jnp.zeros(queries.q.shape, wide),
             )
         for own, other, is_used, causal in self._pairs(turn, device):
-            documents = self._of_parts(queries, keys, own, other, is_used)
-            arrays = self._part(q, own), self._part(k, other), self._part(v, other)
-            more = attend_pair(*arrays, causal, segments=documents)
+            documents = self._of_parts(queries.where, keys.where, own, other, is_used)
+            more = attend_pair(
+                self._part(queries.q, own),
+                self._part(keys.k, other),
+                self._part(keys.v, other),
+                causal,
+                segments=documents,
+            )
             state = self._merge_part(state, more, own, is_used)
         return state
 
@@ -150,24 +156,24 @@ class ByTable(NamedTuple):
         self,
         dq,
         sums: Sums | None,
-        q,
-        k,
-        v,
-        queries: Where,
-        keys: Where,
+        queries: QueryPiece,
+        keys: KeyPiece,
         turn: Turn,
         device,
         done: Done,
     ):
         """Returns the gradients by the queries and by this piece of the keys, with what was there before."""
+        q = queries.q
+        k = keys.k
+        v = keys.v
         wide = jnp.promote_types(q.dtype, jnp.float32)
         dq = jnp.zeros(q.shape, wide) if dq is None else dq
         dk, dv = (jnp.zeros(k.shape, wide), jnp.zeros(v.shape, wide)) if sums is None else sums
         for own, other, is_used, causal in self._pairs(turn, device):
             arrays = self._part(q, own), self._part(k, other), self._part(v, other)
-            out, log_sum, g = (self._part(x, own) for x in done)
-            documents = self._of_parts(queries, keys, own, other, is_used)
-            more = attend_pair_gradient(*arrays, out, log_sum, g, causal, segments=documents)
+            part_done = jax.tree.map(functools.partial(self._part, number=own), done)
+            documents = self._of_parts(queries.where, keys.where, own, other, is_used)
+            more = attend_pair_gradient(*arrays, part_done, causal, segments=documents)
             # What is not seen has weights over 1, up to infinity: left out, not multiplied by 0.
             more = (jnp.where(is_used, x, 0) for x in more)
             places = (dq, own), (dk, other), (dv, other)

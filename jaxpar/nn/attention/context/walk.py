@@ -18,9 +18,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.mesh import constrain, local, mesh_axes, num_shares
 from jaxpar.nn.attention import Visible, finish, merge
-from jaxpar.nn.attention.context._partial import ByPlaces, ByTable, Done, Where
+from jaxpar.nn.attention.context._partial import ByPlaces, ByTable, KeyPiece, QueryPiece
 from jaxpar.nn.attention.context.moves import Move, Send, Step, move_for
 from jaxpar.nn.attention.context.token_orders import Order
+from jaxpar.nn.attention.gradient import Done
+from jaxpar.nn.attention.visibility import Where
 from jaxpar.scan.monoid import LogSumExp
 from jaxpar.stage import refuse_in_stage
 from jaxpar.types import UsageError, concrete_values
@@ -241,7 +243,9 @@ def _rule(
 def _whole(q, k, v, positions, segments, visible: Visible) -> Array:
     """The same on one device."""
     where = Where(positions=positions, segments=segments)
-    return finish(ByPlaces(visible).attend(None, q, k, v, where, where, 0, 0)).astype(q.dtype)
+    queries = QueryPiece(q=q, where=where)
+    keys = KeyPiece(k=k, v=v, where=where)
+    return finish(ByPlaces(visible).attend(None, queries, keys, 0, 0)).astype(q.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -256,7 +260,8 @@ def _forward(how: _How, q: Array, k: Array, v: Array, where: Where):
         q, k, v = (_swapped(how, x) for x in (q, k, v))
         where = jax.tree.map(functools.partial(_together, how), _after(where, k))
     walks = {"gather": _gathered, "token_ring": _queries_travel}
-    state = walks.get(how.move.name, _keys_travel)(how, q, k, v, where)
+    walk = walks.get(how.move.name, _keys_travel)
+    state = walk(how, QueryPiece(q=q, where=where), KeyPiece(k=k, v=v, where=where))
     out = finish(state).astype(q.dtype)
     # What was exchanged is kept for the backward pass.
     return _swapped_back(how, out) if swaps else out, (q, k, v, where, out, state.log_sum)
@@ -268,7 +273,9 @@ def _backward(how: _How, kept: tuple, g: Array):
     swaps = how.move.within > 1
     walks = {"gather": _gathered_back, "token_ring": _queries_back}
     g = _swapped(how, g) if swaps else g
-    dq, sums = walks.get(how.move.name, _keys_back)(how, q, k, v, where, Done(out, log_sum, g))
+    done = Done(out=out, log_sum=log_sum, gradient=g)
+    walk = walks.get(how.move.name, _keys_back)
+    dq, sums = walk(how, QueryPiece(q=q, where=where), KeyPiece(k=k, v=v, where=where), done)
     grads = (grad.astype(x.dtype) for grad, x in zip((dq, *sums), (q, k, v), strict=True))
     if swaps:
         grads = (_swapped_back(how, grad) for grad in grads)
@@ -360,28 +367,28 @@ def _behind(name: str, turn: Array) -> Array:
     return -turn if name == "high" else turn
 
 
-def _keys_travel(how: _How, q: Array, k: Array, v: Array, where: Where) -> LogSumExp:
+def _keys_travel(how: _How, queries: QueryPiece, keys: KeyPiece) -> LogSumExp:
     rule, device = how.rule, how.device()
-    state = rule.attend(None, q, k, v, where, where, 0, device)
-    carry = _pieces(how, (k, v, where)), state, jnp.int32(0)
+    state = rule.attend(None, queries, keys, 0, device)
+    carry = _pieces(how, keys), state, jnp.int32(0)
     for step, count in _alike(how.move.forward[1:]):
 
         def one(carry, step=step):
             held, state, turn = carry
             held, turn = _sent(how, held, step.sends), turn + 1
-            for name, (k, v, at) in held.items():
-                if k.shape[1]:  # of a part of one token a half is empty
-                    state = rule.attend(state, q, k, v, where, at, _behind(name, turn), device)
+            for name, piece in held.items():
+                if piece.k.shape[1]:  # of a part of one token a half is empty
+                    state = rule.attend(state, queries, piece, _behind(name, turn), device)
             return held, state, turn
 
         carry = _repeated(one, carry, count) if step.attends else carry
     return carry[1]
 
 
-def _keys_back(how: _How, q: Array, k: Array, v: Array, where: Where, done: Done):
+def _keys_back(how: _How, queries: QueryPiece, keys: KeyPiece, done: Done):
     rule, device = how.rule, how.device()
-    dq, sums = rule.gradient(None, None, q, k, v, where, where, 0, device, done)
-    carry = _pieces(how, (k, v, where)), _pieces(how, sums), dq, jnp.int32(0)
+    dq, sums = rule.gradient(None, None, queries, keys, 0, device, done)
+    carry = _pieces(how, keys), _pieces(how, sums), dq, jnp.int32(0)
     for step, count in _alike(how.move.backward[1:]):
 
         def one(carry, step=step):
@@ -392,11 +399,11 @@ def _keys_back(how: _How, q: Array, k: Array, v: Array, where: Where, done: Done
             )
             if step.attends:
                 held = _sent(how, held, step.sends)
-                for name, (k, v, at) in held.items():
-                    if k.shape[1]:
+                for name, piece in held.items():
+                    if piece.k.shape[1]:
                         behind = _behind(name, turn)
                         dq, more = rule.gradient(
-                            dq, sums[name], q, k, v, where, at, behind, device, done
+                            dq, sums[name], queries, piece, behind, device, done
                         )
                         sums = sums | {name: more}
             return held, sums, dq, turn
@@ -405,13 +412,14 @@ def _keys_back(how: _How, q: Array, k: Array, v: Array, where: Where, done: Done
     return carry[2], _whole_pieces(how, carry[1])
 
 
-def _queries_travel(how: _How, q: Array, k: Array, v: Array, where: Where) -> LogSumExp:
-    state, held = None, (q, where)
+def _queries_travel(how: _How, queries: QueryPiece, keys: KeyPiece) -> LogSumExp:
+    state = None
+    held = queries
     for turn, step in enumerate(how.move.forward):
         for send in step.sends:
             held = how.send(held, send.shift)
         whose = (how.device() - turn) % how.ring
-        piece = how.rule.attend(None, held[0], k, v, held[1], where, -turn, whose)
+        piece = how.rule.attend(None, held, keys, -turn, whose)
         for send in step.returns:
             piece = how.send(piece, send.shift)
         state = piece if state is None else merge(state, piece)
@@ -419,25 +427,26 @@ def _queries_travel(how: _How, q: Array, k: Array, v: Array, where: Where) -> Lo
     return state
 
 
-def _queries_back(how: _How, q: Array, k: Array, v: Array, where: Where, done: Done):
-    dq, sums, held = None, None, (q, where, done)
+def _queries_back(how: _How, queries: QueryPiece, keys: KeyPiece, done: Done):
+    dq = None
+    sums = None
+    held = (queries, done)
     for turn, step in enumerate(how.move.backward):
         for send in step.sends:
             held = how.send(held, send.shift)
         whose = (how.device() - turn) % how.ring
-        more, sums = how.rule.gradient(
-            None, sums, held[0], k, v, held[1], where, -turn, whose, held[2]
-        )
+        more, sums = how.rule.gradient(None, sums, held[0], keys, -turn, whose, held[1])
         for send in step.returns:
             more = how.send(more, send.shift)
         dq = more if dq is None else dq + more
     return dq, sums
 
 
-def _collected(how: _How, k: Array, v: Array, where: Where):
+def _collected(how: _How, keys: KeyPiece) -> KeyPiece:
     """All devices' keys, [N, B, t, ...]: a piece a device, so that no scores of all tokens exist at the same time."""
-    k, v = (lax.all_gather(x, how.axis) for x in (k, v))
-    return k, v, jax.tree.map(lambda x: lax.all_gather(x, how.axis), _after(where, k))
+    k, v = (lax.all_gather(x, how.axis) for x in (keys.k, keys.v))
+    where = jax.tree.map(lambda x: lax.all_gather(x, how.axis), _after(keys.where, k))
+    return KeyPiece(k=k, v=v, where=where)
 
 
 def _after(where: Where, keys: Array) -> Where:
@@ -451,20 +460,21 @@ def _after(where: Where, keys: Array) -> Where:
     return jax.tree.map(lambda x: x + none, where)
 
 
-def _gathered(how: _How, q: Array, k: Array, v: Array, where: Where) -> LogSumExp:
-    device, every = how.device(), _collected(how, k, v, where)
+def _gathered(how: _How, queries: QueryPiece, keys: KeyPiece) -> LogSumExp:
+    device = how.device()
+    every = _collected(how, keys)
 
     def one(state, turn):
         piece = jax.tree.map(lambda x: x[(device - turn) % how.ring], every)
-        k, v, at = piece
-        return how.rule.attend(state, q, k, v, where, at, turn, device), None
+        return how.rule.attend(state, queries, piece, turn, device), None
 
-    own = how.rule.attend(None, q, k, v, where, where, 0, device)
+    own = how.rule.attend(None, queries, keys, 0, device)
     return lax.scan(one, own, jnp.arange(1, how.ring))[0]
 
 
-def _gathered_back(how: _How, q: Array, k: Array, v: Array, where: Where, done: Done):
-    device, every = how.device(), _collected(how, k, v, where)
+def _gathered_back(how: _How, queries: QueryPiece, keys: KeyPiece, done: Done):
+    device = how.device()
+    every = _collected(how, keys)
 
     def put(all_sums, sums, place):
         return jax.tree.map(lambda x, new: x.at[place].set(new), all_sums, sums)
@@ -472,11 +482,11 @@ def _gathered_back(how: _How, q: Array, k: Array, v: Array, where: Where, done: 
     def one(carry, turn):
         dq, all_sums = carry
         place = (device - turn) % how.ring
-        k, v, at = jax.tree.map(lambda x: x[place], every)
-        dq, sums = how.rule.gradient(dq, None, q, k, v, where, at, turn, device, done)
+        piece = jax.tree.map(lambda x: x[place], every)
+        dq, sums = how.rule.gradient(dq, None, queries, piece, turn, device, done)
         return (dq, put(all_sums, sums, place)), None
 
-    dq, sums = how.rule.gradient(None, None, q, k, v, where, where, 0, device, done)
+    dq, sums = how.rule.gradient(None, None, queries, keys, 0, device, done)
     all_sums = put(
         jax.tree.map(lambda x: jnp.zeros((how.ring, *x.shape), x.dtype), sums), sums, device
     )
