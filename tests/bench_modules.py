@@ -9,7 +9,7 @@ BENCH = Path(__file__).resolve().parents[1] / "bench"
 
 @contextlib.contextmanager
 def bench_modules(*names):
-    """Yields modules by name; forgets them afterwards, with all that they imported from their folder."""
+    """Yields modules by name; forgets them and all others of their folder afterwards."""
     path = list(sys.path)
     sys.path.insert(0, str(BENCH))
     try:

@@ -167,7 +167,7 @@ def axes_of(layer):
 
 
 def outcome_on(spec, transport, name, skew=0.0, dtype="float64", rules=None):
-    """Value and gradients of a case whose weights and tokens are split over devices."""
+    """Value and gradients of a case, its weights and tokens split over devices."""
     layer = dataclasses.replace(CASES[name], transport=transport)
     x = tokens(dtype) if skew else normal(B, T, D, dtype=dtype)
     with use_mesh(make_mesh(spec), rules_from(rules)):
@@ -177,5 +177,5 @@ def outcome_on(spec, transport, name, skew=0.0, dtype="float64", rules=None):
 
 
 def assert_dense(got, name, skew=0.0, dtype="float64"):
-    """Asserts that value and gradients are those of the dense mixture."""
+    """Asserts that value and gradients equal the dense mixture's."""
     assert_close(by_expert(got), by_expert(jax.device_get(wanted(name, skew, dtype))), NEAR[dtype])

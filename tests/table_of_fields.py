@@ -1,4 +1,4 @@
-"""What is legal of each number of each configuration, and how each is made: of library, environments, experiments."""
+"""Legal numbers of each configuration of library, environments and experiments, and an instance."""
 
 import numpy as np
 import optax

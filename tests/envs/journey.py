@@ -81,7 +81,7 @@ def assert_pictures(env):
 
 
 def assert_only_views_differ(env, other):
-    """Asserts that states and rewards of two environments are the same, and that what they show is not."""
+    """Asserts that two environments share states and rewards, and show them differently."""
     a, b = (travel(jax.random.key(5), each, env.default_params, 1000) for each in (env, other))
     jax.tree.map(np.testing.assert_array_equal, a["before"], b["before"])
     jax.tree.map(

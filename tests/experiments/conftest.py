@@ -252,9 +252,9 @@ def main(monkeypatch, capfd, tmp_path, cache, text, compile_once):
 
 @pytest.fixture
 def trained(main, tmp_path):
-    """`trained(*flags, of=..., steps=...)` is the last value of each metric of a whole run, in `trained.folder`.
+    """`trained(*flags, of=..., steps=...)` is the last value of each metric of a whole run.
 
-    The same flags again train nothing; `steps` are those that they say.
+    The run is in `trained.folder`; the same flags again train nothing, since they name `steps`.
     """
 
     def call(*flags, of, steps):

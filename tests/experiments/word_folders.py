@@ -1,4 +1,4 @@
-"""Folders of a small model whose tokens are words."""
+"""Folders of a small model of words."""
 
 import tokenizers
 from fast import noisy_params
@@ -19,7 +19,7 @@ MODEL = lm_config(
 
 
 def write_folder(folder, config, words):
-    """Writes a model and a tokenizer of these words, the first of which stands for all others; returns the folder."""
+    """Writes a model and a tokenizer of words, the first being the unknown one; returns the folder."""
     to_hf(noisy_params(config), config, folder)
     ids = {word: token for token, word in enumerate(words)}
     library = tokenizers.Tokenizer(models.WordLevel(ids, unk_token=words[0]))

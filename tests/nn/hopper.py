@@ -1,4 +1,4 @@
-"""Kernels as the library would call them, and what their machine code of sm_90 uses, without a GPU."""
+"""Kernels as the library calls them, and facts of their machine code of sm_90, without a GPU."""
 
 import json
 import os
@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 
 
 def recorded(module, monkeypatch):
-    """Returns a list that gets each distinct kernel that a module calls from now on; none of them runs."""
+    """Returns a list of the distinct kernels that a module calls from now on; none of them runs."""
     made = []
 
     def record(*arrays, out, grid, text, name, num_warps, num_stages, **constants):
@@ -42,6 +42,6 @@ def compiled_facts(calls):
 
 
 def assert_side_by_side(call, fact, programs):
-    """Asserts that so many programs of a kernel run side by side on a multiprocessor: by memory and by registers."""
+    """Asserts that a multiprocessor has memory and registers for `programs` of a kernel at once."""
     assert programs * (fact["shared"] + 1024) <= 228 * 1024
     assert programs * 32 * call["num_warps"] * fact["registers"] <= 65536

@@ -277,7 +277,7 @@ def test_a_step_is_elementwise_over_lanes_with_vectors_of_weights(name):
     h, projections = jax.tree.map(np.float32, moment(cell))
     jaxpr = jax.make_jaxpr(cell.step)(weights, h, projections)
     for eqn in equations(jaxpr.jaxpr):
-        if list(inner_jaxprs(eqn)):  # a call, whose equations follow
+        if list(inner_jaxprs(eqn)):  # a call: its equations follow
             continue
         if eqn.primitive.name in ("reshape", "broadcast_in_dim", "squeeze"):
             assert eqn.invars[0].aval.shape in ((N,), (1, N), ()), eqn
