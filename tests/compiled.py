@@ -15,6 +15,16 @@ needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
 )
 
+TRANSFERS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "collective-permute",
+    "all-to-all",
+    "send(",
+    "recv(",
+)
+
 
 def copies(text, shape):
     """Returns the lines of a program that copy or transpose arrays of a shape, its axes in any order."""
@@ -25,6 +35,11 @@ def copies(text, shape):
         return made and sorted(int(size) for size in made[1].split(",") if size != "1") == sizes
 
     return [line.strip() for line in text.splitlines() if is_whole(line)]
+
+
+def transfers_in(text):
+    """Returns the operations of a program by which devices send to each other."""
+    return [word for word in TRANSFERS if word in text]
 
 
 def on_a_tpu(file, *args):

@@ -1,12 +1,15 @@
 """A mixture of experts as the dense one says: layers, their weights, and what value and gradients must be."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from fast import jit
+from tolerance import assert_close
 
+from jaxpar.mesh import MeshSpec, make_mesh, rules_from, shard, use_mesh
 from jaxpar.nn.experts import Experts, route
 from jaxpar.nn.experts.layer import dense_mixture
 from jaxpar.nn.experts.losses import balance_loss, bias_loss, information_gain, load, router_z_loss
@@ -36,6 +39,11 @@ CASES = {
     "capacity in groups": Experts(F, E, 2, capacity=0.7, capacity_group=2),
     "capacity for one": Experts(F, E, 2, capacity=1e-6),
     "capacity for all": Experts(F, E, 2, capacity=float(E)),
+}
+MESHES = {
+    "expert4.data2": MeshSpec(data=2, expert=4),
+    "expert2.fsdp2.tensor2": MeshSpec(fsdp=2, tensor=2, expert=2),
+    "expert2.context2.tensor2": MeshSpec(context=2, tensor=2, expert=2),
 }
 
 
@@ -152,3 +160,22 @@ def by_expert(outcome):
         for e in range(E)
     }
     return value, ({"router": [g for n, g in params.items() if "router" in n], **leaves}, x)
+
+
+def axes_of(layer):
+    return {name: leaf.axes for name, leaf in layer.leaves(D, 1.0, 1.0).items()}
+
+
+def outcome_on(spec, transport, name, skew=0.0, dtype="float64", rules=None):
+    """Value and gradients of a case, its weights and tokens split over devices."""
+    layer = dataclasses.replace(CASES[name], transport=transport)
+    x = tokens(dtype) if skew else normal(B, T, D, dtype=dtype)
+    with use_mesh(make_mesh(spec), rules_from(rules)):
+        params = shard(params_of(layer, dtype, skew), axes_of(layer))
+        x = shard(x, ("batch", "seq", None))
+        return jax.device_get(outcome(sorted_form, layer, params, x))
+
+
+def assert_dense(got, name, skew=0.0, dtype="float64"):
+    """Asserts that value and gradients equal the dense mixture's."""
+    assert_close(by_expert(got), by_expert(jax.device_get(wanted(name, skew, dtype))), NEAR[dtype])

@@ -1,5 +1,8 @@
-"""What is legal of each number of each configuration: of library, environments and experiments."""
+"""Legal numbers of each configuration of library, environments and experiments, and an instance."""
 
+import numpy as np
+import optax
+from lm_configs import lm_config
 from ranges_of_fields import (
     AXIS,
     COUNT,
@@ -18,6 +21,7 @@ from ranges_of_fields import (
 from table_of_environment_fields import ENVIRONMENTS
 from table_of_experiment_fields import EXPERIMENTS
 
+import envs
 from envs.puzzles import bin_pack
 from jaxpar.aot.placement import Split
 from jaxpar.decode import (
@@ -58,7 +62,7 @@ from jaxpar.lm import (
     Trainer,
     TuningConfig,
 )
-from jaxpar.lm.text.corpus import DataConfig
+from jaxpar.lm.text.corpus import DataConfig, Tokens
 from jaxpar.lm.text.data import Windows
 from jaxpar.loop import Fit
 from jaxpar.mesh import MeshSpec
@@ -77,6 +81,7 @@ from jaxpar.nn.cells.s5 import S5
 from jaxpar.nn.cells.stack_network import StackNetwork
 from jaxpar.nn.experts import Experts
 from jaxpar.nn.experts.sharded import AllToAll, Spill
+from jaxpar.nn.images.space_time import SpaceTimeStack
 from jaxpar.nn.images.vision import FramePredictor, ImageClassifier
 from jaxpar.nn.mixers import (
     BlockRecurrent,
@@ -96,7 +101,7 @@ from jaxpar.nn.norm import Norm
 from jaxpar.nn.position import Rope
 from jaxpar.nn.stack import Stack
 from jaxpar.optim import Optimizer, OptimizerConfig
-from jaxpar.pipeline import Pipelined, TaskCosts
+from jaxpar.pipeline import Pipelined, TaskCosts, gpipe
 from jaxpar.pomdp import Despot, ParticleBelief, Pft, Pomcp, RootParallel, Trials, Vopp
 from jaxpar.pomdp.planners import tree
 from jaxpar.pomdp.planners.leaves import RolloutValues
@@ -473,3 +478,89 @@ BY_HAND = {
     (Decoding, "stop_tokens"),
 }
 """Numbers whose range something else gives: an action, sizes that a patch divides, sides, tokens of a model."""
+
+CART = envs.make("CartPole-v1")[0]
+FORAGING = envs.make("Foraging-8x8-2p-2f")[0]
+PENDULUM = envs.make("Pendulum-v1")[0]
+TOKENS = Tokens(np.zeros(40, np.uint8), np.zeros(1, np.int64), np.full(1, 40))
+BOTH_WAYS = Attention(1, 1, 4, visible=Visible(causal=False))
+PLANE = ((0.0, 0.0),)
+BASIS = {
+    Windows: (TOKENS, 8, 2, 0),
+    ModelDraft: (None,),
+    ModelSizes: (9, 1, 1, 1, 1),
+    HiddenTransfer: (0,),
+    AdapterTrainer: (lm_config(), AdapterConfig("lora")),
+    DraftTrainer: (lm_config(), PromptTokens()),
+    Trainer: (lm_config(),),
+    Pipelined: (gpipe(1, 1),),
+    Fit: (8,),
+    NeatConfig: (2, 1),
+    Against: (FORAGING,),
+    SelfPlay: (A2c(Against(FORAGING)),),
+    Episodes: (CART, 10.0),
+    GeneralizationTest: (None, CART),
+    Substrate: ((PLANE, PLANE),),
+    SubstrateTable: (Substrate((PLANE, PLANE)),),
+    Quadtree: (PLANE, PLANE),
+    Aaren: (4,),
+    Attention: (2, 2, 4),
+    Mlp: (4,),
+    Hgrn: (4,),
+    ConvEmbedding: (4,),
+    SpikingMlp: (4,),
+    Lmu: (4,),
+    BlockRecurrent: (2, 2, 4),
+    Tcnca: (2, 2, 4),
+    StackNetwork: (Stack(1, 4, Attention(1, 1, 4), Mlp(4)), 3, 2),
+    Experts: (4, 2),
+    MatrixState: (MLstm(1, 2, 2),),
+    GatedLinear: (1, 2, 2),
+    MLstm: (1, 2, 2),
+    Mamba2: (1, 2, 2),
+    GatedDelta: (1, 2, 2),
+    Rwkv6: (1, 2, 2),
+    AttentionExperts: (Attention(2, 2, 4), 2),
+    Stack: (1, 4, None, Mlp(4)),
+    Made: (4,),
+    PixelCnn: (2, 2),
+    Cell: (lambda x: x, 4),
+    DenseDepth: (3, 2, 4),
+    S5: (4,),
+    SequenceNetwork: (3, 2),
+    ImageClassifier: (Stack(1, 4, BOTH_WAYS, Mlp(4)), 1, (4, 4, 1), 2),
+    FramePredictor: (
+        SpaceTimeStack(Stack(1, 4, BOTH_WAYS, Mlp(4)), Attention(1, 1, 4)),
+        1,
+        (2, 4, 4),
+    ),
+    SequenceTrainer: (SequenceNetwork(3, 2),),
+    Split: (0,),
+    RolloutValues: (5,),
+    RootParallel: (Vopp(),),
+    tree.DenseChildren: (2,),
+    A2c: (CART,),
+    AlphaZero: (CART,),
+    Ppo: (CART,),
+    Pqn: (CART,),
+    Dqn: (CART,),
+    Td3: (PENDULUM,),
+    Sac: (PENDULUM,),
+    ActionValues: (CART, Network()),
+    Optimizer: (optax.scale_by_adam(),),
+    Seeds: (None, 2),
+    Pbt: (Ppo(CART), 2),
+    Animation: ([],),
+    structure.Block: (2,),
+}
+OWNERS = {
+    Rates: lambda rates: NeatConfig(2, 1, rates=rates),
+    A2cRates: lambda rates: A2c(CART, rates=rates),
+    AlphaZeroRates: lambda rates: AlphaZero(CART, rates=rates),
+    PpoRates: lambda rates: Ppo(CART, rates=rates),
+    PqnRates: lambda rates: Pqn(CART, rates=rates),
+    DqnRates: lambda rates: Dqn(CART, rates=rates),
+    Td3Rates: lambda rates: Td3(PENDULUM, rates=rates),
+    SacRates: lambda rates: Sac(PENDULUM, rates=rates),
+}
+"""Rates are arrays in a state, so that what they belong to checks them, where they are numbers."""

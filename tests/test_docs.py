@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import io
 import re
 import shlex
@@ -11,26 +12,9 @@ import jax
 import pytest
 
 import jaxpar
-from experiments import (
-    compare,
-    digits,
-    env,
-    estimate,
-    generate,
-    life,
-    lm,
-    neat,
-    own,
-    pipeline,
-    pomdp,
-    rl,
-    rnn,
-    verify,
-)
+from experiments import lm, module_of
 from experiments.app import runner
 from experiments.lm import compose, make_trainer
-from experiments.papers import moving_digits, pipelined_speculation
-from experiments.papers import step_speculation as steps
 from jaxpar.aot.placement import Broadcast, Partial, Split, conversion
 from jaxpar.experimental.product_chain import MATMUL_PLACEMENTS
 from jaxpar.fields import leaf_fields
@@ -39,28 +23,10 @@ from jaxpar.lm.text.data import DataConfig
 from jaxpar.mesh import RULES, MeshSpec, make_mesh, rules_from, use_mesh
 
 ROOT = Path(__file__).parents[1]
-OTHERS = {
-    "digits": digits,
-    "env": env,
-    "neat": neat,
-    "estimate": estimate,
-    "pomdp": pomdp,
-    "rl": rl,
-    "rnn": rnn,
-}
-OTHERS |= {
-    "life": life,
-    "generate": generate,
-    "pipelined_speculation": pipelined_speculation,
-    "verify": verify,
-}
-OTHERS |= {
-    "pipeline": pipeline,
-    "compare": compare,
-    "step_speculation": steps,
-    "moving_digits": moving_digits,
-}
-OTHERS |= {"own": own}
+OTHERS = (
+    "compare digits env estimate generate life moving_digits neat own pipeline "
+    "pipelined_speculation pomdp rl rnn step_speculation verify"
+).split()
 WRITTEN = {
     path for path in (ROOT / "docs").glob("**/*.md") if "_build" not in path.parts
 }  # which `make docs` copies
@@ -209,7 +175,7 @@ def test_flags_of_other_experiments_exist(page):
             for flag in shlex.split(flags.split("#")[0])
             if not re.search(r"\.\.\.$|^[A-Z]+$|=[A-Z]$", flag)
         ]
-        composed(OTHERS[name], *given)
+        composed(importlib.import_module(f"experiments.{module_of(name)}"), *given)
 
 
 def test_an_unknown_flag_would_be_noticed(tmp_path):

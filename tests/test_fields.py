@@ -9,88 +9,17 @@ import typing
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from lm_configs import lm_config
 from ranges_of_fields import INF, NAN
-from table_of_fields import BY_HAND, RESULTS, TABLE
+from table_of_fields import BASIS, BY_HAND, OWNERS, RESULTS, TABLE
 
 import envs
 import experiments
 import jaxpar
-from jaxpar.aot.placement import Split
-from jaxpar.decode import ModelDraft, ModelSizes
-from jaxpar.env.picture import Animation
-from jaxpar.experimental.attention_experts import AttentionExperts
-from jaxpar.experimental.autoregressive import Made, PixelCnn
-from jaxpar.experimental.dense_depth import DenseDepth
-from jaxpar.experimental.pseudo_tokens import HiddenTransfer, PromptTokens
-from jaxpar.experimental.trained_drafts import DraftTrainer
 from jaxpar.fields import AtLeast, Between, Each, Finite, OneOf, Positive, check_fields, field
 from jaxpar.io import Checkpoints
-from jaxpar.lm import AdapterConfig, AdapterTrainer, Trainer
-from jaxpar.lm.text.corpus import Tokens
-from jaxpar.lm.text.data import Windows
-from jaxpar.loop import Fit
-from jaxpar.neat import NeatConfig
-from jaxpar.neat.config import Rates
-from jaxpar.neat.episodes import Episodes, GeneralizationTest
-from jaxpar.neat.hyper import Substrate, SubstrateTable
-from jaxpar.neat.quadtree import Quadtree
-from jaxpar.nn.attention import Attention, Visible
-from jaxpar.nn.cells.aaren import Aaren
-from jaxpar.nn.cells.cell import Cell
-from jaxpar.nn.cells.conv_embedding import ConvEmbedding
-from jaxpar.nn.cells.network import SequenceNetwork, SequenceTrainer
-from jaxpar.nn.cells.s5 import S5
-from jaxpar.nn.cells.stack_network import StackNetwork
-from jaxpar.nn.experts import Experts
-from jaxpar.nn.images.space_time import SpaceTimeStack
-from jaxpar.nn.images.vision import FramePredictor, ImageClassifier
-from jaxpar.nn.mixers import (
-    BlockRecurrent,
-    GatedDelta,
-    GatedLinear,
-    Hgrn,
-    Lmu,
-    Mamba2,
-    MatrixState,
-    MLstm,
-    Rwkv6,
-    SpikingMlp,
-    Tcnca,
-)
-from jaxpar.nn.mlp import Mlp
-from jaxpar.nn.stack import Stack
-from jaxpar.optim import Optimizer
-from jaxpar.pipeline import Pipelined, gpipe
-from jaxpar.pomdp import RootParallel, Vopp
-from jaxpar.pomdp.planners import tree
-from jaxpar.pomdp.planners.leaves import RolloutValues
-from jaxpar.rl import (
-    A2c,
-    Against,
-    AlphaZero,
-    AlphaZeroRates,
-    Dqn,
-    Network,
-    Pbt,
-    Ppo,
-    Pqn,
-    Sac,
-    Seeds,
-    SelfPlay,
-    Td3,
-)
-from jaxpar.rl.a2c import A2cRates
-from jaxpar.rl.action_values import ActionValues
-from jaxpar.rl.dqn import DqnRates
-from jaxpar.rl.ppo import PpoRates
-from jaxpar.rl.pqn import PqnRates
+from jaxpar.pomdp import Vopp
 from jaxpar.rl.replay import ReplayFields
-from jaxpar.rl.sac import SacRates
-from jaxpar.rl.td3 import Td3Rates
-from jaxpar.solve import structure
 from jaxpar.types import Scalar, UsageError
 
 
@@ -156,92 +85,6 @@ def test_the_table_has_every_configuration_and_every_number():
 
 
 # ---------------------------------------------------------------- how each is made
-
-CART = envs.make("CartPole-v1")[0]
-FORAGING = envs.make("Foraging-8x8-2p-2f")[0]
-PENDULUM = envs.make("Pendulum-v1")[0]
-TOKENS = Tokens(np.zeros(40, np.uint8), np.zeros(1, np.int64), np.full(1, 40))
-BOTH_WAYS = Attention(1, 1, 4, visible=Visible(causal=False))
-PLANE = ((0.0, 0.0),)
-BASIS = {
-    Windows: (TOKENS, 8, 2, 0),
-    ModelDraft: (None,),
-    ModelSizes: (9, 1, 1, 1, 1),
-    HiddenTransfer: (0,),
-    AdapterTrainer: (lm_config(), AdapterConfig("lora")),
-    DraftTrainer: (lm_config(), PromptTokens()),
-    Trainer: (lm_config(),),
-    Pipelined: (gpipe(1, 1),),
-    Fit: (8,),
-    NeatConfig: (2, 1),
-    Against: (FORAGING,),
-    SelfPlay: (A2c(Against(FORAGING)),),
-    Episodes: (CART, 10.0),
-    GeneralizationTest: (None, CART),
-    Substrate: ((PLANE, PLANE),),
-    SubstrateTable: (Substrate((PLANE, PLANE)),),
-    Quadtree: (PLANE, PLANE),
-    Aaren: (4,),
-    Attention: (2, 2, 4),
-    Mlp: (4,),
-    Hgrn: (4,),
-    ConvEmbedding: (4,),
-    SpikingMlp: (4,),
-    Lmu: (4,),
-    BlockRecurrent: (2, 2, 4),
-    Tcnca: (2, 2, 4),
-    StackNetwork: (Stack(1, 4, Attention(1, 1, 4), Mlp(4)), 3, 2),
-    Experts: (4, 2),
-    MatrixState: (MLstm(1, 2, 2),),
-    GatedLinear: (1, 2, 2),
-    MLstm: (1, 2, 2),
-    Mamba2: (1, 2, 2),
-    GatedDelta: (1, 2, 2),
-    Rwkv6: (1, 2, 2),
-    AttentionExperts: (Attention(2, 2, 4), 2),
-    Stack: (1, 4, None, Mlp(4)),
-    Made: (4,),
-    PixelCnn: (2, 2),
-    Cell: (lambda x: x, 4),
-    DenseDepth: (3, 2, 4),
-    S5: (4,),
-    SequenceNetwork: (3, 2),
-    ImageClassifier: (Stack(1, 4, BOTH_WAYS, Mlp(4)), 1, (4, 4, 1), 2),
-    FramePredictor: (
-        SpaceTimeStack(Stack(1, 4, BOTH_WAYS, Mlp(4)), Attention(1, 1, 4)),
-        1,
-        (2, 4, 4),
-    ),
-    SequenceTrainer: (SequenceNetwork(3, 2),),
-    Split: (0,),
-    RolloutValues: (5,),
-    RootParallel: (Vopp(),),
-    tree.DenseChildren: (2,),
-    A2c: (CART,),
-    AlphaZero: (CART,),
-    Ppo: (CART,),
-    Pqn: (CART,),
-    Dqn: (CART,),
-    Td3: (PENDULUM,),
-    Sac: (PENDULUM,),
-    ActionValues: (CART, Network()),
-    Optimizer: (optax.scale_by_adam(),),
-    Seeds: (None, 2),
-    Pbt: (Ppo(CART), 2),
-    Animation: ([],),
-    structure.Block: (2,),
-}
-OWNERS = {
-    Rates: lambda rates: NeatConfig(2, 1, rates=rates),
-    A2cRates: lambda rates: A2c(CART, rates=rates),
-    AlphaZeroRates: lambda rates: AlphaZero(CART, rates=rates),
-    PpoRates: lambda rates: Ppo(CART, rates=rates),
-    PqnRates: lambda rates: Pqn(CART, rates=rates),
-    DqnRates: lambda rates: Dqn(CART, rates=rates),
-    Td3Rates: lambda rates: Td3(PENDULUM, rates=rates),
-    SacRates: lambda rates: Sac(PENDULUM, rates=rates),
-}
-"""Rates are arrays in a state, so that what they belong to checks them, where they are numbers."""
 
 
 def changed(cls, name, value):

@@ -49,6 +49,16 @@ GPT2 = with_fields(
 """Layer norms, learned positions, biases: the fields that `LLAMA` leaves alone."""
 RECURRENT = with_fields(LLAMA, mixer="min_lstm")
 """A linear recurrence in place of attention."""
+SHALLOW = lm_config(
+    vocab_size=VOCAB,
+    num_layers=1,
+    embed_dim=8,
+    num_heads=2,
+    mlp_dim=8,
+    dtype="float64",
+    init_std=0.5,
+)
+"""One narrow layer in double precision, for tests that compare all of it with NumPy."""
 
 
 def exact(config):

@@ -11,24 +11,20 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from bench_modules import bench_modules
 from tolerance import LAYOUT, assert_close
 
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("context", "context_rows", "context_training", "context_counts")
-OTHERS = ("harness", "decode", "decode_cases", "decode_rows", "layouts")
 
 
 @pytest.fixture
-def bench(monkeypatch):
+def bench():
     """The benchmark's modules by name, forgotten afterwards."""
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    path = list(sys.path)
-    yield {name: __import__(name) for name in NAMES}
-    sys.path[:] = path
-    for name in NAMES + OTHERS:
-        sys.modules.pop(name, None)
+    with bench_modules(*NAMES) as modules:
+        yield modules
 
 
 def asked(bench, name, devices, only=None, **flags):

@@ -1,11 +1,10 @@
 """The benchmark of a video's layers: its forms are one model, and send what they say."""
 
 import math
-import sys
-from pathlib import Path
 
 import jax
 import pytest
+from bench_modules import bench_modules
 from fast import jit
 from tolerance import LAYOUT, assert_close
 
@@ -15,14 +14,10 @@ SHARES = 4
 
 
 @pytest.fixture
-def bench(monkeypatch):
+def bench():
     """The benchmark's module, forgotten afterwards."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
-    path = list(sys.path)
-    yield __import__("dsp")
-    sys.path[:] = path
-    for name in ("dsp", "harness"):
-        sys.modules.pop(name, None)
+    with bench_modules("dsp") as modules:
+        yield modules["dsp"]
 
 
 def test_forms_are_one_model_and_send_what_they_say(bench):

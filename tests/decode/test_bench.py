@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bench_modules import bench_modules
 from lm_configs import lm_config
 
 from jaxpar.decode import gumbel
@@ -19,15 +20,11 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def bench(monkeypatch):
+def bench():
     """The benchmark's modules by name, forgotten afterwards."""
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
     names = ("harness", "decode", "decode_cases", "decode_rows", "decode_pair", "decode_drafts")
-    path = list(sys.path)
-    yield {name: __import__(name) for name in names}
-    sys.path[:] = path
-    for name in names:
-        sys.modules.pop(name, None)
+    with bench_modules(*names) as modules:
+        yield modules
 
 
 def test_the_limit_is_all_weights_and_the_tokens_that_are_seen(bench):

@@ -2,25 +2,17 @@
 
 import json
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-ROOT = Path(__file__).parents[2]
+from bench_modules import bench_modules
 
 
 @pytest.fixture
-def bench(monkeypatch):
+def bench():
     """The benchmark's module, forgotten afterwards."""
-    path = list(sys.path)
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    import decode_edits
-
-    yield decode_edits
-    sys.path[:] = path
-    for name in ("decode_edits", "decode_pair"):
-        sys.modules.pop(name, None)
+    with bench_modules("decode_edits") as modules:
+        yield modules["decode_edits"]
 
 
 def test_an_edit_replaces_so_many_bytes_by_others(bench):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bench_modules import bench_modules
 from fast import noisy_params
 from flat_decoding import lm_generate as generate
 from lm_configs import lm_config
@@ -32,14 +33,8 @@ SMALL = lm_config(
 @pytest.fixture(scope="module")
 def bench():
     """The benchmark's module, forgotten afterwards."""
-    path = list(sys.path)
-    sys.path.insert(0, str(ROOT / "bench"))
-    import decode_policies
-
-    yield decode_policies
-    sys.path[:] = path
-    for name in ("decode_policies", "decode_pair"):
-        sys.modules.pop(name, None)
+    with bench_modules("decode_policies") as modules:
+        yield modules["decode_policies"]
 
 
 def records_of(row):

@@ -80,6 +80,16 @@ def assert_pictures(env):
     assert len(np.unique(frames.reshape(len(frames), -1), axis=0)) > 3
 
 
+def assert_only_views_differ(env, other):
+    """Asserts that two environments share states and rewards, and show them differently."""
+    a, b = (travel(jax.random.key(5), each, env.default_params, 1000) for each in (env, other))
+    jax.tree.map(np.testing.assert_array_equal, a["before"], b["before"])
+    jax.tree.map(
+        np.testing.assert_array_equal, a["after"]._replace(obs=0), b["after"]._replace(obs=0)
+    )
+    assert np.any(np.asarray(a["seen"]) != np.asarray(b["seen"]))
+
+
 def record(env, params, num_steps, num_envs, seed=0, policy=legal_action):
     """States, masks and views before, actions, and what every step gave, `[T, B, ...]`; who has ended starts again."""
 

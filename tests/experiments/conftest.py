@@ -248,3 +248,26 @@ def main(monkeypatch, capfd, tmp_path, cache, text, compile_once):
     yield call
     jax.config.update("jax_compilation_cache_dir", before)
     compilation_cache.reset_cache()  # JAX asks for the folder once a process: later tests would go on writing there
+
+
+@pytest.fixture
+def trained(main, tmp_path):
+    """`trained(*flags, of=..., steps=...)` is the last value of each metric of a whole run.
+
+    The run is in `trained.folder`; the same flags again train nothing, since they name `steps`.
+    """
+
+    def call(*flags, of, steps):
+        said = main(*flags, of=of, compiles=True)
+        assert said.code == 0, said
+        names = {path.name for path in call.folder.iterdir()}
+        assert {"config.yaml", "env.json", "metrics.jsonl", "checkpoints", "plots"} <= names
+        assert (call.folder / "plots" / "training.png").stat().st_size > 1000
+        again = main(*flags, of=of)  # compiles nothing
+        sentence = f"this run is finished; extend it with train.steps={2 * steps}"
+        assert again.code == 0 and sentence in again.out
+        lines = (call.folder / "metrics.jsonl").read_text().splitlines()
+        return {name: value for line in lines for name, value in json.loads(line).items()}
+
+    call.folder = tmp_path / "run"
+    return call

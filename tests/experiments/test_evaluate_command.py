@@ -5,40 +5,17 @@ import json
 import jax
 import numpy as np
 import pytest
-import tokenizers
-from lm_configs import lm_config
-from tokenizers import models
+from word_folders import MODEL, write_folder
 
 from experiments import lm
-from jaxpar.lm import apply, from_hf, to_hf
-from jaxpar.lm.params import abstract
+from jaxpar.lm import apply, from_hf
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.types import UsageError
-
-MODEL = lm_config(
-    vocab_size=16,
-    max_seq_len=64,
-    num_layers=1,
-    embed_dim=8,
-    num_heads=2,
-    mlp_dim=12,
-    dtype="float32",
-)
 
 
 @pytest.fixture
 def folder(tmp_path):
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda x: jax.numpy.asarray(rng.standard_normal(x.shape), "float32"), abstract(MODEL)
-    )
-    to_hf(params, MODEL, tmp_path / "given")
-    library = tokenizers.Tokenizer(
-        models.WordLevel({f"w{i}": i for i in range(16)}, unk_token="w0")
-    )
-    library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    library.save(str(tmp_path / "given" / "tokenizer.json"))
-    return tmp_path / "given"
+    return write_folder(tmp_path / "given", MODEL, [f"w{token}" for token in range(16)])
 
 
 def evaluate(folder, kind, lines, *flags):

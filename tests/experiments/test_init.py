@@ -6,47 +6,31 @@ import shutil
 import jax
 import numpy as np
 import pytest
-import tokenizers
-from lm_configs import lm_config
-from tokenizers import models
+import word_folders
+from lm_configs import with_fields
+from word_folders import write_folder
 
 from experiments import lm
-from jaxpar.lm import from_hf, to_hf
-from jaxpar.lm.params import abstract
+from jaxpar.lm import from_hf
 from jaxpar.lm.text.chat import load_chat
 from jaxpar.lm.text.tokenizer import load_tokenizer
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.types import UsageError
 
-MODEL = lm_config(
-    vocab_size=16,
-    max_seq_len=64,
-    num_layers=1,
-    embed_dim=8,
-    num_heads=2,
-    mlp_dim=12,
-    dtype="float32",
-    windows=(3,),
-)
+MODEL = with_fields(word_folders.MODEL, windows=(3,))
 
 
 @pytest.fixture
 def folder(tmp_path):
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda x: jax.numpy.asarray(0.3 * rng.standard_normal(x.shape), "float32"), abstract(MODEL)
-    )
-    to_hf(params, MODEL, tmp_path / "given")
-    words = {f"w{i}": i for i in range(14)} | {"<s>": 14, "</s>": 15}
-    library = tokenizers.Tokenizer(models.WordLevel(words, unk_token="w0"))
-    library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    library.save(str(tmp_path / "given" / "tokenizer.json"))
+    words = [f"w{token}" for token in range(14)] + ["<s>", "</s>"]
+    write_folder(tmp_path / "given", MODEL, words)
     config = json.loads((tmp_path / "given" / "config.json").read_text()) | {"eos_token_id": 15}
     (tmp_path / "given" / "config.json").write_text(json.dumps(config))
     (tmp_path / "given" / "chat_template.jinja").write_text(
         "{{ bos_token }}{{ messages[0].content }}"
     )
     (tmp_path / "given" / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
+    rng = np.random.default_rng(0)
     (tmp_path / "text.txt").write_text(" ".join(f"w{i}" for i in rng.integers(0, 14, 600)))
     return tmp_path / "given"
 

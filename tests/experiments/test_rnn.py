@@ -1,7 +1,6 @@
 """`python -m experiments.rnn`: it learns, resumes, streams; tasks and files; sentences and exit codes."""
 
 import dataclasses
-import json
 
 import jax
 import numpy as np
@@ -26,23 +25,10 @@ def batches(**fields):
 # ---------------------------------------------------------------- the command
 
 
-def test_it_trains_resumes_and_streams(main, tmp_path):
-    said = main(*TINY, of="rnn", compiles=True)
-    assert said.code == 0, said
-    folder = tmp_path / "run"
-    assert {"config.yaml", "env.json", "metrics.jsonl", "checkpoints", "plots"} <= {
-        p.name for p in folder.iterdir()
-    }
-    assert (folder / "plots" / "training.png").stat().st_size > 1000
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    last = {name: value for row in rows for name, value in row.items()}
-    assert (
-        last["train/converged"] == 1
-        and last["train/iterations"] >= 1
-        and last["train/residual"] <= 1
-    )
-    again = main(*TINY, of="rnn")  # compiles nothing: the run is finished
-    assert again.code == 0 and "this run is finished; extend it with train.steps=12" in again.out
+def test_it_trains_resumes_and_streams(main, trained):
+    last = trained(*TINY, of="rnn", steps=6)
+    assert last["train/converged"] == 1
+    assert last["train/iterations"] >= 1 and last["train/residual"] <= 1
     streamed = main("mode=eval", "run=run", "cpu_devices=8", of="rnn")
     assert streamed.code == 0 and "validation/loss" in streamed.out, streamed
     assert float(streamed.out.split("difference of an output")[1]) < 1e-4

@@ -7,23 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mixtures import (
-    CASES,
-    NEAR,
-    B,
-    D,
-    T,
-    by_expert,
-    normal,
-    outcome,
-    params_of,
-    sorted_form,
-    tokens,
-    wanted,
-)
-from tolerance import assert_close
+from mixtures import CASES, MESHES, assert_dense, outcome_on
 
-from jaxpar.mesh import MeshSpec, make_mesh, rules_from, shard, use_mesh
+from jaxpar.mesh import make_mesh, rules_from, use_mesh
 from jaxpar.nn.experts.dispatch import sort_choices
 from jaxpar.nn.experts.sharded import Gather, Spill, bytes_sent, gather, least_loaded, lend
 from jaxpar.nn.experts.sharded.all_to_all import room_for
@@ -31,23 +17,9 @@ from jaxpar.nn.experts.sharded.lend import spare_slots, where_computed
 from jaxpar.nn.mixer import ActivationSizes
 from jaxpar.types import UsageError
 
-MESHES = {
-    "expert4.data2": MeshSpec(data=2, expert=4),
-    "expert2.fsdp2.tensor2": MeshSpec(fsdp=2, tensor=2, expert=2),
-    "expert2.context2.tensor2": MeshSpec(context=2, tensor=2, expert=2),
-}
 ALL, ONE = "sigmoid, all losses, bias", "one, not normalised"
 EVEN = Spill(slots=2, alpha=1.0, min_chunk=1, tolerated=1.0, room=None)
 """As even as it can be: whatever is over the mean is lent."""
-
-
-def outcome_on(mesh, transport, name, skew=0.0):
-    layer = dataclasses.replace(CASES[name], transport=transport)
-    axes = {name: leaf.axes for name, leaf in layer.leaves(D, 1.0, 1.0).items()}
-    x = tokens() if skew else normal(B, T, D)
-    with use_mesh(make_mesh(MESHES[mesh])):
-        params, x = shard(params_of(layer, skew=skew), axes), shard(x, ("batch", "seq", None))
-        return jax.device_get(outcome(sorted_form, layer, params, x))
 
 
 @pytest.mark.parametrize(
@@ -83,8 +55,8 @@ def test_it_is_the_dense_mixture(mesh, transport, name, skew, x64, monkeypatch):
     monkeypatch.setattr(lend, "least_loaded", noted)
     if transport.room == 2.0:  # enough for what is lent
         monkeypatch.setattr(gather, "gather_tokens", never)
-    got = outcome_on(mesh, transport, name, skew)
-    assert_close(by_expert(got), by_expert(jax.device_get(wanted(name, skew))), NEAR["float64"])
+    got = outcome_on(MESHES[mesh], transport, name, skew)
+    assert_dense(got, name, skew)
     plain, even = (max(load(*pair).max() for pair in lent) for load in (before, after))
     assert lent and even <= plain
     if mesh == "expert4.data2" and transport is EVEN and skew:  # 12 of 16 choices are of one expert

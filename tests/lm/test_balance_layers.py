@@ -12,24 +12,10 @@ from lm_configs import lm_config, with_fields
 from jaxpar.lm import config_from_hf, from_hf, to_hf
 from jaxpar.lm.loss import losses
 
-SIZES = dict(
-    vocab_size=16,
-    max_seq_len=32,
-    num_layers=3,
-    embed_dim=8,
-    num_heads=4,
-    mlp_dim=12,
-    num_experts=4,
-)
+SIZES = twin_folders.SIZES | dict(num_layers=3, num_experts=4, init_std=0.5)
 CONFIGS = {
-    "mixtral": lm_config(**SIZES, dtype="float32", init_std=0.5),
-    "qwen3_moe": lm_config(
-        **SIZES,
-        dtype="float32",
-        init_std=0.5,
-        experts_per_token=3,
-        qk_norm=True,
-    ),
+    "mixtral": lm_config(**SIZES),
+    "qwen3_moe": lm_config(**SIZES, experts_per_token=3, qk_norm=True),
 }
 ROWS = 2
 LENGTH = 7

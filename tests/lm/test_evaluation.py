@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lm_configs import lm_config, with_fields
+import tiny
+from lm_configs import with_fields
 
 from jaxpar.lm import apply, axes, init
 from jaxpar.lm import evaluation as ev
@@ -17,16 +18,7 @@ from jaxpar.lm.text.tokenizer import Bytes
 from jaxpar.mesh import MeshSpec, make_mesh, shard, use_mesh
 from jaxpar.types import UsageError
 
-CONFIG = lm_config(
-    vocab_size=256,
-    num_layers=1,
-    embed_dim=8,
-    num_heads=2,
-    mlp_dim=8,
-    dtype="float64",
-    init_std=0.5,
-    loss_chunk=16,
-)
+CONFIG = with_fields(tiny.SHALLOW, vocab_size=256, loss_chunk=16)
 
 
 class Begun(Bytes):

@@ -12,7 +12,7 @@ import pytest
 from lm_configs import lm_config, with_fields
 from of_transformers import saved_with_other_values, scores
 from safetensors.numpy import load_file, save_file
-from twin_folders import twin_logits
+from twin_folders import SIZES, twin_logits
 
 from jaxpar.decode import Sampling
 from jaxpar.lm.hub import exchange, stored
@@ -23,15 +23,6 @@ from jaxpar.lm.sample import generate
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, rules_from, use_mesh
 from jaxpar.types import UsageError
 
-SIZES = dict(
-    vocab_size=16,
-    max_seq_len=32,
-    num_layers=2,
-    embed_dim=8,
-    num_heads=4,
-    mlp_dim=12,
-    dtype="float32",
-)
 CONFIGS = {
     "llama": lm_config(**SIZES, num_kv_heads=2, rope_theta=100.0, norm_eps=1e-3),
     "llama3": lm_config(

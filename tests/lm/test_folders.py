@@ -15,6 +15,7 @@ from flat_decoding import lm_generate as generate
 from lm_configs import lm_config, with_fields
 from safetensors.numpy import load_file, save_file
 from tokenizers import models, processors
+from twin_folders import SIZES
 
 from jaxpar.decode import Generated
 from jaxpar.lm import Sampling, config_from_hf, from_hf, num_params, to_hf
@@ -22,15 +23,6 @@ from jaxpar.lm.text.tokenizer import load_tokenizer
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.types import UsageError
 
-SIZES = dict(
-    vocab_size=16,
-    max_seq_len=32,
-    num_layers=2,
-    embed_dim=8,
-    num_heads=4,
-    mlp_dim=12,
-    dtype="float32",
-)
 CONFIGS = {
     "llama": lm_config(
         **SIZES, num_kv_heads=2, tied=True, rope_theta=100.0, rope_factor=8.0, rope_low_freq_factor=1.0,

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lm_configs import lm_config, with_fields
 from tolerance import EXACT_MATHS, assert_close
+from traced import equations
 
 from jaxpar.lm import apply, cross_entropy, loss
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
@@ -125,14 +126,7 @@ def test_split_vocabulary_equals_naive_float64(x64, sizes):
 
 def avals(jaxpr):
     """Every abstract value of a jaxpr and of all jaxprs inside it."""
-    for eqn in jaxpr.eqns:
-        yield from (v.aval for v in (*eqn.invars, *eqn.outvars))
-        for value in jax.tree.leaves(
-            eqn.params, is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")
-        ):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from avals(inner)
+    return [v.aval for eqn in equations(jaxpr) for v in (*eqn.invars, *eqn.outvars)]
 
 
 def largest_with_vocab(jaxpr):

@@ -12,6 +12,7 @@ import tiny
 from fast import jit
 from lm_configs import with_fields
 from tolerance import LAYOUT, assert_close
+from traced import count_products
 
 from jaxpar.lm import apply, loss, model
 from jaxpar.lm.sample import empty_cache, extend
@@ -105,19 +106,6 @@ def test_unrolling_changes_nothing_with_biases():
     )
 
 
-def dots(jaxpr):
-    """Counts the dot products of a jaxpr and of all jaxprs inside it."""
-    count = 0
-    for eqn in jaxpr.eqns:
-        count += eqn.primitive.name == "dot_general"
-        for value in jax.tree.leaves(
-            eqn.params, is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")
-        ):
-            inner = getattr(value, "jaxpr", value)
-            count += dots(inner) if hasattr(inner, "eqns") else 0
-    return count
-
-
 def test_remat_recomputes_what_it_says():
     """ "full" repeats the layer's products, "names" and "dots" those of attention's scores, "none" none of them."""
     params = tiny.params_of(MODELS["llama"])
@@ -125,7 +113,7 @@ def test_remat_recomputes_what_it_says():
     def count(remat):
         config = with_fields(MODELS["llama"], remat=remat)
         gradient = jax.grad(lambda p: loss(p, tiny.batch_of(), config))
-        return dots(jax.make_jaxpr(gradient)(params).jaxpr)
+        return count_products(jax.make_jaxpr(gradient)(params).jaxpr)
 
     none, names, full = count("none"), count("names"), count("full")
     assert count("dots") in (none, none + 1, none + 2)

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from lm_configs import lm_config, with_fields
+import tiny
+from lm_configs import with_fields
 from tolerance import LAYOUT, assert_close
 
 from jaxpar.lm import (
@@ -31,16 +32,7 @@ from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, shard, use_mesh
 from jaxpar.pipeline.accumulation import InTurn, layer_by_layer
 from jaxpar.types import UsageError
 
-MODEL = lm_config(
-    vocab_size=16,
-    num_layers=1,
-    embed_dim=8,
-    num_heads=2,
-    mlp_dim=8,
-    dtype="float64",
-    init_std=0.5,
-    loss_chunk=10,
-)
+MODEL = with_fields(tiny.SHALLOW, loss_chunk=10)
 TEACHER = with_fields(MODEL, embed_dim=4, logit_cap=3.0)
 NARROW = dataclasses.replace(MODEL, dtype="float32")
 B, T = 4, 6

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from fast import jit
 from lm_configs import lm_config, with_fields
+from traced import inner_jaxprs
 
 from jaxpar.lm import apply, axes, flops_per_token, gpt2, init, llama, num_params
 from jaxpar.lm.params import abstract, decay_mask, leaves
@@ -104,12 +105,8 @@ def dot_operations(jaxpr):
                 * math.prod(eqn.outvars[0].aval.shape)
                 * math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
             )
-        for value in jax.tree.leaves(
-            eqn.params, is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")
-        ):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                total += dot_operations(inner) * eqn.params.get("length", 1)
+        for inner in inner_jaxprs(eqn):
+            total += dot_operations(inner) * eqn.params.get("length", 1)
     return total
 
 

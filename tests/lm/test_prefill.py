@@ -10,9 +10,9 @@ import pytest
 import tiny
 from fast import jit
 from flat_decoding import lm_generate as generate
-from jax.extend import core
 from lm_configs import with_fields
 from tolerance import EXACT_MATHS, assert_close
+from traced import equations
 
 from jaxpar.lm import Sampling, axes
 from jaxpar.lm.params import abstract
@@ -122,17 +122,6 @@ def traced(config, length, rows=1, **kinds):
     return jax.make_jaxpr(lambda *args: Decoder(config).prefill(*args, length + 8))(
         *args
     ).jaxpr, args
-
-
-def equations(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for part in jax.tree.leaves(
-            list(eqn.params.values()), is_leaf=lambda x: isinstance(x, core.Jaxpr)
-        ):
-            inner = getattr(part, "jaxpr", part)
-            if isinstance(inner, core.Jaxpr):
-                yield from equations(inner)
 
 
 def test_nothing_is_as_large_as_scores_of_all_pairs_or_logits_of_all_places():

@@ -6,6 +6,17 @@ import math
 import numpy as np
 from safetensors.numpy import load_file
 
+SIZES = dict(
+    vocab_size=16,
+    max_seq_len=32,
+    num_layers=2,
+    embed_dim=8,
+    num_heads=4,
+    mlp_dim=12,
+    dtype="float32",
+)
+"""Sizes of models that folders are written of."""
+
 
 def causal_attention(q, k, v):
     out = np.zeros_like(q)

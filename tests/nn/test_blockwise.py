@@ -12,6 +12,7 @@ import tiny
 from fast import OPTIONS, jit
 from lm_configs import with_fields
 from tolerance import assert_close
+from traced import count_products
 
 from jaxpar.aot.hlo import collectives
 from jaxpar.lm import loss
@@ -344,21 +345,12 @@ def test_devices_add_gradients_up_once_and_not_in_each_block(small_blocks):
 def test_recomputation_is_of_one_forward_pass():
     """As many products as with "full", whose second pass of the mlp is that of the blocks; and each block's scores."""
 
-    def dots(jaxpr):
-        count = 0
-        for eqn in jaxpr.eqns:
-            count += eqn.primitive.name == "dot_general"
-            for value in jax.tree.leaves(
-                eqn.params, is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")
-            ):
-                inner = getattr(value, "jaxpr", value)
-                count += dots(inner) if hasattr(inner, "eqns") else 0
-        return count
-
     def count(remat):
         config = with_fields(MODELS["llama"], dtype="float32", remat=remat, mixer="min_gru")
         params = tiny.params_of(config)
-        return dots(jax.make_jaxpr(jax.grad(lambda p: loss(p, batch(), config)))(params).jaxpr)
+        return count_products(
+            jax.make_jaxpr(jax.grad(lambda p: loss(p, batch(), config)))(params).jaxpr
+        )
 
     assert count("blockwise") == count("full")
 

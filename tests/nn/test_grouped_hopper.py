@@ -1,20 +1,13 @@
 """The kernels of grouped products in machine code of sm_90, compiled without a GPU: wgmma, and nothing spilled."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
-import jax.numpy as jnp
 import pytest
 import triton_interpreter
+from hopper import assert_side_by_side, compiled_facts, recorded
 
 from jaxpar.nn.experts import by_index, grouped_matmul
 
 pytestmark = triton_interpreter.NEEDED
-HERE = Path(__file__).parent
 SHAPES = {
     "E8": (16384, 2048, 8192, 8, 2),
     "E64": (16384, 2048, 1024, 64, 8),
@@ -24,19 +17,7 @@ SHAPES = {
 
 def calls_of(tokens, depth, width, experts, k, monkeypatch):
     """The distinct kernels of a product that reads tokens, one that adds up their choices, and their gradients."""
-    made = []
-
-    def record(*arrays, out, grid, text, name, num_warps, num_stages, **constants):
-        call = dict(
-            text=text, name=name, num_warps=num_warps, num_stages=num_stages, constants=constants
-        )
-        call["dtypes"] = [str(x.dtype) for x in (*arrays, *out)]
-        if call not in made:
-            made.append(call)
-        return [jnp.zeros(x.shape, x.dtype) for x in out]
-
-    monkeypatch.setattr(by_index, "available", lambda: True)
-    monkeypatch.setattr(by_index, "call_kernel", record)
+    made = recorded(by_index, monkeypatch)
 
     def run(x, up, down, sizes, order, g):
         def layer(x, up, down):
@@ -60,15 +41,7 @@ def calls_of(tokens, depth, width, experts, k, monkeypatch):
 def test_the_machine_code_multiplies_by_wgmma_and_spills_nothing(shape, monkeypatch):
     calls = calls_of(*SHAPES[shape], monkeypatch)
     assert [call["name"] for call in calls].count("weight_gradient") == 2 and len(calls) == 6
-    paths = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
-        "PYTHONPATH": paths
-    }
-    script = [sys.executable, HERE / "compile_for_hopper.py"]
-    done = subprocess.run(script, input=json.dumps(calls), capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr[-2000:]
-    for call, fact in zip(calls, json.loads(done.stdout), strict=True):
-        print(fact)
+    for call, fact in compiled_facts(calls):
         high, wide, step = (call["constants"][name] for name in ("HIGH", "WIDE", "STEP"))
         assert (
             fact["wgmma"] == [f"m64n{wide}k16.f32.bf16.bf16"] and fact["hgmma"] > 0 == fact["hmma"]
@@ -79,5 +52,4 @@ def test_the_machine_code_multiplies_by_wgmma_and_spills_nothing(shape, monkeypa
             fact["shared"] >= 3 * 2 * (high + wide) * step
         )  # three steps are under way, also behind indices
         programs = 1 if wide == 256 else 2  # side by side on a multiprocessor
-        assert programs * (fact["shared"] + 1024) <= 228 * 1024
-        assert programs * 32 * call["num_warps"] * fact["registers"] <= 65536
+        assert_side_by_side(call, fact, programs)

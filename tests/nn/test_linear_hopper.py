@@ -1,21 +1,15 @@
 """Linear attention's kernels in machine code of sm_90, compiled without a GPU: wgmma, and hardly anything spilled."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import pytest
 import triton_interpreter
+from hopper import assert_side_by_side, compiled_facts, recorded
 
 from jaxpar.nn.mixers import linear_kernels as kernels
 from jaxpar.nn.mixers.linear_attention import linear_attention
 
 pytestmark = triton_interpreter.NEEDED
-HERE = Path(__file__).parent
 SHAPES = {
     "B4": (4, 2048, 16, 128, 128),
     "B8": (8, 4096, 4, 128, 256),
@@ -25,19 +19,7 @@ SHAPES = {
 
 def calls_of(batch, length, heads, depth, width, kind, monkeypatch):
     """The distinct kernels of outputs and gradients."""
-    made = []
-
-    def record(*arrays, out, grid, text, name, num_warps, num_stages, **constants):
-        call = dict(
-            text=text, name=name, num_warps=num_warps, num_stages=num_stages, constants=constants
-        )
-        call["dtypes"] = [str(x.dtype) for x in (*arrays, *out)]
-        if call not in made:
-            made.append(call)
-        return [jnp.zeros(x.shape, x.dtype) for x in out]
-
-    monkeypatch.setattr(kernels, "available", lambda: True)
-    monkeypatch.setattr(kernels, "call_kernel", record)
+    made = recorded(kernels, monkeypatch)
     given = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
     q, v = given(batch, length, heads, depth), given(batch, length, heads, width)
     decays = {"none": None, "heads": (batch, length, heads), "rows": q.shape, "bonus": q.shape}[
@@ -76,15 +58,7 @@ def test_the_machine_code_multiplies_by_tensor_cores_and_hardly_spills(shape, ki
         "value_gradients",
         "key_gradients",
     ]
-    paths = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
-        "PYTHONPATH": paths
-    }
-    script = [sys.executable, HERE / "compile_for_hopper.py"]
-    done = subprocess.run(script, input=json.dumps(calls), capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr[-2000:]
-    for call, fact in zip(calls, json.loads(done.stdout), strict=True):
-        print(fact)
+    for call, fact in compiled_facts(calls):
         if by_rows:  # 32 tokens, or 16 rows of a state, are too few for wgmma
             assert fact["hmma"] > 0
         else:
@@ -103,5 +77,4 @@ def test_the_machine_code_multiplies_by_tensor_cores_and_hardly_spills(shape, ki
             max(fact["copies"], default=16) == 16
         )  # bytes a thread; none where a loop is of one tile
         programs = 8 // call["num_warps"]  # side by side on a multiprocessor: eight warps at least
-        assert programs * (fact["shared"] + 1024) <= 228 * 1024
-        assert programs * 32 * call["num_warps"] * fact["registers"] <= 65536
+        assert_side_by_side(call, fact, programs)

@@ -10,31 +10,15 @@ import triton_interpreter
 from fast import jit
 from tolerance import EXACT_MATHS, assert_close
 
-from jaxpar.nn import (
-    GRU,
-    LEM,
-    LSTM,
-    S5,
-    Aaren,
-    Cell,
-    CfC,
-    MinGRU,
-    MinLSTM,
-    ParaGRU,
-    ParaLSTM,
-    recurrent,
-)
+from jaxpar.nn import S5, Cell, MinGRU, mixers, recurrent
 from jaxpar.nn.cells.layer import method_for
 from jaxpar.nn.cells.solvers import METHODS, name_taken, solver
-from jaxpar.nn.mixers.recurrent import sharded_recurrence
+from jaxpar.nn.mixers.recurrent import cell_of, sharded_recurrence
 from jaxpar.solve import Block, Dense, Fused, Newton, Quasi, Sequential
 from jaxpar.types import UsageError
 
 B, T, D, N = 2, 12, 3, 4
-CELLS = {
-    "gru": GRU(N), "lstm": LSTM(N, heads=2), "min_gru": MinGRU(N), "min_lstm": MinLSTM(N), "para_gru": ParaGRU(N),
-    "para_lstm": ParaLSTM(N), "lem": LEM(N), "cfc": CfC(N), "aaren": Aaren(N, 2),
-}  # fmt: skip
+CELLS = {name: cell_of(name, N, heads=1 if name == "gru" else 2) for name in mixers.CELLS}
 each_cell = pytest.mark.parametrize("name", CELLS)
 
 

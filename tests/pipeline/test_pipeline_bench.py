@@ -8,23 +8,19 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from bench_modules import bench_modules
 
 from jaxpar.pipeline import TaskCosts, named_schedule, simulate_schedule
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("pipeline", "pipeline_costs", "pipeline_rows", "pipeline_counts")
-OTHERS = ("harness", "decode_rows", "layouts")
 
 
 @pytest.fixture
-def bench(monkeypatch):
+def bench():
     """The benchmark's modules by name, forgotten afterwards."""
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    path = list(sys.path)
-    yield {name: __import__(name) for name in NAMES}
-    sys.path[:] = path
-    for name in NAMES + OTHERS:
-        sys.modules.pop(name, None)
+    with bench_modules(*NAMES) as modules:
+        yield modules
 
 
 def test_costs_add_the_ends_where_the_executor_has_them(bench):

@@ -5,6 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpar.nn import cells
+from jaxpar.solve import Auto
+
 D = 4
 
 
@@ -32,6 +35,8 @@ def rnn(params, h, x):
     return h, (h, (h**2).sum())
 
 
+DEFAULTS = [*(kind() for kind in cells.METHODS.values() if kind), Auto()]
+"""Every method as it is where nothing is said."""
 CELLS = {"gru": gru, "lstm": lstm, "rnn": rnn}
 SCALES = ("init", "uniform", "normal", "twice")
 
@@ -40,10 +45,10 @@ def once_each(methods):
     """Every method with one cell, in turn; with the other one it is slow."""
     pairs = []
     for number, name in enumerate(methods):
-        cells = ("rnn", "lstm")[:: 1 if number % 2 else -1]
+        often, seldom = ("rnn", "lstm")[:: 1 if number % 2 else -1]
         pairs += [
-            pytest.param(name, cells[0]),
-            pytest.param(name, cells[1], marks=pytest.mark.slow),
+            pytest.param(name, often),
+            pytest.param(name, seldom, marks=pytest.mark.slow),
         ]
     return pytest.mark.parametrize("name, cell", pairs)
 

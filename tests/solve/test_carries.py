@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cells_to_solve import DEFAULTS
 from fast import jit
 from jax.sharding import PartitionSpec as P
 
@@ -13,13 +14,10 @@ from jaxpar.lower.jaxprs import inner_jaxpr
 from jaxpar.mesh import MeshSpec, make_mesh
 from jaxpar.solve import (
     Auto,
-    Elk,
-    Fused,
     GaussSeidel,
     Jacobi,
     Newton,
     ParallelBackward,
-    Picard,
     Quasi,
     Sequential,
     check_structure,
@@ -151,17 +149,7 @@ CARRIES = {
     ),
     "an empty leaf": (some_empty, lambda: (H(), jnp.zeros((2, 0))), True),
 }
-METHODS = [
-    Newton(),
-    Newton(window=4),
-    Quasi(),
-    Jacobi(),
-    Picard(),
-    Elk(),
-    GaussSeidel(block=2),
-    ParallelBackward(),
-]
-METHODS += [Fused(), Auto(), Sequential(), Newton()]
+METHODS = [*DEFAULTS, Newton(window=4), GaussSeidel(block=2)]
 """One for each carry, in turn."""
 
 

@@ -6,24 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cells_to_solve import CELLS, distance, inputs, once_each, start, weights
+from cells_to_solve import CELLS, DEFAULTS, distance, inputs, once_each, start, weights
 from fast import jit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpar.solve import (
-    Auto,
-    Elk,
-    Fused,
-    GaussSeidel,
-    Jacobi,
-    Newton,
-    ParallelBackward,
-    Picard,
-    Quasi,
-    Sequential,
-    parallel_scan,
-)
+from jaxpar.solve import Jacobi, Newton, ParallelBackward, Picard, Quasi, Sequential, parallel_scan
 from jaxpar.types import UsageError
 
 METHODS = {
@@ -234,11 +222,7 @@ def test_a_mistake_is_told_in_one_sentence(sentence):
 
 
 @pytest.mark.parametrize("length", [0, 1])
-@pytest.mark.parametrize(
-    "method",
-    [Newton(), Sequential(), ParallelBackward(), Fused(), GaussSeidel(), Elk(), Auto()],
-    ids=repr,
-)
+@pytest.mark.parametrize("method", DEFAULTS, ids=repr)
 def test_no_step_and_one_step_are_sequences(method, length):
     def f(h, x):
         return jnp.tanh(0.5 * h + x), h

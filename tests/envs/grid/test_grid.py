@@ -54,6 +54,13 @@ def test_the_twin_agrees_step_by_step(env):
     assert seen["cut"]
 
 
+def test_tiles_have_the_numbers_that_observations_show():
+    names = (
+        "NOTHING FLOOR WALL GOAL KEY BALL SQUARE PYRAMID HEXAGON STAR LAVA OPEN CLOSED LOCKED AGENT"
+    )
+    assert [getattr(tiles, name) for name in names.split()] == list(range(15))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("env", WORLDS, ids=lambda env: env.name)
 def test_the_twin_agrees_over_a_hundred_thousand_steps(env):

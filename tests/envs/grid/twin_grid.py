@@ -2,26 +2,12 @@
 
 import numpy as np
 
-(
-    UNSEEN,
-    FLOOR,
-    WALL,
-    GOAL,
-    KEY,
-    BALL,
-    SQUARE,
-    PYRAMID,
-    HEXAGON,
-    STAR,
-    LAVA,
-    OPEN,
-    CLOSED,
-    LOCKED,
-    AGENT,
-) = range(15)
-THINGS = (KEY, BALL, SQUARE, PYRAMID, HEXAGON, STAR)
+from envs.grid import tiles
+
+THINGS = (tiles.KEY, tiles.BALL, tiles.SQUARE, tiles.PYRAMID, tiles.HEXAGON, tiles.STAR)
+SHUT = (tiles.WALL, tiles.CLOSED, tiles.LOCKED)
 STEPS = ((0, 1), (1, 0), (0, -1), (-1, 0))  # row and column, to the right, down, left, up
-EMPTY, BORDER = (FLOOR, 0), (WALL, 6)
+EMPTY, BORDER = (tiles.FLOOR, 0), (tiles.WALL, 6)
 
 
 class SceneTwin:
@@ -52,7 +38,7 @@ class SceneTwin:
             self.direction = self.direction - 1 if self.direction > 0 else 3
         elif action == 1:
             self.direction = self.direction + 1 if self.direction < 3 else 0
-        elif action == 2 and tile in (FLOOR, GOAL, LAVA, OPEN):
+        elif action == 2 and tile in (tiles.FLOOR, tiles.GOAL, tiles.LAVA, tiles.OPEN):
             self.row, self.column = row, column
         elif action == 3 and tile in THINGS and self.held is None:
             self.held = (tile, colour)
@@ -60,10 +46,12 @@ class SceneTwin:
         elif action == 4 and (tile, colour) == EMPTY and self.held is not None:
             self.grid[row][column] = self.held
             self.held = None
-        elif action == 5 and tile == OPEN:
-            self.grid[row][column] = (CLOSED, colour)
-        elif action == 5 and (tile == CLOSED or (tile == LOCKED and self.held == (KEY, colour))):
-            self.grid[row][column] = (OPEN, colour)
+        elif action == 5 and tile == tiles.OPEN:
+            self.grid[row][column] = (tiles.CLOSED, colour)
+        elif action == 5 and (
+            tile == tiles.CLOSED or (tile == tiles.LOCKED and self.held == (tiles.KEY, colour))
+        ):
+            self.grid[row][column] = (tiles.OPEN, colour)
         else:
             return False
         return True
@@ -93,14 +81,14 @@ class SceneTwin:
             for i in range(size - 1, -1, -1):
                 for columns, side in ((range(size - 1), 1), (range(size - 1, 0, -1), -1)):
                     for j in columns:
-                        if lit[i][j] and seen[i][j][0] not in (WALL, CLOSED, LOCKED):
+                        if lit[i][j] and seen[i][j][0] not in SHUT:
                             lit[i][j + side] = True
                             if i > 0:
                                 lit[i - 1][j] = lit[i - 1][j + side] = True
         for i in range(size):
             for j in range(size):
                 if not lit[i][j]:
-                    seen[i][j] = (UNSEEN, 0)
+                    seen[i][j] = (tiles.NOTHING, 0)
         seen[size - 1][size // 2] = self.held or EMPTY
         return np.array(seen, np.uint8)
 
@@ -108,7 +96,7 @@ class SceneTwin:
         seen = np.array(self.grid, np.uint8)
         if self.held:
             seen[0, 0] = self.held
-        seen[self.row, self.column] = (AGENT, self.direction)
+        seen[self.row, self.column] = (tiles.AGENT, self.direction)
         return seen
 
 
@@ -134,7 +122,7 @@ class GridTwin:
         reward = 1 - 0.9 * (self.time / self.max_steps) if here == self.win else 0.0
         ended = (
             here in (self.win, self.lose)
-            or self.scene.grid[self.scene.row][self.scene.column][0] == LAVA
+            or self.scene.grid[self.scene.row][self.scene.column][0] == tiles.LAVA
         )
         return self.observe(), reward, ended, self.time >= self.max_steps
 
