@@ -35,7 +35,8 @@ def test_constants_lead_to_each_step_and_to_the_one_before(
 ):
     along = ScanAxis(shape=shape, axis=axis, reverse=reverse, adjoint=adjoint)
     call, _ = launched(monkeypatch, along)
-    steps, columns = call["T"], call["COLUMNS"]
+    steps = call["T"]
+    columns = call["COLUMNS"]
     index = np.moveaxis(np.arange(np.prod(shape)).reshape(shape), axis, 0).reshape(steps, -1)
     if reverse:
         index = index[::-1]
