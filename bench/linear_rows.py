@@ -20,6 +20,7 @@ def function_of(request: dict) -> Callable:
     from jaxpar.nn.mixers import linear_kernels as kernels
     from jaxpar.nn.mixers.exponential_gates import exponential_attention
     from jaxpar.nn.mixers.linear_attention import linear_attention
+    from jaxpar.nn.mixers.options import Execution
 
     for said in filter(None, request.get("tiles", "").split(",")):
         name, tile = said.split("=")
@@ -36,30 +37,31 @@ def function_of(request: dict) -> Callable:
         return lambda q, k, v: jax.nn.dot_product_attention(
             q, k, v, scale=1.0, is_causal=True, implementation=how
         )
+    execution = Execution(impl=impl.strip(","))
     if request["decay"] == "delta":
-        return delta_of(request["row"].endswith("loop"), impl.strip(","))
+        return delta_of(request["row"].endswith("loop"), execution)
     if request["decay"] == "exponential":
         # From log gates: keys are scaled as queries are, for both frameworks.
         return lambda q, k, v, forget, gate: exponential_attention(
-            q, k, v, forget, gate, impl=impl
+            q, k, v, forget, gate, execution=execution
         )[0].astype(jnp.bfloat16 if q.dtype == jnp.bfloat16 else q.dtype)
     if request["decay"] == "sigmoid":
-        return lambda q, k, v, *gates: with_sigmoid(q, k, v, *gates, impl=impl)
-    return lambda q, k, v, *decay: linear_attention(q, k, v, *decay, impl=impl)[0]
+        return lambda q, k, v, *gates: with_sigmoid(q, k, v, *gates, execution=execution)
+    return lambda q, k, v, *decay: linear_attention(q, k, v, *decay, execution=execution)[0]
 
 
-def with_sigmoid(q, k, v, forget, gate, impl: str):
+def with_sigmoid(q, k, v, forget, gate, execution):
     """Returns the mLSTM's outputs where its input gates are sigmoids, which scale keys, and nothing is normalised."""
     import jax
 
     from jaxpar.nn.mixers.linear_attention import linear_attention
 
     return linear_attention(
-        q, (k * jax.nn.sigmoid(gate)[..., None]).astype(k.dtype), v, forget, impl=impl
+        q, (k * jax.nn.sigmoid(gate)[..., None]).astype(k.dtype), v, forget, execution=execution
     )[0]
 
 
-def delta_of(loop: bool, impl: str) -> Callable:
+def delta_of(loop: bool, execution) -> Callable:
     """Returns the gated delta rule, whose states go from chunk to chunk by an affine scan of matrices, or by a loop."""
     import importlib
 
@@ -84,7 +86,7 @@ def delta_of(loop: bool, impl: str) -> Callable:
 
     def run(q, k, v, decay, beta):
         module.affine_scan = in_turn if loop else affine_scan
-        return module.delta_rule(q, k, v, beta, decay, impl=impl)[0]
+        return module.delta_rule(q, k, v, beta, decay, execution=execution)[0]
 
     return run
 
@@ -93,16 +95,19 @@ def step_of(request: dict, impl: str) -> Callable:
     """Returns the row's function of one token, log gates and a state, which it returns."""
     from jaxpar.nn.mixers.exponential_gates import exponential_attention
     from jaxpar.nn.mixers.linear_attention import linear_attention
+    from jaxpar.nn.mixers.options import Execution
 
+    execution = Execution(impl=impl)
     if request["decay"] == "exponential":
 
         def step(q, k, v, forget, gate, state):
-            return exponential_attention(
-                q, k, v, forget, gate, state=(state, state[:, :, 0, 0]), impl=impl
-            )
+            first = (state, state[:, :, 0, 0])
+            return exponential_attention(q, k, v, forget, gate, state=first, execution=execution)
 
         return step
-    return lambda q, k, v, decay, state: linear_attention(q, k, v, decay, state=state, impl=impl)
+    return lambda q, k, v, decay, state: linear_attention(
+        q, k, v, decay, state=state, execution=execution
+    )
 
 
 def truth(request: dict, args: tuple):
@@ -112,17 +117,19 @@ def truth(request: dict, args: tuple):
 
     from jaxpar.nn.mixers.exponential_gates import exponential_attention
     from jaxpar.nn.mixers.linear_attention import linear_attention
+    from jaxpar.nn.mixers.options import Execution
 
+    execution = Execution(impl="chunked")
     g, *rest = (x[:1, :, :2].astype(jnp.float32) for x in args)
 
     def run(*rest):
         if request["decay"] == "delta":
-            return delta_of(False, "chunked")(*rest)
+            return delta_of(False, execution)(*rest)
         if request["decay"] == "exponential":
-            return exponential_attention(*rest, impl="chunked")[0]
+            return exponential_attention(*rest, execution=execution)[0]
         if request["decay"] == "sigmoid":
-            return with_sigmoid(*rest, impl="chunked")
-        return linear_attention(*rest, impl="chunked")[0]
+            return with_sigmoid(*rest, execution=execution)
+        return linear_attention(*rest, execution=execution)[0]
 
     with jax.default_matmul_precision("highest"):
         return jax.jit(lambda g, *rest: both_ways(run, request)(g, *rest))(g, *rest)

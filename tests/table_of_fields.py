@@ -85,6 +85,7 @@ from jaxpar.nn.images.space_time import SpaceTimeStack
 from jaxpar.nn.images.vision import FramePredictor, ImageClassifier
 from jaxpar.nn.mixers import (
     BlockRecurrent,
+    Execution,
     GatedDelta,
     GatedLinear,
     Hgrn,
@@ -416,6 +417,7 @@ TABLE = {
     Chunked: {"size": COUNT},
     Pool: {"size": COUNT},
     Animation: {"fps": POSITIVE},
+    Execution: {"chunk": COUNT},
     Newton: {"window max_iters": COUNT, "clip": POSITIVE, "damping": SHARE},
     Quasi: {"samples window max_iters": COUNT, "seed": SIGNED, "clip": POSITIVE, "damping": SHARE},
     Elk: {"lam": FRACTION_FROM_0, "window max_iters": COUNT},

@@ -14,13 +14,16 @@ from: arrays (`jaxpar.scan`), or a cell and its derivative (`jaxpar.solve`).
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jaxpar.lower.triton import call_kernel, indented
 
-__all__ = ["LARGEST_BLOCK", "KernelSource", "Tile", "launch"]
+__all__ = ["LARGEST_BLOCK", "KernelSource", "ScanAxis", "Tile", "launch"]
 
 LARGEST_BLOCK = 2
 """Blocks of more components do not fit a tile's registers."""
@@ -66,6 +69,22 @@ class Tile:
     lanes: int
     span: int
     warps: int
+
+
+class ScanAxis(NamedTuple):
+    """The axis along which a scan runs, and how it runs.
+
+    Attributes:
+      shape: Shape of the arrays, the axis included.
+      axis: Index of the axis in the shape.
+      reverse: Whether step t depends on step t + 1.
+      adjoint: Whether step t takes the coefficients of the step before it, in the order of the scan.
+    """
+
+    shape: tuple[int, ...]
+    axis: int
+    reverse: bool = False
+    adjoint: bool = False
 
 
 PRODUCTS = """
@@ -315,18 +334,30 @@ def tile_for(steps: int, columns: int, lanes: int, k: int) -> Tile:
 
 def launch(
     source: KernelSource,
-    buffers,
-    out_shape,
-    shape,
-    axis: int,
+    buffers: Sequence[ArrayLike],
+    out_shape: Sequence[jax.ShapeDtypeStruct],
+    along: ScanAxis,
     *,
-    reverse=False,
-    adjoint=False,
-    tile=None,
-    zeroed=(),
+    tile: Tile | None = None,
+    zeroed: tuple[int, ...] = (),
 ) -> tuple:
-    """Runs the look-back kernel of a source over arrays of one `shape`; outputs at the places `zeroed` start zero."""
-    steps, lanes = shape[axis], math.prod(shape[:axis] + shape[axis + 1 :])
+    """Runs the look-back kernel of a source.
+
+    Args:
+      source: Coefficients and results of the kernel.
+      buffers: Arrays for the source's input pointers, in their order.
+      out_shape: Shapes and dtypes for its output pointers, in their order.
+      along: The axis of time, and its direction.
+      tile: Sizes in which the work is cut; None takes the measured best.
+      zeroed: Indices of the outputs that start as zeros.
+
+    Returns:
+      The outputs.
+    """
+    shape = along.shape
+    axis = along.axis
+    steps = shape[axis]
+    lanes = math.prod(shape[:axis] + shape[axis + 1 :])
     columns = math.prod(shape[axis + 1 :])
     batch_stride, time_stride, column_stride = steps * columns, columns, 1
     if columns == 1:  # time is contiguous: the batch becomes the columns
@@ -334,6 +365,7 @@ def launch(
     tile = tile or tile_for(steps, columns, lanes, source.k)
     chunks, per_batch = -(-steps // tile.steps), -(-columns // tile.lanes)
     blocks = per_batch * (lanes // columns)
+    back = -time_stride if along.reverse else time_stride
     # A word for each entry of a tile's matrix, of its sum and of its last state; zeroed, since status 0 is "not yet".
     words = chunks * lanes * source.k * (source.k + 2)
     scratch = [
@@ -359,8 +391,8 @@ def launch(
         BATCH_STRIDE=batch_stride,
         TIME_STRIDE=time_stride,
         COLUMN_STRIDE=column_stride,
-        REVERSE=reverse,
-        BACK=-time_stride if reverse else time_stride,
-        SHIFT=(time_stride if reverse else -time_stride) if adjoint else 0,
+        REVERSE=along.reverse,
+        BACK=back,
+        SHIFT=-back if along.adjoint else 0,
     )
     return tuple(outputs[: len(out_shape)])

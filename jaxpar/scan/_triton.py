@@ -3,7 +3,7 @@
 import jax
 
 from jaxpar.lower import lookback
-from jaxpar.lower.lookback import KernelSource, Tile, launch
+from jaxpar.lower.lookback import KernelSource, ScanAxis, Tile, launch
 
 LARGEST_BLOCK = lookback.LARGEST_BLOCK  # which `_kernels` asks of every platform's module
 
@@ -59,6 +59,5 @@ def affine(
     source = arrays(k, start is not None)
     buffers = [x for row in a for x in row] + list(b) + list(start or ())
     out = [jax.ShapeDtypeStruct(like.shape, like.dtype)] * k
-    return launch(
-        source, buffers, out, like.shape, axis, reverse=reverse, adjoint=adjoint, tile=tile
-    )
+    along = ScanAxis(shape=like.shape, axis=axis, reverse=reverse, adjoint=adjoint)
+    return launch(source, buffers, out, along, tile=tile)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jaxpar.lower.lookback import LARGEST_BLOCK, KernelSource, launch
+from jaxpar.lower.lookback import LARGEST_BLOCK, KernelSource, ScanAxis, launch
 from jaxpar.solve import _sequential_kernel
 from jaxpar.solve._emit import FUNCTIONS, NotElementwise, statements, trimmed
 
@@ -220,9 +220,7 @@ def newton_step(
         newton_source(cell, *bound),
         buffers,
         [*out, *worst],
-        shape,
-        0,
-        reverse=reverse,
+        ScanAxis(shape=shape, axis=0, reverse=reverse),
         zeroed=zeroed,
     )
     new = tuple(jnp.reshape(x, state.shape) for x, state in zip(results, states, strict=False))

@@ -9,7 +9,7 @@ import pytest
 
 from experiments.app.sequences import memory_tasks
 from experiments.app.sequences.series import SeriesConfig, open_task
-from jaxpar.nn.mixers import delta_rule, linear_attention
+from jaxpar.nn.mixers import Execution, delta_rule, linear_attention
 from jaxpar.types import UsageError
 
 TASKS = ("recall", "mqar", "delayed_copy", "s5")
@@ -115,13 +115,14 @@ def test_a_key_that_comes_again_is_what_the_delta_rule_is_for():
     k, v, q = eye[keys] * is_value[..., None], eye[lines], eye[lines]
     k, v, q = (x[:, :, None] for x in (k, v, q))
     right = got["targets"][:, -1]
+    chunks = Execution(chunk=8)
 
     def read(out):
         return np.asarray(out[:, -1, 0, memory_tasks.KEYS : memory_tasks.BLANK])
 
-    exact = read(delta_rule(q, k, v, jnp.ones(lines.shape)[..., None], chunk=8)[0])
+    exact = read(delta_rule(q, k, v, jnp.ones(lines.shape)[..., None], execution=chunks)[0])
     np.testing.assert_allclose(exact, np.eye(memory_tasks.KEYS)[right], atol=1e-6)
-    summed = read(linear_attention(q, k, v, chunk=8)[0])
+    summed = read(linear_attention(q, k, v, execution=chunks)[0])
     assert (summed.sum(-1) > 1.5).any() and (summed[np.arange(16), right] > 0.5).all()
 
 

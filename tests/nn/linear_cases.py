@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.nn.mixers.linear_attention import linear_attention
+from jaxpar.nn.mixers.options import Execution, Packing, Readout
 
 KINDS = ("none", "heads", "rows", "bonus", "heads, normaliser", "rows, normaliser", "heads, floor")
 
@@ -37,20 +38,27 @@ def inputs_of(kind, batch, length, groups, heads, depth, width, dtype="float32")
     return (*narrow, decay, bonus, state), (g, normal(*state.shape))
 
 
-def outcome(impl, kind, starts, valid, **options):
+def outcome(impl, kind, starts, valid, **form):
     """Outputs of tokens that count, the last state, and all gradients."""
 
     def run(arrays, cotangents):
         def call(q, k, v, decay, bonus, state):
-            fixed = dict(
-                starts=starts, valid=valid, impl=impl, normaliser=kind.endswith("normaliser")
-            )
+            floor = None
             if kind.endswith("floor"):  # some of them larger than what is divided by, some smaller
-                fixed["floor"] = jnp.exp(
-                    jnp.asarray(np.random.default_rng(7).standard_normal(v.shape[:3]), "float32")
-                )
+                logs = np.random.default_rng(7).standard_normal(v.shape[:3])
+                floor = jnp.exp(jnp.asarray(logs, "float32"))
+            readout = Readout(
+                bonus=bonus, floor=floor, normaliser=kind.endswith("normaliser"), dtype="float32"
+            )
             return linear_attention(
-                q, k, v, decay, bonus=bonus, state=state, dtype="float32", **fixed, **options
+                q,
+                k,
+                v,
+                decay,
+                state=state,
+                packing=Packing(starts=starts, valid=valid),
+                readout=readout,
+                execution=Execution(impl=impl, **form),
             )
 
         (out, last), pull = jax.vjp(call, *arrays)

@@ -15,6 +15,7 @@ from jaxpar.mesh import MeshSpec, make_mesh
 from jaxpar.nn.mixers.delta_rule import delta_rule
 from jaxpar.nn.mixers.exponential_gates import exponential_attention
 from jaxpar.nn.mixers.linear_attention import linear_attention
+from jaxpar.nn.mixers.options import Execution, Packing, Readout
 from jaxpar.types import UsageError
 
 B, T, G, H, K, V = 2, 37, 2, 4, 8, 4
@@ -63,13 +64,17 @@ def inputs_of(name, length=T):
     return (q, k, v), state
 
 
-def run(name, arrays, state, **options):
+def run(name, arrays, state, *, starts=None, valid=None, **form):
+    options = {
+        "packing": Packing(starts=starts, valid=valid),
+        "execution": Execution(**form),
+    }
     if name == "delta":
         return delta_rule(*arrays, state=state, **options)
     if name == "exponential":
         return exponential_attention(*arrays, state=state, **options)
-    bonus = {"bonus": arrays[4]} if name == "rows, bonus" else {}
-    return linear_attention(*arrays[:4], **bonus, state=state, **options)
+    bonus = arrays[4] if name == "rows, bonus" else None
+    return linear_attention(*arrays[:4], state=state, readout=Readout(bonus=bonus), **options)
 
 
 CASES = ("none", "heads", "rows, bonus", "delta", "exponential")
@@ -288,12 +293,21 @@ def test_empty_states_of_half_precision(name):
     [
         (lambda q, v, a: linear_attention(q, q, v, a[:, :-1]), "log_decay of shape"),
         (lambda q, v, a: linear_attention(q, q, v[:, :, :3], a[:, :, :3]), "no multiple"),
-        (lambda q, v, a: linear_attention(q, q, v, a, valid=VALID[:1]), r"valid of shape \(1,\)"),
-        (lambda q, v, a: linear_attention(q, q, v, a, starts=STARTS[:1]), "starts of shape"),
-        (lambda q, v, a: linear_attention(q, q, v, a, impl="fast"), "impl='fast' is unknown"),
-        (lambda q, v, a: linear_attention(q, q, v, a, chunk=0), "chunk=0 must be at least 1"),
+        (
+            lambda q, v, a: linear_attention(q, q, v, a, packing=Packing(valid=VALID[:1])),
+            r"valid of shape \(1,\)",
+        ),
+        (
+            lambda q, v, a: linear_attention(q, q, v, a, packing=Packing(STARTS[:1])),
+            "starts of shape",
+        ),
+        (lambda q, v, a: Execution(impl="fast"), "impl='fast' is unknown"),
+        (lambda q, v, a: Execution(chunk=0), "chunk=0 must be at least 1"),
         (lambda q, v, a: delta_rule(q, q, v, a), "v of shape"),
-        (lambda q, v, a: delta_rule(v, v, v, a, impl="kernel"), "impl='kernel' is unknown"),
+        (
+            lambda q, v, a: delta_rule(v, v, v, a, execution=Execution(impl="kernel")),
+            "impl='kernel' is unknown",
+        ),
         (lambda q, v, a: delta_rule(v, v, v, a[:, :, :1]), "beta of shape"),
     ],
 )
@@ -432,5 +446,83 @@ def test_no_tokens_have_the_columns_that_some_have(columns, floored):
     floor = None
     if floored:
         floor = jnp.ones(v.shape[:3])
-    out, state = linear_attention(q, k, v, normaliser=True, floor=floor)
+    out, state = linear_attention(q, k, v, readout=Readout(normaliser=True, floor=floor))
     assert out.shape == (B, 0, H, columns) and state.shape == (B, H, K, V + 1)
+
+
+OLDER = {
+    "heads": "starts, valid, impl, chunk, dtype, normaliser",
+    "rows, bonus": "bonus, floor, starts",
+    "delta": "starts, valid, impl, chunk",
+    "exponential": "valid, starts, chunk, impl",
+}
+NEWER = {
+    "bonus": "readout.bonus",
+    "floor": "readout.floor",
+    "normaliser": "readout.normaliser",
+    "dtype": "readout.dtype",
+    "starts": "packing.starts",
+    "valid": "packing.valid",
+    "impl": "execution.impl",
+    "chunk": "execution.chunk",
+}
+GROUPS = {"packing": Packing, "readout": Readout, "execution": Execution}
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_older_arguments_are_fields_today(name):
+    """Each of them, in the order of the call, with one sentence and the same program's results."""
+    function = {"delta": delta_rule, "exponential": exponential_attention}.get(
+        name, linear_attention
+    )
+    arrays = inputs_of(name, 20)[0]
+    values = {
+        "bonus": arrays[-1],
+        "floor": jnp.full((B, 20, H), 0.5),
+        "normaliser": True,
+        "dtype": "bfloat16",
+        "starts": DOCUMENTS,
+        "valid": np.array([20, 17]),
+        "impl": "chunked",
+        "chunk": 8,
+    }
+    if name == "rows, bonus":
+        arrays = arrays[:4]
+    older = {key: values[key] for key in OLDER[name].split(", ")}
+    fields = {}
+    for key, value in older.items():
+        group, field = NEWER[key].split(".")
+        fields.setdefault(group, {})[field] = value
+    newer = {group: GROUPS[group](**options) for group, options in fields.items()}
+    want = function(*arrays, **newer)
+    today = ", ".join(NEWER[key] for key in older)
+    sentence = f"{function.__name__}({OLDER[name]}) is now ({today});"
+    with pytest.warns(FutureWarning, match=re.escape(sentence)) as warned:
+        got = function(*arrays, **older)
+    assert len(warned) == 1 and warned[0].filename == __file__
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'chunks'"):
+        function(*arrays, chunks=3)
+
+
+def test_an_axis_by_its_older_name_splits_the_sequence():
+    (q, k, v), _ = inputs_of("none")
+    with (
+        pytest.warns(FutureWarning, match="execution.axis_name"),
+        pytest.raises(UsageError, match="impl='sequential' runs along the whole sequence"),
+    ):
+        linear_attention(q, k, v, impl="sequential", axis_name="context")
+
+
+def test_a_readout_is_a_pytree_with_static_fields():
+    """It crosses `jit` with arrays and flags, and its arrays have gradients."""
+    arrays = inputs_of("rows, bonus")[0]
+    readout = Readout(bonus=arrays[4], normaliser=True, dtype="float32")
+
+    def total(readout):
+        out = linear_attention(*arrays[:4], readout=readout)[0]
+        return out.sum(), out
+
+    (_, out), slope = jit(jax.value_and_grad(total, has_aux=True))(readout)
+    assert out.shape == (B, T, H, V + 1) and out.dtype == jnp.float32
+    assert slope.normaliser and slope.floor is None and slope.bonus.all()

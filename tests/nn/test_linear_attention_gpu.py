@@ -11,6 +11,7 @@ from linear_cases import KINDS, inputs_of, outcome
 
 from jaxpar.nn.mixers.exponential_gates import exponential_attention
 from jaxpar.nn.mixers.linear_attention import linear_attention
+from jaxpar.nn.mixers.options import Execution
 
 # The package has a function of this name.
 module = importlib.import_module("jaxpar.nn.mixers.linear_attention")
@@ -68,7 +69,8 @@ def test_exponential_gates_of_any_size():
 
     def run(impl, dtype):
         narrow = jax.tree.map(lambda x: x.astype(dtype) if x.dtype == jnp.bfloat16 else x, arrays)
-        h, pull = jax.vjp(lambda *x: exponential_attention(*x, impl=impl)[0], *narrow)
+        execution = Execution(impl=impl)
+        h, pull = jax.vjp(lambda *x: exponential_attention(*x, execution=execution)[0], *narrow)
         return h, *pull(g.astype(h.dtype))
 
     got, plain = (

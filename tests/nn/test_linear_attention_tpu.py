@@ -9,9 +9,10 @@ import pytest
 from compiled import needs_libtpu, on_a_tpu
 
 from jaxpar.mesh import MeshSpec, local, make_mesh, use_mesh
-from jaxpar.nn.mixers import delta_rule, linear_attention
+from jaxpar.nn.mixers import Execution, delta_rule, linear_attention
 
 B, T, H, K = 2, 4096, 4, 64
+SHARED = Execution(axis_name="context")
 SPLIT = ("batch", "seq_layer", None, None)
 
 
@@ -21,8 +22,8 @@ def compile_for_tpu(name):
 
     def run(q, k, v, gate):
         if name == "delta":
-            return delta_rule(q, k, v, jax.nn.sigmoid(gate[..., 0]), axis_name="context")[0]
-        return linear_attention(q, k, v, -jnp.exp(gate), axis_name="context")[0]
+            return delta_rule(q, k, v, jax.nn.sigmoid(gate[..., 0]), execution=SHARED)[0]
+        return linear_attention(q, k, v, -jnp.exp(gate), execution=SHARED)[0]
 
     def loss(*args):
         return jnp.square(local(run, (SPLIT,) * 4, SPLIT)(*args).astype(jnp.float32)).sum()

@@ -8,6 +8,7 @@ from hopper import assert_side_by_side, compiled_facts, recorded
 
 from jaxpar.nn.mixers import linear_kernels as kernels
 from jaxpar.nn.mixers.linear_attention import linear_attention
+from jaxpar.nn.mixers.options import Execution, Packing, Readout
 
 pytestmark = triton_interpreter.NEEDED
 SHAPES = {
@@ -31,8 +32,18 @@ def calls_of(batch, length, heads, depth, width, kind, monkeypatch):
 
     def run(q, k, v, decay, bonus, starts):
         floor = jnp.ones(v.shape[:3]) if kind.endswith("floor") else None
-        fixed = dict(starts=starts, impl="kernel", floor=floor)
-        call = lambda q, k, v, decay, bonus: linear_attention(q, k, v, decay, bonus=bonus, **fixed)  # noqa: E731
+
+        def call(q, k, v, decay, bonus):
+            return linear_attention(
+                q,
+                k,
+                v,
+                decay,
+                packing=Packing(starts=starts),
+                readout=Readout(bonus=bonus, floor=floor),
+                execution=Execution(impl="kernel"),
+            )
+
         out, pull = jax.vjp(call, q, k, v, decay, bonus)
         return pull(out)
 

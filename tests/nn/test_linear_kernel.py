@@ -1,5 +1,6 @@
 """The kernels of linear attention equal its steps: in Triton's interpreter, and as their sequential twin."""
 
+import dataclasses
 import importlib
 
 import jax
@@ -16,6 +17,7 @@ from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.nn.mixers import linear_kernels as kernels
 from jaxpar.nn.mixers.exponential_gates import exponential_attention
 from jaxpar.nn.mixers.linear_attention import has_linear_kernel, linear_attention
+from jaxpar.nn.mixers.options import Execution, Packing, Readout
 from jaxpar.types import UsageError
 
 # The package has a function of this name.
@@ -84,7 +86,11 @@ def test_exponential_gates_take_it(kernel):
 
     def run(impl):
         def loss(*arrays):
-            h, (state, _) = exponential_attention(*arrays, starts=STARTS, chunk=16, impl=impl)
+            h, (state, _) = exponential_attention(
+                *arrays,
+                packing=Packing(starts=STARTS),
+                execution=Execution(impl=impl, chunk=16),
+            )
             return (h * jnp.cos(jnp.arange(h.size)).reshape(h.shape)).sum() + state.sum(), h
 
         return jax.value_and_grad(loss, range(5), has_aux=True)(*arrays)
@@ -105,7 +111,12 @@ def test_the_passes_may_have_chunks_of_two_sizes(kind, kernel, monkeypatch):
 def test_a_floor_has_no_gradient(kernel):
     q, k, v, decay, *_ = inputs_of("heads, floor", 1, 20, 1, 1, 16, 16)[0]
     for impl in ("kernel", "chunked", "sequential"):
-        total = lambda floor: linear_attention(q, k, v, decay, floor=floor, impl=impl)[0].sum()  # noqa: B023, E731
+        execution = Execution(impl=impl)
+
+        def total(floor):
+            options = {"readout": Readout(floor=floor), "execution": execution}  # noqa: B023
+            return linear_attention(q, k, v, decay, **options)[0].sum()
+
         assert not jax.grad(total)(jnp.full((1, 20, 1), 5.0)).any()
 
 
@@ -154,7 +165,7 @@ def test_vmap_is_a_loop(monkeypatch):
 
 def given(depth=32, width=48, dtype="bfloat16"):
     keys, values = jnp.zeros((2, 4, 2, depth), dtype), jnp.zeros((2, 4, 2, width), dtype)
-    return keys, values, None, None, False
+    return keys, values, None, Readout()
 
 
 def test_who_takes_the_kernel(monkeypatch):
@@ -176,16 +187,16 @@ def test_who_takes_the_kernel(monkeypatch):
     assert not any(has_linear_kernel(*given(*each)) for each in no)
     with use_mesh(make_mesh(MeshSpec(data=8))):
         assert not has_linear_kernel(*given())  # GSPMD would gather all rows
-        asks = lambda v: jnp.array([has_linear_kernel(v, v, None, None, False)])  # noqa: E731
+        asks = lambda v: jnp.array([has_linear_kernel(v, v, None, Readout())])  # noqa: E731
         inside = jax.shard_map(asks, in_specs=jax.P("data"), out_specs=jax.P("data"))
         assert inside(jnp.zeros((8, 4, 2, 32), "bfloat16")).all()
     asked = []
     monkeypatch.setattr(module, "_is_right", lambda *kind: asked.append(kind))
-    assert not has_linear_kernel(*given()[:2], jnp.zeros((2, 4, 2)), None, True) and asked == [
-        (3, False, True)
-    ]
+    decays = jnp.zeros((2, 4, 2))
+    assert not has_linear_kernel(*given()[:2], decays, Readout(normaliser=True))
+    assert asked == [(3, False, True)]
     ones = jnp.ones((2, 4, 2))
-    linear_attention(*given()[:1] * 2, given()[1], -ones, floor=ones)
+    linear_attention(*given()[:1] * 2, given()[1], -ones, readout=Readout(floor=ones))
     assert asked[1:] == [(3, False, True)]
     monkeypatch.setattr(kernels, "available", lambda: False)
     assert not has_linear_kernel(*given()) and len(asked) == 2
@@ -203,19 +214,16 @@ def test_a_trial_tells_right_from_wrong(wrong, monkeypatch, recwarn):
 
     off.defvjp(lambda k: (k, None), lambda _, g: (g * 1.05,))
 
-    def stand_in(q, k, *rest):
-        *arrays, normaliser, floor, chunk, axis_name, dtype = rest
-        names = dict(
-            zip(("v", "log_decay", "bonus", "state", "starts", "valid"), arrays, strict=True)
-        )
+    def stand_in(q, k, v, log_decay, state, packing, readout, execution):
         return linear_attention(
             q,
             off(k) if wrong else k,
-            impl="chunked",
-            normaliser=normaliser,
-            floor=floor,
-            dtype=dtype,
-            **names,
+            v,
+            log_decay,
+            state=state,
+            packing=packing,
+            readout=readout,
+            execution=dataclasses.replace(execution, impl="chunked"),
         )
 
     monkeypatch.setattr(module, "_by_kernel", stand_in)
@@ -252,4 +260,5 @@ def test_mistakes_are_told(options, message, monkeypatch, x64):
     shape = {name: x for name, x in options.items() if name in ("depth", "width", "dtype")}
     keys, values, *_ = given(**shape)
     with pytest.raises(UsageError, match=message):
-        linear_attention(keys, keys, values, impl="kernel", axis_name=options.get("axis_name"))
+        execution = Execution(impl="kernel", axis_name=options.get("axis_name"))
+        linear_attention(keys, keys, values, execution=execution)

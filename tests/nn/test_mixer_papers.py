@@ -15,6 +15,7 @@ import pytest
 from fast import jit
 from tolerance import assert_close
 
+from jaxpar.nn.leaf import Leaf
 from jaxpar.nn.mixer import Context
 from jaxpar.nn.mixers import Hgrn, MatrixState, layer_of
 from jaxpar.nn.position import Rope
@@ -282,3 +283,22 @@ def test_states_are_as_large_as_the_page_says_whatever_came_before():
                 H * V if numbers is None else round(H * numbers(K, V))
             ), name
             assert {x.dtype for x in cache} == {np.dtype("float32")}, name
+
+
+@pytest.mark.parametrize("name", [name for name in STATED if name != "hgrn"])
+def test_chunks_are_as_long_as_the_mixer_says(name):
+    """Results do not depend on it but by rounding; the arrays of pairs are [C, C]."""
+
+    def has_pairs_of(chunk):
+        mixer = MatrixState(layer_of(name, H * V, H, K), chunk=chunk)
+        params = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape),
+            mixer.leaves(D, 1.0, 1.0),
+            is_leaf=lambda x: isinstance(x, Leaf),
+        )
+        context = Context(jnp.zeros((1, 40), int))
+        program = jax.make_jaxpr(lambda x: mixer.apply(params, x, None, context)[0])
+        return [f",{size},{size}]" in str(program(jnp.zeros((1, 40, D)))) for size in (16, 32)]
+
+    assert has_pairs_of(16) == [True, False]
+    assert has_pairs_of(32)[1]

@@ -5,6 +5,7 @@
 | `recurrent` | params, x [B, T, D], state [B, n] -> y [B, T, D], state | `stack`, `network`, `rl` |
 | `hgrn` | params, x [B, T, D], state [B, n] -> y [B, T, D], state | `stack` |
 | `linear_attention`, `delta_rule` | q, k, v [B, T, H, ...], gates -> o [B, T, H, V], S [B, H, K, V] | all below |
+| `options` | rows' documents, reading of states, form of computation: what these take | all below |
 | `exponential_gates` | the same with exponential input gates, stabilised | `mlstm`, users |
 | `fence` | x [B, T, ...], starts [B, T] -> finite x, marks [B, T, H] of what was not | three of these |
 | `short_conv` | x [B, T, ...], weight [W, ...] -> y [B, T, ...], the last W - 1 inputs | `ssd`, `gated_delta`, `rwkv` |
@@ -30,6 +31,7 @@ from jaxpar.nn.mixers.linear_attention import gates_of, linear_attention
 from jaxpar.nn.mixers.lmu import Lmu
 from jaxpar.nn.mixers.matrix_state import MatrixState
 from jaxpar.nn.mixers.mlstm import MLstm
+from jaxpar.nn.mixers.options import Execution, Packing, Readout
 from jaxpar.nn.mixers.recurrent import CELLS, Recurrent, cell_of
 from jaxpar.nn.mixers.rwkv import Rwkv6
 from jaxpar.nn.mixers.short_conv import short_conv
@@ -42,6 +44,7 @@ __all__ = [
     "GATES",
     "LAYERS",
     "BlockRecurrent",
+    "Execution",
     "GatedDelta",
     "GatedLinear",
     "Hgrn",
@@ -49,6 +52,8 @@ __all__ = [
     "MLstm",
     "Mamba2",
     "MatrixState",
+    "Packing",
+    "Readout",
     "Recurrent",
     "Rwkv6",
     "SpikingMlp",

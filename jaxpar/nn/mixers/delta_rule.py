@@ -1,23 +1,47 @@
 """The gated delta rule: a matrix state in which each key overwrites what was stored under it; by chunks or by steps."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
+from jaxpar._older_fields import newer_arguments
 from jaxpar.nn.mixers.fence import finite, finite_log, mark, marks_of
 from jaxpar.nn.mixers.linear_attention import (
-    check_impl,
     dot,
     gates_of,
     in_chunks,
     only_valid,
     out_of_chunks,
+    refuse_split,
     states_before,
 )
+from jaxpar.nn.mixers.options import OLDER, Execution, Packing
 from jaxpar.scan import affine_scan
 from jaxpar.types import UsageError
 
 __all__ = ["delta_rule"]
+
+
+class _Inputs(NamedTuple):
+    """Arrays that the delta rule reads, and that have a gradient.
+
+    Attributes:
+      q: Queries.
+      k: Keys.
+      v: Values.
+      beta: Sizes of steps.
+      log_decay: Logarithms of what is kept of a head's state.
+      state: State before the first token, of float32 at least.
+    """
+
+    q: Float[Array, "B T H K"]
+    k: Float[Array, "B T H K"]
+    v: Float[Array, "B T H V"]
+    beta: Float[Array, "B T H"]
+    log_decay: Float[Array, "B T H"]
+    state: Float[Array, "B H K V"]
 
 
 def delta_rule(
@@ -28,11 +52,9 @@ def delta_rule(
     log_decay: Float[Array, "B T H"] | None = None,
     *,
     state: Float[Array, "B H K V"] | None = None,
-    starts: Bool[Array, "B T"] | None = None,
-    valid: Int[Array, " B"] | None = None,
-    chunk: int = 64,
-    axis_name: str | None = None,
-    impl: str = "auto",
+    packing: Packing = Packing(),
+    execution: Execution = Execution(),
+    **older: object,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
     """Returns o[t] = q[t] S[t] of a state S that each key and value corrects, and the state after the last token.
 
@@ -51,40 +73,43 @@ def delta_rule(
       v: Values, in whose dtype products are made; sums, states and the systems are float32 at least.
       beta: Sizes of steps, 0 to 1, or to 2 for states that may change sign.
       log_decay: Logarithms of what is kept of a head's state; not positive. None keeps all.
-      state: As in `linear_attention`, and so are the rest.
-      starts: As there.
-      valid: As there.
-      chunk: As there.
-      axis_name: As there; a matrix and a state a device cross it.
-      impl: As there.
+      state: State before the first token; zeros by default.
+      packing: Documents in the rows, and their tokens that count.
+      execution: Form of the computation, chunks or steps; a matrix and a state a device cross the mesh axis.
+      **older: Values of fields that were arguments, until the first release.
 
     Raises:
-      UsageError: For shapes that do not fit, or an unknown `impl`.
+      UsageError: For shapes that do not fit, or `impl="kernel"`.
     """
+    groups = {"packing": packing, "execution": execution}
+    packing, execution = newer_arguments("delta_rule", OLDER, groups, older).values()
     _check(q, k, v, beta, log_decay, state)
-    check_impl(impl, chunk, kernel=False)
+    impl = execution.impl
+    if impl == "kernel":
+        raise UsageError(
+            "impl='kernel' is unknown to the delta rule; legal are auto, chunked, sequential."
+        )
     wide = jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
     shape = (*v.shape[:1], *v.shape[2:3], k.shape[-1], v.shape[-1])
     state = jnp.zeros(shape, wide) if state is None else state.astype(wide)
     if v.size == 0:  # no token, or no row: there is no chunk to read a last state from
         return jnp.zeros_like(v), state
     log_decay = jnp.zeros(v.shape[:3], wide) if log_decay is None else log_decay.astype(wide)
-    (q, k, v, beta, log_decay), starts = only_valid(
-        (q, k, v, beta.astype(wide), log_decay), starts, valid
-    )
-    if impl == "sequential" or (impl == "auto" and v.shape[1] == 1 and axis_name is None):
-        if axis_name is not None:
-            raise UsageError(
-                "impl='sequential' runs along the whole sequence; take impl='chunked' where it is split."
-            )
-        return _steps(q, k, v, beta, log_decay, state, starts)
+    arrays = (q, k, v, beta.astype(wide), log_decay)
+    (q, k, v, beta, log_decay), starts = only_valid(arrays, packing)
+    inputs = _Inputs(q=q, k=k, v=v, beta=beta, log_decay=log_decay, state=state)
+    is_step = v.shape[1] == 1 and execution.axis_name is None
+    if impl == "sequential" or (impl == "auto" and is_step):
+        refuse_split(execution)
+        return _steps(inputs, starts)
     # Keeps its arguments alone, whatever encloses it keeps.
-    run = jax.checkpoint(_documents, static_argnums=(7, 8))
-    return run(q, k, v, beta, log_decay, state, starts, chunk, axis_name)
+    run = jax.checkpoint(_documents, static_argnums=2)
+    return run(inputs, starts, execution)
 
 
-def _steps(q, k, v, beta, log_decay, state, starts):
+def _steps(inputs: _Inputs, starts: Array | None) -> tuple[Array, Array]:
     """One token after the other: what the chunks must equal."""
+    q, k, v, beta, log_decay, state = inputs
 
     def step(state, now):
         q, k, v, beta, log_decay, start = now
@@ -104,27 +129,31 @@ def _steps(q, k, v, beta, log_decay, state, starts):
     return jnp.swapaxes(outs, 0, 1).astype(dtype), state
 
 
-def _documents(q, k, v, beta, log_decay, state, starts, chunk, axis_name):
+def _documents(inputs: _Inputs, starts: Array | None, execution: Execution) -> tuple[Array, Array]:
     """Runs chunks so that no document sees what is not finite in another one."""
     if starts is None:
-        return _chunks(q, k, v, beta, log_decay, state, starts, chunk, axis_name)
-    q, own = finite(q)
-    drive = jnp.zeros_like(log_decay)
+        return _chunks(inputs, starts, execution)
+    q, own = finite(inputs.q)
+    drive = jnp.zeros_like(inputs.log_decay)
     arrays = []
-    for x in (k, v, beta[..., None]):
+    for x in (inputs.k, inputs.v, inputs.beta[..., None]):
         x, zero = finite(x)
         arrays.append(x)
         drive = drive + zero
     k, v, beta = arrays
-    log_decay, zero = finite_log(log_decay)
-    state, first = finite(state)
-    marks = marks_of(drive + zero, own, first.sum(-1), starts, axis_name=axis_name)
-    out, last = _chunks(q, k, v, beta[..., 0], log_decay, state, starts, chunk, axis_name)
+    log_decay, zero = finite_log(inputs.log_decay)
+    state, first = finite(inputs.state)
+    marks = marks_of(drive + zero, own, first.sum(-1), starts, axis_name=execution.axis_name)
+    inputs = _Inputs(q=q, k=k, v=v, beta=beta[..., 0], log_decay=log_decay, state=state)
+    out, last = _chunks(inputs, starts, execution)
     return mark(out, marks.tokens), mark(last, marks.last)
 
 
-def _chunks(q, k, v, beta, log_decay, state, starts, chunk, axis_name):
+def _chunks(inputs: _Inputs, starts: Array | None, execution: Execution) -> tuple[Array, Array]:
     """All chunks at once; arrays [B, H, 1, N, C, ...] inside, N chunks."""
+    q, k, v, beta, log_decay, state = inputs
+    chunk = execution.chunk
+    axis_name = execution.axis_name
     batch, length, heads, _ = v.shape
     dtype, wide = v.dtype, state.dtype
     q, k, v, beta, log_decay = (in_chunks(x, heads, chunk) for x in (q, k, v, beta, log_decay))

@@ -2,9 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
+from jaxpar._older_fields import newer_arguments
 from jaxpar.nn.mixers.linear_attention import linear_attention, only_valid
+from jaxpar.nn.mixers.options import OLDER, Execution, Packing, Readout
 from jaxpar.scan import Monoid, scan_monoid
 from jaxpar.scan.sharded import from_earlier, is_first
 
@@ -19,11 +21,9 @@ def exponential_attention(
     log_input: Float[Array, "B T H"],
     *,
     state: tuple[Float[Array, "B H K V1"], Float[Array, "B H"]] | None = None,
-    starts: Bool[Array, "B T"] | None = None,
-    valid: Int[Array, " B"] | None = None,
-    chunk: int = 64,
-    axis_name: str | None = None,
-    impl: str = "auto",
+    packing: Packing = Packing(),
+    execution: Execution = Execution(),
+    **older: object,
 ) -> tuple[Float[Array, "B T H V"], tuple[Float[Array, "B H K V1"], Float[Array, "B H"]]]:
     """Returns the mLSTM's h[t] and its state after the last token (Beck et al. 2024, arXiv:2405.04517, section 2.3).
 
@@ -41,12 +41,12 @@ def exponential_attention(
       log_forget: Logarithms of forget gates, not positive.
       log_input: Logarithms of input gates.
       state: (C and n divided by exp(round(m)), as [K, V + 1]; m), as returned; empty by default.
-      starts: As in `linear_attention`, and so are the rest.
-      valid: As there.
-      chunk: As there.
-      axis_name: As there.
-      impl: As there.
+      packing: Documents in the rows, and their tokens that count.
+      execution: Form of the computation, as of `linear_attention`.
+      **older: Values of fields that were arguments, until the first release.
     """
+    groups = {"packing": packing, "execution": execution}
+    packing, execution = newer_arguments("exponential_attention", OLDER, groups, older).values()
     wide = jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
     log_forget, log_input = log_forget.astype(wide), log_input.astype(wide)
     batch, heads = v.shape[0], v.shape[2]
@@ -60,32 +60,38 @@ def exponential_attention(
     first = first.astype(wide)
     if v.size == 0:  # no token, or no row: there is no largest weight to read
         return jnp.zeros_like(v), (matrix.astype(wide), first)
-    largest, before = _running_maximum(log_forget, log_input, first, starts, valid, axis_name)
+    largest, before = _running_maximum(log_forget, log_input, first, packing, execution.axis_name)
     scale, before = jnp.round(largest), jnp.round(before)
     # Of an empty state nothing is kept, whatever its decay.
     decay = jnp.where(
         jnp.isneginf(before), 0, log_forget + (jnp.where(jnp.isneginf(before), 0, before) - scale)
     )
-    if starts is not None:
-        decay = jnp.where(starts[..., None], 0, decay)
+    if packing.starts is not None:
+        decay = jnp.where(packing.starts[..., None], 0, decay)
     weight = jnp.exp(log_input - scale)
     weighted = k.astype(wide) * weight[..., None]
     out, matrix = linear_attention(
-        q.astype(v.dtype), weighted.astype(v.dtype), v, decay, state=matrix, starts=starts, valid=valid,
-        chunk=chunk, axis_name=axis_name, impl=impl, floor=jnp.exp(-scale),
-    )  # fmt: skip
-    last = (
-        largest[:, -1]
-        if valid is None
-        else jnp.where((valid > 0)[:, None], _at(largest, valid), first)
+        q.astype(v.dtype),
+        weighted.astype(v.dtype),
+        v,
+        decay,
+        state=matrix,
+        packing=packing,
+        readout=Readout(floor=jnp.exp(-scale)),
+        execution=execution,
     )
+    if packing.valid is None:
+        last = largest[:, -1]
+    else:
+        counts = (packing.valid > 0)[:, None]
+        last = jnp.where(counts, _at(largest, packing.valid), first)
     return out, (matrix, last)
 
 
-def _running_maximum(log_forget, log_input, first, starts, valid, axis_name):
+def _running_maximum(log_forget, log_input, first, packing: Packing, axis_name: str | None):
     """Returns m[t] = max(log_forget[t] + m[t-1], log_input[t]), and m[t-1]; constants."""
     log_forget, log_input, first = jax.lax.stop_gradient((log_forget, log_input, first))
-    (log_forget,), starts = only_valid((log_forget,), starts, valid)
+    (log_forget,), starts = only_valid((log_forget,), packing)
     if starts is not None:
         log_forget = jnp.where(starts[..., None], -jnp.inf, log_forget)
     entered = _combine((first, first), (log_forget[:, 0], log_input[:, 0]))[1]

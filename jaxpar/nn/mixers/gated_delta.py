@@ -99,7 +99,8 @@ class GatedDelta:
             beta,
             decay,
             state=state["matrix"],
-            **time.options,
+            packing=time.packing,
+            execution=time.execution,
         )
         out = head_norm(out.astype(wide), params["norm_scale"])
         return out * jax.nn.silu(inputs["r"].astype(wide)), after

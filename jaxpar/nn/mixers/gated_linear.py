@@ -13,6 +13,7 @@ from jaxpar.nn.linear import contract
 from jaxpar.nn.mixer import Context
 from jaxpar.nn.mixers.linear_attention import linear_attention
 from jaxpar.nn.mixers.matrix_state import HEADS, Names, Time, head_norm, project
+from jaxpar.nn.mixers.options import Readout
 from jaxpar.nn.position import Rope
 
 __all__ = ["GatedLinear"]
@@ -118,7 +119,14 @@ class GatedLinear:
         q, k, v, r, decay = (inputs[name] for name in ("q", "k", "v", "r", "decay"))
         wide = state["matrix"].dtype
         out, matrix = linear_attention(
-            q, k, v, decay, state=state["matrix"], dtype=wide, **time.options
+            q,
+            k,
+            v,
+            decay,
+            state=state["matrix"],
+            packing=time.packing,
+            readout=Readout(dtype=wide),
+            execution=time.execution,
         )
         return head_norm(out, params["norm_scale"]) * jax.nn.silu(r.astype(wide)), {
             "matrix": matrix

@@ -8,17 +8,18 @@ do the same (`linear_kernels`).
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
+from jaxpar._older_fields import newer_arguments
 from jaxpar.lower.trial import relative_error, tried
 from jaxpar.mesh import mesh_axes, platform
 from jaxpar.nn.mixers import linear_kernels as kernels
 from jaxpar.nn.mixers.fence import Marks, finite, finite_log, mark, marks_of
+from jaxpar.nn.mixers.options import OLDER, Execution, Packing, Readout
 from jaxpar.scan import affine_scan
 from jaxpar.scan.sharded import from_earlier, is_first
 from jaxpar.scan.varying import varying_axes
@@ -26,10 +27,18 @@ from jaxpar.types import UsageError
 
 __all__ = ["gates_of", "linear_attention"]
 
+Arrays = TypeVar("Arrays")
+
 TRIAL = (2, 200, 2, 128)
 """Shape of the queries, keys and values that the kernels are tried with."""
 
-IMPLS = ("auto", "kernel", "chunked", "sequential")
+OLDER_READOUT = {
+    "bonus": "readout.bonus",
+    "floor": "readout.floor",
+    "normaliser": "readout.normaliser",
+    "dtype": "readout.dtype",
+}
+"""Fields of `Readout` that were arguments of `linear_attention`, as those in `OLDER`."""
 
 
 def linear_attention(
@@ -38,20 +47,13 @@ def linear_attention(
     v: Float[Array, "B T H V"],
     log_decay: Float[Array, "B T H"] | Float[Array, "B T H K"] | None = None,
     *,
-    bonus: Float[Array, "H K"] | None = None,
     state: Float[Array, "B H K V"] | None = None,
-    starts: Bool[Array, "B T"] | None = None,
-    valid: Int[Array, " B"] | None = None,
-    chunk: int = 64,
-    axis_name: str | None = None,
-    impl: str = "auto",
-    dtype: DTypeLike | None = None,
-    normaliser: bool = False,
-    floor: Float[Array, "B T H"] | None = None,
+    packing: Packing = Packing(),
+    readout: Readout = Readout(),
+    execution: Execution = Execution(),
+    **older: object,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
     """Returns o[t] = q[t] S[t] with S[t] = exp(log_decay[t]) S[t-1] + k[t] v[t]^T, and the state after the last token.
-
-    With a `bonus` u the state is read before it is written: o[t] = q[t] (S[t-1] + diag(u) k[t] v[t]^T) (RWKV-6).
 
     Cost, for chunks of C: 2 T H (C (K + V) / 2 + 2 K V) operations forward; memory of T H (C + log2(C) K) numbers and
     of T / C states, never of a state a token; kernels have these states alone. Backward all of it is made again.
@@ -61,76 +63,55 @@ def linear_attention(
       k: Keys.
       v: Values, in whose dtype products are made; sums and states are float32 at least.
       log_decay: Logarithms of what is kept of a head's state, or of each of its rows; not positive. None keeps all.
-      bonus: Weight of a token's own product.
-      state: Before the first token; zeros by default.
-      starts: Where another document begins: the state before it is forgotten, and so are NaN and
-        infinity. With "chunked" and "kernel" these also make NaN of whole rows of their document.
-      valid: How many tokens of each row count, from the first on; outputs of the others are 0. By default all.
-      chunk: C, rounded up to a power of two.
-      axis_name: Mesh axis over which time is split, inside `jax.shard_map`: one decay and one state a device cross it.
-      impl: "chunked"; "sequential", step after step; "kernel", chunks of its own in Triton, or of C where that is below
-        64, K and V multiples of 16 up to 512, without `axis_name`; "auto": a step of one token, of more the kernel
-        where one is, else chunks.
-      dtype: Of the outputs; by default that of v.
-      normaliser: Adds a last column to v whose value is always 1; outputs and states have V + 1 columns.
-      floor: Divides outputs by that column's size, or by this where it is larger; they have V columns. No gradient.
+      state: State before the first token; zeros by default. With a normaliser it has V + 1 columns.
+      packing: Documents in the rows, and their tokens that count.
+      readout: Bonus and normaliser with which queries read the state, and the dtype of outputs.
+      execution: Form of the computation; static under jit.
+      **older: Values of fields that were arguments, until the first release.
 
     Returns:
       Outputs, and the state; inside `jax.shard_map` that after this device's last token.
 
     Raises:
-      UsageError: For shapes that do not fit, an unknown `impl`, or a kernel where there is none.
+      UsageError: For shapes that do not fit, or a kernel where there is none.
     """
-    normaliser = normaliser or floor is not None
-    impl = (
-        _form(k, v, log_decay, bonus, normaliser) if impl == "auto" and axis_name is None else impl
-    )
-    columns, dtype = v.shape[-1], jnp.dtype(v.dtype if dtype is None else dtype)
-    if normaliser:
+    groups = {"packing": packing, "readout": readout, "execution": execution}
+    packing, readout, execution = newer_arguments(
+        "linear_attention", OLDER | OLDER_READOUT, groups, older
+    ).values()
+    impl = execution.impl
+    if impl == "auto" and execution.axis_name is None:
+        impl = _form(k, v, log_decay, readout)
+    columns = v.shape[-1]
+    dtype = readout.dtype_for(v)
+    if readout.has_ones:
         v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], -1)
-    heads = _heads(q, k, v, log_decay, bonus, state, starts, valid)
-    check_impl(impl, chunk)
+    heads = _heads(q, k, v, log_decay, state, packing, readout.bonus)
     if v.size == 0:  # no token, or no row: there is no chunk to read a last state from
         out, last = _of_nothing(k, v, state, dtype)
-        if floor is not None:
+        if readout.floor is not None:
             out = out[..., :columns]
         return out, last
     if impl == "kernel":
         v = v[..., :columns]
-        return _by_kernel(
-            q,
-            k,
-            v,
-            log_decay,
-            bonus,
-            state,
-            starts,
-            valid,
-            normaliser,
-            floor,
-            chunk,
-            axis_name,
-            dtype,
-        )
+        return _by_kernel(q, k, v, log_decay, state, packing, readout, execution)
     wide = jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
     first = (
         jnp.zeros((len(v), heads, k.shape[-1], v.shape[-1]), wide)
         if state is None
         else state.astype(wide)
     )
-    log_decay = _decays(log_decay, v.shape[:3], k.shape[-1], bonus).astype(wide)
-    (q, k, v, log_decay), starts = only_valid((q, k, v, log_decay), starts, valid)
+    log_decay = _decays(log_decay, v.shape[:3], k.shape[-1], readout.bonus).astype(wide)
+    (q, k, v, log_decay), starts = only_valid((q, k, v, log_decay), packing)
+    inputs = kernels.Inputs(q=q, k=k, v=v, log_decay=log_decay, bonus=readout.bonus, state=first)
     if impl == "sequential":
-        if axis_name is not None:
-            raise UsageError(
-                "impl='sequential' runs along the whole sequence; take impl='chunked' where it is split."
-            )
-        out, last = _steps(q, k, v, log_decay, bonus, first, starts)
+        refuse_split(execution)
+        out, last = _steps(inputs, starts)
     else:
         # Keeps its arguments alone, whatever encloses it keeps.
-        run = jax.checkpoint(_documents, static_argnums=(8, 9))
-        out, last = run(q, k, v, log_decay, bonus, first, starts, floor, chunk, axis_name)
-    return _divided(out, floor).astype(dtype), last
+        run = jax.checkpoint(_documents, static_argnums=3)
+        out, last = run(inputs, starts, readout.floor, execution)
+    return _divided(out, readout.floor).astype(dtype), last
 
 
 def _of_nothing(k, v, state, dtype) -> tuple[Array, Array]:
@@ -141,36 +122,41 @@ def _of_nothing(k, v, state, dtype) -> tuple[Array, Array]:
     return jnp.zeros(v.shape, dtype), state.astype(wide)
 
 
-def _documents(q, k, v, log_decay, bonus, state, starts, floor, chunk, axis_name):
+def _documents(
+    inputs: kernels.Inputs, starts: Array | None, floor: Array | None, execution: Execution
+) -> tuple[Array, Array]:
     """Runs chunks so that no document sees what is not finite in another one."""
     if starts is None:
-        return _chunks(q, k, v, log_decay, bonus, state, starts, chunk, axis_name)
-    arrays, marks = _fenced(q, k, v, log_decay, state, floor, starts, axis_name)
-    q, k, v, log_decay, state, _ = arrays
-    out, last = _chunks(q, k, v, log_decay, bonus, state, starts, chunk, axis_name)
+        return _chunks(inputs, starts, execution)
+    inputs, _, marks = _fenced(inputs, floor, starts, execution.axis_name)
+    out, last = _chunks(inputs, starts, execution)
     return mark(out, marks.tokens), mark(last, marks.last)
 
 
-def _fenced(q, k, v, log_decay, state, floor, starts, axis_name=None) -> tuple[tuple, Marks]:
-    """Returns finite arrays, and the marks of what was not; log decays and floor may be None."""
-    repeats = v.shape[2] // k.shape[2]
-    q, own = finite(q)
-    k, drive = finite(k)
-    v, drive_of_values = finite(v)
+def _fenced(
+    inputs: kernels.Inputs, floor: Array | None, starts: Array, axis_name: str | None
+) -> tuple[kernels.Inputs, Array | None, Marks]:
+    """Returns finite inputs and a finite floor, and the marks of what was not."""
+    repeats = inputs.v.shape[2] // inputs.k.shape[2]
+    q, own = finite(inputs.q)
+    k, drive = finite(inputs.k)
+    v, drive_of_values = finite(inputs.v)
     own = jnp.repeat(own, repeats, 2)
     drive = jnp.repeat(drive, repeats, 2) + drive_of_values
+    log_decay = inputs.log_decay
     if log_decay is not None:
         log_decay, drive_of_decays = finite_log(log_decay)
         if log_decay.ndim == 4:
             drive_of_decays = drive_of_decays.sum(-1)
         drive = drive + drive_of_decays
-    state, first = finite(state)
+    state, first = finite(inputs.state)
     if floor is not None:
         missing = jnp.isnan(floor)
         own = jnp.where(missing, jnp.nan, own)
         floor = jnp.where(missing, 1, floor)
     marks = marks_of(drive, own, first.sum(-1), starts, axis_name=axis_name)
-    return (q, k, v, log_decay, state, floor), marks
+    inputs = inputs._replace(q=q, k=k, v=v, log_decay=log_decay, state=state)
+    return inputs, floor, marks
 
 
 def _decays(
@@ -204,18 +190,14 @@ def _quotient_derivative(primals, tangents):
     return ratio, (dx - ratio * dy) / y
 
 
-def _form(
-    k: Array, v: Array, log_decay: Array | None, bonus: Array | None, normaliser: bool
-) -> str:
+def _form(k: Array, v: Array, log_decay: Array | None, readout: Readout) -> str:
     """Returns what "auto" is."""
     if v.shape[1] == 1:
         return "sequential"
-    return "kernel" if has_linear_kernel(k, v, log_decay, bonus, normaliser) else "chunked"
+    return "kernel" if has_linear_kernel(k, v, log_decay, readout) else "chunked"
 
 
-def has_linear_kernel(
-    k: Array, v: Array, log_decay: Array | None, bonus: Array | None, normaliser: bool
-) -> bool:
+def has_linear_kernel(k: Array, v: Array, log_decay: Array | None, readout: Readout) -> bool:
     """Whether "auto" is the kernel for more than one token: 16 bits, sizes in tiles, a CUDA GPU with jax_triton.
 
     Before its first use for such decays in this process it has to pass a trial against chunks; if it fails, one warning
@@ -230,58 +212,55 @@ def has_linear_kernel(
     if platform() != "gpu" or not fits:
         return False
     split = any(mesh_axes(name) for name in ("batch", "heads", "seq")) and not varying_axes(v)
-    return not split and _is_right(
-        0 if log_decay is None else log_decay.ndim, bonus is not None, normaliser
-    )
+    kind = 0 if log_decay is None else log_decay.ndim
+    return not split and _is_right(kind, readout.bonus is not None, readout.has_ones)
 
 
 def _by_kernel(
-    q, k, v, log_decay, bonus, state, starts, valid, normaliser, floor, chunk, axis_name, dtype
-):
+    q: Array,
+    k: Array,
+    v: Array,
+    log_decay: Array | None,
+    state: Array | None,
+    packing: Packing,
+    readout: Readout,
+    execution: Execution,
+) -> tuple[Array, Array]:
     """Prepares what the kernels read; a state of V + 1 columns has the normaliser's as its last."""
-    wide, columns = jnp.float32, v.shape[-1]
-    if axis_name is not None or not (
+    wide = jnp.float32
+    columns = v.shape[-1]
+    if execution.axis_name is not None or not (
         kernels.launches(v.dtype) and kernels.fits(k.shape[-1], columns)
     ):
         raise UsageError(
             f"impl='kernel' needs a CUDA GPU with jax_triton, bfloat16, float16 or float32, keys and values of a "
             f"multiple of 16 columns up to {kernels.MOST_COLUMNS} and no axis_name (keys have {k.shape[-1]}, values "
-            f"{columns} of {v.dtype}, axis_name is {axis_name}); legal are the others, and auto."
+            f"{columns} of {v.dtype}, axis_name is {execution.axis_name}); legal are the others, and auto."
         )
-    shape = (v.shape[0], v.shape[2], k.shape[-1], columns + normaliser)
+    shape = (v.shape[0], v.shape[2], k.shape[-1], columns + readout.has_ones)
     first = jnp.zeros(shape, wide) if state is None else state.astype(wide)
+    bonus = readout.bonus
     if bonus is not None:
-        log_decay, bonus = _decays(log_decay, v.shape[:3], k.shape[-1], bonus), bonus.astype(wide)
-    given = (q.astype(v.dtype), k.astype(v.dtype), v)
-    (q, k, v, *decay), starts = only_valid(
-        given if log_decay is None else (*given, log_decay), starts, valid
-    )
+        log_decay = _decays(log_decay, v.shape[:3], k.shape[-1], bonus)
+        bonus = bonus.astype(wide)
+    arrays = (q.astype(v.dtype), k.astype(v.dtype), v, log_decay)
+    (q, k, v, log_decay), starts = only_valid(arrays, packing)
+    inputs = kernels.Inputs(q=q, k=k, v=v, log_decay=log_decay, bonus=bonus, state=first)
+    floor = readout.floor
     marks = None
+    documents = None
     if starts is not None:
-        arrays, marks = _fenced(q, k, v, (*decay, None)[0], first, floor, starts)
-        q, k, v, finite_decay, first, floor = arrays
-        decay = [finite_decay][: len(decay)]
-    documents = (
-        None
-        if starts is None
-        else jnp.cumsum(jnp.pad(starts, ((0, 0), (1, 0))), 1, dtype=jnp.int32)
-    )
-    line = first[..., columns] if normaliser else None
-    inputs = kernels.Inputs(
-        q=q,
-        k=k,
-        v=v,
-        log_decay=decay[0] if decay else None,
-        bonus=bonus,
-        state=first[..., :columns],
-        line=line,
-    )
+        inputs, floor, marks = _fenced(inputs, floor, starts, None)
+        documents = jnp.cumsum(jnp.pad(starts, ((0, 0), (1, 0))), 1, dtype=jnp.int32)
+    line = inputs.state[..., columns] if readout.has_ones else None
+    inputs = inputs._replace(state=inputs.state[..., :columns], line=line)
     floor = None if floor is None else floor.astype(wide)
+    dtype = readout.dtype_for(v)
     results: Any = kernels.attention_by_kernels(
-        chunk, dtype, inputs, documents, floor
+        execution.chunk, dtype, inputs, documents, floor
     )  # custom_vjp forgets its type
     out, norm, last, last_line = results
-    if normaliser:
+    if readout.has_ones:
         if floor is None:
             out = jnp.concatenate([out, norm[..., None].astype(dtype)], -1)
         last = jnp.concatenate([last, last_line[..., None]], -1)
@@ -311,14 +290,21 @@ def _is_right(kind: int, exclusive: bool, normaliser: bool) -> bool:
         )
         bonus = jax.random.normal(keys[5], shape[2:]) if exclusive else None
         state = jax.random.normal(keys[6], (shape[0], *shape[2:], shape[3] + normaliser))
-        starts = jax.random.bernoulli(keys[7], 0.01, shape[:2])
+        packing = Packing(starts=jax.random.bernoulli(keys[7], 0.01, shape[:2]))
         floor = jnp.ones(shape[:3]) if normaliser else None
 
         def both(impl):
             def run(q, k, v, decay, bonus, state):
                 return linear_attention(
-                    q / 8, k / 8, v, decay, bonus=bonus, state=state, starts=starts, impl=impl, floor=floor
-                )  # fmt: skip
+                    q / 8,
+                    k / 8,
+                    v,
+                    decay,
+                    state=state,
+                    packing=packing,
+                    readout=Readout(bonus=bonus, floor=floor),
+                    execution=Execution(impl=impl),
+                )
 
             (out, last), pull = jax.vjp(run, q, k, v, decay, bonus, state)
             return out, last, pull((g, last))
@@ -330,8 +316,9 @@ def _is_right(kind: int, exclusive: bool, normaliser: bool) -> bool:
     return tried("Triton's linear attention", "its form by chunks in XLA", errors, "gpu")
 
 
-def _steps(q, k, v, log_decay, bonus, state: Array, starts) -> tuple[Array, Array]:
+def _steps(inputs: kernels.Inputs, starts: Array | None) -> tuple[Array, Array]:
     """One token after the other: what the chunks must equal."""
+    q, k, v, log_decay, bonus, state, _ = inputs
     repeats = v.shape[2] // q.shape[2]
 
     def step(state, now):
@@ -352,8 +339,14 @@ def _steps(q, k, v, log_decay, bonus, state: Array, starts) -> tuple[Array, Arra
     return jnp.swapaxes(outs, 0, 1), state
 
 
-def _chunks(q, k, v, log_decay, bonus, state, starts, chunk, axis_name):
+def _chunks(
+    inputs: kernels.Inputs, starts: Array | None, execution: Execution
+) -> tuple[Array, Array]:
     """All chunks at once; arrays [B, G, H / G, N, C, ...] inside, N chunks."""
+    q, k, v, log_decay, bonus, state, _ = inputs
+    assert log_decay is not None  # `_decays` fills in zeros
+    chunk = execution.chunk
+    axis_name = execution.axis_name
     batch, length, heads, _ = v.shape
     groups = q.shape[2]
     rows = log_decay.ndim == 4
@@ -500,17 +493,18 @@ def dot(x: Array, y: Array, dtype: jnp.dtype, wide: jnp.dtype) -> Array:
     )
 
 
-def only_valid(
-    arrays: tuple[Array, ...], starts: Bool[Array, "B T"] | None, valid: Int[Array, " B"] | None
-) -> tuple[tuple[Array, ...], Bool[Array, "B T"] | None]:
+def only_valid(arrays: Arrays, packing: Packing) -> tuple[Arrays, Bool[Array, "B T"] | None]:
     """Returns arrays [B, T, ...] that are 0 at tokens that do not count, and starts that are not among these."""
+    starts, valid = packing
     if valid is None:
         return arrays, starts
-    counts = jnp.arange(arrays[0].shape[1])[None] < valid[:, None]
-    zeroed = tuple(
-        jnp.where(counts.reshape(*counts.shape, *(1,) * (x.ndim - 2)), x, 0) for x in arrays
-    )
-    return zeroed, None if starts is None else starts & counts
+    length = jax.tree.leaves(arrays)[0].shape[1]
+    counts = jnp.arange(length)[None] < valid[:, None]
+
+    def zeroed(x):
+        return jnp.where(counts.reshape(*counts.shape, *(1,) * (x.ndim - 2)), x, 0)
+
+    return jax.tree.map(zeroed, arrays), None if starts is None else starts & counts
 
 
 def in_chunks(x: Float[Array, "B T H *D"], groups: int, chunk: int) -> Float[Array, "B G R N C *D"]:
@@ -536,16 +530,15 @@ def states_before(states: Array, first: Array, axis_name: str | None) -> Array:
     return jnp.concatenate([first[:, :, :, None], states[:, :, :, :-1]], 3)
 
 
-def check_impl(impl: str, chunk: int, kernel: bool = True) -> None:
-    """Refuses unknown forms, a kernel of what has none, and chunks of nothing."""
-    legal = [each for each in IMPLS if kernel or each != "kernel"]
-    if impl not in legal:
-        raise UsageError(f"impl={impl!r} is unknown; legal are {', '.join(map(repr, legal))}.")
-    if chunk < 1:
-        raise UsageError(f"chunk={chunk} must be at least 1.")
+def refuse_split(execution: Execution) -> None:
+    """Rejects steps along a sequence that devices share."""
+    if execution.axis_name is not None:
+        raise UsageError(
+            "impl='sequential' runs along the whole sequence; take impl='chunked' where it is split."
+        )
 
 
-def _heads(q, k, v, log_decay, bonus, state, starts, valid) -> int:
+def _heads(q, k, v, log_decay, state, packing: Packing, bonus) -> int:
     """Returns H of arrays that fit each other."""
     heads = v.shape[2]
     wanted = {
@@ -554,8 +547,8 @@ def _heads(q, k, v, log_decay, bonus, state, starts, valid) -> int:
         "log_decay": (log_decay, [v.shape[:3], (*v.shape[:3], k.shape[-1])]),
         "bonus": (bonus, [(heads, k.shape[-1])]),
         "state": (state, [(v.shape[0], heads, k.shape[-1], v.shape[-1])]),
-        "starts": (starts, [v.shape[:2]]),
-        "valid": (valid, [v.shape[:1]]),
+        "starts": (packing.starts, [v.shape[:2]]),
+        "valid": (packing.valid, [v.shape[:1]]),
     }
     for name, (x, shapes) in wanted.items():
         if x is not None and x.shape not in shapes:

@@ -30,16 +30,18 @@ LEAST, PLAIN = 16, 64
 
 
 class Inputs(NamedTuple):
-    """What is read, and has a gradient.
+    """Arrays that linear attention reads, and that have a gradient.
 
     Attributes:
-      q: Of the dtype of v, and so are
-      k: and
-      v: 16 bits or float32.
-      log_decay: [B, T, H, K], [B, T, H] or None.
-      bonus: If given, decays are of rows, and a state is read before it is written.
-      state: Before the first token, float32.
-      line: The state's column whose value is 1 at all tokens; None where it is not asked for.
+      q: Queries; for the kernels of the dtype of v.
+      k: Keys; as queries.
+      v: Values; for the kernels of 16 bits or float32.
+      log_decay: Logarithms of decays, [B, T, H, K] or [B, T, H]; for the kernels None keeps all.
+      bonus: Weight of a token's own product; decays are of rows then, and a state is read before it
+        is written.
+      state: State before the first token, of float32 at least.
+      line: Column of the state whose value is 1 at all tokens, where it is held apart, as for the
+        kernels.
     """
 
     q: Float[Array, "B T G K"]
@@ -48,7 +50,7 @@ class Inputs(NamedTuple):
     log_decay: Array | None
     bonus: Float[Array, "H K"] | None
     state: Float[Array, "B H K V"]
-    line: Float[Array, "B H K"] | None
+    line: Float[Array, "B H K"] | None = None
 
 
 class Results(NamedTuple):

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.mesh import in_role, is_axes, local, mesh_axes, num_shares
@@ -20,6 +20,7 @@ from jaxpar.nn.auxiliary import NOTHING, Aux
 from jaxpar.nn.leaf import Leaf
 from jaxpar.nn.linear import contract
 from jaxpar.nn.mixer import ActivationSizes, Context
+from jaxpar.nn.mixers.options import Execution, Packing
 from jaxpar.transfers import Transfer
 from jaxpar.types import PyTree, UsageError
 
@@ -30,29 +31,20 @@ Names = tuple[str | None, ...]
 
 
 class Time(NamedTuple):
-    """What a recurrence is told of its tokens.
+    """Time as a recurrence goes through it on one device.
 
     Attributes:
-      starts: Where documents begin.
-      valid: How many tokens of each row count.
-      chunk: Tokens of a chunk.
-      axis_name: Mesh axis over which time is split, inside `jax.shard_map`.
+      packing: Where documents begin, and how many tokens of each row count.
+      execution: The tokens of a chunk, and the mesh axis over which time is split.
     """
 
-    starts: Bool[Array, "B T"] | None
-    valid: Int[Array, " B"] | None
-    chunk: int
-    axis_name: str | None
+    packing: Packing
+    execution: Execution
 
     @property
     def line(self) -> dict:
         """The arguments of `short_conv`."""
-        return {"starts": self.starts, "valid": self.valid, "axis_name": self.axis_name}
-
-    @property
-    def options(self) -> dict:
-        """The arguments of `linear_attention` and its like."""
-        return {**self.line, "chunk": self.chunk}
+        return {**self.packing._asdict(), "axis_name": self.execution.axis_name}
 
 
 class Layer(Protocol):
@@ -169,11 +161,14 @@ class MatrixState:
             None if context.starts is None else ("batch", time),
             None if context.valid is None else ("batch",),
         )
-        flat, tree = jax.tree.flatten((arrays, own, state, context.starts, context.valid))
+        packing = Packing(starts=context.starts, valid=context.valid)
+        execution = Execution(chunk=self.chunk, axis_name=axis_name)
+        flat, tree = jax.tree.flatten((arrays, own, state, packing))
 
         def block(*flat):
-            arrays, own, state, starts, valid = tree.unflatten(flat)
-            out, state = layer.mix(own, arrays, state, Time(starts, valid, self.chunk, axis_name))
+            arrays, own, state, packing = tree.unflatten(flat)
+            time = Time(packing=packing, execution=execution)
+            out, state = layer.mix(own, arrays, state, time)
             return out if cache is None else (out, state)
 
         into = ("batch", time, "heads", None)

@@ -13,6 +13,7 @@ from jaxpar.nn.mixer import Context
 from jaxpar.nn.mixers.exponential_gates import exponential_attention
 from jaxpar.nn.mixers.linear_attention import linear_attention
 from jaxpar.nn.mixers.matrix_state import HEADS, Names, Time, head_norm, project
+from jaxpar.nn.mixers.options import Readout
 
 __all__ = ["MLstm"]
 
@@ -100,13 +101,27 @@ class MLstm:
         if self.gate == "exponential":
             old = matrix, state["largest"]
             out, (matrix, largest) = exponential_attention(
-                q, k, v, forget, i, state=old, **time.options
+                q,
+                k,
+                v,
+                forget,
+                i,
+                state=old,
+                packing=time.packing,
+                execution=time.execution,
             )
             after = {"matrix": matrix, "largest": largest}
         else:
             k = (k.astype(i.dtype) * jax.nn.sigmoid(i)[..., None]).astype(k.dtype)
             out, matrix = linear_attention(
-                q, k, v, forget, state=matrix, dtype=matrix.dtype, **time.options
+                q,
+                k,
+                v,
+                forget,
+                state=matrix,
+                packing=time.packing,
+                readout=Readout(dtype=matrix.dtype),
+                execution=time.execution,
             )
             after = {"matrix": matrix}
         out = head_norm(out.astype(matrix.dtype), params["norm_scale"], centred=True)

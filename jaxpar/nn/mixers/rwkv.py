@@ -14,6 +14,7 @@ from jaxpar.nn.linear import contract
 from jaxpar.nn.mixer import Context
 from jaxpar.nn.mixers.linear_attention import linear_attention
 from jaxpar.nn.mixers.matrix_state import HEADS, Names, Time, head_norm
+from jaxpar.nn.mixers.options import Readout
 from jaxpar.nn.mixers.short_conv import short_conv
 
 __all__ = ["Rwkv6"]
@@ -111,7 +112,14 @@ class Rwkv6:
         decay, k, v, r, g = (inputs[name] for name in LANES)
         wide = state["matrix"].dtype
         out, matrix = linear_attention(
-            r, k, v, decay, bonus=params["bonus"], state=state["matrix"], dtype=wide, **time.options
+            r,
+            k,
+            v,
+            decay,
+            state=state["matrix"],
+            packing=time.packing,
+            readout=Readout(bonus=params["bonus"], dtype=wide),
+            execution=time.execution,
         )
         out = head_norm(out, params["norm_scale"], centred=True) * jax.nn.silu(g.astype(wide))
         return out, state | {"matrix": matrix}

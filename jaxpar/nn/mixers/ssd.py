@@ -14,6 +14,7 @@ from jaxpar.nn.linear import contract
 from jaxpar.nn.mixer import Context
 from jaxpar.nn.mixers.linear_attention import linear_attention
 from jaxpar.nn.mixers.matrix_state import HEADS, Names, Time, project
+from jaxpar.nn.mixers.options import Readout
 from jaxpar.nn.mixers.short_conv import short_conv
 from jaxpar.types import UsageError
 
@@ -152,7 +153,14 @@ class Mamba2:
         decay = -jnp.exp(params["a_log"].astype(wide))[None, None] * dt
         values = (x.astype(wide) * dt[..., None]).astype(x.dtype)
         out, after["matrix"] = linear_attention(
-            lanes["c"], lanes["b"], values, decay, state=state["matrix"], dtype=wide, **time.options
+            lanes["c"],
+            lanes["b"],
+            values,
+            decay,
+            state=state["matrix"],
+            packing=time.packing,
+            readout=Readout(dtype=wide),
+            execution=time.execution,
         )
         out = out + params["d_skip"].astype(wide)[None, None, :, None] * x.astype(wide)
         out = out * jax.nn.silu(inputs["z"].astype(wide))
