@@ -20,7 +20,7 @@ def function_of(request: dict) -> Callable:
     from jaxpar.nn.mixers import linear_kernels as kernels
     from jaxpar.nn.mixers.exponential_gates import exponential_attention
     from jaxpar.nn.mixers.linear_attention import linear_attention
-    from jaxpar.nn.mixers.options import Execution
+    from jaxpar.nn.mixers.options import RecurrenceExecution
 
     for said in filter(None, request.get("tiles", "").split(",")):
         name, tile = said.split("=")
@@ -37,7 +37,7 @@ def function_of(request: dict) -> Callable:
         return lambda q, k, v: jax.nn.dot_product_attention(
             q, k, v, scale=1.0, is_causal=True, implementation=how
         )
-    execution = Execution(impl=impl.strip(","))
+    execution = RecurrenceExecution(impl=impl.strip(","))
     if request["decay"] == "delta":
         return delta_of(request["row"].endswith("loop"), execution)
     if request["decay"] == "exponential":
@@ -95,9 +95,9 @@ def step_of(request: dict, impl: str) -> Callable:
     """Returns the row's function of one token, log gates and a state, which it returns."""
     from jaxpar.nn.mixers.exponential_gates import exponential_attention
     from jaxpar.nn.mixers.linear_attention import linear_attention
-    from jaxpar.nn.mixers.options import Execution
+    from jaxpar.nn.mixers.options import RecurrenceExecution
 
-    execution = Execution(impl=impl)
+    execution = RecurrenceExecution(impl=impl)
     if request["decay"] == "exponential":
 
         def step(q, k, v, forget, gate, state):
@@ -117,9 +117,9 @@ def truth(request: dict, args: tuple):
 
     from jaxpar.nn.mixers.exponential_gates import exponential_attention
     from jaxpar.nn.mixers.linear_attention import linear_attention
-    from jaxpar.nn.mixers.options import Execution
+    from jaxpar.nn.mixers.options import RecurrenceExecution
 
-    execution = Execution(impl="chunked")
+    execution = RecurrenceExecution(impl="chunked")
     g, *rest = (x[:1, :, :2].astype(jnp.float32) for x in args)
 
     def run(*rest):

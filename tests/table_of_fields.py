@@ -85,7 +85,6 @@ from jaxpar.nn.images.space_time import SpaceTimeStack
 from jaxpar.nn.images.vision import FramePredictor, ImageClassifier
 from jaxpar.nn.mixers import (
     BlockRecurrent,
-    Execution,
     GatedDelta,
     GatedLinear,
     Hgrn,
@@ -93,6 +92,7 @@ from jaxpar.nn.mixers import (
     Mamba2,
     MatrixState,
     MLstm,
+    RecurrenceExecution,
     Rwkv6,
     SpikingMlp,
     Tcnca,
@@ -417,7 +417,7 @@ TABLE = {
     Chunked: {"size": COUNT},
     Pool: {"size": COUNT},
     Animation: {"fps": POSITIVE},
-    Execution: {"chunk": COUNT},
+    RecurrenceExecution: {"chunk": COUNT},
     Newton: {"window max_iters": COUNT, "clip": POSITIVE, "damping": SHARE},
     Quasi: {"samples window max_iters": COUNT, "seed": SIGNED, "clip": POSITIVE, "damping": SHARE},
     Elk: {"lam": FRACTION_FROM_0, "window max_iters": COUNT},

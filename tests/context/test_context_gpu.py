@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-from jaxpar.nn.attention import Execution, _documents, attend, attention, finish
+from jaxpar.nn.attention import AttentionExecution, _documents, attend, attention, finish
 from jaxpar.nn.attention.context import MOVES, Order, attend_split_cache, context_attention
 from jaxpar.nn.attention.context import shares_kernel as kernel
 from jaxpar.nn.attention.context._partial import ByTable, KeyPiece, QueryPiece
@@ -35,7 +35,7 @@ def drawn(length, heads, groups, width):
 def exact(q, k, v, g, segments=None):
     with jax.default_matmul_precision("highest"):
         arrays = (x.astype(jnp.float32) for x in (q, k, v))
-        execution = Execution(impl="xla")
+        execution = AttentionExecution(impl="xla")
         out, pull = jax.vjp(
             lambda *x: attention(*x, segments=segments, execution=execution), *arrays
         )

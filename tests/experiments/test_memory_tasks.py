@@ -9,7 +9,7 @@ import pytest
 
 from experiments.app.sequences import memory_tasks
 from experiments.app.sequences.series import SeriesConfig, open_task
-from jaxpar.nn.mixers import Execution, delta_rule, linear_attention
+from jaxpar.nn.mixers import RecurrenceExecution, delta_rule, linear_attention
 from jaxpar.types import UsageError
 
 TASKS = ("recall", "mqar", "delayed_copy", "s5")
@@ -115,7 +115,7 @@ def test_a_key_that_comes_again_is_what_the_delta_rule_is_for():
     k, v, q = eye[keys] * is_value[..., None], eye[lines], eye[lines]
     k, v, q = (x[:, :, None] for x in (k, v, q))
     right = got["targets"][:, -1]
-    chunks = Execution(chunk=8)
+    chunks = RecurrenceExecution(chunk=8)
 
     def read(out):
         return np.asarray(out[:, -1, 0, memory_tasks.KEYS : memory_tasks.BLANK])

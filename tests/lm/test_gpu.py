@@ -11,7 +11,7 @@ from lm_configs import lm_config, with_fields
 from jaxpar.lm import Decoder, OptimizerConfig, Sampling, Trainer, apply, generate, init
 from jaxpar.loop import compile_step
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, use_mesh
-from jaxpar.nn.attention import Execution, attention
+from jaxpar.nn.attention import AttentionExecution, attention
 
 pytestmark = pytest.mark.gpu
 
@@ -38,7 +38,7 @@ def test_cudnn_equals_dense_in_value_and_gradient(kv_heads):
     q, k, v, g = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
 
     def run(impl, dtype, *args):
-        execution = Execution(impl=impl)
+        execution = AttentionExecution(impl=impl)
         arrays = (x.astype(dtype) for x in args)
         out, pull = jax.vjp(lambda *a: attention(*a, execution=execution), *arrays)
         return out, *pull(g.astype(dtype))

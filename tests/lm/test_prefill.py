@@ -186,5 +186,5 @@ def test_splash_fills_up_what_no_query_sees(monkeypatch):
     monkeypatch.setattr(splash, "make_splash_mha", make)
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((1, 130, 2, 64)), jnp.float32) for _ in range(3))
-    want = kernels.attention(q, k, v, execution=kernels.Execution(impl="xla"))
+    want = kernels.attention(q, k, v, execution=kernels.AttentionExecution(impl="xla"))
     assert_close(_splash.forward(q, k, v), want, 1e-4)

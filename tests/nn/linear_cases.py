@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.nn.mixers.linear_attention import linear_attention
-from jaxpar.nn.mixers.options import Execution, Packing, Readout
+from jaxpar.nn.mixers.options import Packing, Readout, RecurrenceExecution
 
 KINDS = ("none", "heads", "rows", "bonus", "heads, normaliser", "rows, normaliser", "heads, floor")
 
@@ -58,7 +58,7 @@ def outcome(impl, kind, starts, valid, **form):
                 state=state,
                 packing=Packing(starts=starts, valid=valid),
                 readout=readout,
-                execution=Execution(impl=impl, **form),
+                execution=RecurrenceExecution(impl=impl, **form),
             )
 
         (out, last), pull = jax.vjp(call, *arrays)

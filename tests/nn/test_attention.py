@@ -13,8 +13,8 @@ from tolerance import EXACT_MATHS, assert_close
 
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, use_mesh
 from jaxpar.nn.attention import (
+    AttentionExecution,
     Dropout,
-    Execution,
     Visibility,
     Visible,
     attend,
@@ -237,7 +237,7 @@ def test_nothing_is_read_of_unseen_values():
 def test_a_kernel_asked_for_by_name_refuses(impl, changes, sentence):
     q, k, v = (jnp.asarray(x) for x in qkv(**changes))
     with pytest.raises(UsageError, match=sentence):
-        attention(q, k, v, execution=Execution(impl=impl))
+        attention(q, k, v, execution=AttentionExecution(impl=impl))
 
 
 @pytest.mark.parametrize(
@@ -247,12 +247,12 @@ def test_a_kernel_asked_for_by_name_refuses_dropout(impl, changes):
     q, k, v = (jnp.asarray(x) for x in qkv(**dict(length=128, width=64) | changes))
     dropout = Dropout(rate=0.1, key=jax.random.key(0))
     with pytest.raises(UsageError, match="needs dropout 0"):
-        attention(q, k, v, dropout=dropout, execution=Execution(impl=impl))
+        attention(q, k, v, dropout=dropout, execution=AttentionExecution(impl=impl))
 
 
 def test_auto_is_dense_on_cpu():
     q, k, v = (jnp.asarray(x) for x in qkv(length=128, width=64, dtype=jnp.bfloat16))
-    dense = attention(q, k, v, execution=Execution(impl="xla"))
+    dense = attention(q, k, v, execution=AttentionExecution(impl="xla"))
     np.testing.assert_array_equal(attention(q, k, v), dense)
 
 
@@ -268,7 +268,7 @@ def test_auto_is_dense_on_cpu():
 def test_a_kernel_asked_for_by_name_refuses_what_no_kernel_takes(options, sentence):
     q, k, v = (jnp.asarray(x) for x in qkv(length=128, width=64))
     with pytest.raises(UsageError, match=f"attention=splash needs {sentence}"):
-        attention(q, k, v, execution=Execution(impl="splash"), **options)
+        attention(q, k, v, execution=AttentionExecution(impl="splash"), **options)
 
 
 # ---------------------------------------------------------------- options by their older names
@@ -276,19 +276,23 @@ def test_a_kernel_asked_for_by_name_refuses_what_no_kernel_takes(options, senten
 AMONG = np.random.default_rng(2).uniform(size=(B, T, T)) < 0.8
 SLOPES = np.linspace(0.1, 0.8, H, dtype=np.float32)
 OLDER = {
-    "visible": (dict(visible=Visible(window=3)), Visibility(rule=Visible(window=3)), Execution()),
-    "among": (dict(among=AMONG), Visibility(among=AMONG), Execution()),
-    "slopes": (dict(slopes=SLOPES), Visibility(slopes=SLOPES), Execution()),
-    "cap": (dict(cap=0.5), Visibility(cap=0.5), Execution()),
+    "visible": (
+        dict(visible=Visible(window=3)),
+        Visibility(rule=Visible(window=3)),
+        AttentionExecution(),
+    ),
+    "among": (dict(among=AMONG), Visibility(among=AMONG), AttentionExecution()),
+    "slopes": (dict(slopes=SLOPES), Visibility(slopes=SLOPES), AttentionExecution()),
+    "cap": (dict(cap=0.5), Visibility(cap=0.5), AttentionExecution()),
     "impl, blockwise": (
         dict(impl="xla", blockwise=True),
         Visibility(),
-        Execution(impl="xla", blockwise=True),
+        AttentionExecution(impl="xla", blockwise=True),
     ),
     "prompt, inside": (
         dict(prompt=True, inside=("batch", None, None)),
         Visibility(),
-        Execution(prompt=True, inside=("batch", None, None)),
+        AttentionExecution(prompt=True, inside=("batch", None, None)),
     ),
 }
 

@@ -19,7 +19,14 @@ from jaxpar.lm import loss
 from jaxpar.lm.params import axes as axes_of
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, shard, use_mesh
 from jaxpar.nn import mlp as mlp_module
-from jaxpar.nn.attention import Attention, Execution, Visibility, Visible, attention, blockwise
+from jaxpar.nn.attention import (
+    Attention,
+    AttentionExecution,
+    Visibility,
+    Visible,
+    attention,
+    blockwise,
+)
 from jaxpar.nn.linear import Lora
 from jaxpar.nn.mlp import Mlp, mlp_by_blocks
 from jaxpar.nn.stack import Stack
@@ -58,7 +65,7 @@ RULES = {
 
 @functools.partial(jit, static_argnames=("by_blocks", "visible"))
 def mixed(q, k, v, segments=None, slopes=None, visible=CAUSAL, by_blocks=True):
-    execution = Execution(impl="xla", blockwise=by_blocks)
+    execution = AttentionExecution(impl="xla", blockwise=by_blocks)
 
     def weighted(q, k, v, slopes):
         visibility = Visibility(rule=visible, slopes=slopes)

@@ -15,7 +15,7 @@ from jaxpar.mesh import MeshSpec, make_mesh
 from jaxpar.nn.mixers.delta_rule import delta_rule
 from jaxpar.nn.mixers.exponential_gates import exponential_attention
 from jaxpar.nn.mixers.linear_attention import linear_attention
-from jaxpar.nn.mixers.options import Execution, Packing, Readout
+from jaxpar.nn.mixers.options import Packing, Readout, RecurrenceExecution
 from jaxpar.types import UsageError
 
 B, T, G, H, K, V = 2, 37, 2, 4, 8, 4
@@ -67,7 +67,7 @@ def inputs_of(name, length=T):
 def run(name, arrays, state, *, starts=None, valid=None, **form):
     options = {
         "packing": Packing(starts=starts, valid=valid),
-        "execution": Execution(**form),
+        "execution": RecurrenceExecution(**form),
     }
     if name == "delta":
         return delta_rule(*arrays, state=state, **options)
@@ -169,6 +169,24 @@ def test_a_small_gate_behind_a_large_one_of_another_document(impl):
         "exponential", (q[:, 6:], k[:, 6:], v[:, 6:], f[:, 6:], i[:, 6:]), None, impl="sequential"
     )[0]
     assert_close(out[:, 6:], alone, TOLERANCE["float32"])
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(grads))
+
+
+@pytest.mark.parametrize("impl", ["chunked", "sequential"])
+def test_an_output_of_nothing_is_zero_behind_gates_of_any_size(impl):
+    """exp(-m) is zero in single precision from 104 on: of a query of zeros, and of tokens that do not count."""
+    (q, k, v, f, i), _ = jax.tree.map(lambda x: x.astype(jnp.float32), inputs_of("exponential", 12))
+    q = q.at[:, 3].set(0)
+    i = i.at[:, 2:].set(150.0)
+    valid = jnp.full(B, 8)
+
+    def loss(arrays):
+        out = run("exponential", arrays, None, valid=valid, chunk=16, impl=impl)[0]
+        return (out**2).sum(), out
+
+    (_, out), grads = jit(jax.value_and_grad(loss, has_aux=True))((q, k, v, f, i))
+    assert not np.any(out[:, 3]) and not np.any(out[:, 8:])
+    assert np.all(np.isfinite(out)) and np.any(out[:, 4:8])
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(grads))
 
 
@@ -301,11 +319,11 @@ def test_empty_states_of_half_precision(name):
             lambda q, v, a: linear_attention(q, q, v, a, packing=Packing(STARTS[:1])),
             "starts of shape",
         ),
-        (lambda q, v, a: Execution(impl="fast"), "impl='fast' is unknown"),
-        (lambda q, v, a: Execution(chunk=0), "chunk=0 must be at least 1"),
+        (lambda q, v, a: RecurrenceExecution(impl="fast"), "impl='fast' is unknown"),
+        (lambda q, v, a: RecurrenceExecution(chunk=0), "chunk=0 must be at least 1"),
         (lambda q, v, a: delta_rule(q, q, v, a), "v of shape"),
         (
-            lambda q, v, a: delta_rule(v, v, v, a, execution=Execution(impl="kernel")),
+            lambda q, v, a: delta_rule(v, v, v, a, execution=RecurrenceExecution(impl="kernel")),
             "impl='kernel' is unknown",
         ),
         (lambda q, v, a: delta_rule(v, v, v, a[:, :, :1]), "beta of shape"),
@@ -466,7 +484,7 @@ NEWER = {
     "impl": "execution.impl",
     "chunk": "execution.chunk",
 }
-GROUPS = {"packing": Packing, "readout": Readout, "execution": Execution}
+GROUPS = {"packing": Packing, "readout": Readout, "execution": RecurrenceExecution}
 
 
 @pytest.mark.parametrize("name", OLDER)

@@ -11,7 +11,7 @@ from linear_cases import KINDS, inputs_of, outcome
 
 from jaxpar.nn.mixers.exponential_gates import exponential_attention
 from jaxpar.nn.mixers.linear_attention import linear_attention
-from jaxpar.nn.mixers.options import Execution
+from jaxpar.nn.mixers.options import RecurrenceExecution
 
 # The package has a function of this name.
 module = importlib.import_module("jaxpar.nn.mixers.linear_attention")
@@ -69,7 +69,7 @@ def test_exponential_gates_of_any_size():
 
     def run(impl, dtype):
         narrow = jax.tree.map(lambda x: x.astype(dtype) if x.dtype == jnp.bfloat16 else x, arrays)
-        execution = Execution(impl=impl)
+        execution = RecurrenceExecution(impl=impl)
         h, pull = jax.vjp(lambda *x: exponential_attention(*x, execution=execution)[0], *narrow)
         return h, *pull(g.astype(h.dtype))
 

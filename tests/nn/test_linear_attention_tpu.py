@@ -9,10 +9,10 @@ import pytest
 from compiled import needs_libtpu, on_a_tpu
 
 from jaxpar.mesh import MeshSpec, local, make_mesh, use_mesh
-from jaxpar.nn.mixers import Execution, delta_rule, linear_attention
+from jaxpar.nn.mixers import RecurrenceExecution, delta_rule, linear_attention
 
 B, T, H, K = 2, 4096, 4, 64
-SHARED = Execution(axis_name="context")
+SHARED = RecurrenceExecution(axis_name="context")
 SPLIT = ("batch", "seq_layer", None, None)
 
 

@@ -8,7 +8,7 @@ from hopper import assert_side_by_side, compiled_facts, recorded
 
 from jaxpar.nn.mixers import linear_kernels as kernels
 from jaxpar.nn.mixers.linear_attention import linear_attention
-from jaxpar.nn.mixers.options import Execution, Packing, Readout
+from jaxpar.nn.mixers.options import Packing, Readout, RecurrenceExecution
 
 pytestmark = triton_interpreter.NEEDED
 SHAPES = {
@@ -41,7 +41,7 @@ def calls_of(batch, length, heads, depth, width, kind, monkeypatch):
                 decay,
                 packing=Packing(starts=starts),
                 readout=Readout(bonus=bonus, floor=floor),
-                execution=Execution(impl="kernel"),
+                execution=RecurrenceExecution(impl="kernel"),
             )
 
         out, pull = jax.vjp(call, q, k, v, decay, bonus)

@@ -17,7 +17,7 @@ from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.nn.mixers import linear_kernels as kernels
 from jaxpar.nn.mixers.exponential_gates import exponential_attention
 from jaxpar.nn.mixers.linear_attention import has_linear_kernel, linear_attention
-from jaxpar.nn.mixers.options import Execution, Packing, Readout
+from jaxpar.nn.mixers.options import Packing, Readout, RecurrenceExecution
 from jaxpar.types import UsageError
 
 # The package has a function of this name.
@@ -89,7 +89,7 @@ def test_exponential_gates_take_it(kernel):
             h, (state, _) = exponential_attention(
                 *arrays,
                 packing=Packing(starts=STARTS),
-                execution=Execution(impl=impl, chunk=16),
+                execution=RecurrenceExecution(impl=impl, chunk=16),
             )
             return (h * jnp.cos(jnp.arange(h.size)).reshape(h.shape)).sum() + state.sum(), h
 
@@ -111,7 +111,7 @@ def test_the_passes_may_have_chunks_of_two_sizes(kind, kernel, monkeypatch):
 def test_a_floor_has_no_gradient(kernel):
     q, k, v, decay, *_ = inputs_of("heads, floor", 1, 20, 1, 1, 16, 16)[0]
     for impl in ("kernel", "chunked", "sequential"):
-        execution = Execution(impl=impl)
+        execution = RecurrenceExecution(impl=impl)
 
         def total(floor):
             options = {"readout": Readout(floor=floor), "execution": execution}  # noqa: B023
@@ -260,5 +260,5 @@ def test_mistakes_are_told(options, message, monkeypatch, x64):
     shape = {name: x for name, x in options.items() if name in ("depth", "width", "dtype")}
     keys, values, *_ = given(**shape)
     with pytest.raises(UsageError, match=message):
-        execution = Execution(impl="kernel", axis_name=options.get("axis_name"))
+        execution = RecurrenceExecution(impl="kernel", axis_name=options.get("axis_name"))
         linear_attention(keys, keys, values, execution=execution)

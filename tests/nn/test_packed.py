@@ -11,7 +11,7 @@ from fast import jit
 from tolerance import assert_close
 
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-from jaxpar.nn.attention import Execution, Visibility, Visible, attention, kernels, packed
+from jaxpar.nn.attention import AttentionExecution, Visibility, Visible, attention, kernels, packed
 from jaxpar.types import UsageError
 
 T, TOLERANCE = 40, 1e-2  # operands and outputs in bfloat16: 2^-8 a number, averaged over the sums
@@ -54,7 +54,7 @@ def with_gradients(run, q, k, v, g):
 
 def dense(q, k, v, g, segments, visible):
     visibility = Visibility(rule=visible)
-    options = {"visibility": visibility, "execution": Execution(impl="xla")}
+    options = {"visibility": visibility, "execution": AttentionExecution(impl="xla")}
     return with_gradients(
         functools.partial(attention, segments=segments, **options),
         *(x.astype(jnp.float32) for x in (q, k, v, g)),
@@ -181,5 +181,5 @@ def test_without_cudnn_documents_are_computed_by_blocks(monkeypatch):
     with pytest.raises(
         UsageError, match="attention=cudnn with packed documents needs a Hopper GPU"
     ):
-        attention(q, k, v, segments=CASES["a few"], execution=Execution(impl="cudnn"))
+        attention(q, k, v, segments=CASES["a few"], execution=AttentionExecution(impl="cudnn"))
     packed.packing_is_right.cache_clear()

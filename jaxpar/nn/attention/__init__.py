@@ -14,7 +14,7 @@
 """
 
 from jaxpar.nn.attention.cache import Cache, LinearCache, PositionRule
-from jaxpar.nn.attention.kernels import Dropout, Execution, attention
+from jaxpar.nn.attention.kernels import AttentionExecution, Dropout, attention
 from jaxpar.nn.attention.mixer import Attend, Attention, WholeSequence
 from jaxpar.nn.attention.state import attend, capped, finish, merge, merge_parts
 from jaxpar.nn.attention.visibility import Visibility, Visible
@@ -24,7 +24,7 @@ __all__ = [
     "Attention",
     "Cache",
     "Dropout",
-    "Execution",
+    "AttentionExecution",
     "LinearCache",
     "PositionRule",
     "Visibility",

@@ -23,7 +23,7 @@ from jaxpar.nn.attention.visibility import Visibility, Where
 from jaxpar.scan.monoid import LogSumExp
 from jaxpar.types import PRNGKey, UsageError
 
-__all__ = ["Dropout", "Execution", "attention", "in_blocks"]
+__all__ = ["Dropout", "AttentionExecution", "attention", "in_blocks"]
 
 QUERIES = 256
 """Queries of a prompt whose dense scores exist at the same time."""
@@ -70,7 +70,7 @@ class Dropout:
 
 
 @dataclasses.dataclass(frozen=True)
-class Execution:
+class AttentionExecution:
     """Form in which attention is computed; static.
 
     Attributes:
@@ -90,7 +90,7 @@ class Execution:
 
 CAUSAL = Visibility()
 NO_DROPOUT = Dropout()
-AUTO = Execution()
+AUTO = AttentionExecution()
 
 
 def attention(
@@ -101,7 +101,7 @@ def attention(
     segments: Int[Array, "B T"] | None = None,
     visibility: Visibility = CAUSAL,
     dropout: Dropout = NO_DROPOUT,
-    execution: Execution = AUTO,
+    execution: AttentionExecution = AUTO,
     **older: object,
 ) -> Float[Array, "B T H K"]:
     """Computes softmax(q k^T / sqrt(K)) v over what each position sees: by default itself and what came before.
@@ -189,7 +189,7 @@ def _on_device(
       visibility: Rule and cap, without arrays.
       rate: Share of weights that is dropped, if there are seeds.
       form: "xla", or what `_choose` returns in its place.
-      prompt: As of `Execution`.
+      prompt: As of `AttentionExecution`.
     """
     given = dict(zip(names, arrays, strict=True))
     segments = given.get("segments")
@@ -272,7 +272,7 @@ def _choose(
     has_segments: bool,
     visibility: Visibility,
     dropout: Dropout,
-    execution: Execution,
+    execution: AttentionExecution,
 ) -> str:
     """Returns "cudnn", "packed", "splash", "blocks" or "xla", and rejects what that cannot do."""
     impl = _kernel(q, has_segments, visibility, dropout, execution)
@@ -291,7 +291,7 @@ def _kernel(
     has_segments: bool,
     visibility: Visibility,
     dropout: Dropout,
-    execution: Execution,
+    execution: AttentionExecution,
 ) -> str:
     """Resolves "auto"; a prompt's length is filled up for splash."""
     length, width = q.shape[1], q.shape[3]

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from jaxpar.fields import AtLeast, Between, OneOf, check_fields, field
 from jaxpar.mesh import mesh_axes, num_shares
 from jaxpar.nn.attention.cache import CACHE_AXES, Cache, LinearCache, PositionRule
-from jaxpar.nn.attention.kernels import Dropout, Execution, attention
+from jaxpar.nn.attention.kernels import AttentionExecution, Dropout, attention
 from jaxpar.nn.attention.state import finish
 from jaxpar.nn.attention.visibility import Visible
 from jaxpar.nn.auxiliary import NOTHING, Aux
@@ -78,7 +78,9 @@ class WholeSequence:
             segments=context.segments,
             visibility=mixer.rule.visibility(mixer.num_heads, context.visible),
             dropout=Dropout(rate=mixer.dropout, key=context.key),
-            execution=Execution(impl=mixer.impl, inside=rules.inside, blockwise=rules.blockwise),
+            execution=AttentionExecution(
+                impl=mixer.impl, inside=rules.inside, blockwise=rules.blockwise
+            ),
         )
 
     def transfers(self, mixer: "Attention", sizes: ActivationSizes) -> Iterator[Transfer]:
@@ -289,7 +291,7 @@ class Attention:
             segments=context.segments,
             visibility=rule.visibility(self.num_heads, context.visible),
             dropout=Dropout(rate=self.dropout, key=context.key),
-            execution=Execution(
+            execution=AttentionExecution(
                 impl=impl,
                 prompt=cache is not None,
                 inside=rules.inside,

@@ -31,7 +31,7 @@ from jaxpar.nn.mixers.linear_attention import gates_of, linear_attention
 from jaxpar.nn.mixers.lmu import Lmu
 from jaxpar.nn.mixers.matrix_state import MatrixState
 from jaxpar.nn.mixers.mlstm import MLstm
-from jaxpar.nn.mixers.options import Execution, Packing, Readout
+from jaxpar.nn.mixers.options import Packing, Readout, RecurrenceExecution
 from jaxpar.nn.mixers.recurrent import CELLS, Recurrent, cell_of
 from jaxpar.nn.mixers.rwkv import Rwkv6
 from jaxpar.nn.mixers.short_conv import short_conv
@@ -44,7 +44,7 @@ __all__ = [
     "GATES",
     "LAYERS",
     "BlockRecurrent",
-    "Execution",
+    "RecurrenceExecution",
     "GatedDelta",
     "GatedLinear",
     "Hgrn",

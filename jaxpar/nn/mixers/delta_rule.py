@@ -17,7 +17,7 @@ from jaxpar.nn.mixers.linear_attention import (
     refuse_split,
     states_before,
 )
-from jaxpar.nn.mixers.options import OLDER, Execution, Packing
+from jaxpar.nn.mixers.options import OLDER, Packing, RecurrenceExecution
 from jaxpar.scan import affine_scan
 from jaxpar.types import UsageError
 
@@ -53,7 +53,7 @@ def delta_rule(
     *,
     state: Float[Array, "B H K V"] | None = None,
     packing: Packing = Packing(),
-    execution: Execution = Execution(),
+    execution: RecurrenceExecution = RecurrenceExecution(),
     **older: object,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
     """Returns o[t] = q[t] S[t] of a state S that each key and value corrects, and the state after the last token.
@@ -129,7 +129,9 @@ def _steps(inputs: _Inputs, starts: Array | None) -> tuple[Array, Array]:
     return jnp.swapaxes(outs, 0, 1).astype(dtype), state
 
 
-def _documents(inputs: _Inputs, starts: Array | None, execution: Execution) -> tuple[Array, Array]:
+def _documents(
+    inputs: _Inputs, starts: Array | None, execution: RecurrenceExecution
+) -> tuple[Array, Array]:
     """Runs chunks so that no document sees what is not finite in another one."""
     if starts is None:
         return _chunks(inputs, starts, execution)
@@ -149,7 +151,9 @@ def _documents(inputs: _Inputs, starts: Array | None, execution: Execution) -> t
     return mark(out, marks.tokens), mark(last, marks.last)
 
 
-def _chunks(inputs: _Inputs, starts: Array | None, execution: Execution) -> tuple[Array, Array]:
+def _chunks(
+    inputs: _Inputs, starts: Array | None, execution: RecurrenceExecution
+) -> tuple[Array, Array]:
     """All chunks at once; arrays [B, H, 1, N, C, ...] inside, N chunks."""
     q, k, v, beta, log_decay, state = inputs
     chunk = execution.chunk

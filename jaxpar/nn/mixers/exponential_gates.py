@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar._older_fields import newer_arguments
 from jaxpar.nn.mixers.linear_attention import linear_attention, only_valid
-from jaxpar.nn.mixers.options import OLDER, Execution, Packing, Readout
+from jaxpar.nn.mixers.options import OLDER, Packing, Readout, RecurrenceExecution
 from jaxpar.scan import Monoid, scan_monoid
 from jaxpar.scan.sharded import from_earlier, is_first
 
@@ -22,7 +22,7 @@ def exponential_attention(
     *,
     state: tuple[Float[Array, "B H K V1"], Float[Array, "B H"]] | None = None,
     packing: Packing = Packing(),
-    execution: Execution = Execution(),
+    execution: RecurrenceExecution = RecurrenceExecution(),
     **older: object,
 ) -> tuple[Float[Array, "B T H V"], tuple[Float[Array, "B H K V1"], Float[Array, "B H"]]]:
     """Returns the mLSTM's h[t] and its state after the last token (Beck et al. 2024, arXiv:2405.04517, section 2.3).
@@ -69,6 +69,8 @@ def exponential_attention(
     if packing.starts is not None:
         decay = jnp.where(packing.starts[..., None], 0, decay)
     weight = jnp.exp(log_input - scale)
+    # Above zero where exp(-scale) is none: an output of nothing, 0 / floor, is 0 then.
+    floor = jnp.maximum(jnp.exp(-scale), jnp.finfo(wide).tiny)
     weighted = k.astype(wide) * weight[..., None]
     out, matrix = linear_attention(
         q.astype(v.dtype),
@@ -77,7 +79,7 @@ def exponential_attention(
         decay,
         state=matrix,
         packing=packing,
-        readout=Readout(floor=jnp.exp(-scale)),
+        readout=Readout(floor=floor),
         execution=execution,
     )
     if packing.valid is None:

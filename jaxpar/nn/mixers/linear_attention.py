@@ -19,7 +19,7 @@ from jaxpar.lower.trial import relative_error, tried
 from jaxpar.mesh import mesh_axes, platform
 from jaxpar.nn.mixers import linear_kernels as kernels
 from jaxpar.nn.mixers.fence import Marks, finite, finite_log, mark, marks_of
-from jaxpar.nn.mixers.options import OLDER, Execution, Packing, Readout
+from jaxpar.nn.mixers.options import OLDER, Packing, Readout, RecurrenceExecution
 from jaxpar.scan import affine_scan
 from jaxpar.scan.sharded import from_earlier, is_first
 from jaxpar.scan.varying import varying_axes
@@ -50,7 +50,7 @@ def linear_attention(
     state: Float[Array, "B H K V"] | None = None,
     packing: Packing = Packing(),
     readout: Readout = Readout(),
-    execution: Execution = Execution(),
+    execution: RecurrenceExecution = RecurrenceExecution(),
     **older: object,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
     """Returns o[t] = q[t] S[t] with S[t] = exp(log_decay[t]) S[t-1] + k[t] v[t]^T, and the state after the last token.
@@ -123,7 +123,10 @@ def _of_nothing(k, v, state, dtype) -> tuple[Array, Array]:
 
 
 def _documents(
-    inputs: kernels.Inputs, starts: Array | None, floor: Array | None, execution: Execution
+    inputs: kernels.Inputs,
+    starts: Array | None,
+    floor: Array | None,
+    execution: RecurrenceExecution,
 ) -> tuple[Array, Array]:
     """Runs chunks so that no document sees what is not finite in another one."""
     if starts is None:
@@ -224,7 +227,7 @@ def _by_kernel(
     state: Array | None,
     packing: Packing,
     readout: Readout,
-    execution: Execution,
+    execution: RecurrenceExecution,
 ) -> tuple[Array, Array]:
     """Prepares what the kernels read; a state of V + 1 columns has the normaliser's as its last."""
     wide = jnp.float32
@@ -303,7 +306,7 @@ def _is_right(kind: int, exclusive: bool, normaliser: bool) -> bool:
                     state=state,
                     packing=packing,
                     readout=Readout(bonus=bonus, floor=floor),
-                    execution=Execution(impl=impl),
+                    execution=RecurrenceExecution(impl=impl),
                 )
 
             (out, last), pull = jax.vjp(run, q, k, v, decay, bonus, state)
@@ -340,7 +343,7 @@ def _steps(inputs: kernels.Inputs, starts: Array | None) -> tuple[Array, Array]:
 
 
 def _chunks(
-    inputs: kernels.Inputs, starts: Array | None, execution: Execution
+    inputs: kernels.Inputs, starts: Array | None, execution: RecurrenceExecution
 ) -> tuple[Array, Array]:
     """All chunks at once; arrays [B, G, H / G, N, C, ...] inside, N chunks."""
     q, k, v, log_decay, bonus, state, _ = inputs
@@ -530,7 +533,7 @@ def states_before(states: Array, first: Array, axis_name: str | None) -> Array:
     return jnp.concatenate([first[:, :, :, None], states[:, :, :, :-1]], 3)
 
 
-def refuse_split(execution: Execution) -> None:
+def refuse_split(execution: RecurrenceExecution) -> None:
     """Rejects steps along a sequence that devices share."""
     if execution.axis_name is not None:
         raise UsageError(

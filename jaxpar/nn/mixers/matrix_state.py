@@ -20,7 +20,7 @@ from jaxpar.nn.auxiliary import NOTHING, Aux
 from jaxpar.nn.leaf import Leaf
 from jaxpar.nn.linear import contract
 from jaxpar.nn.mixer import ActivationSizes, Context
-from jaxpar.nn.mixers.options import Execution, Packing
+from jaxpar.nn.mixers.options import Packing, RecurrenceExecution
 from jaxpar.transfers import Transfer
 from jaxpar.types import PyTree, UsageError
 
@@ -39,7 +39,7 @@ class Time(NamedTuple):
     """
 
     packing: Packing
-    execution: Execution
+    execution: RecurrenceExecution
 
     @property
     def line(self) -> dict:
@@ -162,7 +162,7 @@ class MatrixState:
             None if context.valid is None else ("batch",),
         )
         packing = Packing(starts=context.starts, valid=context.valid)
-        execution = Execution(chunk=self.chunk, axis_name=axis_name)
+        execution = RecurrenceExecution(chunk=self.chunk, axis_name=axis_name)
         flat, tree = jax.tree.flatten((arrays, own, state, packing))
 
         def block(*flat):

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.fields import AtLeast, OneOf, check_fields, field
 
-__all__ = ["Execution", "Packing", "Readout"]
+__all__ = ["RecurrenceExecution", "Packing", "Readout"]
 
 IMPLS = ("auto", "kernel", "chunked", "sequential")
 
@@ -21,7 +21,7 @@ OLDER = {
     "chunk": "execution.chunk",
     "axis_name": "execution.axis_name",
 }
-"""Fields of `Packing` and `Execution` that were arguments, by their names as these."""
+"""Fields of `Packing` and `RecurrenceExecution` that were arguments, by their names as these."""
 
 
 class Packing(NamedTuple):
@@ -31,8 +31,7 @@ class Packing(NamedTuple):
       starts: Tokens with which another document begins: the state before them is forgotten, and so
         are NaN and infinity. By chunks and by the kernel these also make NaN of whole rows of their
         document.
-      valid: Number of tokens of each row that count, from the first on. Outputs of the others are 0;
-        with exponential gates they mean nothing.
+      valid: Number of tokens of each row that count, from the first on. Outputs of the others are 0.
     """
 
     starts: Bool[Array, "B T"] | None = None
@@ -69,7 +68,7 @@ class Readout:
 
 
 @dataclasses.dataclass(frozen=True)
-class Execution:
+class RecurrenceExecution:
     """Form in which a recurrence is computed, which changes its results by rounding alone; static under jit.
 
     Attributes:
