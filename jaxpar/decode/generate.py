@@ -22,7 +22,7 @@ from jaxpar.decode.accept import coupled, rejection
 from jaxpar.decode.automaton import Automaton
 from jaxpar.decode.draft import Draft, ModelDraft, NoDraft, Proposal
 from jaxpar.decode.model import TokenModel
-from jaxpar.decode.noise import gumbel
+from jaxpar.decode.noise import NoiseIndex, gumbel
 from jaxpar.decode.penalties import Counts, count_token, count_tokens
 from jaxpar.decode.policies import CachePolicy
 from jaxpar.decode.process import Sampling, process
@@ -224,10 +224,9 @@ class _Job(NamedTuple):
         scores = law if noise is None else law + noise
         if self.decoding.rule == "coupled" or noise is None or tree.size == 1:
             return coupled(scores, tokens, tree), scores
-        whose = {"seeds": self.seeds, "positions": state.lengths, "lineage": self.lineage}
-        return rejection(
-            self.key, law, proposal.logits, tokens, tree, drawn="with_replacement", **whose
-        ), scores
+        index = NoiseIndex(seeds=self.seeds, positions=state.lengths, lineage=self.lineage)
+        accepted = rejection(self.key, law, proposal.logits, tokens, tree, index)
+        return accepted, scores
 
     def settle(self, state: _State, logits: Array, proposal: Proposal, tokens: Array, tree: Tree):
         """Decides on a window; returns the state with the tokens that are kept and the one after, and what was kept."""
