@@ -26,7 +26,7 @@ from jaxpar.decode.noise import NoiseIndex, gumbel
 from jaxpar.decode.penalties import Counts, count_token, count_tokens
 from jaxpar.decode.policies import CachePolicy
 from jaxpar.decode.process import Sampling, process
-from jaxpar.decode.reader import BLOCK, Reading, begin, keep, look
+from jaxpar.decode.reader import BLOCK, Reading, ReadingOptions, begin, keep, look
 from jaxpar.decode.stops import StopSequences, ends_with
 from jaxpar.decode.trees import Tree, chain
 from jaxpar.fields import AtLeast, OneOf, check_fields, field
@@ -360,17 +360,14 @@ def generate(
     prompts, decoding, constraints = newer_arguments("generate", OLDER, groups, older).values()
     _check(prompts, model, sampling, decoding, constraints.automaton)
     tokens, lengths, seeds = _arrays(prompts)
-    logits, reading = begin(
-        model,
-        params,
-        tokens,
-        lengths,
+    options = ReadingOptions(
         room=sampling.max_new_tokens,
         readers=decoding.num_samples,
         block=decoding.block,
         policy=decoding.policy,
         merge=decoding.merge,
     )
+    logits, reading = begin(model, params, tokens, lengths, options)
     # Of each prompt, once for each of its samples.
     tokens, lengths, logits, seeds = (
         jnp.repeat(x, decoding.num_samples, axis=0) for x in (tokens, lengths, logits, seeds)
