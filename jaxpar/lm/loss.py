@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.model import head, hidden
-from jaxpar.lm.text.batches import normaliser_of, valid_batch
+from jaxpar.lm.text.batches import normaliser_of, token_info, valid_batch
 from jaxpar.mesh import constrain, local, mesh_axes
 from jaxpar.nn.attention import capped
 from jaxpar.nn.auxiliary import NOTHING, Aux, Sum, both
@@ -66,10 +66,7 @@ def losses(
         params,
         batch["tokens"],
         config,
-        positions=batch.get("positions"),
-        segments=batch.get("segments"),
-        places=batch.get("places"),
-        weights=batch["weights"],
+        token_info(batch),
         dropout_key=dropout_key,
     )
     value, told = last(x, head(params), batch, config, normaliser, smoothing)

@@ -28,7 +28,13 @@ from jaxpar.lm.config import LMConfig
 from jaxpar.lm.loss import last
 from jaxpar.lm.model import head, hidden, logits
 from jaxpar.lm.stages import stages
-from jaxpar.lm.text.batches import BatchReport, has_invalid, report_of, valid_batch
+from jaxpar.lm.text.batches import (
+    BatchReport,
+    has_invalid,
+    report_of,
+    token_info,
+    valid_batch,
+)
 from jaxpar.mesh import constrain, mesh_axes
 from jaxpar.nn.auxiliary import Aux, Sum, both
 from jaxpar.pipeline.accumulation import Stages
@@ -290,10 +296,7 @@ def _features(
         params,
         batch["tokens"],
         config,
-        positions=batch.get("positions"),
-        segments=batch.get("segments"),
-        places=batch.get("places"),
-        weights=batch["weights"],
+        token_info(batch),
         dropout_key=key,
     )
     return x, {"embedding": constrain(head(params).astype(x.dtype), "vocab", None)}, aux

@@ -20,7 +20,7 @@ from jaxpar.nn.experts.sharded import AllToAll, Gather, bytes_sent
 from jaxpar.nn.experts.transport import mine_of, mixture
 from jaxpar.nn.leaf import Leaf
 from jaxpar.nn.linear import on_weight
-from jaxpar.nn.mixer import TRAINING
+from jaxpar.nn.mixer import TRAINING, TokenInfo
 from jaxpar.pipeline._chunks import AXIS, rounds_of
 from jaxpar.pipeline._work import added
 from tests.verify.planted import Planted
@@ -280,9 +280,8 @@ def _gradient_without_documents(right):
 def _places_lost(right):
     """Loses the positions of tokens, so that nothing is known of their order."""
 
-    def apply(self, params, x, *, places=None, **rest):
-        del places
-        return right(self, params, x, **rest)
+    def apply(self, params, x, info=TokenInfo(), **rest):
+        return right(self, params, x, info._replace(places=None), **rest)
 
     return apply
 
