@@ -17,7 +17,7 @@ from jaxpar._older_fields import newer_arguments
 from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
 from jaxpar.mesh import constrain, gather, in_role, is_axes
 from jaxpar.nn.auxiliary import Aux, Max, both, over_all, over_layers, with_scalar_losses
-from jaxpar.nn.block import Kind, Ladder, Stream, block
+from jaxpar.nn.block import Kind, Ladder, ResidualBlock, Stream
 from jaxpar.nn.carried import PseudoTokens, StackCache, began, moved_on
 from jaxpar.nn.leaf import Leaf, init_leaves
 from jaxpar.nn.linear import on_weight
@@ -437,9 +437,8 @@ class Stack:
         key = None if context.key is None else jax.random.fold_in(context.key, index)
         context = context._replace(key=key)
         ahead = index >= self.ladder_from if ahead is None else ahead
-        x, cache, aux = block(
-            mixer, self.mlp, self.norm, layer, x, context, cache, rate=self.dropout, ahead=ahead
-        )
+        block = ResidualBlock(mixer=mixer, mlp=self.mlp, norm=self.norm, dropout=self.dropout)
+        x, cache, aux = block.apply(layer, x, context, cache, ahead=ahead)
         if self.ranges:
             size = jnp.abs(jax.lax.stop_gradient(self.end(x)))
             if context.weights is not None:
