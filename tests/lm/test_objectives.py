@@ -25,8 +25,8 @@ from jaxpar.lm import (
     axes,
     init,
 )
-from jaxpar.lm.loss import cross_entropy_and_z
-from jaxpar.lm.objectives import objective_stages, preference_loss
+from jaxpar.lm.loss import CrossEntropyOptions, cross_entropy_and_z
+from jaxpar.lm.objectives import Teacher, objective_stages, preference_loss
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, shard, use_mesh
 from jaxpar.pipeline.accumulation import InTurn, layer_by_layer
 from jaxpar.types import UsageError
@@ -88,11 +88,10 @@ def test_smoothed_targets_are_numpys(z_loss, cap):
     rng, s = np.random.default_rng(0), 0.3
     x, head = rng.standard_normal((2, 5, 8)), rng.standard_normal((16, 8))
     targets, weights = rng.integers(0, 16, (2, 5)), rng.random((2, 5))
+    options = CrossEntropyOptions(chunk=3, z_loss=z_loss, logit_cap=cap, smoothing=s)
     with jax.enable_x64(True):
         got = jax.value_and_grad(
-            lambda x, head: cross_entropy_and_z(
-                x, head, targets, weights, 3, False, z_loss, cap, s
-            )[0],
+            lambda x, head: cross_entropy_and_z(x, head, targets, weights, options)[0],
             (0, 1),
         )(jnp.asarray(x), jnp.asarray(head))
     u = x @ head.T
