@@ -111,7 +111,7 @@ def test_distillation_is_numpys(parts):
     objective = ObjectiveConfig(label_smoothing=s, distil=share, temperature=temperature)
     with jax.enable_x64(True):
         params, teacher, batch = drawn(0), drawn(1, TEACHER), batch_of()
-        got = gradient(objective, params, batch, parts, teacher=(TEACHER, teacher))
+        got = gradient(objective, params, batch, parts, teacher=Teacher(TEACHER, teacher))
         z, back = logits_and_back(params, batch["tokens"])
         z_teacher = np.asarray(apply(teacher, jnp.asarray(batch["tokens"]), TEACHER))
         w = batch["weights"] / batch["weights"].sum()
@@ -232,7 +232,7 @@ def test_adapters_learn_a_teachers_laws():
     )
     state, teacher = trainer.init(jax.random.key(0)), drawn(1, NARROW)
     told = stepped(trainer, state, [batch_of() | {"teacher": teacher}])[1]
-    plain = objective_stages(NARROW, objective, teacher=(NARROW, teacher))
+    plain = objective_stages(NARROW, objective, teacher=Teacher(NARROW, teacher))
     (value, aux), _ = jax.jit(lambda params: InTurn()(plain, params, batch_of(), None, 1))(
         state.params
     )
