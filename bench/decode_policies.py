@@ -48,7 +48,7 @@ from jaxpar.decode import (  # noqa: E402
     chain,
     decoding_cost,
 )
-from jaxpar.decode.reader import begin, keep, look  # noqa: E402
+from jaxpar.decode.reader import ReadingOptions, begin, keep, look  # noqa: E402
 from jaxpar.lm import Decoder, LMConfig, Sampling, num_params  # noqa: E402
 
 KEYS, VALUES = 32, 8  # of records; value v of key k is the symbol KEYS + VALUES k + v
@@ -136,9 +136,8 @@ def expected(params, tokens, config: LMConfig, prompt: int, policy, block: int):
     """Returns the likeliest token of each place after the prompt, [B, S - prompt], each read token after token."""
     model, rows, room = Decoder(config), len(tokens), tokens.shape[1] - prompt
     lengths, held = jnp.full((rows,), prompt, jnp.int32), model.held(params)
-    logits, reading = begin(
-        model, params, tokens[:, :prompt], lengths, room=room, block=block, policy=policy
-    )
+    options = ReadingOptions(room=room, block=block, policy=policy)
+    logits, reading = begin(model, params, tokens[:, :prompt], lengths, options)
     path, one = jnp.zeros((rows, 1), jnp.int32), jnp.ones((rows,), jnp.int32)
 
     def step(carry, token):

@@ -72,11 +72,12 @@ def newer_arguments(
     Args:
       function: Name of the function.
       paths: Group and field, such as `decoding.block`, by the names of the older arguments.
-      groups: Dataclasses and named tuples, by the names of the function's arguments today.
+      groups: Dataclasses and named tuples, by the names of the function's arguments today; the
+        class itself where the caller gave none, so that all its fields come as older arguments.
       older: Values of older arguments.
 
     Raises:
-      TypeError: The function never had such an argument.
+      TypeError: The function never had such an argument, or a class lacks one that it needs.
     """
     changes: dict[str, dict[str, object]] = {group: {} for group in groups}
     for name, value in older.items():
@@ -91,7 +92,9 @@ def newer_arguments(
 
     newer = {}
     for group, options in groups.items():
-        if dataclasses.is_dataclass(options):
+        if isinstance(options, type):
+            newer[group] = options(**changes[group])
+        elif dataclasses.is_dataclass(options):
             newer[group] = dataclasses.replace(cast(Any, options), **changes[group])
         else:
             newer[group] = cast(Any, options)._replace(**changes[group])

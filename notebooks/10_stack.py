@@ -77,7 +77,7 @@ from jaxpar.nn.mixers import Recurrent
 from jaxpar.nn import Mlp
 from jaxpar.nn import Norm
 from jaxpar.nn import Alibi, Rope
-from jaxpar.nn import Stack
+from jaxpar.nn import Stack, TokenInfo
 from jaxpar.processes import keep_programs
 from jaxpar.rl import StackMemory
 
@@ -145,7 +145,8 @@ def apart(got, want):
 cached, forgetful = {}, {}
 for name, stack in STACKS.items():
     cached[name] = apart(jax.jit(one_at_a_time, static_argnums=0)(stack, params[name], x), whole[name])
-    alone = jax.jit(stack.apply)(params[name], x.reshape(B * T, 1, D), positions=jnp.tile(jnp.arange(T), B)[:, None])[0]
+    info = TokenInfo(positions=jnp.tile(jnp.arange(T), B)[:, None])
+    alone = jax.jit(stack.apply)(params[name], x.reshape(B * T, 1, D), info)[0]
     forgetful[name] = apart(alone.reshape(B, T, D), whole[name])
     print(
         f"{name:22} token by token: {cached[name].max():.0e} off at most; without a cache: {forgetful[name].max():.0e}"

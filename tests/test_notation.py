@@ -124,6 +124,6 @@ def test_keys_are_first_or_the_page_says_where_and_why():
             if function.name not in table:
                 offences.append(f"{path}: {function.name}({', '.join(arg.arg for arg in given)})")
     assert offences == []
-    assert table - used == {"context", "first", "layer"}, (
-        "these three are functions within one, the others are there"
+    assert table - used == {"first", "layer"}, (
+        "these two are functions within one, the others are there"
     )

@@ -78,3 +78,11 @@ def test_older_arguments_of_one_group_are_all_kept():
     ):
         newer = newer_arguments("generate", paths, groups, {"chunk": 3, "block": 4})
     assert newer == {"decoding": Decoding(num_samples=2, chunk=3, block=4)}
+
+
+def test_a_class_is_made_of_older_arguments_alone():
+    paths = {"block": "decoding.block"}
+    groups = {"decoding": Decoding}
+    with pytest.warns(FutureWarning, match=r"generate\(block\) is now \(decoding.block\)"):
+        newer = newer_arguments("generate", paths, groups, {"block": 4})
+    assert newer == {"decoding": Decoding(block=4)}

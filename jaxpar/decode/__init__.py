@@ -37,7 +37,7 @@ from jaxpar.decode.draft import (
 )
 from jaxpar.decode.generate import Constraints, Decoding, Generated, Prompts, generate
 from jaxpar.decode.model import TokenModel
-from jaxpar.decode.noise import gumbel, token_keys
+from jaxpar.decode.noise import NoiseIndex, gumbel, token_keys
 from jaxpar.decode.penalties import Counts
 from jaxpar.decode.policies import BlockTopK, CachePolicy, HeavyHitters, SinksAndWindow
 from jaxpar.decode.process import Sampling, is_stuck, process, token_log_probs
@@ -65,6 +65,7 @@ __all__ = [
     "ModelDraft",
     "ModelSizes",
     "NoDraft",
+    "NoiseIndex",
     "Prompts",
     "Proposal",
     "Sampling",

@@ -5,7 +5,7 @@ accepted, and add one token of the target's own. `coupled` takes scores with sha
 the plain loop, one by one. `rejection` needs no shared noise: tokens differ, their law does not.
 """
 
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxpar.decode.noise import gumbel, token_keys
+from jaxpar._older_fields import newer_arguments
+from jaxpar.decode.noise import NoiseIndex, gumbel, token_keys
 from jaxpar.decode.trees import Tree
 from jaxpar.fields import OneOf, check_value
 from jaxpar.types import PRNGKey, UsageError
@@ -23,6 +24,9 @@ __all__ = ["Accepted", "Drawn", "Verdict", "coupled", "expected_length", "reject
 Drawn = Literal["with_replacement", "without_replacement", "top"]
 """How the children of a node were drawn from the draft's law: independently of each other; one after the other from
 those that were not drawn yet; or not at random, such as the k likeliest."""
+
+OLDER = {name: f"index.{name}" for name in NoiseIndex._fields}
+"""Arguments of `rejection` that are fields of another argument today."""
 
 
 class Accepted(NamedTuple):
@@ -80,11 +84,10 @@ def rejection(
     draft_logits: Float[Array, "B T V"] | None,
     tokens: Int[Array, "B T"],
     tree: Tree,
+    index: NoiseIndex | None = None,
     *,
-    seeds: Int[Array, " B"],
-    positions: Int[Array, " B"],
-    lineage: Int[Array, " B"],
     drawn: Drawn = "with_replacement",
+    **older: Any,  # values of fields that were arguments, by `OLDER`
 ) -> Accepted:
     """Keeps drafts at random such that the law of the tokens is the target's (Leviathan et al. 2023, algorithm 1).
 
@@ -102,22 +105,26 @@ def rejection(
     float32 at least.
 
     Args:
-      key: Consumed, with each row's seed, position and lineage as in `gumbel`; the draws are independent of the
-        `gumbel` noise of the same key. What a row draws does not depend on its place in the batch.
+      key: Consumed, with each row's `index` as in `gumbel`; the draws are independent of the `gumbel` noise of the
+        same key. What a row draws does not depend on where it is in the batch.
       logits: The target's at each node, processed as for sampling; -inf masks a token.
       draft_logits: Of the law that the children of each node were drawn from, likewise; leaves' are not read. None
         where `drawn` is "top", which does not read it.
       tokens: The window; the root's is not read, and a token outside of the vocabulary, such as -1, or one that the
         draft's law rules out, is no draft.
       tree: The window's shape; static.
-      seeds: Of the rows' requests.
-      positions: Where the token after the root will stand.
-      lineage: Which reader of its request a row is.
+      index: Seed, lineage and position [B] of each row; the token after the root has this
+        position.
       drawn: How the children of a node were drawn; static.
+      **older: Fields of `index`, by their names, which works until the first release.
 
     Raises:
       UsageError: If shapes do not fit the tree, `drawn` is unknown, or draft logits are missing.
+      TypeError: If there is no index, or a keyword is unknown.
     """
+    groups = {"index": NoiseIndex if index is None else index}
+    index = newer_arguments("rejection", OLDER, groups, older)["index"]
+    assert index is not None  # a group that was given, or made
     _check(logits, tokens, tree)
     check_value("drawn", drawn, OneOf(get_args(Drawn)), str)
     if drawn != "top" and (draft_logits is None or draft_logits.shape != logits.shape):
@@ -133,11 +140,12 @@ def rejection(
     test_key, bonus_key = jax.random.split(key)
 
     # One key a position: of the nodes at one depth only the children of one are ever tried, told apart by their rank.
-    places = positions[:, None] + jnp.asarray(tree.depth[_parents(tree)], positions.dtype)[None]
-    seeds_of, lineages = (
-        jnp.broadcast_to(each[:, None], places.shape) for each in (seeds, lineage)
-    )
-    keys = token_keys(test_key, seeds_of, places, lineages)
+    positions = index.positions
+    depth = jnp.asarray(tree.depth[_parents(tree)], positions.dtype)
+    tested = positions[:, None] + depth[None]
+    seeds = jnp.broadcast_to(index.seeds[:, None], tested.shape)
+    lineage = jnp.broadcast_to(index.lineage[:, None], tested.shape)
+    keys = token_keys(test_key, seeds, tested, lineage)
     draw = jax.vmap(
         lambda each, rank: jax.random.uniform(jax.random.fold_in(each, rank), (), jnp.float32)
     )
@@ -151,7 +159,7 @@ def rejection(
         ]
 
     end = positions + jnp.asarray(tree.depth, positions.dtype)[last]
-    noise = gumbel(bonus_key, seeds, end, lineage, logits.shape[-1])
+    noise = gumbel(bonus_key, index.seeds, end, index.lineage, logits.shape[-1])
     scores = jnp.log(jax.vmap(left)(p, q, tokens, last)) + noise
     return _kept(tokens, scores.argmax(-1).astype(jnp.int32), last, tree)
 

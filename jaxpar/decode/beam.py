@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from jaxpar.decode import forest as tables
 from jaxpar.decode.blocks import BlockCache
 from jaxpar.decode.model import TokenModel
-from jaxpar.decode.reader import BLOCK, Reading, begin, keep, look
+from jaxpar.decode.reader import BLOCK, Reading, ReadingOptions, begin, keep, look
 from jaxpar.decode.trees import chain
 from jaxpar.fields import AtLeast, Finite, check_fields, field
 from jaxpar.types import PyTree, UsageError
@@ -113,9 +113,9 @@ def beam_search(
     prompt = jnp.where(
         jnp.arange(start)[None] < lengths[:, None], jnp.asarray(prompt, jnp.int32), 0
     )
-    logits, reading = begin(
-        model, params, prompt, lengths, room=width * room, readers=1, block=block
-    )
+    # The beams fork from one reader, who has read the prompt, so that it has room for all of them.
+    options = ReadingOptions(room=width * room, block=block)
+    logits, reading = begin(model, params, prompt, lengths, options)
     params, reading = model.held(params), _shared(reading, width)
     stops = jnp.asarray([-1, *stop_tokens], jnp.int32)
     text = jnp.repeat(jnp.pad(prompt, ((0, 0), (0, room)))[:, None], width, axis=1)

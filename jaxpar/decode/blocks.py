@@ -148,9 +148,10 @@ class BlockCache:
         if self.policy is None and split_k.has_kernel(
             rule, self.keys.dtype, self.keys.shape[3], self.keys.shape[4]
         ):
-            parts = split_k.attend_forest(
-                q, self.keys, self.values, k, v, rule, self.forest, view, positions, context.visible
+            cached = split_k.Blocks(
+                keys=self.keys, values=self.values, forest=self.forest, view=view
             )
+            parts = split_k.attend_forest(q, k, v, rule, cached, context)
             return self._added(parts), dataclasses.replace(self, new=(k, v))
         visibility = rule.visibility(q.shape[2], context.visible)
         where = Where(positions=positions)

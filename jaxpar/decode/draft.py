@@ -44,7 +44,7 @@ from jaxtyping import Array, Float, Int
 from jaxpar.decode.accept import Accepted
 from jaxpar.decode.blocks import BlockCache
 from jaxpar.decode.model import TokenModel
-from jaxpar.decode.reader import BLOCK, Reading, begin, keep, look
+from jaxpar.decode.reader import BLOCK, Reading, ReadingOptions, begin, keep, look
 from jaxpar.decode.trees import Tree, chain
 from jaxpar.fields import AtLeast, OneOf, check_fields, field
 from jaxpar.nn.stack import PseudoTokens
@@ -257,8 +257,9 @@ class ModelDraft:
 
     def init(self, params: PyTree, prompt: Array, lengths: Array, room: int) -> Reading:
         """Reads the prompts."""
-        room = room + self.length  # guesses are written before they are taken back
-        return begin(self.model, params, prompt, lengths, room=room, block=self.block)[1]
+        # Guesses are written before they are taken back.
+        options = ReadingOptions(room=room + self.length, block=self.block)
+        return begin(self.model, params, prompt, lengths, options)[1]
 
     def propose(self, params: PyTree, state: Reading, text: Array, lengths: Array, decide: Decide):
         """Reads what was kept since, then guesses token after token; what it read of its guesses is taken back."""

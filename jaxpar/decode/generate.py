@@ -22,11 +22,11 @@ from jaxpar.decode.accept import coupled, rejection
 from jaxpar.decode.automaton import Automaton
 from jaxpar.decode.draft import Draft, ModelDraft, NoDraft, Proposal
 from jaxpar.decode.model import TokenModel
-from jaxpar.decode.noise import gumbel
+from jaxpar.decode.noise import NoiseIndex, gumbel
 from jaxpar.decode.penalties import Counts, count_token, count_tokens
 from jaxpar.decode.policies import CachePolicy
 from jaxpar.decode.process import Sampling, process
-from jaxpar.decode.reader import BLOCK, Reading, begin, keep, look
+from jaxpar.decode.reader import BLOCK, Reading, ReadingOptions, begin, keep, look
 from jaxpar.decode.stops import StopSequences, ends_with
 from jaxpar.decode.trees import Tree, chain
 from jaxpar.fields import AtLeast, OneOf, check_fields, field
@@ -224,10 +224,9 @@ class _Job(NamedTuple):
         scores = law if noise is None else law + noise
         if self.decoding.rule == "coupled" or noise is None or tree.size == 1:
             return coupled(scores, tokens, tree), scores
-        whose = {"seeds": self.seeds, "positions": state.lengths, "lineage": self.lineage}
-        return rejection(
-            self.key, law, proposal.logits, tokens, tree, drawn="with_replacement", **whose
-        ), scores
+        index = NoiseIndex(seeds=self.seeds, positions=state.lengths, lineage=self.lineage)
+        accepted = rejection(self.key, law, proposal.logits, tokens, tree, index)
+        return accepted, scores
 
     def settle(self, state: _State, logits: Array, proposal: Proposal, tokens: Array, tree: Tree):
         """Decides on a window; returns the state with the tokens that are kept and the one after, and what was kept."""
@@ -361,17 +360,14 @@ def generate(
     prompts, decoding, constraints = newer_arguments("generate", OLDER, groups, older).values()
     _check(prompts, model, sampling, decoding, constraints.automaton)
     tokens, lengths, seeds = _arrays(prompts)
-    logits, reading = begin(
-        model,
-        params,
-        tokens,
-        lengths,
+    options = ReadingOptions(
         room=sampling.max_new_tokens,
         readers=decoding.num_samples,
         block=decoding.block,
         policy=decoding.policy,
         merge=decoding.merge,
     )
+    logits, reading = begin(model, params, tokens, lengths, options)
     # Of each prompt, once for each of its samples.
     tokens, lengths, logits, seeds = (
         jnp.repeat(x, decoding.num_samples, axis=0) for x in (tokens, lengths, logits, seeds)

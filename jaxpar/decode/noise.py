@@ -5,13 +5,29 @@ who asks and of the place in the sequence alone, so is the token: batches, draft
 which tokens are found, never which ones they are.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from jaxpar.types import PRNGKey, UsageError
 
-__all__ = ["gumbel", "token_keys"]
+__all__ = ["NoiseIndex", "gumbel", "token_keys"]
+
+
+class NoiseIndex(NamedTuple):
+    """Numbers by which rows find their noise, as `token_keys` and `gumbel` take them.
+
+    Attributes:
+      seeds: Seed of each row's request, below 2**32; others are taken modulo that.
+      positions: Position of the token that is drawn, counted from the start of the request.
+      lineage: Number of the row among the readers of its request; 0 where there is one.
+    """
+
+    seeds: Int[Array, "*rows"]
+    positions: Int[Array, "*rows"]
+    lineage: Int[Array, "*rows"]
 
 
 def token_keys(

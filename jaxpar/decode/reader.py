@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import flax.struct
 import jax
@@ -21,7 +22,7 @@ from jaxpar.nn.stack import PseudoTokens, StackCache
 from jaxpar.scan.monoid import LogSumExp
 from jaxpar.types import PyTree
 
-__all__ = ["BLOCK", "Reading", "begin", "keep", "look"]
+__all__ = ["BLOCK", "Reading", "ReadingOptions", "begin", "keep", "look"]
 
 BLOCK = 64
 """Slots of a block: few enough that little of the last one is empty, enough for products of matrices."""
@@ -42,17 +43,32 @@ class Reading:
     layers: tuple[PyTree, ...]
 
 
+class ReadingOptions(NamedTuple):
+    """Readers of a prompt, and the cache of attention that they share.
+
+    Attributes:
+      room: Number of tokens that each reader can add.
+      readers: R. Where there is one, it continues the prompt's own segment; several fork from it.
+      block: Slots of a block.
+      policy: Policy of what attention sees of the cache; None for all.
+      merge: Function that adds up partial states of blocks. Where mesh axes split "slots", each
+        device holds a part of the blocks, dealt out one after the other, so that all hold as much
+        of a row however long it is.
+    """
+
+    room: int
+    readers: int = 1
+    block: int = BLOCK
+    policy: CachePolicy | None = None
+    merge: Callable[[LogSumExp], LogSumExp] = merge_parts
+
+
 def begin(
     model: TokenModel,
     params: PyTree,
     prompt: Int[Array, "B T"],
     lengths: Int[Array, " B"],
-    *,
-    room: int,
-    readers: int = 1,
-    block: int = BLOCK,
-    policy: CachePolicy | None = None,
-    merge: Callable[[LogSumExp], LogSumExp] = merge_parts,
+    options: ReadingOptions,
 ) -> tuple[Float[Array, "B V"], Reading]:
     """Reads prompts, each once, for R readers that go on from it.
 
@@ -61,17 +77,15 @@ def begin(
       params: Its parameters.
       prompt: Tokens, left-aligned.
       lengths: How many of each row count, at least 1.
-      room: Tokens that each reader can add.
-      readers: R. Where there is one, it goes on in the prompt's own segment; several fork from it.
-      block: Slots of a block.
-      policy: What attention sees of the cache; by default all.
-      merge: How partial states of blocks are added up. Where mesh axes split "slots", each device holds a part of the
-        blocks, dealt out one after the other, so that all hold as much of a row however long it is.
+      options: Readers, their room, and the cache; static.
 
     Returns:
       Logits after each prompt, and the reading.
     """
     rows, length = prompt.shape
+    room = options.room
+    readers = options.readers
+    block = options.block
     alone = readers == 1
     needs = [length + room if alone else length, *[room] * (0 if alone else readers)]
     shares = num_shares(*mesh_axes("slots"))
@@ -96,8 +110,8 @@ def begin(
     def settled(shape, layer):
         if not isinstance(layer, BlockCache):
             return jax.tree.map(lambda x: jnp.repeat(x, readers, axis=0), layer)
-        empty = BlockCache.like(shape, blocks, block).with_policy(policy, readers)
-        return dataclasses.replace(empty, new=layer.new, merge=merge).store(slots)
+        empty = BlockCache.like(shape, blocks, block).with_policy(options.policy, readers)
+        return dataclasses.replace(empty, new=layer.new, merge=options.merge).store(slots)
 
     layers = tuple(settled(*each) for each in zip(shapes, cache.layers, strict=True))
     if not alone:

@@ -18,6 +18,7 @@ from jaxpar.decode.forest import Forest, View
 from jaxpar.lower.triton import available, call_kernel
 from jaxpar.mesh import mesh_axes, platform
 from jaxpar.nn.attention import PositionRule
+from jaxpar.nn.mixer import Context
 from jaxpar.nn.position import Rope
 from jaxpar.scan.monoid import LogSumExp
 from jaxpar.types import Array
@@ -38,6 +39,22 @@ class Shape(NamedTuple):
     tile: int
     tiles: int
     splits: int
+
+
+class Blocks(NamedTuple):
+    """Blocks of a cache, and the readers that see them.
+
+    Attributes:
+      keys: [B, G, N, b, K], each rotated to its position in its segment.
+      values: Values of the same shape.
+      forest: Owners of the blocks.
+      view: Parts of the forest that each reader sees.
+    """
+
+    keys: Array
+    values: Array
+    forest: Forest
+    view: View
 
 
 def has_kernel(rule: PositionRule, dtype: DTypeLike, block: int, width: int) -> bool:
@@ -66,32 +83,32 @@ def shape_for(rows: int, groups: int, queries: int, blocks: int) -> Shape:
 
 
 def attend_forest(
-    q: Array, keys: Array, values: Array, k: Array, v: Array, rule: PositionRule, forest: Forest, view: View,
-    positions: Array, among: Array | None,
-) -> LogSumExp:  # fmt: skip
+    q: Array, k: Array, v: Array, rule: PositionRule, cached: Blocks, context: Context
+) -> LogSumExp:
     """Returns the partial states of queries over shares of the blocks and, as the last, over the tokens of the pass.
 
     Args:
       q: Queries [B R, T, H, K], not rotated.
-      keys: [B, G, N, b, K], each rotated to its place.
-      values: The same.
       k: Keys of the pass [B R, T, G, K], rotated to their places in the segments that their readers write to.
       v: Their values.
       rule: Who sees whom, and how positions enter.
-      forest: Who owns the blocks.
-      view: Who sees what.
-      positions: [B R, T].
-      among: Which of the T tokens each sees besides, bool [B R, T, T]; None for all that the rule allows.
+      cached: Blocks of the tokens before.
+      context: Positions [B R, T] of the pass, and which of its T tokens each sees besides.
 
     Returns:
       (maximum [parts, B R, T, H], sum, weighted values [parts, B R, T, H, K]), float32.
     """
+    keys = cached.keys
+    values = cached.values
+    forest = cached.forest
+    view = cached.view
+    among = context.visible
     rows, readers = view.write.shape
     length, heads, width = q.shape[1:]
     groups, blocks, block = keys.shape[1:4]
     queries = readers * length
     shape = shape_for(rows, groups, queries * heads // groups, blocks)
-    position = positions.reshape(rows, queries)
+    position = context.positions.reshape(rows, queries)
     own = jnp.maximum(view.write, 0)
     none = jnp.zeros((1,), jnp.int32)  # stands where the kernel is told that there is nothing
     is_rope, slopes, slots = isinstance(rule.positions, Rope), rule.slopes(heads), view.slots

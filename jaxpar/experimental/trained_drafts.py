@@ -14,6 +14,7 @@ from jaxpar.lm.config import LMConfig
 from jaxpar.lm.model import hidden, logits
 from jaxpar.mesh import axes_like
 from jaxpar.nn.leaf import Leaf, init_leaves
+from jaxpar.nn.mixer import TokenInfo
 from jaxpar.optim import Optimizer, OptimizerConfig, make_optimizer
 from jaxpar.types import Info, PRNGKey, PyTree, UsageError
 
@@ -56,11 +57,12 @@ def guesses(
     )  # of which later positions are not seen anyway
     visible = jnp.concatenate([text, jnp.pad(own, ((length, 0), (0, 0)))], 1)
     rows, total = len(tokens), len(positions)
-    x, _ = hidden(
-        params, tokens, config, positions=jnp.broadcast_to(positions, (rows, total)),
+    info = TokenInfo(
+        positions=jnp.broadcast_to(positions, (rows, total)),
         visible=jnp.broadcast_to(visible, (rows, total, total)),
-        pseudo=pseudo_tokens(draft, draft_params, len(anchors), anchors),
-    )  # fmt: skip
+    )
+    pseudo = pseudo_tokens(draft, draft_params, len(anchors), anchors)
+    x, _ = hidden(params, tokens, config, info, pseudo=pseudo)
     both = logits(params, jnp.concatenate([x[:, places.reshape(-1)], x[:, length:]], 1), config)
     both = both.reshape(rows, 2, len(anchors), size, -1)
     return jax.lax.stop_gradient(both[:, 0]), both[:, 1]

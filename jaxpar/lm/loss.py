@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +10,53 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.model import head, hidden
-from jaxpar.lm.text.batches import normaliser_of, valid_batch
+from jaxpar.lm.text.batches import normaliser_of, token_info, valid_batch
 from jaxpar.mesh import constrain, local, mesh_axes
 from jaxpar.nn.attention import capped
 from jaxpar.nn.auxiliary import NOTHING, Aux, Sum, both
 from jaxpar.types import PRNGKey, PyTree
 
-__all__ = ["cross_entropy", "cross_entropy_and_z", "last", "loss", "losses"]
+__all__ = [
+    "CrossEntropyOptions",
+    "cross_entropy",
+    "cross_entropy_and_z",
+    "last",
+    "loss",
+    "losses",
+]
+
+
+class CrossEntropyOptions(NamedTuple):
+    """Options of a cross entropy; static and hashable.
+
+    Attributes:
+      chunk: Number of tokens a device at a time.
+      low_logits: Whether a chunk's logits are stored in the dtype of features instead of float32
+        at least.
+      z_loss: Factor of the mean square of the log normaliser, which keeps that near 1, so that
+        logits do not drift away (arXiv:2204.02311, section 5).
+      logit_cap: Cap c of logits, c tanh(x head^T / c); 0 for none.
+      smoothing: Share s of a target that is spread evenly over all V symbols: the probability is
+        s / V of every symbol, and 1 - s more of the target.
+    """
+
+    chunk: int
+    low_logits: bool = False
+    z_loss: float = 0.0
+    logit_cap: float = 0.0
+    smoothing: float = 0.0
+
+
+class _SumAxes(NamedTuple):
+    """Mesh axes over which devices add up their parts; empty where nothing is split.
+
+    Attributes:
+      vocab: Axes that split the symbols.
+      tokens: Axes that split the tokens.
+    """
+
+    vocab: tuple[str, ...]
+    tokens: tuple[str, ...]
 
 
 def loss(
@@ -66,10 +106,7 @@ def losses(
         params,
         batch["tokens"],
         config,
-        positions=batch.get("positions"),
-        segments=batch.get("segments"),
-        places=batch.get("places"),
-        weights=batch["weights"],
+        token_info(batch),
         dropout_key=dropout_key,
     )
     value, told = last(x, head(params), batch, config, normaliser, smoothing)
@@ -90,14 +127,14 @@ def last(
         normaliser = normaliser_of(batch, config)
     valid = valid_batch(batch, config)
     weights = valid["weights"] / normaliser
-    options = (
-        config.execution.loss_chunk,
-        config.losses.low_logits,
-        config.losses.z_loss,
-        config.embedding.logit_cap,
-        smoothing,
+    options = CrossEntropyOptions(
+        chunk=config.execution.loss_chunk,
+        low_logits=config.losses.low_logits,
+        z_loss=config.losses.z_loss,
+        logit_cap=config.embedding.logit_cap,
+        smoothing=smoothing,
     )
-    parts: Any = cross_entropy_and_z(x, head, valid["targets"], weights, *options)
+    parts: Any = cross_entropy_and_z(x, head, valid["targets"], weights, options)
     value, z = parts
     return value, told_of(z, config)
 
@@ -132,42 +169,25 @@ def cross_entropy(
       chunk: Tokens a device at a time.
       low_logits: Whether a chunk's logits are stored in the dtype of `x` instead of float32 at least.
     """
-    parts: Any = cross_entropy_and_z(x, head, targets, weights, chunk, low_logits, 0.0)
+    options = CrossEntropyOptions(chunk=chunk, low_logits=low_logits)
+    parts: Any = cross_entropy_and_z(x, head, targets, weights, options)
     return parts[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def cross_entropy_and_z(
     x: Float[Array, "B T D"],
     head: Float[Array, "V D"],
     targets: Int[Array, "B T"],
     weights: Float[Array, "B T"],
-    chunk: int,
-    low_logits: bool,
-    z_loss: float,
-    logit_cap: float = 0.0,
-    smoothing: float = 0.0,
+    options: CrossEntropyOptions,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Computes `cross_entropy` plus z = z_loss * sum over tokens of weights * (log sum exp(x head^T))^2, and z alone.
 
-    Of `smoothing` s a target's law is s / V of every symbol and 1 - s of the target besides. Of `logit_cap` c the
-    logits are c tanh(x head^T / c); 0 for none. z keeps the normaliser near 1, so that logits do not drift away
-    (arXiv:2204.02311, section 5). It is told, not differentiated: the gradient is that of the sum.
+    Only the sum is differentiated: z is for a report. Arguments and cost are as in `cross_entropy`;
+    `options` are static.
     """
-    return _told(
-        _sharded(
-            x,
-            head,
-            targets,
-            weights,
-            chunk,
-            low_logits,
-            z_loss,
-            logit_cap,
-            smoothing,
-            with_grads=False,
-        )
-    )
+    return _told(_sharded(x, head, targets, weights, options, with_grads=False))
 
 
 def _told(value: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -175,42 +195,39 @@ def _told(value: jax.Array) -> tuple[jax.Array, jax.Array]:
     return (value[0], value[1]) if value.ndim else (value, jnp.zeros_like(value))
 
 
-def _forward(x, head, targets, weights, *options):
-    value, dx, dhead = _sharded(x, head, targets, weights, *options, with_grads=True)
+def _forward(x, head, targets, weights, options):
+    value, dx, dhead = _sharded(x, head, targets, weights, options, with_grads=True)
     return _told(value), (dx, constrain(dhead, "vocab", "embed_grad").astype(head.dtype))
 
 
-def _backward(*options_and_residuals):
-    *_, (dx, dhead), g = options_and_residuals
+def _backward(options, residuals, g):
+    del options
+    dx, dhead = residuals
     return (g[0] * dx).astype(dx.dtype), (g[0] * dhead).astype(dhead.dtype), None, None
 
 
 cross_entropy_and_z.defvjp(_forward, _backward)
 
 
-def _sharded(
-    x, head, targets, weights, chunk, low_logits, z_loss, logit_cap, smoothing, with_grads
-):
+def _sharded(x, head, targets, weights, options, with_grads):
     """Runs `_on_device` on every device's tokens and symbols."""
-    value_axes = (None,) if z_loss else ()
+    value_axes = (None,) if options.z_loss else ()
     tokens = ("batch", "seq_layer")
     in_axes = [(*tokens, None), ("vocab", None), tokens, tokens]
     out_axes = (value_axes, (*tokens, None), ("vocab", None)) if with_grads else value_axes
     weight = constrain(
         constrain(head.astype(x.dtype), "vocab", "embed"), "vocab", None
     )  # cast before the gather
-    batch_axes = (*mesh_axes("batch"), *mesh_axes("seq_layer"))
+    axes = _SumAxes(
+        vocab=mesh_axes("vocab"),
+        tokens=(*mesh_axes("batch"), *mesh_axes("seq_layer")),
+    )
     fn = functools.partial(
         _on_device,
-        chunk=chunk,
-        low_logits=low_logits,
-        z_loss=z_loss,
-        logit_cap=logit_cap,
-        kept=1 - smoothing,
-        spread=smoothing / head.shape[0],
+        options=options,
+        spread=options.smoothing / head.shape[0],
         with_grads=with_grads,
-        vocab_axes=mesh_axes("vocab"),
-        batch_axes=batch_axes,
+        axes=axes,
     )
     return local(fn, in_axes, out_axes, check=False)(x, weight, targets, weights)
 
@@ -219,25 +236,13 @@ def _sum(x, axes):
     return jax.lax.psum(x, axes) if axes else x
 
 
-def _on_device(
-    x,
-    head,
-    targets,
-    weights,
-    *,
-    chunk,
-    low_logits,
-    z_loss,
-    logit_cap,
-    kept,
-    spread,
-    with_grads,
-    vocab_axes,
-    batch_axes,
-):
+def _on_device(x, head, targets, weights, *, options, spread, with_grads, axes):
     """The loss of a device's tokens against its symbols, chunk by chunk; all get `spread` of a target."""
+    z_loss = options.z_loss
+    logit_cap = options.logit_cap
+    kept = 1 - options.smoothing
     width, total = x.shape[-1], targets.size
-    count = math.ceil(total / chunk)
+    count = math.ceil(total / options.chunk)
     size = math.ceil(total / count)
     pad = count * size - total  # padded tokens weigh nothing
 
@@ -246,8 +251,8 @@ def _on_device(
         return jnp.pad(flat, [(0, pad)] + [(0, 0)] * len(trailing)).reshape(count, size, *trailing)
 
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    store = x.dtype if low_logits else wide
-    first = jax.lax.axis_index(vocab_axes) * head.shape[0] if vocab_axes else 0
+    store = x.dtype if options.low_logits else wide
+    first = jax.lax.axis_index(axes.vocab) * head.shape[0] if axes.vocab else 0
 
     def forward(part):
         x, target, weight = part
@@ -261,10 +266,10 @@ def _on_device(
         if spread:
             chosen = kept * chosen + spread * logits.astype(wide).sum(-1)
         top, norm = _row_sums(logits.astype(wide))
-        if vocab_axes:
-            highest = jax.lax.pmax(top, vocab_axes)
+        if axes.vocab:
+            highest = jax.lax.pmax(top, axes.vocab)
             norm, chosen = jax.lax.psum(
-                jnp.stack([norm * jnp.exp(top - highest), chosen]), vocab_axes
+                jnp.stack([norm * jnp.exp(top - highest), chosen]), axes.vocab
             )
             top = highest
         log_norm = top + jnp.log(norm)
@@ -290,14 +295,14 @@ def _on_device(
 
     parts = (cut(x, width), cut(targets), cut(weights.astype(wide)))
     if not with_grads:
-        return _sum(jax.lax.map(lambda part: forward(part)[0], parts).sum(0), batch_axes)
+        return _sum(jax.lax.map(lambda part: forward(part)[0], parts).sum(0), axes.tokens)
     zero = (jnp.zeros((2,) if z_loss else (), wide), jnp.zeros(head.shape, wide))
     if count == 1:  # no accumulator to read and write back
         (value, dhead), dx = grow(zero, jax.tree.map(lambda part: part[0], parts))
     else:
         (value, dhead), dx = jax.lax.scan(grow, zero, parts)
-    dx = _sum(dx.reshape(-1, width)[:total].reshape(x.shape), vocab_axes)
-    return _sum(value, batch_axes), dx, _sum(dhead, batch_axes)
+    dx = _sum(dx.reshape(-1, width)[:total].reshape(x.shape), axes.vocab)
+    return _sum(value, axes.tokens), dx, _sum(dhead, axes.tokens)
 
 
 def _row_sums(logits: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,17 +1,19 @@
 """Tokens -> residual stream -> logits."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
+from jaxpar._older_fields import newer_arguments
 from jaxpar.lm.config import LMConfig
 from jaxpar.mesh import constrain, gather, local, mesh_axes
 from jaxpar.nn.attention import capped
 from jaxpar.nn.auxiliary import Aux
 from jaxpar.nn.block import dropout
-from jaxpar.nn.mixer import TRAINING
+from jaxpar.nn.mixer import TRAINING, TokenInfo
 from jaxpar.nn.stack import PseudoTokens
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
@@ -26,6 +28,9 @@ __all__ = [
     "logits",
     "placed",
 ]
+
+OLDER = {name: f"info.{name}" for name in ("positions", "segments", "places", "weights", "visible")}
+"""Arguments of `apply` that are fields of another argument today."""
 
 
 def head(params: PyTree) -> Float[Array, "V D"]:
@@ -67,13 +72,9 @@ def hidden(
     params: PyTree,
     tokens: Int[Array, "B T"],
     config: LMConfig,
+    info: TokenInfo = TokenInfo(),
     *,
-    positions: Int[Array, "B T"] | None = None,
-    segments: Int[Array, "B T"] | None = None,
-    places: Int[Array, "B T"] | None = None,
-    weights: Float[Array, "B T"] | None = None,
     dropout_key: PRNGKey | None = None,
-    visible: Bool[Array, "B T T"] | None = None,
     pseudo: PseudoTokens | None = None,
 ) -> tuple[Float[Array, "B T D"], Aux]:
     """Computes the last residual stream after the final norm, in `config.dtype`, and what the layers told.
@@ -82,34 +83,23 @@ def hidden(
       params: As from `jaxpar.lm.init`.
       tokens: Symbols in [0, V).
       config: The model; static.
-      positions: Place of each token in its document; by default places, or 0..T-1.
-      segments: Document numbers, if several documents share a row.
-      places: Place of each token in its row, of tokens that `jaxpar.nn.attention.context.in_order` put in order.
-      weights: Weight of each token in auxiliary losses and metrics; None for equal weights.
+      info: Data of the tokens besides their ids; positions are by default places, or 0..T-1.
       dropout_key: Switches dropout on; consumed.
-      visible: Which of the others each token sees; by default those before.
       pseudo: More tokens, of which positions and visible tell, too: see `jaxpar.nn.stack.PseudoTokens`.
 
     Raises:
       UsageError: If T is over the learned positions.
     """
+    positions = info.places if info.positions is None else info.positions
     if positions is None:
-        positions = (
-            jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-            if places is None
-            else places
-        )
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     x = embed_for_training(params, tokens, positions[:, : tokens.shape[1]], config, dropout_key)
     x, _, aux = config.stack().apply(
         params,
         x,
-        positions=positions,
-        segments=segments,
-        places=places,
+        info._replace(positions=positions),
         key=dropout_key,
-        visible=visible,
         pseudo=placed(pseudo, params, positions, config),
-        weights=weights,
     )
     return x, aux
 
@@ -173,10 +163,33 @@ def logits(params: PyTree, x: Float[Array, "B T D"], config: LMConfig) -> Float[
 
 
 def apply(
-    params: PyTree, tokens: Int[Array, "B T"], config: LMConfig, **kwargs
+    params: PyTree,
+    tokens: Int[Array, "B T"],
+    config: LMConfig,
+    info: TokenInfo = TokenInfo(),
+    *,
+    dropout_key: PRNGKey | None = None,
+    pseudo: PseudoTokens | None = None,
+    **older: Any,  # values of fields that were arguments, by `OLDER`
 ) -> Float[Array, "B T V"]:
     """Computes all logits, in float32 at least; for training take `jaxpar.lm.loss`, which never holds them.
 
-    Takes the keyword arguments of `hidden`. Memory: B T V float32.
+    Memory: B T V float32.
+
+    Args:
+      params: As from `jaxpar.lm.init`.
+      tokens: Symbols in [0, V).
+      config: The model; static.
+      info: Data of the tokens besides their ids; positions are by default places, or 0..T-1.
+      dropout_key: Switches dropout on; consumed.
+      pseudo: More tokens, for which `info` has positions and visible, too: see
+        `jaxpar.nn.stack.PseudoTokens`.
+      **older: Fields of `info`, by their names, which works until the first release.
+
+    Raises:
+      UsageError: If T is over the learned positions.
+      TypeError: If a keyword is unknown.
     """
-    return logits(params, hidden(params, tokens, config, **kwargs)[0], config)
+    info = newer_arguments("apply", OLDER, {"info": info}, older)["info"]
+    x, _ = hidden(params, tokens, config, info, dropout_key=dropout_key, pseudo=pseudo)
+    return logits(params, x, config)

@@ -17,6 +17,7 @@ Example:
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,13 @@ from jaxpar.lm.config import LMConfig
 from jaxpar.lm.loss import last
 from jaxpar.lm.model import head, hidden, logits
 from jaxpar.lm.stages import stages
-from jaxpar.lm.text.batches import BatchReport, has_invalid, report_of, valid_batch
+from jaxpar.lm.text.batches import (
+    BatchReport,
+    has_invalid,
+    report_of,
+    token_info,
+    valid_batch,
+)
 from jaxpar.mesh import constrain, mesh_axes
 from jaxpar.nn.auxiliary import Aux, Sum, both
 from jaxpar.pipeline.accumulation import Stages
@@ -36,6 +43,7 @@ from jaxpar.types import PRNGKey, PyTree, UsageError
 
 __all__ = [
     "ObjectiveConfig",
+    "Teacher",
     "num_pairs",
     "objective_report",
     "preference_loss",
@@ -72,11 +80,23 @@ class ObjectiveConfig:
             )
 
 
+class Teacher(NamedTuple):
+    """A frozen model, from which another one learns.
+
+    Attributes:
+      config: Configuration of a model of the same symbols.
+      params: Its parameters.
+    """
+
+    config: LMConfig
+    params: PyTree
+
+
 def objective_stages(
     model: LMConfig,
     objective: ObjectiveConfig,
     *,
-    teacher: tuple[LMConfig, PyTree] | None = None,
+    teacher: Teacher | None = None,
     reference: PyTree = None,
 ) -> Stages:
     """Returns a model in pieces whose loss is that of an objective.
@@ -86,7 +106,7 @@ def objective_stages(
     Args:
       model: Its configuration.
       objective: What its loss shall be.
-      teacher: A frozen model of the same symbols, and its parameters.
+      teacher: A frozen model of the same symbols; None for none.
       reference: Of preferences, frozen parameters of the same model: those that it began with.
     """
     plain = stages(model, objective.label_smoothing)
@@ -107,7 +127,7 @@ def objective_stages(
 
     def distilled(params: PyTree, data: dict, key: PRNGKey | None, total: Array, share: float):
         return _distilled(
-            params, data, model, objective, *teacher, total, share, _dropped(key, model)
+            params, data, model, objective, teacher, total, share, _dropped(key, model)
         )
 
     return plain._replace(whole=distilled)
@@ -134,8 +154,7 @@ def _distilled(
     data: dict,
     model: LMConfig,
     objective: ObjectiveConfig,
-    teacher: LMConfig,
-    teacher_params: PyTree,
+    teacher: Teacher,
     total: Array,
     share: float,
     key: PRNGKey | None,
@@ -144,7 +163,7 @@ def _distilled(
     temperature = objective.temperature
 
     def divergence(x, x_teacher):
-        own, theirs = _scores(held, x, model), _scores(held_teacher, x_teacher, teacher)
+        own, theirs = _scores(held, x, model), _scores(held_teacher, x_teacher, teacher.config)
         own, theirs = (
             jax.nn.log_softmax(own / temperature),
             jax.nn.log_softmax(theirs / temperature),
@@ -152,15 +171,12 @@ def _distilled(
         return optax.losses.kl_divergence_with_log_targets(own, theirs)
 
     x, held, aux = _features(params, data, model, key)
-    x_teacher, held_teacher, _ = _features(jax.lax.stop_gradient(teacher_params), data, teacher)
+    frozen = jax.lax.stop_gradient(teacher.params)
+    x_teacher, held_teacher, _ = _features(frozen, data, teacher.config)
     value, told = last(x, head(params), data, model, total, objective.label_smoothing)
     weights = valid_batch(data, model)["weights"] / total
-    apart = (
-        weights
-        * _by_chunks(
-            divergence, min(model.execution.loss_chunk, teacher.execution.loss_chunk), x, x_teacher
-        )
-    ).sum()
+    chunk = min(model.execution.loss_chunk, teacher.config.execution.loss_chunk)
+    apart = (weights * _by_chunks(divergence, chunk, x, x_teacher)).sum()
     value = (1 - objective.distil) * value + objective.distil * temperature**2 * apart
     told = both(told, Aux({}, {"teacher_kl": Sum(apart)}))
     return value + share * _extra(aux, value), both(aux, told)
@@ -290,10 +306,7 @@ def _features(
         params,
         batch["tokens"],
         config,
-        positions=batch.get("positions"),
-        segments=batch.get("segments"),
-        places=batch.get("places"),
-        weights=batch["weights"],
+        token_info(batch),
         dropout_key=key,
     )
     return x, {"embedding": constrain(head(params).astype(x.dtype), "vocab", None)}, aux

@@ -10,7 +10,7 @@ from jaxpar import decode
 from jaxpar.decode import Constraints, Decoding, Generated, Prompts, Sampling
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.model import embed, logits, placed
-from jaxpar.nn.mixer import DECODING
+from jaxpar.nn.mixer import DECODING, TokenInfo
 from jaxpar.nn.stack import PseudoTokens, StackCache
 from jaxpar.types import PRNGKey, PyTree, UsageError
 
@@ -60,9 +60,12 @@ def extend(
     inside = tokens.shape[1] - (pseudo.size if pseudo else 0)
     x = embed(params, tokens[:, :inside], positions[:, :inside], config, DECODING.inside)
     x, after, _ = stack.apply(
-        params, x, positions=positions, valid=valid, visible=visible, cache=cache,
+        params,
+        x,
+        TokenInfo(positions=positions, valid=valid, visible=visible),
+        cache=cache,
         pseudo=placed(pseudo, params, positions, config),
-    )  # fmt: skip
+    )
     assert after is not None  # a cache in, a cache out
     return logits(params, x, config), after
 
@@ -132,7 +135,11 @@ class Decoder:
         x = embed(params, tokens, positions, self.config, DECODING.inside)
         empty = empty_cache(self.config, batch, cache) if isinstance(cache, int) else cache
         x, after, _ = self.config.stack().apply(
-            params, x, positions=positions, valid=lengths, cache=empty, fresh=True
+            params,
+            x,
+            TokenInfo(positions=positions, valid=lengths),
+            cache=empty,
+            fresh=True,
         )
         assert after is not None  # a cache in, a cache out
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.loss import last, losses, told_of
 from jaxpar.lm.model import embed_for_training, head
-from jaxpar.lm.text.batches import normaliser_of, valid_batch, valid_ids
+from jaxpar.lm.text.batches import normaliser_of, token_info, valid_batch, valid_ids
 from jaxpar.mesh import gather
 from jaxpar.nn.auxiliary import over_all
 from jaxpar.nn.block import Stream
@@ -29,10 +29,8 @@ def stages(config: LMConfig, smoothing: float = 0.0) -> Stages:
     stack = config.stack()
 
     def context(x: Stream, data: dict, key: PRNGKey | None):
-        weights = valid_batch(data, config)["weights"]
-        segments = data.get("segments")
-        context = stack.context(stack.end(x), _positions(data), segments, weights=weights)
-        return context._replace(places=data.get("places"), key=_dropped(key, config))
+        info = token_info(valid_batch(data, config))._replace(positions=_positions(data))
+        return stack.context(stack.end(x), info, key=_dropped(key, config))
 
     def first(params: PyTree, data: dict, key: PRNGKey | None):
         tokens = valid_ids(data["tokens"], config.vocab_size)

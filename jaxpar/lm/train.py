@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.lm import params as declared
 from jaxpar.lm.config import LMConfig
-from jaxpar.lm.objectives import ObjectiveConfig, objective_report, objective_stages
+from jaxpar.lm.objectives import ObjectiveConfig, Teacher, objective_report, objective_stages
 from jaxpar.lm.text.batches import BatchReport
 from jaxpar.lm.tuning import (
     TuningConfig,
@@ -255,14 +255,12 @@ def check_teacher(model: LMConfig, objective: ObjectiveConfig, teacher: LMConfig
 
 def with_teacher(
     inputs: dict[str, PyTree], teacher: LMConfig | None
-) -> tuple[dict[str, PyTree], tuple[LMConfig, PyTree] | None]:
+) -> tuple[dict[str, PyTree], Teacher | None]:
     """Returns a batch without a teacher's parameters, and those beside its model."""
     if teacher is None:
         return inputs, None
-    return {name: x for name, x in inputs.items() if name != "teacher"}, (
-        teacher,
-        inputs["teacher"],
-    )
+    batch = {name: x for name, x in inputs.items() if name != "teacher"}
+    return batch, Teacher(config=teacher, params=inputs["teacher"])
 
 
 def update(

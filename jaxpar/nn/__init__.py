@@ -24,7 +24,7 @@ from jaxpar.nn.images.space_time import SpaceTimeStack
 from jaxpar.nn.images.vision import FramePredictor, ImageClassifier
 from jaxpar.nn.leaf import init_leaves
 from jaxpar.nn.linear import Lora
-from jaxpar.nn.mixer import DECODING, Context, Mixer
+from jaxpar.nn.mixer import DECODING, Context, Mixer, TokenInfo
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.norm import Norm
 from jaxpar.nn.position import Alibi, Rope
@@ -59,6 +59,7 @@ __all__ = [
     "SequenceTrainer",
     "SpaceTimeStack",
     "Stack",
+    "TokenInfo",
     "both",
     "init_leaves",
     "recurrent",

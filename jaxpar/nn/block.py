@@ -13,7 +13,7 @@ from jaxpar.nn.mixer import Context, FeedForward, Mixer
 from jaxpar.nn.norm import Norm
 from jaxpar.types import PRNGKey, PyTree
 
-__all__ = ["Ladder", "Stream", "block", "dropout"]
+__all__ = ["Ladder", "ResidualBlock", "Stream", "dropout"]
 
 
 class Ladder(NamedTuple):
@@ -48,69 +48,77 @@ def dropout(x: jax.Array, rate: float, key: PRNGKey | None) -> jax.Array:
     )
 
 
-def block(
-    mixer: Mixer,
-    mlp: FeedForward | None,
-    norm: Norm,
-    layer: dict[str, PyTree],
-    x: Kind,
-    context: Context,
-    cache: PyTree | None = None,
-    *,
-    rate: float = 0.0,
-    ahead: bool | Bool[Array, ""] = True,
-) -> tuple[Kind, PyTree | None, Aux]:
-    """Applies one layer.
+class ResidualBlock(NamedTuple):
+    """Two branches of a layer and the norm before each; static and hashable.
 
-    Args:
-      mixer: What mixes the tokens.
-      mlp: What looks at each alone; None for no second branch, and no norm before it.
-      norm: Before each of the two, and after one where `layer` has scales for that.
-      layer: This layer's parameters.
-      x: Residual stream.
-      context: What the mixer may ask; its key is this layer's, its rules say how `x` lies.
-      cache: The mixer's, of what came before.
-      rate: Of dropout on both branches.
-      ahead: Of a `Ladder`: whether branches read the stream without what the branch before adds, or with it, as of an
-        array.
-
-    Returns:
-      The residual stream, of the kind of `x`, the new cache (None without one), and what the branches told.
+    Attributes:
+      mixer: Branch that mixes the tokens.
+      mlp: Branch that reads each token alone; None for no second branch, and no norm before it.
+      norm: Norm before each branch, and after one where the parameters have scales for that.
+      dropout: Rate on both branches, while training.
     """
-    rules = context.rules
-    keys = (None,) * 4 if context.key is None else tuple(jax.random.split(context.key, 4))
 
-    # Where the two split the sequence differently: a gather into a branch, a scattered sum out of it.
-    def enter(x):
-        return gather(x, rules.outside, rules.inside)
+    mixer: Mixer
+    mlp: FeedForward | None
+    norm: Norm
+    dropout: float = 0.0
 
-    def leave(x):
-        return scatter(x, rules.inside, rules.outside)
+    def apply(
+        self,
+        params: dict[str, PyTree],
+        x: Kind,
+        context: Context,
+        cache: PyTree | None = None,
+        *,
+        ahead: bool | Bool[Array, ""] = True,
+    ) -> tuple[Kind, PyTree | None, Aux]:
+        """Applies one layer.
 
-    def post(name: str, out: jax.Array) -> jax.Array:
-        return norm.apply(layer[name], out) if name in layer else out
+        Args:
+          params: Parameters of this layer.
+          x: Residual stream.
+          context: What the mixer may ask; its key is this layer's, its rules say how `x` lies.
+          cache: Cache of the mixer, of the tokens before.
+          ahead: Whether branches read a `Ladder` without what the branch before adds; otherwise
+            with it. An array where the program decides.
 
-    def read(x: Stream) -> jax.Array:
-        if not isinstance(x, Ladder):
-            return x
-        return (
-            (x.x if ahead else x.whole)
-            if isinstance(ahead, bool)
-            else jnp.where(ahead, x.x, x.whole)
-        )
+        Returns:
+          The residual stream, of the kind of `x`, the new cache (None without one), and what the
+          branches told.
+        """
+        rules = context.rules
+        rate = self.dropout
+        keys = (None,) * 4 if context.key is None else tuple(jax.random.split(context.key, 4))
 
-    def add(x: Stream, y: jax.Array) -> Stream:
-        return Ladder(x.whole, y) if isinstance(x, Ladder) else x + y
+        # Where the two split the sequence differently: a gather into a branch, and a scattered sum
+        # out of it.
+        def enter(x):
+            return gather(x, rules.outside, rules.inside)
 
-    stream: Any = x  # of its kind, which the checker cannot follow through `add`
-    h = enter(norm.apply(layer["attn_norm"], read(stream)))
-    out, cache, aux = mixer.apply(layer, h, cache, context._replace(key=keys[0] if rate else None))
-    stream = add(stream, dropout(post("attn_post_norm", leave(out)), rate, keys[1]))
-    if mlp is not None:
-        h = enter(norm.apply(layer["mlp_norm"], read(stream)))
-        out, told = mlp.apply(layer, h, context._replace(key=keys[3]))
-        stream, aux = (
-            add(stream, dropout(post("mlp_post_norm", leave(out)), rate, keys[2])),
-            both(aux, told),
-        )
-    return checkpoint_name(stream, "residual"), cache, aux
+        def leave(x):
+            return scatter(x, rules.inside, rules.outside)
+
+        def post(name: str, out: jax.Array) -> jax.Array:
+            return self.norm.apply(params[name], out) if name in params else out
+
+        def read(x: Stream) -> jax.Array:
+            if not isinstance(x, Ladder):
+                return x
+            if isinstance(ahead, bool):
+                return x.x if ahead else x.whole
+            return jnp.where(ahead, x.x, x.whole)
+
+        def add(x: Stream, y: jax.Array) -> Stream:
+            return Ladder(x.whole, y) if isinstance(x, Ladder) else x + y
+
+        stream: Any = x  # of its kind, which the checker cannot follow through `add`
+        h = enter(self.norm.apply(params["attn_norm"], read(stream)))
+        mixer_key = keys[0] if rate else None
+        out, cache, aux = self.mixer.apply(params, h, cache, context._replace(key=mixer_key))
+        stream = add(stream, dropout(post("attn_post_norm", leave(out)), rate, keys[1]))
+        if self.mlp is not None:
+            h = enter(self.norm.apply(params["mlp_norm"], read(stream)))
+            out, told = self.mlp.apply(params, h, context._replace(key=keys[3]))
+            stream = add(stream, dropout(post("mlp_post_norm", leave(out)), rate, keys[2]))
+            aux = both(aux, told)
+        return checkpoint_name(stream, "residual"), cache, aux

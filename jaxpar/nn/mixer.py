@@ -67,6 +67,7 @@ __all__ = [
     "Mixer",
     "PreparesDecoding",
     "Rules",
+    "TokenInfo",
 ]
 
 
@@ -89,6 +90,30 @@ class Rules(NamedTuple):
 TRAINING = Rules(("batch", "seq", None), ("batch", "seq_layer", None))
 DECODING = Rules(("batch", None, None), ("batch", None, None))
 """While a cache is kept, T is a token or a prompt, which no mesh axis splits."""
+
+
+class TokenInfo(NamedTuple):
+    """Data of T tokens besides their features, as callers of a stack give them.
+
+    Attributes:
+      positions: Position of each token in its document; None to count from the document's start.
+      segments: Document numbers, where documents share a row; None for one a row. With a cache
+        give `starts`: numbers are of whole rows.
+      starts: Whether a document begins at each token; None for where `segments` change.
+      places: Index of each token in its row, where `jaxpar.nn.attention.context.in_order` put
+        tokens in another order; then positions are given as well.
+      valid: Number of tokens of each row that count, from the first on, 0 to T; None for all.
+      visible: Which of the T tokens each sees, besides what the mixer's rule allows; None for all.
+      weights: Weight of each token in auxiliary losses and metrics; None for equal weights.
+    """
+
+    positions: Int[Array, "B T"] | None = None
+    segments: Int[Array, "B T"] | None = None
+    starts: Bool[Array, "B T"] | None = None
+    places: Int[Array, "B T"] | None = None
+    valid: Int[Array, " B"] | None = None
+    visible: Bool[Array, "B T T"] | None = None
+    weights: Float[Array, "B T"] | None = None
 
 
 class Context(NamedTuple):

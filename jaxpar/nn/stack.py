@@ -6,20 +6,30 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxpar._older_fields import newer_arguments
 from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
 from jaxpar.mesh import constrain, gather, in_role, is_axes
 from jaxpar.nn.auxiliary import Aux, Max, both, over_all, over_layers, with_scalar_losses
-from jaxpar.nn.block import Kind, Ladder, Stream, block
+from jaxpar.nn.block import Kind, Ladder, ResidualBlock, Stream
 from jaxpar.nn.carried import PseudoTokens, StackCache, began, moved_on
 from jaxpar.nn.leaf import Leaf, init_leaves
 from jaxpar.nn.linear import on_weight
-from jaxpar.nn.mixer import DECODING, TRAINING, Context, FeedForward, Mixer, PreparesDecoding
+from jaxpar.nn.mixer import (
+    DECODING,
+    TRAINING,
+    Context,
+    FeedForward,
+    Mixer,
+    PreparesDecoding,
+    TokenInfo,
+)
 from jaxpar.nn.norm import Norm
 from jaxpar.nn.weights.ternary import Ternary, ternary
 from jaxpar.nn.weights.ternary import for_decoding as smallest
@@ -31,6 +41,9 @@ SAVED_NAMES = ("qkv", "attention", "mlp", "residual")
 REMATS = ("none", "dots", "names", "full", "offload", "blockwise")
 RESIDUALS = ("standard", "ladder")
 WEIGHTS = ("full", "ternary")
+
+OLDER = {name: f"info.{name}" for name in TokenInfo._fields}
+"""Arguments of `Stack.apply` and `Stack.context` that are fields of another argument today."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,52 +285,43 @@ class Stack:
         self,
         params: PyTree,
         x: Float[Array, "B T D"],
+        info: TokenInfo = TokenInfo(),
         *,
-        positions: Int[Array, "B T"] | None = None,
-        segments: Int[Array, "B T"] | None = None,
-        starts: Bool[Array, "B T"] | None = None,
-        places: Int[Array, "B T"] | None = None,
-        valid: Int[Array, " B"] | None = None,
-        visible: Bool[Array, "B T T"] | None = None,
         cache: StackCache | None = None,
         fresh: bool = False,
         key: PRNGKey | None = None,
         pseudo: PseudoTokens | None = None,
-        weights: Float[Array, "B T"] | None = None,
+        **older: Any,  # values of fields that were arguments, by `OLDER`
     ) -> tuple[Float[Array, "B T D"], StackCache | None, Aux]:
         """Computes the residual stream after all layers and the last norm, in `dtype`.
 
         Args:
           params: As from `init`, or from `hold` or `unstacked`.
           x: Residual stream.
-          positions: Place of each token in its document; by default counted from its start, or 0 .. T-1 on.
-          segments: Document numbers, where documents share a row; not with a cache, which is told `starts`.
-          starts: Where documents begin.
-          places: Place of each token in its row, where tokens were put in another order: see `jaxpar.nn.mixer.Context`;
-            then also positions are given.
-          valid: How many tokens of each row count, 0 to T: the cache returned is that after them; by default all.
-          visible: Which of the T tokens each may see, besides what the mixer's rule allows.
+          info: Data of the tokens besides `x`: their positions and documents, which of them count,
+            and which others each sees. The cache returned is after the tokens that count.
           cache: As from `init_cache` or an earlier call.
           fresh: Whether the cache is known to be empty: attention is then as in training, over the T tokens alone.
           key: Switches dropout on; consumed.
           pseudo: M more tokens, which enter at a later layer: x are then the T - M before them, positions and visible
             those of all T. Layers run unrolled. Not with documents that share a row, nor with a linear cache, which
             would keep them.
-          weights: Weight of each token in auxiliary losses and metrics; None for equal weights.
+          **older: Fields of `info`, by their names, which works until the first release.
 
         Returns:
           Outputs, the cache (a `StackCache`; None without one), and what the layers told.
 
         Raises:
           UsageError: If pseudo tokens enter at a layer that is not there.
+          TypeError: If a keyword is unknown.
         """
+        info = newer_arguments("Stack.apply", OLDER, {"info": info}, older)["info"]
         if pseudo is not None and pseudo.layer not in (None, *range(self.num_layers)):
             raise UsageError(
                 f"pseudo tokens enter at layer {pseudo.layer}; legal are 0 to {self.num_layers - 1}."
             )
         params = self.hold(params)
-        context = self.context(x, positions, segments, starts, cache, fresh, weights)
-        context = context._replace(valid=valid, visible=visible, key=key, places=places)
+        context = self.context(x, info, cache=cache, fresh=fresh, key=key)
         rules = context.rules
         x = constrain(x.astype(self.dtype), *rules.outside)
         # A cache that holds something would be copied by a loop, from its inputs to its outputs.
@@ -341,14 +345,24 @@ class Stack:
     def context(
         self,
         x: Float[Array, "B T D"],
-        positions: Int[Array, "B T"] | None = None,
-        segments: Int[Array, "B T"] | None = None,
-        starts: Bool[Array, "B T"] | None = None,
+        info: TokenInfo = TokenInfo(),
+        *,
         cache: StackCache | None = None,
         fresh: bool = False,
-        weights: Float[Array, "B T"] | None = None,
+        key: PRNGKey | None = None,
+        **older: Any,  # values of fields that were arguments, by `OLDER`
     ) -> Context:
-        """Returns what the mixers may ask, from the arguments of `apply`; segments and starts each follow."""
+        """Returns what the mixers may ask, from the arguments of `apply`.
+
+        Of segments and starts, the one that is not given follows from the other.
+
+        Raises:
+          UsageError: If segments are given with a cache that is not fresh.
+          TypeError: If a keyword is unknown.
+        """
+        info = newer_arguments("Stack.context", OLDER, {"info": info}, older)["info"]
+        segments = info.segments
+        starts = info.starts
         batch, length = x.shape[:2]
         places = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
         before = jnp.zeros((batch,), jnp.int32)
@@ -363,7 +377,7 @@ class Stack:
         elif segments is None and starts is not None:
             segments = jnp.cumsum(starts, 1, dtype=jnp.int32)
         first = began(places, starts, before)
-        positions = places - first if positions is None else positions
+        positions = places - first if info.positions is None else info.positions
         seen, rules = (None, TRAINING) if cache is None else (cache.seen, DECODING)
         rules = rules._replace(
             apart=not self.scan_layers and self.remat == "none",
@@ -373,11 +387,15 @@ class Stack:
             positions=positions,
             segments=segments,
             starts=starts,
+            valid=info.valid,
+            visible=info.visible,
             seen=seen,
             first=first,
             fresh=fresh,
+            key=key,
             rules=rules,
-            weights=weights,
+            places=info.places,
+            weights=info.weights,
         )
 
     def begin(self, x: Float[Array, "B T D"]) -> Stream:
@@ -419,9 +437,8 @@ class Stack:
         key = None if context.key is None else jax.random.fold_in(context.key, index)
         context = context._replace(key=key)
         ahead = index >= self.ladder_from if ahead is None else ahead
-        x, cache, aux = block(
-            mixer, self.mlp, self.norm, layer, x, context, cache, rate=self.dropout, ahead=ahead
-        )
+        block = ResidualBlock(mixer=mixer, mlp=self.mlp, norm=self.norm, dropout=self.dropout)
+        x, cache, aux = block.apply(layer, x, context, cache, ahead=ahead)
         if self.ranges:
             size = jnp.abs(jax.lax.stop_gradient(self.end(x)))
             if context.weights is not None:

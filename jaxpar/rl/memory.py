@@ -18,6 +18,7 @@ from jaxpar.nn import S5, SequenceCell
 from jaxpar.nn.attention import Attention, Visible
 from jaxpar.nn.cells.layer import cell_states, first_state
 from jaxpar.nn.leaf import Leaf, init_leaves
+from jaxpar.nn.mixer import TokenInfo
 from jaxpar.nn.mixers import CELLS, cell_of
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.position import Alibi, Rope
@@ -142,7 +143,8 @@ class StackMemory:
 
     def _apply(self, params, xs, starts, carry):
         x = jnp.swapaxes(xs, 0, 1) @ params["w_in"] + params["b_in"][None, None]
-        ys, cache, aux = self.stack.apply(params, x, starts=starts.T, cache=carry)
+        info = TokenInfo(starts=starts.T)
+        ys, cache, aux = self.stack.apply(params, x, info, cache=carry)
         assert cache is not None  # one was given
         converged = (
             aux.metrics["converged"].value > 0 if "converged" in aux.metrics else jnp.ones((), bool)

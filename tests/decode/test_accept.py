@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from exact_law import START, emitted, judged, law_error, program, random_chain, target_law, windows
 
-from jaxpar.decode import Tree, Verdict, chain, coupled, gumbel, rejection, verdict
+from jaxpar.decode import NoiseIndex, Tree, Verdict, chain, coupled, gumbel, rejection, verdict
 from jaxpar.decode.accept import _walk, expected_length
 from jaxpar.types import UsageError
 
@@ -23,7 +23,7 @@ reject = jax.jit(rejection, static_argnums=4, static_argnames="drawn")
 def requests(batch, start=5):
     """Seeds, positions and lineage of a batch of rows that differ."""
     seeds = np.arange(batch, dtype=np.int32)
-    return {"seeds": seeds, "positions": seeds % 3 + start, "lineage": seeds % 2}
+    return NoiseIndex(seeds=seeds, positions=seeds % 3 + start, lineage=seeds % 2)
 
 
 # ---------------------------------------------------------------- coupled
@@ -71,15 +71,14 @@ def test_any_draft_decodes_to_the_tokens_of_the_plain_loop():
     logits, start, length = np.log(random_chain(1, 4).astype(np.float32)), 2, 12
     batch = requests(6, start)
     longest = np.arange(start, start + 24, dtype=np.int32)
-    seeds, lineage = (
-        np.broadcast_to(batch[name][:, None], (6, 24)) for name in ("seeds", "lineage")
-    )
+    seeds = np.broadcast_to(batch.seeds[:, None], (6, 24))
+    lineage = np.broadcast_to(batch.lineage[:, None], (6, 24))
     noise = np.asarray(draw(KEY, seeds, np.broadcast_to(longest, (6, 24)), lineage, 4))
 
     def plain(row):
         tokens = list(START)
         for place in range(length):
-            at = int(batch["positions"][row]) - start + place
+            at = int(batch.positions[row]) - start + place
             tokens.append(int((logits[tokens[-2], tokens[-1]] + noise[row, at]).argmax()))
         return tokens[2:]
 
@@ -91,7 +90,7 @@ def test_any_draft_decodes_to_the_tokens_of_the_plain_loop():
             tokens[:, 0] = [row[-1] for row in have]
             before = tokens[:, [0, *tree.parents[1:]]]
             before[:, 0] = [row[-2] for row in have]
-            at = np.array([len(row) - 2 for row in have]) + np.asarray(batch["positions"]) - start
+            at = np.array([len(row) - 2 for row in have]) + np.asarray(batch.positions) - start
             places = at[:, None] + tree.depth[None]
             scores = logits[before, tokens] + noise[np.arange(6)[:, None], places]
             new = [np.asarray(each) for each in keep(scores, tokens, tree)]
@@ -226,13 +225,13 @@ def test_the_law_of_sampled_tokens_is_the_targets(drawn):
         random_chain(21, size).astype(np.float32),
     )
     rows = np.arange(num, dtype=np.int32)
-    request = {"seeds": rows % 100, "positions": rows // 100 + 4, "lineage": rows % 7}
+    request = NoiseIndex(seeds=rows % 100, positions=rows // 100 + 4, lineage=rows % 7)
     tree = Tree((-1, 0, 0, 1, 2))
 
     def noise(place, child):  # of the same key as `rejection`'s: a draft may have used it
         key = KEY if child == 0 else jax.random.fold_in(KEY, 1000 + child)
         return np.asarray(
-            draw(key, request["seeds"], request["positions"] + place, request["lineage"], size)
+            draw(key, request.seeds, request.positions + place, request.lineage, size)
         )
 
     def drafts(law):  # two of each row's law, then
@@ -260,7 +259,7 @@ def test_the_law_of_sampled_tokens_is_the_targets(drawn):
         [np.full(num, START[0]), *(tokens[:, parent] for parent in tree.parents[1:])], axis=1
     )
     p, q = (np.log(chain[before, tokens]) for chain in (target, draft))
-    got = reject(KEY, p, None if drawn == "top" else q, tokens, tree, drawn=drawn, **request)
+    got = reject(KEY, p, None if drawn == "top" else q, tokens, tree, request, drawn=drawn)
 
     new, count = np.asarray(got.tokens), np.asarray(got.count)
     pairs = np.bincount(new[count > 1, 0] * size + new[count > 1, 1], minlength=size**2)
@@ -289,11 +288,11 @@ def some_windows(batch, tree, dtype=np.float32):
 def test_what_a_row_draws_is_no_matter_of_its_company():
     p, q, tokens = some_windows(64, BUSHY)
     request, order = requests(64), np.random.default_rng(0).permutation(64)
-    want = reject(KEY, p, q, tokens, BUSHY, **request)
+    want = reject(KEY, p, q, tokens, BUSHY, request)
     assert len(np.unique(want.tokens, axis=0)) > 10
     for rows in (order, np.full(64, 3)):  # moved, and in the company of nothing but its like
-        moved = {name: each[rows] for name, each in request.items()}
-        got = reject(KEY, p[rows], q[rows], tokens[rows], BUSHY, **moved)
+        moved = jax.tree.map(lambda each, rows=rows: each[rows], request)
+        got = reject(KEY, p[rows], q[rows], tokens[rows], BUSHY, moved)
         for new, old in zip(got, want, strict=True):
             np.testing.assert_array_equal(new, np.asarray(old)[rows])
 
@@ -301,13 +300,13 @@ def test_what_a_row_draws_is_no_matter_of_its_company():
 def test_the_bonus_token_of_a_leaf_is_that_of_a_window_of_one_at_its_place():
     p, q, tokens = some_windows(64, BUSHY)
     request = requests(64)
-    got = jax.device_get(reject(KEY, p, q, tokens, BUSHY, **request))
+    got = jax.device_get(reject(KEY, p, q, tokens, BUSHY, request))
     rows, ends = np.arange(64), np.take_along_axis(got.path, got.count[:, None] - 1, 1)[:, 0]
-    alone = request | {"positions": request["positions"] + BUSHY.depth[ends]}
+    alone = request._replace(positions=request.positions + BUSHY.depth[ends])
     new = reject(
-        KEY, p[rows, ends][:, None], None, tokens[:, :1], chain(0), drawn="top", **alone
+        KEY, p[rows, ends][:, None], None, tokens[:, :1], chain(0), alone, drawn="top"
     ).tokens[:, 0]
-    noise = draw(jax.random.split(KEY)[1], alone["seeds"], alone["positions"], alone["lineage"], 5)
+    noise = draw(jax.random.split(KEY)[1], alone.seeds, alone.positions, alone.lineage, 5)
     np.testing.assert_array_equal((jax.nn.log_softmax(p[rows, ends]) + noise).argmax(-1), new)
     leaf = (BUSHY.children[ends] < 0).all(1)
     assert set(got.count[leaf]) == {2, 3, 4}
@@ -317,12 +316,12 @@ def test_the_bonus_token_of_a_leaf_is_that_of_a_window_of_one_at_its_place():
 def test_one_more_axis_by_vmap():
     p, q, tokens = some_windows(64, BUSHY)
     request = requests(64)
-    want = reject(KEY, p, q, tokens, BUSHY, **request)
+    want = reject(KEY, p, q, tokens, BUSHY, request)
     folded = jax.tree.map(
         lambda each: each.reshape(2, 32, *each.shape[1:]), (p, q, tokens, request)
     )
     got = jax.jit(
-        jax.vmap(lambda p, q, tokens, request: rejection(KEY, p, q, tokens, BUSHY, **request))
+        jax.vmap(lambda p, q, tokens, request: rejection(KEY, p, q, tokens, BUSHY, request))
     )(*folded)
     jax.tree.map(
         lambda got, want: np.testing.assert_array_equal(got.reshape(want.shape), want), got, want
@@ -331,13 +330,14 @@ def test_one_more_axis_by_vmap():
 
 def test_seed_position_and_lineage_each_change_walk_and_bonus_token():
     p, q, tokens = (np.repeat(each, 64, axis=0) for each in some_windows(1, BUSHY))
-    fixed = {name: np.zeros(64, np.int32) for name in ("seeds", "positions", "lineage")}
-    assert len(np.unique(reject(KEY, p, q, tokens, BUSHY, **fixed).tokens, axis=0)) == 1
+    zeros = np.zeros(64, np.int32)
+    fixed = NoiseIndex(seeds=zeros, positions=zeros, lineage=zeros)
+    assert len(np.unique(reject(KEY, p, q, tokens, BUSHY, fixed).tokens, axis=0)) == 1
     ends, new = [], []
-    for name in fixed:
-        request = fixed | {name: np.arange(64, dtype=np.int32)}
-        ends.append(np.asarray(reject(KEY, p, q, tokens, BUSHY, **request).path).max(1))
-        alone = reject(KEY, p[:, :1], None, tokens[:, :1], chain(0), drawn="top", **request)
+    for name in NoiseIndex._fields:
+        request = fixed._replace(**{name: np.arange(64, dtype=np.int32)})
+        ends.append(np.asarray(reject(KEY, p, q, tokens, BUSHY, request).path).max(1))
+        alone = reject(KEY, p[:, :1], None, tokens[:, :1], chain(0), request, drawn="top")
         new.append(np.asarray(alone.tokens)[:, 0])
     for draws in (ends, new):
         assert all(len(np.unique(each)) >= 2 for each in draws)
@@ -359,7 +359,7 @@ def test_masked_tokens_are_never_emitted(drawn):
     assert np.isfinite(accept).all() and np.isfinite(bonus).all()
     assert (accept[::2, 1:] == 0).all() and (bonus[..., 2] == 0).all()
     np.testing.assert_allclose(bonus.sum(-1), 1, rtol=1e-5)
-    got = reject(KEY, p, q, tokens, BUSHY, drawn=drawn, **requests(64))
+    got = reject(KEY, p, q, tokens, BUSHY, requests(64), drawn=drawn)
     new = [row[:count] for row, count in zip(got.tokens.tolist(), got.count.tolist(), strict=True)]
     assert all(2 not in row and 4 not in row[1:] for row in new)
 
@@ -368,7 +368,7 @@ def test_laws_are_of_single_precision_at_least(x64):
     p, _, tokens = some_windows(4096, chain(0), jnp.bfloat16)
     tokens_of = {}
     for dtype in (jnp.bfloat16, jnp.float32, jnp.float64):
-        got = reject(KEY, p.astype(dtype), None, tokens, chain(0), drawn="top", **requests(4096))
+        got = reject(KEY, p.astype(dtype), None, tokens, chain(0), requests(4096), drawn="top")
         assert {each.dtype for each in got} == {jnp.dtype(jnp.int32)}
         assert (got.count == 1).all() and (got.path == 0).all() and got.tokens.shape == (4096, 1)
         tokens_of[dtype] = np.asarray(got.tokens)
@@ -416,13 +416,49 @@ def test_what_does_not_fit_is_refused():
     ):
         coupled(p, tokens, chain(1))
     with pytest.raises(UsageError, match="needs scores"):
-        rejection(KEY, p[:1], q, tokens, chain(2), **requests(2))
+        rejection(KEY, p[:1], q, tokens, chain(2), requests(2))
     with pytest.raises(
         UsageError,
         match=r"draft_logits must have the shape \[2, 3, 5\] unless drawn='top', not None",
     ):
-        rejection(KEY, p, None, tokens, chain(2), **requests(2))
+        rejection(KEY, p, None, tokens, chain(2), requests(2))
     with pytest.raises(UsageError, match=r"not \[2, 3, 4\]"):
-        rejection(KEY, p, q[..., :4], tokens, chain(2), **requests(2))
+        rejection(KEY, p, q[..., :4], tokens, chain(2), requests(2))
     with pytest.raises(UsageError, match="drawn='typical' is unknown; legal are with_replacement"):
-        rejection(KEY, p, q, tokens, chain(2), drawn="typical", **requests(2))  # type: ignore[arg-type]
+        rejection(KEY, p, q, tokens, chain(2), requests(2), drawn="typical")  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- older arguments
+
+
+def test_older_arguments_of_rejection_are_fields_of_the_index():
+    p, q, tokens = some_windows(8, BUSHY)
+    index = requests(8)
+    want = reject(KEY, p, q, tokens, BUSHY, index)
+    sentence = r"rejection\(seeds, positions, lineage\) is now \(index.seeds, index.positions, "
+    with pytest.warns(FutureWarning, match=sentence) as record:
+        got = rejection(
+            KEY,
+            jnp.asarray(p),
+            jnp.asarray(q),
+            jnp.asarray(tokens),
+            BUSHY,
+            seeds=index.seeds,
+            positions=index.positions,
+            lineage=index.lineage,
+        )
+    assert len(record) == 1 and record[0].filename == __file__
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_rejection_takes_a_whole_index_and_no_other_keyword():
+    p, q, tokens = some_windows(2, chain(2))
+    with pytest.raises(TypeError, match="'seeds', 'positions', and 'lineage'"):
+        rejection(KEY, p, q, tokens, chain(2))
+    with (
+        pytest.warns(FutureWarning, match=r"rejection\(seeds\)"),
+        pytest.raises(TypeError, match="'positions' and 'lineage'"),
+    ):
+        rejection(KEY, p, q, tokens, chain(2), seeds=requests(2).seeds)
+    with pytest.raises(TypeError, match=r"rejection\(\) got an unexpected .* 'seed'"):
+        rejection(KEY, p, q, tokens, chain(2), requests(2), seed=requests(2).seeds)

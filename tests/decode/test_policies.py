@@ -16,7 +16,7 @@ from jaxpar.decode.blocks import BlockCache
 from jaxpar.lm import Decoder
 from jaxpar.lm.model import embed, logits
 from jaxpar.nn.attention import PositionRule, finish
-from jaxpar.nn.mixer import Context
+from jaxpar.nn.mixer import Context, TokenInfo
 from jaxpar.nn.position import Rope
 from jaxpar.types import UsageError
 
@@ -193,8 +193,8 @@ def test_sinks_and_window_equal_the_whole_model_under_their_mask(x64):
     @jit
     def scores(params, tokens):
         x = embed(params, tokens, jnp.broadcast_to(places, tokens.shape), CONFIG)
-        visible = jnp.broadcast_to(seen, (len(tokens), *seen.shape))
-        return logits(params, CONFIG.stack().apply(params, x, visible=visible)[0], CONFIG)
+        info = TokenInfo(visible=jnp.broadcast_to(seen, (len(tokens), *seen.shape)))
+        return logits(params, CONFIG.stack().apply(params, x, info)[0], CONFIG)
 
     want = np.asarray(scores(params, out.tokens)).argmax(-1)
     np.testing.assert_array_equal(out.tokens[:, 7:], want[:, 6:-1])

@@ -11,7 +11,7 @@ from fast import jit
 
 from jaxpar.decode import SinksAndWindow, Tree, chain
 from jaxpar.decode.blocks import BlockCache
-from jaxpar.decode.reader import begin, keep, look
+from jaxpar.decode.reader import ReadingOptions, begin, keep, look
 from jaxpar.nn.attention import LinearCache
 from jaxpar.nn.stack import StackCache
 
@@ -109,13 +109,12 @@ def test_a_reading_is_its_tokens_and_where_they_stand(readers, tree):
     """Readers keep a path of each window, or its first tokens; each sees those, its prompt and no others."""
     model, rng = Marks(recurrent=tree.size == tree.max_depth + 1), np.random.default_rng(0)
     start, see, take = (
-        jit(begin, static_argnums=0, static_argnames=("room", "readers", "block")),
+        jit(begin, static_argnums=0, static_argnames="options"),
         jit(look, static_argnums=(0, 4)),
         jit(keep, static_argnums=0),
     )
-    _, reading = start(
-        model, {}, PROMPT, jnp.array(LENGTHS), room=ROOM, readers=readers, block=BLOCK
-    )
+    options = ReadingOptions(room=ROOM, readers=readers, block=BLOCK)
+    _, reading = start(model, {}, PROMPT, jnp.array(LENGTHS), options=options)
     needs = [5 + ROOM] if readers == 1 else [5, *[ROOM] * readers]
     assert reading.forest.num_blocks == sum(-(-need // BLOCK) for need in needs)
     texts = [list(PROMPT[row, : LENGTHS[row]]) for row in range(ROWS) for _ in range(readers)]
@@ -163,9 +162,9 @@ def test_a_policy_begins_with_the_reading():
         def stored(self, memory, k, blocks):
             return memory + (blocks < 2).sum()
 
-    given = dict(room=ROOM, readers=3, block=BLOCK, policy=Remembers())
+    options = ReadingOptions(room=ROOM, readers=3, block=BLOCK, policy=Remembers())
     (layer, _) = jax.eval_shape(
-        lambda: begin(Marks(), {}, PROMPT, jnp.array(LENGTHS), **given)[1]
+        lambda: begin(Marks(), {}, PROMPT, jnp.array(LENGTHS), options)[1]
     ).layers
     assert layer.policy == Remembers() and layer.memory.shape == (ROWS, 3)
     layer = BlockCache.empty(ROWS, 1, 2, BLOCK, 2, "float32").with_policy(Remembers(), 3)

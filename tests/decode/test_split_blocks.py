@@ -19,7 +19,7 @@ from jaxpar.aot import hlo
 from jaxpar.decode import Sampling
 from jaxpar.decode import forest as tables
 from jaxpar.decode.blocks import BlockCache
-from jaxpar.decode.reader import begin
+from jaxpar.decode.reader import ReadingOptions, begin
 from jaxpar.lm.params import axes as axes_of
 from jaxpar.lm.sample import Decoder
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, shard, use_mesh
@@ -85,7 +85,8 @@ class Silent(NamedTuple):
 def test_devices_are_dealt_the_blocks_of_a_row_in_turn():
     """So that each reads as much of it as any other, however long it is: 7 of 8 blocks are needed."""
     with use_mesh(make_mesh(MeshSpec(context=4, tensor=2)), SPLIT):
-        run = jit(functools.partial(begin, Silent(), None, room=5, readers=2, block=BLOCK))
+        options = ReadingOptions(room=5, readers=2, block=BLOCK)
+        run = jit(functools.partial(begin, Silent(), None, options=options))
         _, reading = run(jnp.zeros((1, 9), jnp.int32), jnp.full((1,), 9))
     assert reading.forest.owner[0].reshape(4, 2).T.tolist() == [[0, 0, 0, 1], [1, 2, 2, -1]]
     assert reading.forest.order[0].reshape(4, 2).T.tolist() == [[0, 1, 2, 0], [1, 0, 1, 0]]

@@ -21,6 +21,7 @@ from jaxpar.lm.model import apply
 from jaxpar.lm.params import abstract, axes
 from jaxpar.lm.sample import generate
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, rules_from, use_mesh
+from jaxpar.nn import TokenInfo
 from jaxpar.types import UsageError
 
 CONFIGS = {
@@ -127,7 +128,8 @@ def test_packed_and_padded_rows_equal_the_twin_in_float64(config, folder):
     with jax.enable_x64(True):
         read, params = from_hf(folder, dtype="float64", param_dtype=jnp.float64)
         assert {x.dtype for x in jax.tree.leaves(params)} == {np.dtype(np.float64)}
-        ours = np.asarray(logits(params, tokens, read, positions=POSITIONS, segments=SEGMENTS))
+        info = TokenInfo(positions=POSITIONS, segments=SEGMENTS)
+        ours = np.asarray(logits(params, tokens, read, info))
     assert ours.dtype == np.float64 and np.abs(ours).max() > 0.5
     for row, starts in enumerate(DOCUMENTS):
         for start, stop in itertools.pairwise((*starts, 20)):

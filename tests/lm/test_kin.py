@@ -17,6 +17,7 @@ from jaxpar.lm.loss import loss
 from jaxpar.lm.model import apply
 from jaxpar.lm.params import abstract, axes
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, use_mesh
+from jaxpar.nn import TokenInfo
 from jaxpar.nn.attention import Visibility, attention
 from jaxpar.nn.attention.blockwise import attention_by_blocks
 from jaxpar.types import UsageError
@@ -84,7 +85,8 @@ def test_round_trip_is_exact_and_of_its_architecture(name, folders):
 def test_logits_of_packed_rows_equal_the_twin_in_float64(name, folders):
     with jax.enable_x64(True):
         config, params = from_hf(folders / name, dtype="float64", param_dtype=jnp.float64)
-        ours = np.asarray(logits(params, TOKENS, config, positions=POSITIONS, segments=SEGMENTS))
+        info = TokenInfo(positions=POSITIONS, segments=SEGMENTS)
+        ours = np.asarray(logits(params, TOKENS, config, info))
     assert ours.dtype == np.float64 and np.abs(ours).max() > 0.5
     np.testing.assert_allclose(
         ours, kin_logits(folders / name, TOKENS, STARTS), atol=1e-9, rtol=1e-9

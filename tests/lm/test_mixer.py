@@ -18,6 +18,7 @@ from jaxpar.lm.mixers import with_mixer
 from jaxpar.lm.params import axes, decay_mask, leaves
 from jaxpar.lm.sample import empty_cache, extend
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
+from jaxpar.nn.mixer import TokenInfo
 from jaxpar.nn.mixers import CELLS
 from jaxpar.optim import muon_dimensions
 from jaxpar.types import UsageError
@@ -62,7 +63,8 @@ def test_a_place_sees_its_past_and_nothing_else(name):
     def influence(params, segments):
         def mixed(table):
             params_ = params | {"embedding": table}
-            return apply(params_, np.arange(T)[None], MODELS[name], segments=segments)[0] @ mix
+            info = TokenInfo(segments=segments)
+            return apply(params_, np.arange(T)[None], MODELS[name], info)[0] @ mix
 
         return jnp.linalg.norm(jax.jacrev(mixed)(params["embedding"])[:, :T], axis=-1)
 

@@ -16,8 +16,9 @@ from traced import count_products
 
 from jaxpar.lm import apply, loss, model
 from jaxpar.lm.sample import empty_cache, extend
-from jaxpar.nn import stack
+from jaxpar.nn import TokenInfo
 from jaxpar.nn.auxiliary import NOTHING
+from jaxpar.nn.block import ResidualBlock
 from jaxpar.types import UsageError
 
 T = 7
@@ -63,7 +64,8 @@ def test_no_place_sees_what_comes_later_in_the_cache(name):
 def test_no_document_sees_another(name):
     segments, positions = np.array([[0, 0, 0, 1, 1, 2, 2]]), np.array([[0, 1, 2, 0, 1, 0, 1]])
     params = tiny.params_of(MODELS[name])
-    packed = functools.partial(apply, config=MODELS[name], segments=segments, positions=positions)
+    info = TokenInfo(segments=segments, positions=positions)
+    packed = functools.partial(apply, config=MODELS[name], info=info)
     seen = influence(packed, params)
     np.testing.assert_array_equal(seen != 0, np.tril(segments[0][:, None] == segments[0][None, :]))
     # And each document gets what it gets alone.
@@ -71,6 +73,27 @@ def test_no_document_sees_another(name):
     ends = ((0, 3), (3, 5), (5, 7))
     alone = [tiny.logits(params, tokens[:, a:b], MODELS[name]) for a, b in ends]
     assert_close(jit(packed)(params, tokens), np.concatenate(alone, 1), 2e-6)
+
+
+def test_older_arguments_of_apply_are_fields_of_info(x64):
+    config = MODELS["llama"]
+    params = tiny.params_of(config)
+    segments = np.array([[0, 0, 0, 1, 1, 2, 2]])
+    positions = np.array([[0, 1, 2, 0, 1, 0, 1]])
+    tokens = np.arange(T)[None]
+    info = TokenInfo(segments=segments, positions=positions)
+    want = jit(lambda params: apply(params, tokens, config, info))(params)
+
+    def older(params):
+        return apply(params, tokens, config, segments=segments, positions=positions)
+
+    sentence = r"apply\(segments, positions\) is now \(info.segments, info.positions\);"
+    with pytest.warns(FutureWarning, match=sentence) as record:
+        got = jit(older)(params)
+    assert len(record) == 1 and record[0].filename == __file__
+    np.testing.assert_array_equal(got, want)
+    with pytest.raises(TypeError, match=r"apply\(\) got an unexpected keyword argument 'starts'"):
+        apply(params, tokens, config, starts=positions == 0)
 
 
 # ---------------------------------------------------------------- ways to compute
@@ -129,7 +152,7 @@ def test_remat_recomputes_what_it_says():
 def test_every_layer_and_the_embedding_have_keys_of_their_own(monkeypatch):
     keys = []
 
-    def spy(mixer, mlp, norm, layer, x, context, cache, **options):
+    def spy(block, layer, x, context, cache, **options):
         keys.append(jax.random.key_data(context.key))
         return x, None, NOTHING
 
@@ -137,7 +160,7 @@ def test_every_layer_and_the_embedding_have_keys_of_their_own(monkeypatch):
         keys.append(jax.random.key_data(key))
         return x
 
-    monkeypatch.setattr(stack, "block", spy)
+    monkeypatch.setattr(ResidualBlock, "apply", spy)
     monkeypatch.setattr(model, "dropout", spy_dropout)
     config = with_fields(MODELS["llama"], dropout=0.5, num_layers=3, scan_layers=False)
     apply(tiny.params_of(config), tiny.tokens(), config, dropout_key=jax.random.key(1))

@@ -26,8 +26,8 @@ from jaxpar.lm import (
     axes,
     init,
 )
-from jaxpar.lm.loss import cross_entropy_and_z
-from jaxpar.lm.objectives import objective_stages, preference_loss
+from jaxpar.lm.loss import CrossEntropyOptions, cross_entropy_and_z
+from jaxpar.lm.objectives import Teacher, objective_stages, preference_loss
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, shard, use_mesh
 from jaxpar.pipeline.accumulation import InTurn, layer_by_layer
 from jaxpar.types import UsageError
@@ -80,11 +80,10 @@ def test_smoothed_targets_are_numpys(z_loss, cap):
     rng, s = np.random.default_rng(0), 0.3
     x, head = rng.standard_normal((2, 5, 8)), rng.standard_normal((16, 8))
     targets, weights = rng.integers(0, 16, (2, 5)), rng.random((2, 5))
+    options = CrossEntropyOptions(chunk=3, z_loss=z_loss, logit_cap=cap, smoothing=s)
     with jax.enable_x64(True):
         got = jax.value_and_grad(
-            lambda x, head: cross_entropy_and_z(
-                x, head, targets, weights, 3, False, z_loss, cap, s
-            )[0],
+            lambda x, head: cross_entropy_and_z(x, head, targets, weights, options)[0],
             (0, 1),
         )(jnp.asarray(x), jnp.asarray(head))
     u = x @ head.T
@@ -104,7 +103,7 @@ def test_distillation_is_numpys(parts):
     objective = ObjectiveConfig(label_smoothing=s, distil=share, temperature=temperature)
     with jax.enable_x64(True):
         params, teacher, batch = drawn(0), drawn(1, TEACHER), batch_of()
-        got = gradient(objective, params, batch, parts, teacher=(TEACHER, teacher))
+        got = gradient(objective, params, batch, parts, teacher=Teacher(TEACHER, teacher))
         z, back = logits_and_back(params, batch["tokens"])
         z_teacher = np.asarray(apply(teacher, jnp.asarray(batch["tokens"]), TEACHER))
         w = batch["weights"] / batch["weights"].sum()
@@ -225,7 +224,7 @@ def test_adapters_learn_a_teachers_laws():
     )
     state, teacher = trainer.init(jax.random.key(0)), drawn(1, NARROW)
     told = stepped(trainer, state, [batch_of() | {"teacher": teacher}])[1]
-    plain = objective_stages(NARROW, objective, teacher=(NARROW, teacher))
+    plain = objective_stages(NARROW, objective, teacher=Teacher(NARROW, teacher))
     (value, aux), _ = jax.jit(lambda params: InTurn()(plain, params, batch_of(), None, 1))(
         state.params
     )

@@ -15,6 +15,7 @@ from jaxpar.aot.verify.collectives import found_transfers
 from jaxpar.lm import OptimizerConfig, Trainer, apply, axes, loss
 from jaxpar.lm.transfers import context_bytes, declared_transfers
 from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, shard, use_mesh
+from jaxpar.nn import TokenInfo
 from jaxpar.nn.attention.context import MOVES, Order, Sizes, choose_move, in_order, move_for, padded
 from jaxpar.nn.attention.context.token_orders import ORDERS
 from jaxpar.transfers import SMALL, sum_by_axis
@@ -401,10 +402,8 @@ def test_positions_alone_tell_any_order(x64):
 def masked(model):
     tokens = batch_of()["tokens"]
     with use_mesh(make_mesh(MeshSpec(data=2, context=4))):
-        seen = np.ones((ROWS, LENGTH, LENGTH), bool)
-        jax.eval_shape(
-            lambda params: apply(params, tokens, model, visible=seen), noisy_params(model)
-        )
+        info = TokenInfo(visible=np.ones((ROWS, LENGTH, LENGTH), bool))
+        jax.eval_shape(lambda params: apply(params, tokens, model, info), noisy_params(model))
 
 
 @pytest.mark.parametrize(

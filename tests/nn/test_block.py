@@ -10,7 +10,7 @@ from fast import jit, noisy_params
 from lm_configs import llama, lm_config
 from tolerance import EXACT_MATHS, assert_close
 
-from jaxpar.nn.block import block, dropout
+from jaxpar.nn.block import ResidualBlock, dropout
 from jaxpar.nn.mixer import Context
 from jaxpar.nn.position import Rope
 
@@ -198,7 +198,8 @@ def test_scores_depend_on_distance_alone():
 
 def layer_of(config, layer, x, context):
     stack = config.stack()
-    return block(stack.mixer, stack.mlp, stack.norm, layer, x, context, rate=stack.dropout)
+    block = ResidualBlock(mixer=stack.mixer, mlp=stack.mlp, norm=stack.norm, dropout=stack.dropout)
+    return block.apply(layer, x, context)
 
 
 LAYERS = {

@@ -8,7 +8,7 @@ from fast import jit
 from tolerance import assert_close
 
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-from jaxpar.nn.mixer import Context
+from jaxpar.nn.mixer import Context, TokenInfo
 from jaxpar.nn.mixers import BlockRecurrent
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.stack import Stack
@@ -107,7 +107,7 @@ def value_and_gradient(mixer, starts):
     params = jax.tree.map(lambda x: x[0], params_of(mixer)["layers"]["mixer"])
 
     def whole(p, x):
-        context = stack_of(mixer).context(x, starts=jnp.asarray(starts))
+        context = stack_of(mixer).context(x, TokenInfo(starts=jnp.asarray(starts)))
         return (mixer.apply({"mixer": p}, x, None, context)[0] * mix).sum()
 
     return jit(jax.value_and_grad(whole, (0, 1)))(params, x), (params, x), mix
@@ -158,10 +158,10 @@ def test_decoding_token_by_token_equals_training_over_windows(gate, dtype, toler
         drawn(T + 1, 2).astype(dtype),
     )
     starts = np.concatenate([STARTS[:, :1] & False, STARTS], 1).repeat(2, 0)
-    want = jit(lambda p, x: stack.apply(p, x, starts=starts)[0])(params, x)
+    want = jit(lambda p, x: stack.apply(p, x, TokenInfo(starts=starts))[0])(params, x)
     step = jit(
         lambda p, x, starts, cache, valid: stack.apply(
-            p, x, starts=starts, cache=cache, valid=valid
+            p, x, TokenInfo(starts=starts, valid=valid), cache=cache
         )[:2]
     )
     cache, place, got = stack.init_cache(2, 4), np.zeros(2, int), np.zeros_like(want)
@@ -221,7 +221,7 @@ def test_what_cannot_be_is_refused():
     stack = stack_of(layer(), "float32")
     x, params = jnp.ones((8, 4, D)), params_of(layer(), np.float32)
     with pytest.raises(UsageError, match="a block-recurrent mixer cannot honour visible"):
-        stack.apply(params, x, visible=jnp.ones((8, 4, 4), bool))
+        stack.apply(params, x, TokenInfo(visible=jnp.ones((8, 4, 4), bool)))
     with (
         use_mesh(make_mesh(MeshSpec(context=2, data=4))),
         pytest.raises(UsageError, match="give mesh.context=1"),

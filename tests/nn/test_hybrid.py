@@ -13,7 +13,8 @@ from tolerance import EXACT_MATHS, assert_close
 from jaxpar.mesh import MeshSpec, make_mesh, shard, use_mesh
 from jaxpar.nn import MinGRU, ParaGRU
 from jaxpar.nn.attention import Attention
-from jaxpar.nn.block import block
+from jaxpar.nn.block import ResidualBlock
+from jaxpar.nn.mixer import TokenInfo
 from jaxpar.nn.mixers import Hgrn, Recurrent
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.position import Rope
@@ -39,11 +40,12 @@ def drawn(stack=STACK):
 
 def by_hand(params, x, stack=STACK):
     """One layer after the other, each found by its number."""
-    context = stack.context(x, starts=STARTS)
+    context = stack.context(x, TokenInfo(starts=STARTS))
     for number in range(L):
         mixer = (ATTENTION, MIN_GRU)[number % 2]
         layer = jax.tree.map(lambda leaf, n=number: leaf[n // 2], params["layers"][str(number % 2)])
-        x, _, _ = block(mixer, stack.mlp, stack.norm, layer, x, context)
+        block = ResidualBlock(mixer=mixer, mlp=stack.mlp, norm=stack.norm)
+        x, _, _ = block.apply(layer, x, context)
     return stack.norm.apply(params["final_norm"], x)
 
 
@@ -65,7 +67,9 @@ def plain():
 )
 def test_it_is_a_plain_loop_over_its_layers_in_value_and_gradient(changes, x64):
     stack, (params, x) = dataclasses.replace(STACK, **changes), drawn()
-    got = value_and_gradients(lambda p, x: stack.apply(p, x, starts=STARTS)[0], params, x)
+    got = value_and_gradients(
+        lambda p, x: stack.apply(p, x, TokenInfo(starts=STARTS))[0], params, x
+    )
     assert_close(got, plain(), TOLERANCE)
 
 
@@ -79,7 +83,11 @@ def test_parts_from_the_cache_are_the_whole(x64):
 
     def parts(params, x):
         first, cache, _ = STACK.apply(
-            params, x[:, :4], cache=STACK.init_cache(B, T), fresh=True, starts=STARTS[:, :4]
+            params,
+            x[:, :4],
+            TokenInfo(starts=STARTS[:, :4]),
+            cache=STACK.init_cache(B, T),
+            fresh=True,
         )
         assert cache.layers[1].shape == (B, 8) and cache.layers[2].keys.shape == (B, 2, T, 4)
         second, _, _ = STACK.apply(STACK.for_decoding(params), x[:, 4:], cache=cache)
@@ -126,7 +134,7 @@ def test_what_one_mixer_tells_alone_is_told():
 def test_on_devices_it_is_what_it_is_on_one():
     stack = dataclasses.replace(STACK, dtype="float32")
     params, x = drawn(stack)
-    run = lambda p, x: stack.apply(p, x, starts=STARTS)[0]  # noqa: E731
+    run = lambda p, x: stack.apply(p, x, TokenInfo(starts=STARTS))[0]  # noqa: E731
     want = value_and_gradients(run, params, x)
     axes = jax.tree.map(
         lambda leaf: leaf.axes, stack.leaves(), is_leaf=lambda v: hasattr(v, "init")

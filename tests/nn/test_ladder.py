@@ -18,8 +18,8 @@ from jaxpar.lm.params import axes as axes_of
 from jaxpar.lm.stages import stages
 from jaxpar.mesh import MeshSpec, make_mesh, shard, use_mesh
 from jaxpar.nn.auxiliary import NOTHING
-from jaxpar.nn.block import Ladder, block
-from jaxpar.nn.mixer import Context
+from jaxpar.nn.block import Ladder, ResidualBlock
+from jaxpar.nn.mixer import Context, TokenInfo
 from jaxpar.nn.stack import PseudoTokens
 from jaxpar.pipeline.accumulation import layer_by_layer
 from jaxpar.types import UsageError
@@ -106,9 +106,8 @@ def test_the_first_two_branches_read_the_embedding_and_each_one_after_waits_one_
     layer, x = {"attn_norm": None, "mlp_norm": None}, jnp.ones((1, 1, 1))
     stream, states = Ladder(x, jnp.zeros_like(x)), []
     for _ in range(2):
-        stream, _, _ = block(
-            Times(2), Times(3), Same(), layer, stream, Context(jnp.zeros((1, 1), int))
-        )
+        block = ResidualBlock(mixer=Times(2), mlp=Times(3), norm=Same())
+        stream, _, _ = block.apply(layer, stream, Context(jnp.zeros((1, 1), int)))
         states.append(float(stream.whole[0, 0, 0]))
     # x: 1, 1 | + 2 * 1 = 3 | + 3 * 1 = 6 | + 2 * 3 = 12 | + 3 * 6 = 30
     assert states == [6, 30] and float(stream.x[0, 0, 0]) == 12
@@ -208,9 +207,8 @@ def test_pseudo_tokens_enter_a_ladder_with_nothing_pending(x64):
     visible = jnp.broadcast_to(jnp.tril(jnp.ones((T + 1, T + 1), bool)), (B, T + 1, T + 1))
     positions = jnp.broadcast_to(jnp.arange(T + 1), (B, T + 1))
     pseudo = PseudoTokens(1, 1, lambda states: 2 * states[:, -1:])
-    got = jit(
-        lambda p, x: stack.apply(p, x, positions=positions, visible=visible, pseudo=pseudo)[0]
-    )(params, x)
+    info = TokenInfo(positions=positions, visible=visible)
+    got = jit(lambda p, x: stack.apply(p, x, info, pseudo=pseudo)[0])(params, x)
 
     def plain(params, x):
         layers = [jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(L)]

@@ -20,7 +20,8 @@ from jaxpar.mesh import RULES, MeshSpec, make_mesh, partition, rules_from, shard
 from jaxpar.nn import FramePredictor, SpaceTimeStack
 from jaxpar.nn.attention import Attention, Visible
 from jaxpar.nn.attention.context import Sizes, move_for
-from jaxpar.nn.block import block
+from jaxpar.nn.block import ResidualBlock
+from jaxpar.nn.mixer import TokenInfo
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.position import Rope
 from jaxpar.nn.stack import Stack
@@ -80,9 +81,10 @@ def flat(model, params, x):
             mixer = dataclasses.replace(stack.mixer, visible=BOTH_WAYS)
             visible = jnp.broadcast_to(seen[name], (shape[0], *seen[name].shape))
             positions = jnp.broadcast_to(jnp.asarray(frame, jnp.int32), x.shape[:2])
-            context = stack.context(x, positions)._replace(visible=visible)
+            context = stack.context(x, TokenInfo(positions=positions, visible=visible))
             layer = jax.tree.map(lambda w, n=number: w[n], params[name])
-            x, _, _ = block(mixer, stack.mlp, stack.norm, layer, x, context)
+            block = ResidualBlock(mixer=mixer, mlp=stack.mlp, norm=stack.norm)
+            x, _, _ = block.apply(layer, x, context)
     return model.stack.norm.apply(params["final_norm"], x).reshape(shape)
 
 

@@ -17,7 +17,7 @@ from jaxpar.nn import ParaGRU
 from jaxpar.nn.attention import Attention, LinearCache, Visible
 from jaxpar.nn.cells.aaren import Aaren
 from jaxpar.nn.linear import Lora
-from jaxpar.nn.mixer import ActivationSizes
+from jaxpar.nn.mixer import ActivationSizes, TokenInfo
 from jaxpar.nn.mixers import (
     BlockRecurrent,
     GatedDelta,
@@ -115,7 +115,7 @@ def in_parts(stack, params, x, sizes, starts=None, slots=T):
     if len(sizes) > 1 and len(set(sizes)) == 1:
 
         def step(cache, part):
-            y, cache, _ = stack.apply(params, part[0], starts=part[1], cache=cache)
+            y, cache, _ = stack.apply(params, part[0], TokenInfo(starts=part[1]), cache=cache)
             return cache, y
 
         def split(x):
@@ -125,7 +125,8 @@ def in_parts(stack, params, x, sizes, starts=None, slots=T):
         return jnp.moveaxis(out, 0, 1).reshape(x.shape), cache
     for size in sizes:
         here = None if starts is None else starts[:, place : place + size]
-        y, cache, _ = stack.apply(params, x[:, place : place + size], starts=here, cache=cache)
+        part = x[:, place : place + size]
+        y, cache, _ = stack.apply(params, part, TokenInfo(starts=here), cache=cache)
         out.append(y)
         place += size
     return jnp.concatenate(out, 1), cache
@@ -143,7 +144,7 @@ def value_and_gradients(run, name, x):
 def whole_of(name):
     """Value and gradients of whole rows."""
     return value_and_gradients(
-        lambda p, x: stack_of(name).apply(p, x, starts=STARTS)[0], name, inputs()
+        lambda p, x: stack_of(name).apply(p, x, TokenInfo(starts=STARTS))[0], name, inputs()
     )
 
 
@@ -169,11 +170,13 @@ def test_parts_equal_the_whole_in_value_and_gradient(name, sizes, x64):
 @pytest.mark.parametrize("name", marked(MIXERS, GRADIENTS_LATER))
 def test_documents_of_a_row_see_nothing_of_each_other(name, x64):
     stack, x = stack_of(name), inputs()
-    got = jit(lambda p, x: stack.apply(p, x, starts=STARTS)[0])(params_of(name), x)
+    got = jit(lambda p, x: stack.apply(p, x, TokenInfo(starts=STARTS))[0])(params_of(name), x)
     lines = np.concatenate([alone(name, x[1:2, a:b]) for a, b in ((0, 6), (6, 7), (7, 9))], 1)
     assert_close(np.asarray(got)[1:2], lines, TOLERANCE)
     segments = np.cumsum(STARTS, 1)
-    by_number = jit(lambda p, x: stack.apply(p, x, segments=segments)[0])(params_of(name), x)
+    by_number = jit(lambda p, x: stack.apply(p, x, TokenInfo(segments=segments))[0])(
+        params_of(name), x
+    )
     np.testing.assert_array_equal(by_number, got)
 
 
@@ -200,7 +203,7 @@ def test_only_what_is_valid_enters_the_cache(name, fresh, x64):
         if before:
             _, cache, _ = stack.apply(params, x[:, :before], cache=cache)
         _, cache, _ = stack.apply(
-            params, x[:, before : before + 5], valid=valid, cache=cache, fresh=fresh
+            params, x[:, before : before + 5], TokenInfo(valid=valid), cache=cache, fresh=fresh
         )
         return stack.apply(params, x[:, 6:], cache=cache)[0], cache
 
@@ -239,7 +242,9 @@ def test_a_loop_can_carry_the_cache(name, x64):
     stack, x = stack_of(name), inputs()
     first = jax.eval_shape(lambda: stack.init_cache(B, T))
     second = jax.eval_shape(
-        lambda p, cache: stack.apply(p, x, starts=STARTS, cache=cache)[1], params_of(name), first
+        lambda p, cache: stack.apply(p, x, TokenInfo(starts=STARTS), cache=cache)[1],
+        params_of(name),
+        first,
     )
     assert jax.tree.map(lambda x: (x.shape, x.dtype), second) == jax.tree.map(
         lambda x: (x.shape, x.dtype), first
@@ -273,18 +278,16 @@ def test_tokens_may_see_some_of_each_other(cached, x64):
     if cached:
         _, cache = jit(lambda p, x: in_parts(stack, p, x, (2,)))(params, x)
         visible = np.broadcast_to(tree, (B, 3, 3))
-        step = jit(
-            lambda p, x, cache: stack.apply(p, x, cache=cache, positions=places, visible=visible)[0]
-        )
+        info = TokenInfo(positions=places, visible=visible)
+        step = jit(lambda p, x, cache: stack.apply(p, x, info, cache=cache)[0])
         got = step(params, x[:, 2:], cache)
     else:
         visible = np.broadcast_to(
             np.block([[np.ones((2, 2)), np.zeros((2, 3))], [np.ones((3, 2)), tree]]) > 0, (B, 5, 5)
         )
         positions = np.concatenate([np.array([[0, 1]] * B), places], 1)
-        got = jit(lambda p, x: stack.apply(p, x, positions=positions, visible=visible)[0])(
-            params, x
-        )[:, 2:]
+        info = TokenInfo(positions=positions, visible=visible)
+        got = jit(lambda p, x: stack.apply(p, x, info)[0])(params, x)[:, 2:]
     one, two = (alone("attention", x[:, [0, 1, 2, last]]) for last in (3, 4))
     assert_close(got, np.stack([one[:, 2], one[:, 3], two[:, 3]], 1), TOLERANCE)
 
@@ -405,6 +408,64 @@ def test_a_split_sequence_is_gathered_for_attention_alone():
         assert not list(MIXERS["attention"].transfers(sizes))
 
 
+# ---------------------------------------------------------------- older arguments
+
+
+def test_older_arguments_of_apply_are_fields_of_info(x64):
+    stack = stack_of("attention")
+    params = params_of("attention")
+    x = inputs()
+    weights = np.linspace(0, 1, B * T).reshape(B, T)
+    valid = np.array([5, 0, 2])
+    visible = np.broadcast_to(np.tri(T, dtype=bool) & (np.arange(T) != 1), (B, T, T))
+    positions = np.broadcast_to(np.arange(T) + 2, (B, T))
+    named = {
+        "positions": positions,
+        "starts": STARTS,
+        "valid": valid,
+        "visible": visible,
+        "weights": weights,
+    }
+
+    def newer(params, x):
+        return stack.apply(params, x, TokenInfo(**named), cache=stack.init_cache(B, T), fresh=True)
+
+    def older(params, x):
+        return stack.apply(params, x, **named, cache=stack.init_cache(B, T), fresh=True)
+
+    want = jit(newer)(params, x)
+    sentence = (
+        r"Stack.apply\(positions, starts, valid, visible, weights\) is now \(info.positions, "
+    )
+    with pytest.warns(FutureWarning, match=sentence) as record:
+        got = jit(older)(params, x)
+    assert len(record) == 1 and record[0].filename == __file__
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    with pytest.raises(TypeError, match=r"Stack.apply\(\) got an unexpected .* 'ends'"):
+        stack.apply(params, x, ends=STARTS)
+
+
+def test_older_arguments_of_context_are_fields_of_info(x64):
+    stack = stack_of("attention")
+    x = jnp.ones((B, T, D))
+    weights = np.ones((B, T))
+    info = TokenInfo(starts=STARTS, weights=weights, places=np.zeros((B, T), np.int32))
+    cache = stack.init_cache(B, T)
+    want = stack.context(x, info, cache=cache, key=jax.random.key(0))
+    assert want.places is info.places and want.weights is info.weights
+    with pytest.warns(FutureWarning, match=r"Stack.context\(starts, weights\)") as record:
+        part = TokenInfo(places=info.places)
+        got = stack.context(
+            x, part, cache=cache, key=jax.random.key(0), starts=STARTS, weights=weights
+        )
+    assert len(record) == 1 and record[0].filename == __file__
+    got = got._replace(key=jax.random.key_data(got.key))
+    want = want._replace(key=jax.random.key_data(want.key))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    with pytest.raises(TypeError, match=r"Stack.context\(\) got an unexpected .* 'ends'"):
+        stack.context(x, ends=STARTS)
+
+
 # ---------------------------------------------------------------- mistakes
 
 
@@ -412,7 +473,8 @@ def test_what_cannot_be_is_refused():
     x = jnp.ones((1, 3, D))
     recurrent = dataclasses.replace(stack_of("para_gru"), dtype="float32")
     with pytest.raises(UsageError, match="a recurrent mixer cannot honour visible"):
-        recurrent.apply(recurrent.init(jax.random.key(0)), x, visible=jnp.ones((1, 3, 3), bool))
+        info = TokenInfo(visible=jnp.ones((1, 3, 3), bool))
+        recurrent.apply(recurrent.init(jax.random.key(0)), x, info)
     both_ways = Stack(1, D, Attention(2, 2, 4, visible=Visible(causal=False)), Mlp(8))
     with pytest.raises(UsageError, match="not causal has no cache"):
         both_ways.init_cache(1, 4)
@@ -421,7 +483,7 @@ def test_what_cannot_be_is_refused():
         attends.apply(
             None or attends.init(jax.random.key(0)),
             x,
-            segments=jnp.zeros((1, 3), int),
+            TokenInfo(segments=jnp.zeros((1, 3), int)),
             cache=attends.init_cache(1, 4),
         )
     with pytest.raises(UsageError, match="window=3 is of causal attention"):

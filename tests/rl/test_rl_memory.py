@@ -15,6 +15,7 @@ from tolerance import EXACT_MATHS, assert_close
 from jaxpar.mesh import MeshSpec, make_mesh, shard, use_mesh
 from jaxpar.nn import GRU, ParaGRU
 from jaxpar.nn.attention import Attention, Visible
+from jaxpar.nn.mixer import TokenInfo
 from jaxpar.nn.mixers import Recurrent
 from jaxpar.nn.mlp import Mlp
 from jaxpar.nn.position import Alibi, Rope
@@ -219,7 +220,7 @@ def test_attention_is_its_formula_in_value_and_gradient(heads, groups, parts, x6
 
     def ours(given):
         def part(cache, x, starts):
-            context = stack.context(x, starts=starts, cache=cache)
+            context = stack.context(x, TokenInfo(starts=starts), cache=cache)
             y, layer, _ = mixer.apply(given, x, cache.layers[0], context)
             return cache.replace(
                 layers=(layer,), seen=cache.seen + x.shape[1], first=context.first[:, -1]

@@ -403,10 +403,10 @@ def _gathered_batch(right):
 
 
 def _half_z(right):
-    def sharded(x, head, targets, weights, chunk, low, z_loss, *options, with_grads):
+    def sharded(x, head, targets, weights, options, with_grads):
         if with_grads:
-            z_loss = z_loss / 2
-        return right(x, head, targets, weights, chunk, low, z_loss, *options, with_grads=with_grads)
+            options = options._replace(z_loss=options.z_loss / 2)
+        return right(x, head, targets, weights, options, with_grads)
 
     return sharded
 

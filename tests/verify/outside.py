@@ -10,7 +10,7 @@ from jax import lax
 
 from experiments.app.lm.validation import row_length
 from experiments.app.mesh_flags import shares as shares_of
-from jaxpar.lm.loss import _on_device
+from jaxpar.lm.loss import _on_device, _SumAxes
 from jaxpar.lm.params import leaves
 from jaxpar.lm.tuning import next_average
 from jaxpar.mesh import RULES, constrain, gather, in_role, is_axes, local, mesh_axes, num_shares
@@ -20,7 +20,7 @@ from jaxpar.nn.experts.sharded import AllToAll, Gather, bytes_sent
 from jaxpar.nn.experts.transport import mine_of, mixture
 from jaxpar.nn.leaf import Leaf
 from jaxpar.nn.linear import on_weight
-from jaxpar.nn.mixer import TRAINING
+from jaxpar.nn.mixer import TRAINING, TokenInfo
 from jaxpar.pipeline._chunks import AXIS, rounds_of
 from jaxpar.pipeline._work import added
 from tests.verify.planted import Planted
@@ -280,9 +280,8 @@ def _gradient_without_documents(right):
 def _places_lost(right):
     """Loses the positions of tokens, so that nothing is known of their order."""
 
-    def apply(self, params, x, *, places=None, **rest):
-        del places
-        return right(self, params, x, **rest)
+    def apply(self, params, x, info=TokenInfo(), **rest):
+        return right(self, params, x, info._replace(places=None), **rest)
 
     return apply
 
@@ -605,10 +604,10 @@ def _of_tokens_and_symbols(weight_of, rows):
     def wrong(right):
         del right
 
-        def sharded(x, head, targets, weights, chunk, low, z_loss, cap, smoothing, with_grads):
+        def sharded(x, head, targets, weights, options, with_grads):
             tokens = ("batch", "seq_layer")
             value_axes = ()
-            if z_loss:
+            if options.z_loss:
                 value_axes = (None,)
             in_axes = [(*tokens, None), (rows, None), tokens, tokens]
             out_axes = value_axes
@@ -618,18 +617,18 @@ def _of_tokens_and_symbols(weight_of, rows):
             if rows:
                 vocab_axes = mesh_axes(rows)
 
+            axes = _SumAxes(
+                vocab=vocab_axes,
+                tokens=(*mesh_axes("batch"), *mesh_axes("seq_layer")),
+            )
+
             def own(*arrays):
                 return _on_device(
                     *arrays,
-                    chunk=chunk,
-                    low_logits=low,
-                    z_loss=z_loss,
-                    logit_cap=cap,
-                    kept=1 - smoothing,
-                    spread=smoothing / head.shape[0],
+                    options=options,
+                    spread=options.smoothing / head.shape[0],
                     with_grads=with_grads,
-                    vocab_axes=vocab_axes,
-                    batch_axes=(*mesh_axes("batch"), *mesh_axes("seq_layer")),
+                    axes=axes,
                 )
 
             arrays = x, weight_of(head, x.dtype), targets, weights

@@ -8,6 +8,7 @@ import numpy as np
 from jaxpar.io import plot_experts
 from jaxpar.lm import LMConfig
 from jaxpar.lm.stages import stages
+from jaxpar.nn import TokenInfo
 from jaxpar.nn.experts import load
 from jaxpar.nn.experts.sharded import chosen_experts
 from jaxpar.types import PyTree
@@ -20,10 +21,12 @@ def expert_loads(model: LMConfig, params: PyTree, batch: dict[str, jax.Array]) -
     @jax.jit
     def loads(params, batch):
         x = stack.end(stages(model).first(params, batch, None))
-        given = {name: batch[name] for name in ("positions", "segments", "places") if name in batch}
-        if "places" in given:
-            given.setdefault("positions", given["places"])
-        chosen = chosen_experts(stack, params, x, **given)
+        info = TokenInfo(
+            positions=batch.get("positions", batch.get("places")),
+            segments=batch.get("segments"),
+            places=batch.get("places"),
+        )
+        chosen = chosen_experts(stack, params, x, info=info)
         weights = batch.get("weights")
 
         def load_of(expert: jax.Array) -> jax.Array:

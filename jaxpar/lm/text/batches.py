@@ -31,6 +31,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.lm.config import LMConfig
+from jaxpar.nn.mixer import TokenInfo
 from jaxpar.types import UsageError
 
 __all__ = ["check_batch", "valid_batch"]
@@ -89,6 +90,16 @@ def valid_batch(batch: Mapping[str, jax.Array], config: LMConfig) -> dict[str, j
         "weights": weights,
     }
     return dict(batch) | valid
+
+
+def token_info(batch: Mapping[str, jax.Array]) -> TokenInfo:
+    """Returns the data of a batch's tokens besides their ids and targets."""
+    return TokenInfo(
+        positions=batch.get("positions"),
+        segments=batch.get("segments"),
+        places=batch.get("places"),
+        weights=batch.get("weights"),
+    )
 
 
 def normaliser_of(batch: Mapping[str, jax.Array], config: LMConfig) -> Float[Array, ""]:

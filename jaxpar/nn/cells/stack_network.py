@@ -16,6 +16,7 @@ from jaxpar.nn.cells.conv_embedding import ConvEmbedding, ConvState
 from jaxpar.nn.cells.network import weighted_cross_entropy
 from jaxpar.nn.leaf import Leaf, init_leaves, leaf_axes
 from jaxpar.nn.linear import contract
+from jaxpar.nn.mixer import TokenInfo
 from jaxpar.nn.stack import Stack, StackCache
 from jaxpar.types import Info, PRNGKey, PyTree, UsageError
 
@@ -138,7 +139,8 @@ class StackNetwork:
           key: Switches dropout on; consumed.
         """
         entered = self._enter(params, batch["inputs"])[0]
-        x, _, aux = self.stack.apply(params, entered, key=key, weights=batch["weights"])
+        info = TokenInfo(weights=batch["weights"])
+        x, _, aux = self.stack.apply(params, entered, info, key=key)
         out, own, info = self._leave(params, x), sum(aux.losses.values()), scalars(aux)
         if self.classes:
             loss, accuracy = weighted_cross_entropy(out, batch["targets"], batch["weights"])

@@ -44,7 +44,7 @@ def chosen_experts(
       stack: Whose mlp is `Experts`.
       params: Its parameters.
       x: Residual stream.
-      **options: Of `Stack.apply`.
+      **options: Keyword arguments of `Stack.apply`, such as `info`.
 
     Raises:
       UsageError: If the stack's mlp is another.
