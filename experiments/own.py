@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from jaxpar.fields import AtLeast, OneOf, Positive, field
-from jaxpar.io import plot_metrics
+from jaxpar.io import ProgressLabels, plot_metrics
 from jaxpar.loop import Fit, FitResult
 from jaxpar.optim import OptimizerConfig, make_optimizer
 from jaxpar.own import (
@@ -121,7 +121,7 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
         config,
         folder,
         Fit(length.steps, 1, length.eval_every, length.save_every),
-        dict(description="training"),
+        ProgressLabels(description="training"),
         functools.partial(_tell_start, folder, task.text, str(laid)),
         checkpoints=dict(keep=length.keep),
         evaluate=evaluate,
