@@ -32,6 +32,7 @@ from jaxpar.own import (
     verify_own,
 )
 from jaxpar.types import UsageError
+from jaxpar.verify import VerifyOptions
 
 from .app import harness, own_models, runner
 from .app.harness import Run
@@ -169,8 +170,7 @@ def verify(config: Config, folder: pathlib.Path) -> None:
         batch,
         layouts,
         allow=task.allow,
-        dtypes=["float32"],
-        report=lambda row: say(line_of(row)),
+        options=VerifyOptions(dtypes=["float32"], report=lambda row: say(line_of(row))),
     )
     for row in rows:
         for breach in [*row.breaches, *([row.refused] if row.refused else [])]:
