@@ -12,6 +12,7 @@ from toys import Clock, ClockParams, Pair, Walk, linear
 from jaxpar.rollout import (
     EvaluateOptions,
     NextStep,
+    NoReset,
     RolloutOptions,
     check_trajectory,
     episode_stats,
@@ -110,6 +111,17 @@ def test_first_episodes_have_no_bias_to_short_ones(steps):
     alone = evaluate(KEY, ENV, PARAMS, linear, WEIGHTS, 20, 8, EvaluateOptions(carry=0))
     for got, want in zip(alone, first, strict=True):
         np.testing.assert_allclose(got, want, 1e-5)
+
+
+def test_keys_of_evaluate_are_those_of_the_rollout():
+    env_state = init(KEY, ENV, PARAMS, 20, 0, prng="batch")
+    options = RolloutOptions(reset=NoReset(), prng="batch")
+    _, steps = rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 8, options)
+    want = first_episodes(steps)
+    options = EvaluateOptions(carry=0, prng="batch")
+    got = evaluate(KEY, ENV, PARAMS, linear, WEIGHTS, 20, 8, options)
+    np.testing.assert_allclose(got.returns, want.returns, 1e-5)
+    np.testing.assert_array_equal(got.lengths, want.lengths)
 
 
 def test_older_arguments_of_evaluate_are_fields_of_its_options():
