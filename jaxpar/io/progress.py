@@ -13,6 +13,7 @@ import jax
 from numpy.typing import ArrayLike
 
 from jaxpar._older_fields import join_positions, newer_arguments
+from jaxpar.fields import AtLeast, check_fields, field
 
 __all__ = ["Progress", "ProgressLabels", "open_progress"]
 
@@ -34,11 +35,13 @@ class ProgressLabels:
     description: str = ""
     unit: str = "step"
     shown: tuple[str, ...] = ("loss",)
-    tokens_per_step: int | None = None
+    tokens_per_step: int | None = field(None, AtLeast(1))
     token: str = "tok"
 
+    __post_init__ = check_fields
 
-_OLDER = {field.name: f"labels.{field.name}" for field in dataclasses.fields(ProgressLabels)}
+
+_OLDER = {each.name: f"labels.{each.name}" for each in dataclasses.fields(ProgressLabels)}
 """Arguments of `open_progress` that are fields of its labels today."""
 
 

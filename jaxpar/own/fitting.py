@@ -57,7 +57,7 @@ def train_own(
     folder: Path | None = None,
     held_out: Sequence[object] = (),
     seed: int = 0,
-    layout: LayoutOptions | None = None,
+    layout: LayoutOptions | MeshSpec | None = None,
     **older: object,
 ) -> FitResult:
     """Trains a model of one's own: shows how its parameters lie, then runs or goes on from where the folder is.
@@ -71,7 +71,8 @@ def train_own(
       held_out: Examples whose mean loss is "validation/loss".
       seed: Number that the first parameters, the order of examples and the keys of steps are made
         from.
-      layout: Mesh, axes of parameters, and where their table goes; None means the defaults.
+      layout: Mesh, axes of parameters, and where their table goes; or the mesh alone. None means the
+        defaults.
       **older: Fields of `layout`, which were arguments; accepted until the first release.
 
     Returns:
@@ -82,7 +83,9 @@ def train_own(
       UsageError: What `lay_out`, `OwnModel` and `examples_in_batches` refuse; a loss that is not finite; checkpoints of
         another run.
     """
-    groups = {"layout": layout or LayoutOptions()}
+    if not isinstance(layout, LayoutOptions):
+        layout = LayoutOptions(mesh=layout)
+    groups = {"layout": layout}
     chosen: LayoutOptions = newer_arguments("train_own", _OLDER, groups, older)["layout"]
     with contextlib.ExitStack() as stack:
         if chosen.mesh is not None or jax.sharding.get_mesh().empty:

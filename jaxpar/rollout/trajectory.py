@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar._older_fields import newer_arguments
 from jaxpar.env import Adapter, Environment, capabilities, step
+from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.mesh import mesh_axes, platform
 from jaxpar.rollout.env_state import (
     EnvState,
@@ -93,13 +94,15 @@ class RolloutOptions:
     """
 
     reset: Reset | None = None
-    prng: str = flax.struct.field(default="env", pytree_node=False)
-    value: Value | None = flax.struct.field(default=None, pytree_node=False)
-    keep: Callable[[Trajectory], PyTree] | None = flax.struct.field(default=None, pytree_node=False)
-    unroll: int | None = flax.struct.field(default=None, pytree_node=False)
+    prng: str = field("env", pytree_node=False)
+    value: Value | None = field(None, pytree_node=False)
+    keep: Callable[[Trajectory], PyTree] | None = field(None, pytree_node=False)
+    unroll: int | None = field(None, AtLeast(1), pytree_node=False)
+
+    __post_init__ = check_fields
 
 
-_OLDER = {field.name: f"options.{field.name}" for field in dataclasses.fields(RolloutOptions)}
+_OLDER = {each.name: f"options.{each.name}" for each in dataclasses.fields(RolloutOptions)}
 """Arguments of `rollout` that are fields of its options today."""
 
 
@@ -150,8 +153,6 @@ def rollout(
     unroll = chosen.unroll
     if unroll is None:
         unroll = 1 if platform() == "cpu" else 4
-    if unroll < 1:
-        raise UsageError(f"unroll={unroll} is no number of steps; give 1 or more, or None.")
     reset = Chunked() if chosen.reset is None else chosen.reset
     reset = with_levels(reset, env, params, num_envs)
     one_step = _BatchStep(env=env, policy=policy, value=chosen.value, keep=chosen.keep)

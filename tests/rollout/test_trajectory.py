@@ -248,8 +248,8 @@ def test_mistakes_end_in_one_sentence():
         go(PARAMS, wide, WEIGHTS, 3)
     with pytest.raises(UsageError, match="prng='rows' is unknown; legal are env and batch"):
         go(PARAMS, linear, WEIGHTS, 3, RolloutOptions(prng="rows"))
-    with pytest.raises(UsageError, match="unroll=0 is no number of steps"):
-        go(PARAMS, linear, WEIGHTS, 3, RolloutOptions(unroll=0))
+    with pytest.raises(UsageError, match="unroll=0 must be at least 1, or None"):
+        RolloutOptions(unroll=0)
     with pytest.raises(UsageError, match=r"value gives shape \(3,\) an environment; legal is \(\)"):
         go(PARAMS, linear, WEIGHTS, 3, RolloutOptions(value=lambda params, obs, carry: obs))
 

@@ -29,6 +29,7 @@ from jaxpar.aot.verify.program import (
     on_mesh,
     run_program,
 )
+from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.lower.flops import count_flops
 from jaxpar.mesh import MeshSpec, axes_like, is_axes, mesh_axes, num_shares, platform, rules_from
 from jaxpar.transfers import Transfer, allowed_by_axes
@@ -96,12 +97,14 @@ class VerifyOptions:
     """
 
     dtypes: Sequence[str] = ("float32", "float64")
-    steps: int = 3
+    steps: int = field(3, AtLeast(1))
     topology: Sequence[Device] | None = None
     report: Callable[[LayoutReport], None] | None = None
 
+    __post_init__ = check_fields
 
-OLDER_OPTIONS = {field.name: f"options.{field.name}" for field in dataclasses.fields(VerifyOptions)}
+
+OLDER_OPTIONS = {each.name: f"options.{each.name}" for each in dataclasses.fields(VerifyOptions)}
 """Arguments of verifications that are fields of their options today."""
 
 
