@@ -37,7 +37,16 @@ import jax.numpy as jnp
 from harness import HERE, SPEED_COLUMNS, Table, failed_row
 
 from jaxpar.env import adapt
-from jaxpar.rollout import Chunked, NoReset, Pool, SameStep, init, random_policy, rollout
+from jaxpar.rollout import (
+    Chunked,
+    NoReset,
+    Pool,
+    RolloutOptions,
+    SameStep,
+    init,
+    random_policy,
+    rollout,
+)
 
 SIDES = (
     "bare", "env-same", "env", "batch-same", "batch", "batch-unroll1", "batch-loop", "batch-pool", "none", "numpy",
@@ -110,17 +119,17 @@ def our_side(env, params, num_envs, num_steps, side, warm):
         ], row.ended.sum()[None]
 
     def go(key, env_state):
+        options = RolloutOptions(reset=reset, prng=prng, keep=keep, unroll=unroll)
         env_state, (total, ended) = rollout(
-            key, env_state, env, params, random_policy(env), params, num_steps,
-            reset=reset, prng=prng, keep=keep, unroll=unroll,
-        )  # fmt: skip
+            key, env_state, env, params, random_policy(env), params, num_steps, options
+        )
         return env_state, total.sum(), ended.sum()
 
     env_state = init(jax.random.key(1), env, params, num_envs, prng=prng)
     if warm:
-        options = {"prng": prng, "keep": lambda row: row.ended}
+        options = RolloutOptions(prng=prng, keep=lambda row: row.ended)
         env_state, _ = rollout(
-            jax.random.key(1), env_state, env, params, random_policy(env), params, warm, **options
+            jax.random.key(1), env_state, env, params, random_policy(env), params, warm, options
         )
     return go, env_state
 

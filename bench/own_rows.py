@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from experiments.app import own_models
 from jaxpar.loop import Fit
 from jaxpar.mesh import MeshSpec, make_mesh, simulate_devices, use_mesh
-from jaxpar.own import lay_out, train_own
+from jaxpar.own import LayoutOptions, lay_out, train_own
 from jaxpar.own.model import path_of
 
 BATCH, RATE = 64, 3e-3
@@ -107,9 +107,12 @@ def ours(request: dict, turns: Turns, made: dict) -> None:
     )
     turns.begin(side)
     result = train_own(
-        model, task.examples, Fit(request["total"]), batch_size=BATCH, mesh=MeshSpec(**request["mesh"]),
-        tell=lambda text: None,
-    )  # fmt: skip
+        model,
+        task.examples,
+        Fit(request["total"]),
+        batch_size=BATCH,
+        layout=LayoutOptions(mesh=MeshSpec(**request["mesh"]), tell=lambda text: None),
+    )
     made[side] = result.state.params
 
 

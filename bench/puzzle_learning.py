@@ -31,7 +31,15 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 from jaxpar.rl import Seeds  # noqa: E402
-from jaxpar.rollout import NoReset, Pool, first_episodes, init, random_policy, rollout  # noqa: E402
+from jaxpar.rollout import (  # noqa: E402
+    NoReset,
+    Pool,
+    RolloutOptions,
+    first_episodes,
+    init,
+    random_policy,
+    rollout,
+)
 
 
 def shortest_tours(places: np.ndarray) -> np.ndarray:
@@ -307,7 +315,8 @@ def judge(
 
     def played(policy):
         def play(key, weights, state):
-            kept = rollout(key, state, env, params, policy, weights, case.steps, reset=NoReset())[1]
+            options = RolloutOptions(reset=NoReset())
+            kept = rollout(key, state, env, params, policy, weights, case.steps, options)[1]
             return first_episodes(kept).returns
 
         return play

@@ -28,7 +28,7 @@ from env import checksum, made, measured
 from harness import HERE, Table
 
 from jaxpar.env import reset, step
-from jaxpar.rollout import Chunked, Pool, SameStep, init, random_policy, rollout
+from jaxpar.rollout import Chunked, Pool, RolloutOptions, SameStep, init, random_policy, rollout
 
 
 @flax.struct.dataclass
@@ -81,8 +81,7 @@ def program(name: str, num_envs: int, num_steps: int, policy: Any) -> dict:
             random_policy(env),
             params,
             num_steps,
-            reset=policy,
-            keep=keep,
+            RolloutOptions(reset=policy, keep=keep),
         )
         return (env_state, params), total.sum(), ended.sum()
 

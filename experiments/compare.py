@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from jaxpar.fields import AtLeast, Between, Positive, field, replace_nested
-from jaxpar.io import plot_fits, read_jsonl
+from jaxpar.io import ProgressLabels, plot_fits, read_jsonl
 from jaxpar.lm import BLOCK_RECURRENT, LMConfig, OptimizerConfig, num_params, with_mixer
 from jaxpar.lm.text import Corpus, DataConfig, Windows, check_batch, open_corpus
 from jaxpar.loop import Fit, FitResult, compile_step
@@ -229,7 +229,7 @@ def learn(
             row,
             folder,
             Fit(row.train.steps, 1, row.train.eval_every, row.train.save_every),
-            dict(description=described, tokens_per_step=count),
+            ProgressLabels(description=described, tokens_per_step=count),
             lambda start: say(
                 f"\n{described}: {num_params(row.model):,} parameters, {row.train.steps} steps"
             ),

@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 
 from jaxpar.env import capabilities
 from jaxpar.fields import AtLeast, OneOf, field
-from jaxpar.io import open_progress, open_writers, plot_histograms
+from jaxpar.io import ProgressLabels, open_progress, open_writers, plot_histograms
 from jaxpar.mesh import MeshSpec
 from jaxpar.rollout import Chunked, EpisodeResults, NextStep, NoReset, Pool, SameStep, check_prng
 
@@ -126,7 +126,7 @@ def run(config: Config, folder: pathlib.Path, policy_run: PolicyRun) -> list[Cal
     )
     calls = []
     try:
-        with open_progress(total, 0, "rollout") as progress:
+        with open_progress(total, labels=ProgressLabels(description="rollout")) as progress:
             for call in policy_run.calls(key, program, env_state, num_calls):
                 rate = num_steps * config.num_envs / call.seconds
                 values = {f"rollout/{name}": value for name, value in call.values.items()}

@@ -30,7 +30,7 @@ from jaxpar.decode import (
     Sampling,
 )
 from jaxpar.fields import Between, Finite, OneOf, check_value, field
-from jaxpar.io import open_progress
+from jaxpar.io import ProgressLabels, open_progress
 from jaxpar.lm import Decoder, adapter_axes, axes, from_peft, with_adapters
 from jaxpar.mesh import MeshSpec, named_shardings
 from jaxpar.types import PyTree, UsageError
@@ -295,7 +295,8 @@ def write(config: Config, job: Job, requests: list[Request]) -> None:
         say(f"out        {config.out}: {total} lines to write, {there} were there")
         if not total:
             return
-        with open_progress(total, 0, "generating", "text", shown=("tokens_per_pass",)) as progress:
+        labels = ProgressLabels(description="generating", unit="text", shown=("tokens_per_pass",))
+        with open_progress(total, labels=labels) as progress:
             for batch in continued(job, tasks):
                 out.write(batch.lines)
                 tokens, passes = tokens + batch.tokens, passes + batch.passes

@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxpar.env import captioned, gif
 from jaxpar.fields import AtLeast, Between, OneOf, field
-from jaxpar.io import plot_metrics
+from jaxpar.io import ProgressLabels, plot_metrics
 from jaxpar.life import Brain, Jitter, Laws, Lstm, World, WorldState, draw_world
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import MeshSpec
@@ -150,7 +150,7 @@ def evolve(config: Config, folder: pathlib.Path) -> FitResult:
         config,
         folder,
         Fit(length.steps, length.chunk, save_every=length.save_every),
-        dict(description="living", unit="step", shown=("alive", "lineages", "heat")),
+        ProgressLabels(description="living", shown=("alive", "lineages", "heat")),
         tell_start,
         check=_check_book,
         extending="goes on with the world as it is",

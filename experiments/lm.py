@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from jaxpar.fields import AtLeast, check_fields, field, replace_nested
-from jaxpar.io import Checkpoints, plot_loss
+from jaxpar.io import Checkpoints, ProgressLabels, plot_loss
 from jaxpar.lm import (
     AdapterConfig,
     AdapterTrainer,
@@ -210,7 +210,9 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
         config=config,
         folder=folder,
         fit=fit,
-        progress=dict(description="training", tokens_per_step=data.batch_size * data.seq_len),
+        progress=ProgressLabels(
+            description="training", tokens_per_step=data.batch_size * data.seq_len
+        ),
         tell_start=functools.partial(_tell_start, config, folder, corpus, trainer),
         checkpoints=dict(
             where=checkpoint_folder(config, folder) if config.checkpoints else "",

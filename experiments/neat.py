@@ -31,7 +31,7 @@ from jaxpar.envs.classic.double_pole import DoublePole, generalisation_starts
 
 from jaxpar import envs
 from jaxpar.fields import AtLeast, Between, OneOf, field
-from jaxpar.io import plot_metrics, plot_stream
+from jaxpar.io import ProgressLabels, plot_metrics, plot_stream
 from jaxpar.loop import Fit, FitResult, run_until
 from jaxpar.mesh import MeshSpec
 from jaxpar.neat import (
@@ -302,7 +302,7 @@ def search(config: Config, folder: pathlib.Path) -> FitResult:
         config=config,
         folder=folder,
         fit=fit,
-        progress=dict(
+        progress=ProgressLabels(
             description="evolving", unit="generation", shown=("best", "species", "nodes")
         ),
         tell_start=tell_start,

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from jaxpar.fields import AtLeast, OneOf, Positive, field
-from jaxpar.io import plot_metrics
+from jaxpar.io import ProgressLabels, plot_metrics
 from jaxpar.loop import Fit, FitResult
 from jaxpar.optim import OptimizerConfig, make_optimizer
 from jaxpar.own import (
@@ -32,6 +32,7 @@ from jaxpar.own import (
     verify_own,
 )
 from jaxpar.types import UsageError
+from jaxpar.verify import VerifyOptions
 
 from .app import harness, own_models, runner
 from .app.harness import Run
@@ -121,7 +122,7 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
         config,
         folder,
         Fit(length.steps, 1, length.eval_every, length.save_every),
-        dict(description="training"),
+        ProgressLabels(description="training"),
         functools.partial(_tell_start, folder, task.text, str(laid)),
         checkpoints=dict(keep=length.keep),
         evaluate=evaluate,
@@ -169,8 +170,7 @@ def verify(config: Config, folder: pathlib.Path) -> None:
         batch,
         layouts,
         allow=task.allow,
-        dtypes=["float32"],
-        report=lambda row: say(line_of(row)),
+        options=VerifyOptions(dtypes=["float32"], report=lambda row: say(line_of(row))),
     )
     for row in rows:
         for breach in [*row.breaches, *([row.refused] if row.refused else [])]:

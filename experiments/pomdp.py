@@ -27,7 +27,7 @@ import numpy as np
 
 from jaxpar.env import Environment, capabilities, gif, is_adapter
 from jaxpar.fields import AtLeast, OneOf, field
-from jaxpar.io import open_progress, open_writers, plot_histograms
+from jaxpar.io import ProgressLabels, open_progress, open_writers, plot_histograms
 from jaxpar.mesh import MeshSpec
 from jaxpar.pomdp import (
     AnytimePlanner,
@@ -244,7 +244,8 @@ def run(config: Config, folder: pathlib.Path, setting: Setting) -> Results:
         folder, tuple(config.metrics), None, name=folder.name, config=runner.identity(config)
     )
     try:
-        with open_progress(config.episodes, 0, "planning", "episode") as progress:
+        labels = ProgressLabels(description="planning", unit="episode")
+        with open_progress(config.episodes, labels=labels) as progress:
 
             def told(done: int, rows: dict[str, np.ndarray]) -> None:
                 mean, error = mean_and_error(rows["returns"])

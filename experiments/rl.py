@@ -33,7 +33,7 @@ import numpy as np
 
 from jaxpar.env import capabilities
 from jaxpar.fields import AtLeast, Each, OneOf, field
-from jaxpar.io import plot_metrics, plot_seeds, read_jsonl
+from jaxpar.io import ProgressLabels, plot_metrics, plot_seeds, read_jsonl
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import MeshSpec
 from jaxpar.nn.cells import METHODS, solver
@@ -389,7 +389,7 @@ def learn(config: Config, folder: pathlib.Path) -> FitResult:
         config,
         folder,
         Fit(updates, config.train.chunk, config.eval_every, config.train.save_every),
-        dict(
+        ProgressLabels(
             description="learning", unit="update", shown=("return_mean",),
             tokens_per_step=per_update * config.num_seeds, token="env steps",
         ),

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.fields import AtLeast, OneOf, Positive, check_fields, field
-from jaxpar.io import Checkpoints, plot_metrics
+from jaxpar.io import Checkpoints, ProgressLabels, plot_metrics
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import named_shardings, place_rows
 from jaxpar.nn import Mixer, Mlp, SequenceNetwork, SequenceTrainer, Stack
@@ -206,7 +206,9 @@ def learn(
         config=config,
         folder=folder,
         fit=fit,
-        progress=dict(description="training", tokens_per_step=config.data.batch_size * task.length),
+        progress=ProgressLabels(
+            description="training", tokens_per_step=config.data.batch_size * task.length
+        ),
         tell_start=functools.partial(_tell_start, folder, trainer, sizes),
         checkpoints=dict(keep=length.keep),
         evaluate=make_evaluate(trainer, task),

@@ -40,7 +40,14 @@ from jaxpar.lm.text import DataConfig
 from jaxpar.mesh import MeshSpec, make_mesh, rules_from, use_mesh
 from jaxpar.pipeline import PIPELINES
 from jaxpar.types import UsageError
-from jaxpar.verify import TOLERANCE, Layout, LayoutReport, every_layout, verify_cases
+from jaxpar.verify import (
+    TOLERANCE,
+    Layout,
+    LayoutReport,
+    VerifyOptions,
+    every_layout,
+    verify_cases,
+)
 
 from .app import runner, silence
 from .app.lm.judged_trainings import STEPS, cases_of, expert_model, schedule_of
@@ -285,14 +292,13 @@ def slice_of(text: str, layouts: list[Layout]):
 
 def verify_lm(config: Config, layouts: list[Layout], devices=None) -> list[LayoutReport]:
     """Verifies the layouts of the configured model, with a line for each report as it is made."""
-    return verify_cases(
-        cases_of(config, layouts),
+    options = VerifyOptions(
         dtypes=[dtype for dtype in config.dtypes if dtype in TOLERANCE or devices is None],
         steps=STEPS,
         topology=devices,
         report=lambda row: say(line_of(row)),
-        jobs=config.jobs or default_jobs(),
     )
+    return verify_cases(cases_of(config, layouts), options, jobs=config.jobs or default_jobs())
 
 
 def default_jobs() -> int:

@@ -3,14 +3,14 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from jaxpar._renamed import warn_of_older
 from jaxpar.fields import group_values
 from jaxpar.types import UsageError
 
-__all__ = ["accept_older_fields", "newer_arguments", "newer_fields"]
+__all__ = ["accept_older_fields", "join_positions", "newer_arguments", "newer_fields"]
 
 T = TypeVar("T")
 
@@ -99,6 +99,35 @@ def newer_arguments(
         else:
             newer[group] = cast(Any, options)._replace(**changes[group])
     return newer
+
+
+def join_positions(
+    function: str,
+    names: Sequence[str],
+    values: Sequence[object],
+    older: Mapping[str, object],
+) -> dict[str, object]:
+    """Returns values of older arguments by their names, those that came by position among them.
+
+    Args:
+      function: Name of the function.
+      names: Names of the older arguments that could be given by position, in their order.
+      values: Values that came by position.
+      older: Values that came by name.
+
+    Raises:
+      TypeError: There are more values than names, or an argument has two values.
+    """
+    if len(values) > len(names):
+        raise TypeError(
+            f"{function}() got {len(values) - len(names)} positional arguments too many"
+        )
+
+    positions = dict(zip(names, values, strict=False))
+    for name in positions:
+        if name in older:
+            raise TypeError(f"{function}() got multiple values for argument {name!r}")
+    return positions | dict(older)
 
 
 def _is_older(name: str, value: object, paths: dict[str, str]) -> bool:

@@ -80,7 +80,7 @@ from jaxpar.loop import Fit, Hooks, fit
 from jaxpar.mesh import MeshSpec, in_role, make_mesh, partition, place_rows, rules_from, simulate_devices, use_mesh
 from jaxpar.processes import keep_programs
 from jaxpar.types import UsageError
-from jaxpar.verify import TOLERANCE, Layout, Model, verify
+from jaxpar.verify import TOLERANCE, Layout, Model, VerifyOptions, verify
 
 keep_programs()  # what this notebook compiles is loaded the next time
 
@@ -226,9 +226,8 @@ batch_axes = dict.fromkeys(("tokens", "targets"), ("batch", "seq_layer"))
 rows = []
 for dtype, chosen, topology in (("float32", layouts, eight_v5p), ("float64", in_float64, None)):
     if chosen:
-        rows += verify(
-            model_in, windows, batch_axes, chosen, declared=declared(dtype), dtypes=(dtype,), topology=topology
-        )
+        options = VerifyOptions(dtypes=(dtype,), topology=topology)
+        rows += verify(model_in, windows, batch_axes, chosen, declared=declared(dtype), options=options)
 
 # %% [markdown]
 # Float64 tells rounding from mistakes: an error of 1e-7 that falls to 1e-16 was rounding. XLA for CPUs sums whole

@@ -76,6 +76,7 @@ from jaxpar.rollout import (
     Chunked,
     NextStep,
     NoReset,
+    RolloutOptions,
     SameStep,
     episode_stats,
     evaluate,
@@ -177,7 +178,8 @@ def worth(params, obs, carry):
 
 def flights(how):
     env_state = init(jax.random.key(1), lander, moon, 64)
-    return rollout(jax.random.key(1), env_state, lander, moon, hover, (), 90, reset=how, value=worth)[1]
+    options = RolloutOptions(reset=how, value=worth)
+    return rollout(jax.random.key(1), env_state, lander, moon, hover, (), 90, options)[1]
 
 
 ENDS = {"Chunked()": Chunked(), "NextStep()": NextStep(), "NoReset()": NoReset()}
@@ -314,9 +316,10 @@ print(f"{sum(levels)} levels exist; {expected:.0f} different ones are expected")
 # %%
 rolled_out = {}
 for name, how in {"SameStep()": SameStep(), "Chunked()": Chunked(), "Chunked(7)": Chunked(7)}.items():
-    _, rolled_out[name] = rollout(jax.random.key(3), env_state, door, limit, random_policy(door), limit, 64, reset=how)
+    options = RolloutOptions(reset=how)
+    _, rolled_out[name] = rollout(jax.random.key(3), env_state, door, limit, random_policy(door), limit, 64, options)
     began = time.perf_counter()
-    jax.block_until_ready(rollout(jax.random.key(4), env_state, door, limit, random_policy(door), limit, 64, reset=how))
+    jax.block_until_ready(rollout(jax.random.key(4), env_state, door, limit, random_policy(door), limit, 64, options))
     rate = WORLDS * 64 / (time.perf_counter() - began)
     print(f"{name:10} {rate / 1e6:5.2f} M steps/s, {int(rolled_out[name].ended.sum())} episodes")
 

@@ -75,7 +75,7 @@ from jaxpar.pomdp import ParticleBelief, Vopp, from_environment, solve_exact
 from jaxpar.pomdp import simulate_many
 from jaxpar.processes import keep_programs
 from jaxpar.rl import LastActionReward, Network, Ppo, PpoRates, train
-from jaxpar.rollout import NoReset, init, rollout
+from jaxpar.rollout import NoReset, RolloutOptions, init, rollout
 
 keep_programs()  # what this notebook compiles is loaded the next time
 
@@ -117,7 +117,8 @@ print(f"{UPDATES * 64 * 32:,} steps in {time.perf_counter() - began:.0f} s with 
 def mean_return(policy, weights, carry, num_episodes=2000):
     """Discounted returns of that many episodes."""
     env_state = init(jax.random.key(5), told, numbers, num_episodes, carry)
-    steps = rollout(jax.random.key(6), env_state, told, numbers, policy, weights, STEPS, reset=NoReset())[1]
+    options = RolloutOptions(reset=NoReset())
+    steps = rollout(jax.random.key(6), env_state, told, numbers, policy, weights, STEPS, options)[1]
     return np.asarray(DISCOUNT ** np.arange(STEPS) @ steps.reward)
 
 

@@ -43,6 +43,7 @@ from jaxpar.experimental.autoregressive import Made, PixelCnn
 from jaxpar.experimental.dense_depth import DenseDepth
 from jaxpar.experimental.pseudo_tokens import Heads, HiddenTransfer, PromptTokens
 from jaxpar.experimental.trained_drafts import DraftTrainer
+from jaxpar.io import ProgressLabels
 from jaxpar.life import Jitter, Laws, Lstm, Reflex, World
 from jaxpar.lm import (
     AdapterConfig,
@@ -130,7 +131,7 @@ from jaxpar.rl.ppo import PpoRates
 from jaxpar.rl.pqn import PqnRates
 from jaxpar.rl.sac import SacRates
 from jaxpar.rl.td3 import Td3Rates
-from jaxpar.rollout import Chunked, Pool
+from jaxpar.rollout import Chunked, Pool, RolloutOptions
 from jaxpar.solve import (
     Elk,
     GaussSeidel,
@@ -143,6 +144,7 @@ from jaxpar.solve import (
 )
 from jaxpar.solve.fixed_point import Picard
 from jaxpar.solve.fused import Fused
+from jaxpar.verify import VerifyOptions
 
 TABLE = {
     **ENVIRONMENTS,
@@ -248,6 +250,9 @@ TABLE = {
         "stop_token": LEAST_MINUS_1,
     },
     Decoding: {"num_samples block chunk": COUNT},
+    ProgressLabels: {"tokens_per_step": COUNT},
+    RolloutOptions: {"unroll": COUNT},
+    VerifyOptions: {"steps": COUNT},
     ModelSizes: {"num_params num_layers num_heads num_kv_heads head_dim itemsize": COUNT},
     Beams: {"width max_new_tokens": COUNT, "length_penalty": SIGNED},
     BlockTopK: {"blocks": ((1,), (2,))},

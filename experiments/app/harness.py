@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jaxpar.fields import AtLeast, check_fields, field
-from jaxpar.io import open_progress, open_writers
+from jaxpar.io import ProgressLabels, open_progress, open_writers
 from jaxpar.loop import Fit, FitResult, Hooks, fit, resume
 from jaxpar.types import Algorithm, BatchFn, PyTree, SupportsAxes
 
@@ -48,7 +48,7 @@ class Run:
       config: The experiment's.
       folder: Its run folder, which the caller owns (`_folder.owning`).
       fit: Length and events.
-      progress: What `open_progress` takes besides the length and the start: description, unit, numbers shown.
+      progress: Words and numbers to show while it runs.
       tell_start: Called with the steps already made, before anything is written; prints what will be trained.
       checkpoints: What `saving` takes besides the folder: how many are kept, and where.
       metadata: Saved with each checkpoint besides the run's identity; other metadata are another run.
@@ -62,7 +62,7 @@ class Run:
     config: Any
     folder: pathlib.Path
     fit: Fit
-    progress: Mapping[str, Any]
+    progress: ProgressLabels
     tell_start: Callable[[int], None]
     checkpoints: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"keep": 2})
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -115,7 +115,9 @@ def train(algorithm: Algorithm, batches: BatchFn, run: Run) -> FitResult:
         hooks = dataclasses.replace(
             hooks,
             writer=writer,
-            progress=stack.enter_context(open_progress(run.fit.num_steps, start, **run.progress)),
+            progress=stack.enter_context(
+                open_progress(run.fit.num_steps, start, labels=run.progress)
+            ),
             evaluate=run.evaluate,
             check=run.check,
             report=lambda _: runner.write_start(folder, config),

@@ -25,7 +25,7 @@ from rich.table import Table
 from jaxpar.decode import Prompts, Sampling
 from jaxpar.experimental.conformal import conformal_rejects, empty_calibration
 from jaxpar.fields import AtLeast, Between, Each, OneOf, Positive, field
-from jaxpar.io import open_writers, plot_metrics
+from jaxpar.io import ProgressLabels, open_writers, plot_metrics
 from jaxpar.lm import (
     AttentionConfig,
     LMConfig,
@@ -177,7 +177,7 @@ def learn(config: Config, folder: pathlib.Path, name: str, model: LMConfig):
     return train(
         trainer,
         batches,
-        Run(config, folder, Fit(steps), dict(description=f"training the {name}"), told),
+        Run(config, folder, Fit(steps), ProgressLabels(description=f"training the {name}"), told),
     )
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from jaxpar.env import Box, Discrete
 from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.rl import Network, Ppo, PpoRates, Seeds, train
-from jaxpar.rollout import NoReset, evaluate, init, random_policy, rollout
+from jaxpar.rollout import NoReset, RolloutOptions, evaluate, init, random_policy, rollout
 from jaxpar.types import Array, PRNGKey
 
 from ..app import small_commands
@@ -157,9 +157,14 @@ def majority(actions: Array, num_actions: int) -> Array:
 def days(market: Market, policy: Any, weights: Any, episodes: int, carry: Any = ()) -> np.ndarray:
     """Rewards `[days, episodes]` of a policy."""
     start = init(jax.random.key(1), market, _Numbers(), episodes, carry)
-    go = jax.jit(lambda start, weights: rollout(jax.random.key(2), start, market, _Numbers(), policy, weights, 60,
-                                                reset=NoReset())[1].reward)  # fmt: skip
-    return np.asarray(go(start, weights), np.float64)
+
+    @jax.jit
+    def rewards(start, weights):
+        key = jax.random.key(2)
+        options = RolloutOptions(reset=NoReset())
+        return rollout(key, start, market, _Numbers(), policy, weights, 60, options)[1].reward
+
+    return np.asarray(rewards(start, weights), np.float64)
 
 
 def told(rewards: np.ndarray) -> tuple[float, float, float]:

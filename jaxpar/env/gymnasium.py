@@ -7,6 +7,7 @@ Gymnasium's own `SyncVectorEnv`.
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import gymnasium
 import jax
@@ -96,7 +97,10 @@ class Single(gymnasium.Env):
             raise UsageError(f"{self.env.name} must be reset before its first step")
         self.time += 1
         action = _action(self.env, self.params, self.action_space, action)
-        made = _step(self.env, self.root, self.episode, self.time, self.state, action, self.params)
+        now = _Inputs(
+            root=self.root, episode=self.episode, time=self.time, state=self.state, action=action
+        )
+        made = _step(self.env, now, self.params)
         self.state = made.state
         obs, info = _to_numpy(self.observation_space, made.obs), jax.tree.map(np.array, made.info)
         return obs, float(made.reward), bool(made.terminated), bool(made.truncated), info
@@ -175,9 +179,15 @@ class Vector(VectorEnv):
                 f"environment {np.argmax(self.over)} has ended and resets are disabled: reset it with reset_mask"
             )
         actions = _action(self.env, self.params, self.action_space, actions, envs=self.num_envs)
-        envs = self.roots, self.episodes, self.times + 1, self.state, actions
+        now = _Inputs(
+            root=self.roots,
+            episode=self.episodes,
+            time=self.times + 1,
+            state=self.state,
+            action=actions,
+        )
         made, self.obs, self.state, fresh = _step_envs(
-            self.env, self.mode, *envs, self.over, self.params
+            self.env, self.mode, now, self.over, self.params
         )
         fresh = np.array(fresh)
         self.times = np.where(fresh, 0, self.times + 1).astype(np.int32)
@@ -235,6 +245,24 @@ def gymnasium_space(space: Space) -> theirs.Space:
             return theirs.Dict({name: gymnasium_space(inner) for name, inner in space.items})
 
 
+class _Inputs(NamedTuple):
+    """Inputs of a step of one environment, or with an axis B in front of many.
+
+    Attributes:
+        root: root key of its episodes.
+        episode: number of the episode.
+        time: number of the step in it, from 1.
+        state: state before the step.
+        action: action as our space takes it.
+    """
+
+    root: PRNGKey
+    episode: ArrayLike
+    time: ArrayLike
+    state: PyTree
+    action: PyTree
+
+
 def _step_key(root: PRNGKey, episode: ArrayLike, time: ArrayLike) -> PRNGKey:
     return jax.random.fold_in(jax.random.fold_in(root, episode), time)
 
@@ -247,16 +275,9 @@ def _reset(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _step(
-    env: Environment | Adapter,
-    root: PRNGKey,
-    episode: ArrayLike,
-    time: ArrayLike,
-    state: PyTree,
-    action: PyTree,
-    params: PyTree,
-) -> Transition:
-    return step(_step_key(root, episode, time), env, state, action, params)
+def _step(env: Environment | Adapter, now: _Inputs, params: PyTree) -> Transition:
+    key = _step_key(now.root, now.episode, now.time)
+    return step(key, env, now.state, now.action, params)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -270,23 +291,22 @@ def _reset_envs(
 def _step_envs(
     env: Environment | Adapter,
     mode: AutoresetMode,
-    roots: PRNGKey,
-    episodes: Array,
-    times: Array,
-    state: PyTree,
-    actions: PyTree,
+    now: _Inputs,
     over: Array,
     params: PyTree,
 ) -> tuple[Transition, PyTree, PyTree, Array]:
-    """The bare step of all environments, then observations and states after resets, and which were reset."""
-    made = jax.vmap(lambda *row: _step(env, *row, params))(roots, episodes, times, state, actions)
+    """The bare step of all environments, then observations and states after resets, and which were reset.
+
+    `over` are those whose episodes had ended before, bool `[B]`.
+    """
+    made = jax.vmap(lambda row: _step(env, row, params))(now)
     if mode == AutoresetMode.DISABLED:
         return made, made.obs, made.state, jnp.zeros_like(over)
     fresh = over if mode == AutoresetMode.NEXT_STEP else made.terminated | made.truncated
     obs, state = jax.lax.cond(
         jnp.any(fresh),
         lambda: _where(
-            fresh, _reset_envs(env, roots, episodes + 1, params), (made.obs, made.state)
+            fresh, _reset_envs(env, now.root, now.episode + 1, params), (made.obs, made.state)
         ),
         lambda: (made.obs, made.state),
     )

@@ -33,7 +33,7 @@ from jaxpar.io.plots import (
     plot_memory,
     plot_metrics,
 )
-from jaxpar.io.progress import Progress, open_progress
+from jaxpar.io.progress import Progress, ProgressLabels, open_progress
 
 if TYPE_CHECKING:
     from jaxpar.io.checkpoint import (
@@ -52,6 +52,7 @@ __all__ = [
     "Checkpoints",
     "CorruptCheckpointError",
     "Progress",
+    "ProgressLabels",
     "RunMismatchError",
     "SaveError",
     "Writer",

@@ -1,5 +1,6 @@
 """How far a run is: a bar on a terminal, one changing line in a notebook, a few lines in a log."""
 
+import dataclasses
 import importlib.util
 import os
 import sys
@@ -11,9 +12,37 @@ from typing import Any, NamedTuple, Self, TextIO
 import jax
 from numpy.typing import ArrayLike
 
-__all__ = ["Progress", "open_progress"]
+from jaxpar._older_fields import join_positions, newer_arguments
+from jaxpar.fields import AtLeast, check_fields, field
+
+__all__ = ["Progress", "ProgressLabels", "open_progress"]
 
 _SMOOTHING = 5.0  # seconds that a rate looks back
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgressLabels:
+    """Words and numbers that progress is shown with.
+
+    Attributes:
+      description: Text before the bar.
+      unit: Name of one step.
+      shown: Names of the numbers to show.
+      tokens_per_step: Tokens in one step, to show tokens a second; None shows none.
+      token: Name of a token in that rate.
+    """
+
+    description: str = ""
+    unit: str = "step"
+    shown: tuple[str, ...] = ("loss",)
+    tokens_per_step: int | None = field(None, AtLeast(1))
+    token: str = "tok"
+
+    __post_init__ = check_fields
+
+
+_OLDER = {each.name: f"labels.{each.name}" for each in dataclasses.fields(ProgressLabels)}
+"""Arguments of `open_progress` that are fields of its labels today."""
 
 
 class _Form(NamedTuple):
@@ -69,12 +98,11 @@ class Progress:
     `open_progress` makes it.
     """
 
-    def __init__(
-        self, form: _Form, total: int, unit: str, tokens_per_step: int | None, clock: Callable[[], float],
-        shown: tuple[str, ...] = ("loss",), token: str = "tok",
-    ):  # fmt: skip
-        self._form, self._total, self._unit, self._clock = form, total, unit, clock
-        self._tokens_per_step, self._token, self._names = tokens_per_step, token, shown
+    def __init__(self, form: _Form, total: int, labels: ProgressLabels, clock: Callable[[], float]):
+        self._form = form
+        self._total = total
+        self._labels = labels
+        self._clock = clock
         self._marks: deque[tuple[float, int]] = (
             deque()
         )  # times and steps that the rate looks back to
@@ -123,19 +151,21 @@ class Progress:
         assert self._latest is not None
         step, values = self._latest
         self._shown = now, step
-        parts = [f"{step}/{self._total} {self._unit}s"]
-        for name in self._names:
+        labels = self._labels
+        parts = [f"{step}/{self._total} {labels.unit}s"]
+        for name in labels.shown:
             value = values.get(name, values.get(f"train/{name}"))
             if value is not None:
                 parts.append(f"{name.replace('_', ' ')} {float(value):.4g}")
         then, from_step = self._marks[0]
         if step > from_step and now > then:
             rate = (step - from_step) / (now - then)
-            parts.append(
-                f"{_short(rate)} {self._unit}s/s" if rate >= 1 else f"{1 / rate:.3g} s/{self._unit}"
-            )
-            if self._tokens_per_step is not None:
-                parts.append(f"{_short(rate * self._tokens_per_step)} {self._token}/s")
+            if rate >= 1:
+                parts.append(f"{_short(rate)} {labels.unit}s/s")
+            else:
+                parts.append(f"{1 / rate:.3g} s/{labels.unit}")
+            if labels.tokens_per_step is not None:
+                parts.append(f"{_short(rate * labels.tokens_per_step)} {labels.token}/s")
             if step < self._total:
                 parts.append(f"{_duration((self._total - step) / rate)} left")
         self._form.show(step, "  ".join(parts))
@@ -144,40 +174,42 @@ class Progress:
 def open_progress(
     total: int,
     start: int = 0,
-    description: str = "",
-    unit: str = "step",
-    *,
-    shown: tuple[str, ...] = ("loss",),
-    tokens_per_step: int | None = None,
-    token: str = "tok",
+    *older_labels: str,
+    labels: ProgressLabels | None = None,
     stream: TextIO | None = None,
     clock: Callable[[], float] = time.monotonic,
+    **older: object,
 ) -> Progress:
     """Opens the form that fits: notebook, terminal with rich, or plain lines; silent off process 0.
 
     Args:
       total: The step at which the run ends.
       start: Steps already made, by an earlier part of the run.
-      description: What stands before the bar.
-      unit: The name of one step.
-      shown: The numbers to show.
-      tokens_per_step: Tokens in one step, to show tokens a second.
-      token: What these are called.
+      *older_labels: Description and unit by position, until the first release.
+      labels: Words and numbers to show; None means the defaults.
       stream: Where to print, `sys.stderr` by default.
       clock: Seconds, ascending.
+      **older: Fields of `labels`, which were arguments; accepted until the first release.
+
+    Raises:
+      TypeError: An unknown keyword, or too many arguments.
     """
+    older = join_positions("open_progress", ("description", "unit"), older_labels, older)
+    groups = {"labels": labels or ProgressLabels()}
+    words: ProgressLabels = newer_arguments("open_progress", _OLDER, groups, older)["labels"]
+
     out: TextIO = sys.stderr if stream is None else stream
-    prefix = f"{description}  " if description else ""
+    prefix = f"{words.description}  " if words.description else ""
     is_terminal = out.isatty() and os.environ.get("TERM") not in (None, "dumb", "unknown")
     if jax.process_index() != 0:
         form = _Form(lambda *_: None, lambda _: None)
     elif _has_kernel():
         form = _notebook_line(prefix)
     elif is_terminal and importlib.util.find_spec("rich"):
-        form = _bar(total, start, description, out)
+        form = _bar(total, start, words.description, out)
     else:
         form = _lines(prefix, out)
-    return Progress(form, total, unit, tokens_per_step, clock, shown, token)
+    return Progress(form, total, words, clock)
 
 
 def _has_kernel() -> bool:

@@ -10,13 +10,21 @@
 | `proof` | model, layouts -> each against one device | experiments, tests |
 """
 
-from jaxpar.own.fitting import check_finite, examples_in_batches, mean_loss, predictions, train_own
+from jaxpar.own.fitting import (
+    LayoutOptions,
+    check_finite,
+    examples_in_batches,
+    mean_loss,
+    predictions,
+    train_own,
+)
 from jaxpar.own.layout import OwnLayout, ParamLayout, lay_out
 from jaxpar.own.model import OwnModel, OwnState
 from jaxpar.own.modules import from_nnx
 from jaxpar.own.proof import verify_own
 
 __all__ = [
+    "LayoutOptions",
     "OwnLayout",
     "OwnModel",
     "OwnState",

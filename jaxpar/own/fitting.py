@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpar._older_fields import newer_arguments
 from jaxpar.io import Checkpoints, open_progress, open_writers
 from jaxpar.loop import Fit, FitResult, Hooks, fit, resume
 from jaxpar.mesh import MeshSpec, make_mesh, mesh_axes, num_shares, place_rows, use_mesh
@@ -18,7 +19,33 @@ from jaxpar.own.layout import lay_out
 from jaxpar.own.model import Axes, OwnModel, OwnState, path_of, variables_of
 from jaxpar.types import BatchFn, PyTree, UsageError
 
-__all__ = ["check_finite", "examples_in_batches", "mean_loss", "predictions", "train_own"]
+__all__ = [
+    "LayoutOptions",
+    "check_finite",
+    "examples_in_batches",
+    "mean_loss",
+    "predictions",
+    "train_own",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayoutOptions:
+    """Options of how a model's parameters are laid out over devices.
+
+    Attributes:
+      mesh: Axes and sizes; by default the ambient mesh, or all devices along data.
+      given: Axes of parameters by patterns of their paths, instead of those that the rules give.
+      tell: Function that is called with the table of the layout.
+    """
+
+    mesh: MeshSpec | None = None
+    given: Mapping[str, Axes] | None = None
+    tell: Callable[[str], None] = print
+
+
+_OLDER = {field.name: f"layout.{field.name}" for field in dataclasses.fields(LayoutOptions)}
+"""Arguments of `train_own` that are fields of its layout today."""
 
 
 def train_own(
@@ -28,11 +55,10 @@ def train_own(
     *,
     batch_size: int,
     folder: Path | None = None,
-    mesh: MeshSpec | None = None,
     held_out: Sequence[object] = (),
-    given: Mapping[str, Axes] | None = None,
     seed: int = 0,
-    tell: Callable[[str], None] = print,
+    layout: LayoutOptions | MeshSpec | None = None,
+    **older: object,
 ) -> FitResult:
     """Trains a model of one's own: shows how its parameters lie, then runs or goes on from where the folder is.
 
@@ -41,26 +67,32 @@ def train_own(
       examples: What `collate` makes batches of.
       counts: Steps, and steps between evaluations and checkpoints.
       batch_size: Examples in a batch.
-      folder: Of metrics.jsonl and checkpoints; None writes nothing.
-      mesh: Axes and sizes; by default the ambient mesh, or all devices along data.
+      folder: Folder of metrics.jsonl and checkpoints; None writes nothing.
       held_out: Examples whose mean loss is "validation/loss".
-      given: Axes of parameters by patterns of their paths, instead of those that the rules give.
-      seed: Of the first parameters, of the order of examples and of the keys of steps.
-      tell: Called with the table of the layout.
+      seed: Number that the first parameters, the order of examples and the keys of steps are made
+        from.
+      layout: Mesh, axes of parameters, and where their table goes; or the mesh alone. None means the
+        defaults.
+      **older: Fields of `layout`, which were arguments; accepted until the first release.
 
     Returns:
       The last state and metrics. A finished run is returned as it is; the same call with more steps goes on.
 
     Raises:
+      TypeError: A keyword that is unknown.
       UsageError: What `lay_out`, `OwnModel` and `examples_in_batches` refuse; a loss that is not finite; checkpoints of
         another run.
     """
+    if not isinstance(layout, LayoutOptions):
+        layout = LayoutOptions(mesh=layout)
+    groups = {"layout": layout}
+    chosen: LayoutOptions = newer_arguments("train_own", _OLDER, groups, older)["layout"]
     with contextlib.ExitStack() as stack:
-        if mesh is not None or jax.sharding.get_mesh().empty:
-            stack.enter_context(use_mesh(make_mesh(mesh)))
+        if chosen.mesh is not None or jax.sharding.get_mesh().empty:
+            stack.enter_context(use_mesh(make_mesh(chosen.mesh)))
         batches = examples_in_batches(model, examples, batch_size, seed)
-        laid = lay_out(model, batches(0), given)
-        tell(str(laid))
+        laid = lay_out(model, batches(0), chosen.given)
+        chosen.tell(str(laid))
         model = laid.model
         evaluate = (
             functools.partial(mean_loss, model, held_out, batch_size) if len(held_out) else None

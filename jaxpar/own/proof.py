@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.aot.verify import Layout, LayoutReport, Model, verify
+from jaxpar._older_fields import newer_arguments
+from jaxpar.aot.verify import Layout, LayoutReport, Model, VerifyOptions, verify
+from jaxpar.aot.verify.run import OLDER_OPTIONS
 from jaxpar.mesh import make_mesh, rules_from, use_mesh
 from jaxpar.own.layout import lay_out
 from jaxpar.own.model import Axes, OwnModel
@@ -25,12 +27,11 @@ def verify_own(
     *,
     given: Mapping[str, Axes] | None = None,
     allow: Sequence[str] = (),
-    dtypes: Sequence[str] = ("float32", "float64"),
-    steps: int = 3,
     seed: int = 0,
-    report: Callable[[LayoutReport], None] | None = None,
+    options: VerifyOptions | None = None,
+    **older: object,
 ) -> list[LayoutReport]:
-    """Compares layouts with one device: loss, every gradient leaf, `steps` optimizer steps; judges what they send.
+    """Compares layouts with one device: loss, every gradient leaf, optimizer steps; judges what they send.
 
     They may send what `allowed_transfers` says. Each layout has the axes that the two rules give on its
     own mesh. Neighbours that differ along data alone are compared with one program of one device.
@@ -43,14 +44,20 @@ def verify_own(
       layouts: Of data, fsdp and tensor.
       given: As in `lay_out`.
       allow: Transfers that are not judged, by kind and mesh axis, such as "gather over tensor".
-      dtypes: Of "float32" and "float64"; the model must compute in the dtype of its parameters.
-      steps: Optimizer steps.
-      seed: Of parameters and keys.
-      report: Called with each row as it is made.
+      seed: Number that parameters and keys are made from.
+      options: Dtypes, in which the model must compute, steps, topology and report; None means the
+        defaults.
+      **older: Fields of `options`, which were arguments; accepted until the first release.
 
     Returns:
-      A row a layout and dtype.
+      A row a layout and dtype, and one for the topology.
+
+    Raises:
+      TypeError: If a keyword is unknown.
+      UsageError: If there is no layout; as `lay_out` and `jaxpar.verify.verify`.
     """
+    groups = {"options": options or VerifyOptions()}
+    how: VerifyOptions = newer_arguments("verify_own", OLDER_OPTIONS, groups, older)["options"]
     if not layouts:
         raise UsageError(
             "there is no layout to verify; legal are such as Layout(MeshSpec(data=2, tensor=4))."
@@ -87,9 +94,7 @@ def verify_own(
             group,
             declared=declared,
             allow=allow,
-            dtypes=dtypes,
-            steps=steps,
-            report=report,
+            options=how,
         )
     return rows
 

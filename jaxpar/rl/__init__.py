@@ -34,7 +34,7 @@ from jaxpar.rl.network import Network
 from jaxpar.rl.population import Pbt
 from jaxpar.rl.ppo import Ppo, PpoRates
 from jaxpar.rl.pqn import Pqn, PqnRates
-from jaxpar.rl.returns import advantages, lambda_returns, n_step_returns, vtrace
+from jaxpar.rl.returns import RatioLimits, advantages, lambda_returns, n_step_returns, vtrace
 from jaxpar.rl.sac import Sac, SacRates
 from jaxpar.rl.self_play import Against, SelfPlay
 from jaxpar.rl.td3 import Td3, Td3Rates
@@ -61,6 +61,7 @@ __all__ = [
     "PpoRates",
     "Pqn",
     "PqnRates",
+    "RatioLimits",
     "Sac",
     "SacRates",
     "Seeds",

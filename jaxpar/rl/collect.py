@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import flax.struct
 import jax
@@ -10,11 +11,13 @@ import jax.numpy as jnp
 from jaxpar.rl.agent import ActorCritic
 from jaxpar.rl.distributions import log_prob
 from jaxpar.rl.returns import advantages, next_values, vtrace
-from jaxpar.rollout import EnvState, Reset, Trajectory, episode_stats, rollout
+from jaxpar.rollout import EnvState, RolloutOptions, Trajectory, episode_stats, rollout
 from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
 
 __all__ = [
     "Batch",
+    "RolloutStart",
+    "RolloutWeights",
     "carry_at_start",
     "check_minibatches",
     "collect",
@@ -57,66 +60,84 @@ class Batch:
     carry: PyTree
 
 
+class RolloutStart(NamedTuple):
+    """The end of a rollout, at which the next one starts.
+
+    Attributes:
+        env_state: state of the environments.
+        agent_done: ends of several agents, of `last_agent_done`; None for a single one, and before
+            the first rollout.
+    """
+
+    env_state: EnvState
+    agent_done: Array | None = None
+
+
+class RolloutWeights(NamedTuple):
+    """Weights of the agent in a rollout.
+
+    Attributes:
+        learned: weights that an update is to change; values are by them.
+        behaviour: weights that act; None for `learned`.
+    """
+
+    learned: PyTree
+    behaviour: PyTree = None
+
+
 def collect(
     key: PRNGKey,
-    env_state: EnvState,
-    agent_done: Array | None,
+    start: RolloutStart,
     agent: ActorCritic,
     params: PyTree,
-    weights: PyTree,
+    weights: RolloutWeights,
     rates: PyTree,
     num_steps: int,
-    prng: str = "env",
-    reset: Reset | None = None,
-    behaviour: PyTree = None,
+    options: RolloutOptions | None = None,
 ) -> tuple[EnvState, Batch, Trajectory]:
     """Makes `num_steps` steps with the policy, and a batch of them; consumes `key`.
 
-    Where older weights act, values and densities of the batch are by `weights`, its targets and
-    advantages V-trace's: one more pass over all steps.
+    Where older weights act, values and densities of the batch are by `weights.learned`, its targets
+    and advantages V-trace's: one more pass over all steps.
 
     Args:
         key: consumed.
-        env_state: of the environments before.
-        agent_done: `last_agent_done` of the trajectory before.
+        start: end of the rollout before.
         agent: an `ActorCritic`.
         params: of the environment.
-        weights: of the agent.
+        weights: weights that are learned, and those that act.
         rates: with `discount`, `gae_lambda` and `reward_scale`.
         num_steps: T.
-        prng: as in `jaxpar.rollout.rollout`.
-        reset: likewise.
-        behaviour: weights that act; None for `weights`.
+        options: reset policy, keys and unroll of the rollout; its value is the agent's, and all of
+            a step is kept.
+
+    Returns:
+        The state of the environments after the last step, the batch, and the trajectory.
     """
-    carry = env_state.carry
+    carry = start.env_state.carry
+    learned = weights.learned
     log_ratio = None
     actor = agent
-    acting = weights
-    if behaviour is not None:
+    acting = learned
+    if weights.behaviour is not None:
         actor = _Older(agent)
-        acting = behaviour, weights
+        acting = weights.behaviour, learned
+    options = options or RolloutOptions()
+    options = dataclasses.replace(options, value=actor.value, keep=None)
     env_state, trajectory = rollout(
-        key,
-        env_state,
-        agent.env,
-        params,
-        actor,
-        acting,
-        num_steps,
-        value=actor.value,
-        prng=prng,
-        reset=reset,
+        key, start.env_state, agent.env, params, actor, acting, num_steps, options
     )
-    last = jax.vmap(agent.value, (None, 0, 0))(weights, env_state.obs, carry_at_start(env_state))
-    if behaviour is not None:
+    last = jax.vmap(agent.value, (None, 0, 0))(learned, env_state.obs, carry_at_start(env_state))
+    if weights.behaviour is not None:
         extras = trajectory.extras
         out = agent.apply(
-            weights, trajectory.obs, trajectory.start, carry, extras.get("action_mask")
+            learned, trajectory.obs, trajectory.start, carry, extras.get("action_mask")
         )
         now = log_prob(agent.action_space, out.policy, extras["raw_action"])
         log_ratio = now - extras["log_prob"]
         trajectory = trajectory.replace(extras=extras | {"value": out.value, "log_prob": now})
-    return env_state, make_batch(trajectory, last, carry, rates, agent_done, log_ratio), trajectory
+    batch = make_batch(trajectory, last, carry, rates, start.agent_done, log_ratio)
+    return env_state, batch, trajectory
 
 
 @dataclasses.dataclass(frozen=True)

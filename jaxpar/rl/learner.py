@@ -43,6 +43,8 @@ from jaxpar.optim import Optimizer, annealed
 from jaxpar.rl.agent import ActorCritic
 from jaxpar.rl.collect import (
     Batch,
+    RolloutStart,
+    RolloutWeights,
     check_minibatches,
     collect,
     done_and_weight,
@@ -62,7 +64,7 @@ from jaxpar.rl.moments import (
     with_batch,
 )
 from jaxpar.rl.network import Network
-from jaxpar.rollout import EnvState, Policy, Reset, Trajectory, init
+from jaxpar.rollout import EnvState, Policy, Reset, RolloutOptions, Trajectory, init
 from jaxpar.types import Algorithm, Array, Info, PRNGKey, PyTree, UsageError
 
 __all__ = [
@@ -403,16 +405,13 @@ def actor_critic_update(
     scaled = rates.replace(reward_scale=rates.reward_scale * reward_factor(state.returns))
     env_state, batch, trajectory = collect(
         act_key,
-        state.env_state,
-        state.agent_done,
+        RolloutStart(env_state=state.env_state, agent_done=state.agent_done),
         agent,
         params,
-        critic,
+        RolloutWeights(learned=critic, behaviour=behaviour),
         scaled,
         learner.num_steps,
-        prng=learner.prng,
-        reset=learner.reset,
-        behaviour=behaviour,
+        RolloutOptions(reset=learner.reset, prng=learner.prng),
     )
     weights, opt_state, infos = minibatch_updates(
         learner, deal_key, state, batch, functools.partial(loss, rates=rates), too_far

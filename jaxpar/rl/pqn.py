@@ -30,7 +30,7 @@ from jaxpar.rl.learner import (
 from jaxpar.rl.network import Network
 from jaxpar.rl.returns import lambda_returns, next_values
 from jaxpar.rl.value_decomposition import DECOMPOSITIONS
-from jaxpar.rollout import Reset, Trajectory, rollout
+from jaxpar.rollout import Reset, RolloutOptions, Trajectory, rollout
 from jaxpar.types import Array, Info, PRNGKey, PyTree, Scalar
 
 __all__ = ["Pqn", "PqnRates", "lambda_targets"]
@@ -105,6 +105,7 @@ class Pqn:
 
         epsilon = epsilon_schedule(rates, state.updates)
         acting = state.weights, epsilon
+        options = RolloutOptions(reset=self.reset, prng=self.prng, value=agent.value)
         env_state, trajectory = rollout(
             act_key,
             state.env_state,
@@ -113,9 +114,7 @@ class Pqn:
             agent,
             acting,
             self.num_steps,
-            value=agent.value,
-            prng=self.prng,
-            reset=self.reset,
+            options,
         )
         last_value = last_values(agent, acting, env_state, params)
         batch = lambda_targets(

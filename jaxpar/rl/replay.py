@@ -30,6 +30,7 @@ from jaxpar.rollout import (
     GivenLevel,
     NextStep,
     Pool,
+    RolloutOptions,
     SameStep,
     Trajectory,
     rollout,
@@ -294,8 +295,7 @@ def next_step_rollout(
         learner.agent(),
         acting,
         learner.num_steps,
-        prng=learner.prng,
-        reset=reset,
+        RolloutOptions(reset=reset, prng=learner.prng),
     )
 
 

@@ -6,14 +6,24 @@ the value of the last observation where the episode was truncated), never the va
 `next_values` makes both from a rollout. Time is the leading axis; any axes may follow.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jaxpar._older_fields import join_positions, newer_arguments
 from jaxpar.scan import affine_scan
-from jaxpar.types import UsageError
+from jaxpar.types import Scalar, UsageError
 
-__all__ = ["advantages", "lambda_returns", "n_step_returns", "next_values", "vtrace"]
+__all__ = [
+    "RatioLimits",
+    "advantages",
+    "lambda_returns",
+    "n_step_returns",
+    "next_values",
+    "vtrace",
+]
 
 
 def next_values(
@@ -71,6 +81,24 @@ def lambda_returns(
     )
 
 
+class RatioLimits(NamedTuple):
+    """Largest weights of what another policy did, for `vtrace`.
+
+    Attributes:
+        max_rho: largest weight of a step's own error: it decides which policy's values the targets
+            are.
+        max_c: largest weight that what follows is carried back with: it decides how fast that is
+            learned.
+    """
+
+    max_rho: Scalar = 1.0
+    max_c: Scalar = 1.0
+
+
+_OLDER = {name: f"limits.{name}" for name in RatioLimits._fields}
+"""Arguments of `vtrace` that are fields of its limits today."""
+
+
 def vtrace(
     log_ratio: Float[Array, "T *B"],
     reward: Float[Array, "T *B"],
@@ -79,8 +107,9 @@ def vtrace(
     done: Bool[Array, "T *B"],
     discount,
     lambda_,
-    max_rho: float = 1.0,
-    max_c: float = 1.0,
+    *older_limits: Scalar,
+    limits: RatioLimits | None = None,
+    **older: object,
 ) -> tuple[Float[Array, "T *B"], Float[Array, "T *B"]]:
     """Value targets and advantages of a policy from what another one did (Espeholt et al. 2018, arXiv:1802.01561).
 
@@ -100,14 +129,23 @@ def vtrace(
         done: whether the trajectory ends with the step.
         discount: of a step.
         lambda_: 0 corrects by one step, 1 by all that follow.
-        max_rho: largest weight of a step's own error: it decides which policy's values the targets are.
-        max_c: largest weight that what follows is carried back with: it decides how fast that is learned.
+        *older_limits: `max_rho` and `max_c` by position, until the first release.
+        limits: largest weights; None means 1 for both.
+        **older: fields of `limits`, which were arguments; accepted until the first release.
 
     Returns:
         Targets and advantages. Gradients flow into all arguments; stop them where they must not.
+
+    Raises:
+        TypeError: for an unknown keyword, or too many arguments.
     """
+    older = join_positions("vtrace", RatioLimits._fields, older_limits, older)
+    groups = {"limits": limits or RatioLimits()}
+    most: RatioLimits = newer_arguments("vtrace", _OLDER, groups, older)["limits"]
+
     ratio = jnp.exp(log_ratio)
-    rho, c = jnp.minimum(max_rho, ratio), jnp.minimum(max_c, ratio)
+    rho = jnp.minimum(most.max_rho, ratio)
+    c = jnp.minimum(most.max_c, ratio)
     error = reward + discount * next_value - value
     carried = jnp.where(done, 0.0, discount * lambda_).astype(error.dtype)
     excess = affine_scan(carried * c, rho * error, reverse=True)

@@ -19,17 +19,19 @@ from jaxpar.rollout.prng import check_prng
 from jaxpar.rollout.resets import Chunked, GivenLevel, NextStep, NoReset, Pool, Reset, SameStep
 from jaxpar.rollout.statistics import (
     EpisodeResults,
+    EvaluateOptions,
     check_trajectory,
     episode_stats,
     evaluate,
     first_episodes,
 )
-from jaxpar.rollout.trajectory import Trajectory, rollout
+from jaxpar.rollout.trajectory import RolloutOptions, Trajectory, rollout
 
 __all__ = [
     "Chunked",
     "EnvState",
     "EpisodeResults",
+    "EvaluateOptions",
     "GivenLevel",
     "MaskedPolicy",
     "NextStep",
@@ -38,6 +40,7 @@ __all__ = [
     "Pool",
     "RandomPolicy",
     "Reset",
+    "RolloutOptions",
     "SameStep",
     "Trajectory",
     "check_prng",

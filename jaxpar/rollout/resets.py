@@ -6,6 +6,7 @@ own; so `SameStep` and `Chunked`, of any size, give the same bits.
 
 import functools
 import math
+from typing import NamedTuple
 
 import flax.struct
 import jax
@@ -169,6 +170,7 @@ def reset_finished(
         if not isinstance(policy, SameStep):
             fresh = jax.lax.stop_gradient(fresh)
         return where(finished, fresh, now)
+    starts = _Starts(base=base, numbers=index, params=params, levels=levels, pool=pool)
     fill = jax.custom_jvp(functools.partial(_reset_chunks, env, min(size, len(finished))))
 
     @fill.defjvp
@@ -180,25 +182,42 @@ def reset_finished(
 
         return fill(*primals), jax.tree.map(masked, tangents[-1])
 
-    return fill(finished, base, index, params, levels, pool, now)
+    return fill(finished, starts, now)
 
 
-def _reset_chunks(env, size, finished, base, index, params, levels, pool, now):
+class _Starts(NamedTuple):
+    """All that new episodes of B environments start from.
+
+    Attributes:
+        base: the step's key for resets.
+        numbers: int32 `[B]`, the environments' numbers.
+        params: the environment's parameters.
+        levels: a level for each environment `[B, ...]`, or None.
+        pool: (observations, states) of `draw_pool` to choose from, or None.
+    """
+
+    base: PRNGKey
+    numbers: Array
+    params: PyTree
+    levels: PyTree
+    pool: PyTree
+
+
+def _reset_chunks(env, size, finished, starts, now):
     """Resets the finished environments, `size` in an iteration; there is none where nothing finished."""
     num_finished, env_of_rank = place_by_rank(finished)
 
     def body(carry):
         iteration, now = carry
         envs = env_of_rank(iteration * size + jnp.arange(size))
-        keys = env_keys(base, jnp.take(index, envs, mode="clip"))
-        if pool is None:
-            mine = jax.tree.map(lambda x: jnp.take(x, envs, axis=0, mode="clip"), levels)
-            fresh = vmapped_reset(env, params, keys, mine)
+        keys = env_keys(starts.base, jnp.take(starts.numbers, envs, mode="clip"))
+        if starts.pool is None:
+            mine = jax.tree.map(lambda x: jnp.take(x, envs, axis=0, mode="clip"), starts.levels)
+            fresh = vmapped_reset(env, starts.params, keys, mine)
         else:
-            chosen = jax.vmap(
-                lambda key: jax.random.randint(key, (), 0, jax.tree.leaves(pool)[0].shape[0])
-            )(keys)
-            fresh = jax.tree.map(lambda x: x[chosen], pool)
+            count = jax.tree.leaves(starts.pool)[0].shape[0]
+            chosen = jax.vmap(lambda key: jax.random.randint(key, (), 0, count))(keys)
+            fresh = jax.tree.map(lambda x: x[chosen], starts.pool)
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), now)
         fresh = cast_like(fresh, like, "reset")
         # Ranks beyond the last finished one give the index B, which the scatter drops.

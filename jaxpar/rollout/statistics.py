@@ -1,20 +1,30 @@
 """Statistics of trajectories, by `where`: a masked value never enters, even if it is NaN."""
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar._older_fields import newer_arguments
 from jaxpar.env import Adapter, Environment
 from jaxpar.rollout.env_state import init, per_env
 from jaxpar.rollout.policies import Policy
 from jaxpar.rollout.resets import NoReset
-from jaxpar.rollout.trajectory import Trajectory, rollout
+from jaxpar.rollout.trajectory import RolloutOptions, Trajectory, rollout
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError, concrete_values, largest
 
-__all__ = ["EpisodeResults", "check_trajectory", "episode_stats", "evaluate", "first_episodes"]
+__all__ = [
+    "EpisodeResults",
+    "EvaluateOptions",
+    "check_trajectory",
+    "episode_stats",
+    "evaluate",
+    "first_episodes",
+]
 
 
 def episode_stats(trajectory: Trajectory) -> dict[str, Array]:
@@ -102,7 +112,23 @@ def first_episodes(trajectory: Trajectory) -> EpisodeResults:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("env", "policy", "num_envs", "max_steps", "prng"))
+@flax.struct.dataclass
+class EvaluateOptions:
+    """Options of `evaluate`.
+
+    Attributes:
+        carry: the policy's at the start of an episode, as of `init`.
+        prng: "env" or "batch", as of `rollout`; static.
+    """
+
+    carry: PyTree = ()
+    prng: str = flax.struct.field(default="env", pytree_node=False)
+
+
+_OLDER = {field.name: f"options.{field.name}" for field in dataclasses.fields(EvaluateOptions)}
+"""Arguments of `evaluate` that are fields of its options today."""
+
+
 def evaluate(
     key: PRNGKey,
     env: Environment | Adapter,
@@ -111,18 +137,47 @@ def evaluate(
     policy_params: PyTree,
     num_envs: int,
     max_steps: int,
-    *,
-    carry: PyTree = (),
-    prng: str = "env",
+    options: EvaluateOptions | None = None,
+    **older: object,
 ) -> EpisodeResults:
-    """Plays one episode in each environment, of at most `max_steps` steps, and keeps nothing but its results.
+    """Plays one episode in each environment, and keeps nothing but its results.
 
-    Arguments are those of `init` and `rollout`.
+    It is compiled once for each environment, policy, number of environments and of steps.
+
+    Args:
+        key: root key, as of `rollout`.
+        env: an environment or adapter; static.
+        params: its parameters.
+        policy: a `Policy`; static.
+        policy_params: its parameters.
+        num_envs: B; static.
+        max_steps: steps of an episode, at most; static.
+        options: the policy's carry, and keys; None means the defaults.
+        **older: fields of `options`, which were arguments; accepted until the first release.
+
+    Raises:
+        TypeError: for an unknown keyword.
+        UsageError: as `init` and `rollout`.
     """
-    env_state = init(key, env, params, num_envs, carry, prng=prng)
-    trajectory = rollout(
-        key, env_state, env, params, policy, policy_params, max_steps, reset=NoReset(), prng=prng
-    )[1]
+    groups = {"options": options or EvaluateOptions()}
+    chosen: EvaluateOptions = newer_arguments("evaluate", _OLDER, groups, older)["options"]
+    return _evaluate(key, env, params, policy, policy_params, num_envs, max_steps, chosen)
+
+
+@functools.partial(jax.jit, static_argnames=("env", "policy", "num_envs", "max_steps"))
+def _evaluate(
+    key: PRNGKey,
+    env: Environment | Adapter,
+    params: PyTree,
+    policy: Policy,
+    policy_params: PyTree,
+    num_envs: int,
+    max_steps: int,
+    options: EvaluateOptions,
+) -> EpisodeResults:
+    env_state = init(key, env, params, num_envs, options.carry, prng=options.prng)
+    how = RolloutOptions(reset=NoReset(), prng=options.prng)
+    _, trajectory = rollout(key, env_state, env, params, policy, policy_params, max_steps, how)
     return first_episodes(trajectory)
 
 

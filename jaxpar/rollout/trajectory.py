@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jaxpar._older_fields import newer_arguments
 from jaxpar.env import Adapter, Environment, capabilities, step
+from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.mesh import mesh_axes, platform
 from jaxpar.rollout.env_state import (
     EnvState,
@@ -32,7 +34,7 @@ from jaxpar.rollout.resets import (
 )
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
-__all__ = ["Trajectory", "rollout"]
+__all__ = ["RolloutOptions", "Trajectory", "rollout"]
 
 
 @flax.struct.dataclass
@@ -70,6 +72,40 @@ class Trajectory:
     info: PyTree
 
 
+@flax.struct.dataclass
+class RolloutOptions:
+    """Options of `rollout`: a reset policy may hold arrays, all else is static.
+
+    Attributes:
+        reset: policy for finished environments: `Chunked` by default, `SameStep`, `NextStep`,
+            `NoReset`, `Pool` or `GivenLevel`.
+        prng: "env", the reference, or "batch", faster; equal in distribution
+            (`jaxpar.rollout.prng`).
+        value: `(policy_params, obs, carry) -> float32` (`[N]` agents), for one environment: what
+            truncation bootstraps. It is evaluated on the last observation, only in steps that
+            truncated some environment of the device; one that names a parameter `action_mask` is
+            given the environment's, or None where it has none.
+        keep: `Trajectory [B] -> pytree`, what is kept of a step, by default all of it; whatever it
+            keeps must have a leading axis B. For long rollouts over large observations of which
+            only statistics are wanted.
+        unroll: steps in one iteration of the compiled loop, that of `lax.scan`; more fuse across
+            steps, and take longer to compile. None is 1 on CPUs and 4 elsewhere: 1.2 to 1.6 times
+            as fast there in small environments, at twice the compile time.
+    """
+
+    reset: Reset | None = None
+    prng: str = field("env", pytree_node=False)
+    value: Value | None = field(None, pytree_node=False)
+    keep: Callable[[Trajectory], PyTree] | None = field(None, pytree_node=False)
+    unroll: int | None = field(None, AtLeast(1), pytree_node=False)
+
+    __post_init__ = check_fields
+
+
+_OLDER = {each.name: f"options.{each.name}" for each in dataclasses.fields(RolloutOptions)}
+"""Arguments of `rollout` that are fields of its options today."""
+
+
 def rollout(
     key: PRNGKey,
     env_state: EnvState,
@@ -78,12 +114,8 @@ def rollout(
     policy: Policy,
     policy_params: PyTree,
     num_steps: int,
-    *,
-    reset: Reset | None = None,
-    prng: str = "env",
-    value: Value | None = None,
-    keep: Callable[[Trajectory], PyTree] | None = None,
-    unroll: int | None = None,
+    options: RolloutOptions | None = None,
+    **older: object,
 ) -> tuple[EnvState, PyTree]:
     """Steps every environment `num_steps` times: a `lax.scan` over steps of a `vmap` over environments.
 
@@ -98,36 +130,34 @@ def rollout(
         policy: a `Policy`; static.
         policy_params: its parameters.
         num_steps: T; static.
-        reset: what happens to finished environments: `Chunked` by default, `SameStep`, `NextStep`, `NoReset`, `Pool` or
-            `GivenLevel`.
-        prng: "env", the reference, or "batch", faster; equal in distribution (`jaxpar.rollout.prng`).
-        value: `(policy_params, obs, carry) -> float32` (`[N]` agents), for one environment: what truncation bootstraps.
-            It is evaluated on the last observation, only in steps that truncated some environment of the device; one
-            that names a parameter `action_mask` is given the environment's, or None where it has none; static.
-        keep: `Trajectory [B] -> pytree`, what to keep of a step, by default all of it; whatever it keeps must have a
-            leading axis B. For long rollouts over large observations of which only statistics are wanted; static.
-        unroll: that of `lax.scan`, steps in one iteration of the compiled loop; more fuse across steps, and take longer
-            to compile. None is 1 on CPUs and 4 elsewhere: 1.2 to 1.6 times as fast there in small environments, at
-            twice the compile time.
+        options: reset policy, keys, value, what is kept and how the loop is compiled; None means
+            the defaults.
+        **older: fields of `options`, which were arguments; accepted until the first release.
 
     Returns:
-        The state after the last step, and the `Trajectory [T, B]`, or what `keep` makes of each step, stacked.
+        The state after the last step, and the `Trajectory [T, B]`, or what `options.keep` makes of
+        each step, stacked.
 
     Raises:
+        TypeError: for an unknown keyword.
         UsageError: for a number of environments that the devices do not divide, another environment's parameters, an
             unknown reset policy or `prng`, actions of another shape than the space's, or an environment that changes
             shapes.
     """
-    check_num_envs(len(env_state.start))
+    groups = {"options": options or RolloutOptions()}
+    chosen: RolloutOptions = newer_arguments("rollout", _OLDER, groups, older)["options"]
+    num_envs = len(env_state.start)
+    check_num_envs(num_envs)
     check_params_type(env, params)
-    check_prng(prng)
-    unroll = (1 if platform() == "cpu" else 4) if unroll is None else unroll
-    if unroll < 1:
-        raise UsageError(f"unroll={unroll} is no number of steps; give 1 or more, or None.")
-    reset = with_levels(Chunked() if reset is None else reset, env, params, len(env_state.start))
-    one_step = _BatchStep(env=env, policy=policy, value=value, keep=keep)
+    check_prng(chosen.prng)
+    unroll = chosen.unroll
+    if unroll is None:
+        unroll = 1 if platform() == "cpu" else 4
+    reset = Chunked() if chosen.reset is None else chosen.reset
+    reset = with_levels(reset, env, params, num_envs)
+    one_step = _BatchStep(env=env, policy=policy, value=chosen.value, keep=chosen.keep)
     return _rollout(
-        one_step, (num_steps, unroll), prng, key, env_state, params, policy_params, reset
+        one_step, (num_steps, unroll), chosen.prng, key, env_state, params, policy_params, reset
     )
 
 

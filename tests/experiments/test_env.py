@@ -14,7 +14,7 @@ from experiments.app import runner
 from experiments.app.env.policies import FirstAction, Shot, captions, save_film
 from jaxpar.env import Box, Discrete, Fields
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-from jaxpar.rollout import episode_stats, first_episodes, init, rollout
+from jaxpar.rollout import RolloutOptions, episode_stats, first_episodes, init, rollout
 from jaxpar.types import UsageError
 
 TINY = "env=CartPole-v1 num_envs=8 num_steps=12 frames=7 hydra.run.dir=run cpu_devices=8".split()
@@ -156,7 +156,7 @@ def test_calls_together_are_one_rollout():
         policy_run.policy,
         policy_run.params,
         60,
-        reset=policy_run.reset,
+        RolloutOptions(reset=policy_run.reset),
     )
     assert 0 < episode_stats(steps)["num_episodes"]
     jax.tree.map(np.testing.assert_array_equal, calls[-1].first, first_episodes(steps))

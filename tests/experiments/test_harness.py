@@ -9,7 +9,7 @@ import pytest
 
 from experiments.app.harness import Run, TrainConfig, train
 from experiments.app.runner import RunConfig, identity
-from jaxpar.io import Checkpoints
+from jaxpar.io import Checkpoints, ProgressLabels
 from jaxpar.loop import Fit
 from jaxpar.types import UsageError
 
@@ -38,7 +38,7 @@ def run_of(folder, told, config=None, **changes):
     config = config or Config()
     length = config.train
     plan = Fit(length.steps, length.chunk, save_every=length.save_every)
-    progress = {"description": "adding", "unit": "addition"}
+    progress = ProgressLabels(description="adding", unit="addition")
     return Run(config, folder, plan, progress, told.append, **changes)
 
 

@@ -11,7 +11,7 @@ from fast import jit
 from experiments import neat
 from experiments.app.env.champions import NetworkPolicy
 from jaxpar.neat import GeneralizationTest, PlayOptions, from_json, init_carry, play
-from jaxpar.rollout import evaluate
+from jaxpar.rollout import EvaluateOptions, evaluate
 from jaxpar.types import UsageError
 
 TINY = (
@@ -160,8 +160,10 @@ def test_a_saved_network_acts_as_where_it_was_evolved():
         def alone(i):
             one = jax.tree.map(lambda x: x[i][None] if jnp.ndim(x) else x, networks)
             policy = NetworkPolicy(problem)
-            return evaluate(jax.random.key(1), problem.env, params, policy, (one, params), 1, 40,
-                            carry=init_carry(one)).lengths[0]  # fmt: skip
+            options = EvaluateOptions(carry=init_carry(one))
+            key = jax.random.key(1)
+            weights = one, params
+            return evaluate(key, problem.env, params, policy, weights, 1, 40, options).lengths[0]
 
         return played, jax.lax.map(alone, jnp.arange(4))
 

@@ -5,7 +5,7 @@ import sys
 import jax
 import pytest
 
-from jaxpar.io.progress import _duration, _short, open_progress
+from jaxpar.io.progress import ProgressLabels, _duration, _short, open_progress
 
 
 class Clock:
@@ -42,9 +42,8 @@ def run(progress, clock, steps, seconds):
 
 def test_log_gets_first_last_and_every_tenth():
     out, clock = io.StringIO(), Clock()
-    with open_progress(
-        1000, description="lm", tokens_per_step=2000, stream=out, clock=clock
-    ) as progress:
+    labels = ProgressLabels(description="lm", tokens_per_step=2000)
+    with open_progress(1000, labels=labels, stream=out, clock=clock) as progress:
         clock.now += 300  # compiling
         run(progress, clock, range(1, 1001), 0.002)
     lines = out.getvalue().splitlines()
@@ -83,16 +82,50 @@ def test_values_are_read_only_when_shown():
 
 def test_other_numbers_are_shown_when_asked_for():
     out = io.StringIO()
-    with open_progress(1, shown=("best", "species"), stream=out) as progress:
+    labels = ProgressLabels(shown=("best", "species"))
+    with open_progress(1, labels=labels, stream=out) as progress:
         progress.update(1, {"train/best": 9.0, "loss": 1.0, "species": 3})
     assert out.getvalue() == "1/1 steps  best 9  species 3\n"
 
 
+def printed_lines(*args, **options):
+    """Returns the lines of two steps; the second takes 2 s."""
+    out = io.StringIO()
+    clock = Clock()
+    with open_progress(2, *args, stream=out, clock=clock, **options) as progress:
+        progress.update(1, {"best": 3.0})
+        clock.now += 2
+        progress.update(2, {"best": 4.0})
+    return out.getvalue()
+
+
+def test_older_arguments_are_fields_of_the_labels():
+    words = {"description": "evolving", "unit": "generation"}
+    more = {"shown": ("best",), "tokens_per_step": 6, "token": "gene"}
+    want = printed_lines(labels=ProgressLabels(**words, **more))
+    assert want.endswith("evolving  2/2 generations  best 4  2 s/generation  3 gene/s\n")
+    calls = (
+        lambda: printed_lines(0, *words.values(), **more),
+        lambda: printed_lines(0, "evolving", unit="generation", **more),
+        lambda: printed_lines(**words, **more),
+    )
+    for older in calls:
+        with pytest.warns(FutureWarning, match=r"open_progress\(.*\) is now \(.*") as warned:
+            got = older()
+        assert len(warned) == 1 and warned[0].filename == __file__
+        assert got == want
+    for name in (words | more).keys():
+        assert f"labels.{name}" in str(warned[0].message)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+        printed_lines(colour="red")
+    with pytest.raises(TypeError, match="1 positional arguments too many"):
+        printed_lines(0, "evolving", "generation", "red")
+
+
 def test_bar_shows_numbers_and_leaves_notes_whole(terminal):
     clock = Clock()
-    with open_progress(
-        50, description="[red]lm", tokens_per_step=10**6, stream=terminal, clock=clock
-    ) as progress:
+    labels = ProgressLabels(description="[red]lm", tokens_per_step=10**6)
+    with open_progress(50, labels=labels, stream=terminal, clock=clock) as progress:
         run(progress, clock, range(1, 41), 0.5)
         progress.note("saved [bold]step 40 to /a/b")
         run(progress, clock, range(41, 51), 0.5)
@@ -154,8 +187,8 @@ def test_notebook_has_one_changing_line():
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     code = """
 import time
-from jaxpar.io.progress import open_progress
-with open_progress(3, description="lm") as progress:
+from jaxpar.io.progress import ProgressLabels, open_progress
+with open_progress(3, labels=ProgressLabels(description="lm")) as progress:
     for step in (1, 2, 3):
         progress.update(step, {"loss": 1 / step})
         time.sleep(0.02)

@@ -1,6 +1,7 @@
 """Runs from three functions: any layout is one device, a run that was cut is the run that was not, refusals."""
 
 import dataclasses
+import functools
 
 import flax.linen as nn
 import jax
@@ -15,6 +16,7 @@ from experiments.app import own_models
 from jaxpar.loop import Fit
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.own import (
+    LayoutOptions,
     OwnModel,
     examples_in_batches,
     from_nnx,
@@ -25,7 +27,7 @@ from jaxpar.own import (
     verify_own,
 )
 from jaxpar.types import UsageError
-from jaxpar.verify import Layout
+from jaxpar.verify import Layout, VerifyOptions
 
 RULE = optax.adam(1e-2, eps=1e-6)
 ALL_AXES = Layout(MeshSpec(data=2, fsdp=2, tensor=2))
@@ -45,7 +47,8 @@ def test_every_example_is_the_same_on_any_layout(name):
     def batch(step):
         return task.model.collate(list(task.examples[8 * step : 8 * step + 8]))
 
-    [row] = verify_own(task.model, batch, [ALL_AXES], allow=task.allow, dtypes=["float32"], steps=2)
+    options = VerifyOptions(dtypes=["float32"], steps=2)
+    [row] = verify_own(task.model, batch, [ALL_AXES], allow=task.allow, options=options)
     assert not (row.breaches or row.refused), row
     assert row.gradient > 0 and row.steps > 0  # something was compared
     assert {axis for _, axis in row.transfers} == {"data", "fsdp", "tensor"}
@@ -65,7 +68,8 @@ def test_every_example_is_the_same_on_more_layouts(name):
     ]
     dtypes = ["float32"] + (name != "policy") * ["float64"]  # CartPole computes in float32
     batch = task.model.collate(list(task.examples[:8]))
-    rows = verify_own(task.model, lambda step: batch, layouts, allow=task.allow, dtypes=dtypes)
+    options = VerifyOptions(dtypes=dtypes)
+    rows = verify_own(task.model, lambda step: batch, layouts, allow=task.allow, options=options)
     assert len(rows) == 6 * len(dtypes) and not any(row.breaches or row.refused for row in rows), (
         rows
     )
@@ -140,7 +144,8 @@ def trained(model, steps, where="eight", folder=None, **options):
     spec = SIZES[where]
     count = 8 if where == "eight" else 1
     with use_mesh(make_mesh(spec, jax.devices()[:count])):
-        options = dict(batch_size=8, seed=3, folder=folder, tell=lambda text: None) | options
+        silent = LayoutOptions(tell=lambda text: None)
+        options = dict(batch_size=8, seed=3, folder=folder, layout=silent) | options
         return train_own(model, EXAMPLES, Fit(steps, 1, 0, 2), **options)
 
 
@@ -350,6 +355,43 @@ def test_more_mistakes():
         trained(stopped, 1)
 
 
+def test_older_arguments_of_training_are_fields_of_the_layout():
+    tables = []
+    older = {
+        "mesh": MeshSpec(data=4, tensor=2),
+        "given": {"params/w": ("mlp",)},
+        "tell": tables.append,
+    }
+    go = functools.partial(train_own, LINEAR, EXAMPLES, Fit(2), batch_size=8)
+    with pytest.warns(FutureWarning, match=r"train_own\(mesh, given, .*\) is now") as warned:
+        got = go(**older)
+    assert len(warned) == 1 and warned[0].filename == __file__
+    want = go(layout=LayoutOptions(**older))
+    assert len(tables) == 2 and tables[0] == tables[1] and "mlp=tensor" in tables[0]
+    for one, other in zip(jax.tree.leaves(got.state), jax.tree.leaves(want.state), strict=True):
+        assert one.sharding == other.sharding
+        np.testing.assert_array_equal(one, other)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'layouts'"):
+        go(layouts=[])
+
+
+def test_older_arguments_of_the_proof_are_fields_of_the_options():
+    seen = []
+    older = {"dtypes": ["float64"], "steps": 1, "topology": None, "report": seen.append}
+    wide = {"x": EXAMPLES[:8]}
+    go = functools.partial(verify_own, LINEAR, lambda step: wide, [Layout(MeshSpec(data=8))])
+    with pytest.warns(
+        FutureWarning, match=r"verify_own\(dtypes, steps, topology, report\)"
+    ) as warned:
+        got = go(**older)
+    assert len(warned) == 1 and warned[0].filename == __file__
+    assert seen == got
+    assert go(options=VerifyOptions(dtypes=["float64"], steps=1)) == got
+    assert [row.dtype for row in got] == ["float64"]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'rules'"):
+        go(rules={})
+
+
 def test_boxes_of_linen_are_opened():
     module = nn.Dense(4, kernel_init=nn.with_partitioning(nn.initializers.ones, ("a", "b")))
     model = dataclasses.replace(
@@ -368,9 +410,9 @@ def test_a_layout_that_sends_activations_about_is_told():
     init = lambda key: {"w": jnp.ones((4, 2))}  # noqa: E731
     model = dataclasses.replace(LINEAR, loss=loss, init_variables=init)
     wide = np.random.default_rng(0).standard_normal((64, 4)).astype(np.float32)
-    rows = verify_own(
-        model, lambda step: {"x": wide}, [Layout(MeshSpec(data=8))], dtypes=["float32"], steps=1
-    )
+    options = VerifyOptions(dtypes=["float32"], steps=1)
+    layouts = [Layout(MeshSpec(data=8))]
+    rows = verify_own(model, lambda step: {"x": wide}, layouts, options=options)
     assert any(
         "over data, where at most 0 of 0 are declared" in breach for breach in rows[0].breaches
     ), rows

@@ -11,7 +11,7 @@ from tolerance import EXACT_MATHS, assert_close
 
 import envs
 from jaxpar.rl import A2c, Network, Ppo, vtrace
-from jaxpar.rl.collect import collect
+from jaxpar.rl.collect import RolloutStart, RolloutWeights, collect
 from jaxpar.rl.distributions import log_prob
 from jaxpar.rl.returns import next_values
 from jaxpar.rollout import rollout
@@ -55,12 +55,14 @@ def test_weights_of_two_updates_ago_act(walked):
 def test_a_batch_of_older_weights_is_v_traces_by_the_weights_that_learn(walked):
     state = walked[0][3]
     agent, older = LATE.agent(), jax.tree.map(lambda x: x[0], state.older)
-    args = jax.random.key(9), state.env_state, None, agent, PARAMS
+    args = jax.random.key(9), RolloutStart(env_state=state.env_state), agent, PARAMS
+    both = RolloutWeights(learned=state.weights, behaviour=older)
+    alone = RolloutWeights(learned=older)
 
     @jit
     def pieces():
-        after, batch, steps = collect(*args, state.weights, state.rates, 5, behaviour=older)
-        by_older = collect(*args, older, state.rates, 5)[1]
+        after, batch, steps = collect(*args, both, state.rates, 5)
+        by_older = collect(*args, alone, state.rates, 5)[1]
         out = agent.apply(state.weights, batch.obs, batch.start, batch.carry)
         led_to = agent.apply(state.weights, walked_on(steps), batch.start, batch.carry).value
         last = agent.apply(state.weights, after.obs[None], batch.start[:1], batch.carry).value[0]

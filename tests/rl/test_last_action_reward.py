@@ -9,7 +9,14 @@ import envs
 from jaxpar.env import reset, step
 from jaxpar.rl import LastActionReward, returns_by_trial
 from jaxpar.rl.features import feature_shape, features
-from jaxpar.rollout import NoReset, first_episodes, init, random_policy, rollout
+from jaxpar.rollout import (
+    NoReset,
+    RolloutOptions,
+    first_episodes,
+    init,
+    random_policy,
+    rollout,
+)
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "Spread-3", "Combat-3v3"])
@@ -64,7 +71,8 @@ def test_trials_of_an_episode_are_counted_and_paid_as_they_were():
     env, params = LastActionReward(inner), params.replace(trials=3, trial_steps=6)
     key, num_envs = jax.random.key(2), 32
     first = init(key, env, params, num_envs)
-    _, steps = rollout(key, first, env, params, random_policy(env), None, 20, reset=NoReset())
+    options = RolloutOptions(reset=NoReset())
+    _, steps = rollout(key, first, env, params, random_policy(env), None, 20, options)
     got = np.asarray(returns_by_trial(steps.reward, steps.info["trial"], 3))
     wanted, valid = np.zeros((3, num_envs)), np.asarray(steps.valid)
     for index in range(num_envs):  # by the flag that is seen where a trial begins

@@ -17,7 +17,7 @@ from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, use_mesh
 from jaxpar.rl import A2c, A2cRates, Network, Ppo, PpoRates, Seeds, train
 from jaxpar.rl.a2c import a2c_loss
 from jaxpar.rl.agent import ActorCriticOutput
-from jaxpar.rl.collect import Batch, collect
+from jaxpar.rl.collect import Batch, RolloutStart, RolloutWeights, collect
 from jaxpar.rl.learner import minibatch_updates
 from jaxpar.rl.ppo import ppo_loss
 from jaxpar.types import UsageError
@@ -142,9 +142,9 @@ def test_an_update_ends_where_the_policy_is_too_far_from_the_one_that_acted(step
     @jit
     def pieces(state):
         plain, stopless = TINY.step(key, state, CART_PARAMS)[0], wide.step(key, state, CART_PARAMS)
-        batch = collect(
-            act_key, state.env_state, None, TINY.agent(), CART_PARAMS, state.weights, state.rates, 4
-        )[1]
+        start = RolloutStart(env_state=state.env_state)
+        acting = RolloutWeights(learned=state.weights)
+        batch = collect(act_key, start, TINY.agent(), CART_PARAMS, acting, state.rates, 4)[1]
 
         def bounded(too_far):
             loss = functools.partial(ppo_loss, rates=state.rates)

@@ -13,7 +13,7 @@ from jaxpar.nn import MinGRU
 from jaxpar.rl import Network, Pqn, PqnRates
 from jaxpar.rl.action_values import QBatch, q_loss
 from jaxpar.rl.pqn import lambda_targets
-from jaxpar.rollout import rollout
+from jaxpar.rollout import RolloutOptions, rollout
 from jaxpar.types import UsageError
 
 RATES = PqnRates(
@@ -50,9 +50,19 @@ def walked(learner, epsilon=1.0):
     def walk(state):
         acting = state.weights, jnp.float32(epsilon)
         # The key is what a step of the learner makes of its own.
-        env_state, steps = rollout(jax.random.split(jax.random.key(1))[0], state.env_state, learner.env,
-                              learner.env.default_params, agent, acting, learner.num_steps, value=agent.value,
-                              prng="env")  # fmt: skip
+        act_key = jax.random.split(jax.random.key(1))[0]
+        params = learner.env.default_params
+        options = RolloutOptions(value=agent.value)
+        env_state, steps = rollout(
+            act_key,
+            state.env_state,
+            learner.env,
+            params,
+            agent,
+            acting,
+            learner.num_steps,
+            options,
+        )
         mask = jax.vmap(learner.env.action_mask, (0, None))(
             env_state.state, learner.env.default_params
         )

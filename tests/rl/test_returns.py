@@ -1,3 +1,4 @@
+import functools
 import itertools
 
 import hypothesis
@@ -8,7 +9,14 @@ import numpy as np
 import pytest
 from tolerance import EXACT_MATHS, assert_close
 
-from jaxpar.rl import advantages, collect, lambda_returns, n_step_returns, vtrace
+from jaxpar.rl import (
+    RatioLimits,
+    advantages,
+    collect,
+    lambda_returns,
+    n_step_returns,
+    vtrace,
+)
 from jaxpar.rl.moments import discounted
 from jaxpar.rl.returns import next_values
 from jaxpar.types import UsageError
@@ -162,11 +170,39 @@ def test_vtrace_equals_its_sums_and_its_steps_in_value_and_gradient(x64):
 
         return jax.grad(of, (0, 1, 2, 3), has_aux=True)(*map(jnp.asarray, args[:4]))
 
-    slopes, found = loss(lambda *args: vtrace(*args, DISCOUNT, TRACE, 1.5, 0.8))
+    limits = RatioLimits(max_rho=1.5, max_c=0.8)
+    slopes, found = loss(lambda *args: vtrace(*args, DISCOUNT, TRACE, limits=limits))
     want_slopes, want = loss(by_steps)
     np.testing.assert_allclose(found, want, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(found, by_sums(*args), rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(slopes, want_slopes, rtol=1e-12, atol=1e-12)
+
+
+def test_older_arguments_of_vtrace_are_its_limits():
+    args = map(jnp.float32, numbers_of_vtrace(np.array([[0], [2], [0], [1], [0], [0]]))[:4])
+    go = functools.partial(vtrace, *args, jnp.zeros((6, 1), bool), DISCOUNT, TRACE)
+    want = go(limits=RatioLimits(max_rho=0.7, max_c=0.8))
+    calls = (
+        lambda: go(0.7, 0.8),
+        lambda: go(0.7, max_c=0.8),
+        lambda: go(max_rho=0.7, max_c=0.8),
+    )
+    for older in calls:
+        with pytest.warns(
+            FutureWarning,
+            match=r"vtrace\(.*\) is now \(limits.max_rho, limits.max_c\)",
+        ) as warned:
+            got = older()
+        assert len(warned) == 1 and warned[0].filename == __file__
+        np.testing.assert_array_equal(got, want)
+    for other in (RatioLimits(max_rho=0.7), RatioLimits(max_c=0.8)):
+        assert not np.array_equal(go(limits=other), want)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'rho'"):
+        go(rho=1.0)
+    with pytest.raises(TypeError, match="1 positional arguments too many"):
+        go(0.7, 0.8, 0.9)
+    with pytest.raises(TypeError, match="multiple values for argument 'max_rho'"):
+        go(0.7, max_rho=0.7)
 
 
 def test_vtrace_of_the_policy_that_acted_is_generalised_advantages_and_lambda_returns(x64):

@@ -8,7 +8,7 @@ from compiled import transfers_in
 from toys import Walk, linear
 
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
-from jaxpar.rollout import Chunked, GivenLevel, NextStep, Pool, init, rollout
+from jaxpar.rollout import Chunked, GivenLevel, NextStep, Pool, RolloutOptions, init, rollout
 from jaxpar.types import UsageError
 
 KEY = jax.random.key(2)
@@ -23,7 +23,8 @@ def value(params, obs, carry):
 
 def walked(**options):
     env_state = init(KEY, ENV, PARAMS, 32, 0)
-    return rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 15, value=value, **options)
+    options = RolloutOptions(value=value, **options)
+    return rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 15, options)
 
 
 CASES = {
@@ -55,10 +56,10 @@ def test_same_bits_on_one_and_on_eight_devices(case):
 def test_devices_do_not_talk(prng):
     with use_mesh(make_mesh()):
         env_state = init(KEY, ENV, PARAMS, 32, 0)
-        options = {"value": value, "prng": prng}
+        options = RolloutOptions(value=value, prng=prng)
         go = jax.jit(
             lambda key, env_state: rollout(
-                key, env_state, ENV, PARAMS, linear, WEIGHTS, 15, **options
+                key, env_state, ENV, PARAMS, linear, WEIGHTS, 15, options
             )
         )
         text = go.lower(KEY, env_state).compile().as_text()

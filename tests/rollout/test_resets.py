@@ -16,6 +16,7 @@ from jaxpar.rollout import (
     NextStep,
     NoReset,
     Pool,
+    RolloutOptions,
     SameStep,
     init,
     random_policy,
@@ -75,8 +76,9 @@ def test_every_finished_environment_is_reset_once_and_nothing_without_one():
         env_state = init(KEY, env, params, 6)
         jax.effects_barrier()
         TOLD.clear()
+        options = RolloutOptions(reset=reset)
         jax.block_until_ready(
-            rollout(KEY, env_state, env, params, random_policy(env), params, num_steps, reset=reset)
+            rollout(KEY, env_state, env, params, random_policy(env), params, num_steps, options)
         )
         jax.effects_barrier()
         return len(TOLD)
@@ -91,22 +93,23 @@ def test_every_finished_environment_is_reset_once_and_nothing_without_one():
 @pytest.mark.parametrize("prng", ["batch", pytest.param("env", marks=pytest.mark.slow)])
 def test_levels_after_chunked_resets_have_their_frequencies(prng):
     env_state = init(KEY, ENV, PARAMS, 64, 0)
-    _, steps = rollout(
-        KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 300, reset=Chunked(3), prng=prng
-    )
+    options = RolloutOptions(reset=Chunked(3), prng=prng)
+    _, steps = rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 300, options)
     began = np.asarray(steps.start)
     assert began[1:].sum() > 2000
     levels = np.asarray(steps.obs[..., 2])[began].astype(int)
     assert stats.chisquare(np.bincount(levels, minlength=5)).pvalue > 1e-3
     # A pool of a few states has not: this test can fail.
-    _, steps = rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 300, reset=Pool(6), prng=prng)
+    options = RolloutOptions(reset=Pool(6), prng=prng)
+    _, steps = rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 300, options)
     levels = np.asarray(steps.obs[1:, :, 2])[np.asarray(steps.start[1:])].astype(int)
     assert stats.chisquare(np.bincount(levels, minlength=5)).pvalue < 1e-3
 
 
 def test_a_pool_gives_its_states_evenly():
     env_state = init(KEY, ENV, PARAMS, 32, 0)
-    _, steps = rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 200, reset=Pool(4))
+    options = RolloutOptions(reset=Pool(4))
+    _, steps = rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 200, options)
     seen = np.asarray(steps.obs[1:])[np.asarray(steps.start[1:])]
     states, counts = np.unique(seen[:, 1], return_counts=True)
     assert len(states) == 4 and stats.chisquare(counts).pvalue > 1e-3
@@ -117,7 +120,8 @@ def test_given_levels_for_all_environments_or_one_a_environment():
     for level, want in ((jnp.int32(3), jnp.full(8, 3)), (each, each)):
         env_state = init(KEY, ENV, PARAMS, 8, 0, level=level)
         for reset in (GivenLevel(level), NextStep(GivenLevel(level))):
-            _, steps = rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 20, reset=reset)
+            options = RolloutOptions(reset=reset)
+            _, steps = rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 20, options)
             assert steps.start[1:].any()
             np.testing.assert_array_equal(steps.obs[..., 2], jnp.broadcast_to(want, (20, 8)))
 
@@ -138,7 +142,7 @@ def test_only_legal_policies():
     with pytest.raises(
         UsageError, match="reset='same' is no reset policy; legal are Chunked, GivenLevel"
     ):
-        rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 3, reset="same")
+        rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 3, RolloutOptions(reset="same"))
     with pytest.raises(
         UsageError, match=r"level: itself of shape \(3,\) is not a level of Walk; legal are \(\)"
     ):

@@ -1,5 +1,7 @@
 """Statistics count each episode once, and nothing that is masked."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,10 @@ from plain import column, walk
 from toys import Clock, ClockParams, Pair, Walk, linear
 
 from jaxpar.rollout import (
+    EvaluateOptions,
     NextStep,
+    NoReset,
+    RolloutOptions,
     check_trajectory,
     episode_stats,
     evaluate,
@@ -27,9 +32,9 @@ PARAMS = ENV.default_params.replace(noise=0.6)
 
 @pytest.fixture(scope="module")
 def steps():
-    return rollout(
-        KEY, init(KEY, ENV, PARAMS, 20, 0), ENV, PARAMS, linear, WEIGHTS, 30, reset=NextStep()
-    )[1]
+    env_state = init(KEY, ENV, PARAMS, 20, 0)
+    options = RolloutOptions(reset=NextStep())
+    return rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 30, options)[1]
 
 
 def test_summary_is_that_of_the_episodes_one_by_one(steps):
@@ -103,9 +108,39 @@ def test_first_episodes_have_no_bias_to_short_ones(steps):
     assert first.finished.all()
     np.testing.assert_allclose(first.returns, want, 1e-5)
     np.testing.assert_array_equal(first.lengths, last + 1)
-    alone = evaluate(KEY, ENV, PARAMS, linear, WEIGHTS, 20, 8, carry=0)
+    alone = evaluate(KEY, ENV, PARAMS, linear, WEIGHTS, 20, 8, EvaluateOptions(carry=0))
     for got, want in zip(alone, first, strict=True):
         np.testing.assert_allclose(got, want, 1e-5)
+
+
+def test_keys_of_evaluate_are_those_of_the_rollout():
+    env_state = init(KEY, ENV, PARAMS, 20, 0, prng="batch")
+    options = RolloutOptions(reset=NoReset(), prng="batch")
+    _, steps = rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 8, options)
+    want = first_episodes(steps)
+    options = EvaluateOptions(carry=0, prng="batch")
+    got = evaluate(KEY, ENV, PARAMS, linear, WEIGHTS, 20, 8, options)
+    np.testing.assert_allclose(got.returns, want.returns, 1e-5)
+    np.testing.assert_array_equal(got.lengths, want.lengths)
+
+
+def test_older_arguments_of_evaluate_are_fields_of_its_options():
+    """A carry that is no zero, so that an option which is lost changes what is played."""
+
+    def policy(key, weights, obs, carry):
+        return jnp.int32(carry > 1), carry
+
+    go = functools.partial(evaluate, KEY, ENV, PARAMS, policy, WEIGHTS, 20, 8)
+    with pytest.warns(FutureWarning, match=r"evaluate\(carry, prng\) is now") as warned:
+        got = go(carry=2, prng="batch")
+    assert len(warned) == 1 and warned[0].filename == __file__
+    want = go(EvaluateOptions(carry=2, prng="batch"))
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
+    for options in (EvaluateOptions(carry=0, prng="batch"), EvaluateOptions(carry=2)):
+        assert not np.array_equal(go(options).returns, want.returns)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'reset'"):
+        go(reset=NextStep())
 
 
 def test_returns_of_several_agents():

@@ -11,7 +11,16 @@ import pytest
 from plain import column, walk
 from toys import Clock, ClockParams, Gymnax, Pair, Walk, linear
 
-from jaxpar.rollout import Chunked, NextStep, NoReset, SameStep, init, random_policy, rollout
+from jaxpar.rollout import (
+    Chunked,
+    NextStep,
+    NoReset,
+    RolloutOptions,
+    SameStep,
+    init,
+    random_policy,
+    rollout,
+)
 from jaxpar.rollout.policies import takes_mask
 from jaxpar.types import UsageError
 
@@ -36,7 +45,8 @@ def walked(
     **options,
 ):
     env_state = init(KEY, env, params, num_envs, carry)
-    return rollout(KEY, env_state, env, params, policy, weights, num_steps, **options)
+    options = RolloutOptions(**options)
+    return rollout(KEY, env_state, env, params, policy, weights, num_steps, options)
 
 
 @pytest.mark.parametrize(
@@ -81,15 +91,15 @@ def test_gradient_of_the_return_equals_the_plain_loops(reset):
 @pytest.mark.parametrize("prng", ["batch", pytest.param("env", marks=pytest.mark.slow)])
 def test_two_unrolls_of_one_key_are_one_long_one(prng):
     env_state = init(KEY, ENV, PARAMS, 4, 0)
-    options = {"prng": prng, "value": value}
-    _, whole = rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 10, **options)
-    env_state, first = rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 6, **options)
-    env_state, second = rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 4, **options)
+    options = RolloutOptions(prng=prng, value=value)
+    _, whole = rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 10, options)
+    env_state, first = rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 6, options)
+    env_state, second = rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 4, options)
     chex.assert_trees_all_equal(
         jax.tree.map(lambda a, b: jnp.concatenate([a, b]), first, second), whole
     )
     assert env_state.step == 10
-    _, none = rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 0, **options)
+    _, none = rollout(KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 0, options)
     assert none.reward.shape == (0, 4)
 
 
@@ -165,7 +175,7 @@ def test_gymnax_environments_run_and_keep_their_types(name):
     env = Gymnax(env)
     env_state = init(KEY, env, params, 5)
     after, steps = rollout(
-        KEY, env_state, env, params, random_policy(env), params, 40, prng="batch"
+        KEY, env_state, env, params, random_policy(env), params, 40, RolloutOptions(prng="batch")
     )
     assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, env_state)
     assert jnp.isfinite(steps.reward).all() and steps.reward.shape == (40, 5)
@@ -237,11 +247,35 @@ def test_mistakes_end_in_one_sentence():
     with pytest.raises(UsageError, match=r"action has shape \(2,\); Walk takes \(\)"):
         go(PARAMS, wide, WEIGHTS, 3)
     with pytest.raises(UsageError, match="prng='rows' is unknown; legal are env and batch"):
-        go(PARAMS, linear, WEIGHTS, 3, prng="rows")
-    with pytest.raises(UsageError, match="unroll=0 is no number of steps"):
-        go(PARAMS, linear, WEIGHTS, 3, unroll=0)
+        go(PARAMS, linear, WEIGHTS, 3, RolloutOptions(prng="rows"))
+    with pytest.raises(UsageError, match="unroll=0 must be at least 1, or None"):
+        RolloutOptions(unroll=0)
     with pytest.raises(UsageError, match=r"value gives shape \(3,\) an environment; legal is \(\)"):
-        go(PARAMS, linear, WEIGHTS, 3, value=lambda params, obs, carry: obs)
+        go(PARAMS, linear, WEIGHTS, 3, RolloutOptions(value=lambda params, obs, carry: obs))
+
+
+def test_older_arguments_are_fields_of_the_options():
+    env_state = init(KEY, ENV, PARAMS, 4, 0)
+    go = functools.partial(rollout, KEY, env_state, ENV, PARAMS, linear, WEIGHTS, 12)
+    older = {
+        "reset": NextStep(SameStep()),
+        "prng": "batch",
+        "value": value,
+        "keep": lambda row: (row.obs, row.bootstrap, row.valid),
+        "unroll": 2,
+    }
+    with pytest.warns(
+        FutureWarning, match=r"rollout\(reset, prng, value, keep, unroll\)"
+    ) as warned:
+        got = go(**older)
+    assert len(warned) == 1 and warned[0].filename == __file__
+    want = go(RolloutOptions(**older))
+    chex.assert_trees_all_equal(got, want)
+    _, default = go(RolloutOptions(keep=older["keep"]))
+    for one, other in zip(got[1], default, strict=True):
+        assert not np.array_equal(one, other)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'resets'"):
+        go(resets=NoReset())
 
 
 def test_who_names_the_mask_is_told_it():

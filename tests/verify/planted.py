@@ -22,7 +22,7 @@ from experiments import verify
 from experiments.app.lm import judged_trainings
 from experiments.app.mesh_flags import parse_layout, staged
 from jaxpar.mesh import simulate_devices
-from jaxpar.verify import TOLERANCE, verify_cases
+from jaxpar.verify import TOLERANCE, VerifyOptions, verify_cases
 
 KINDS = (
     "rules",
@@ -201,7 +201,7 @@ def verify_error(clean: Clean, error: Planted) -> Any:
             case.twin(error.dtype)
     clean.proof.flops(training)
     with planted(error):
-        (row,) = verify_cases([case], dtypes=[error.dtype])
+        (row,) = verify_cases([case], VerifyOptions(dtypes=[error.dtype]))
     if row.refused:
         raise ValueError(f"{error.name}: {error.layout} is not legal: {row.refused}")
     return row

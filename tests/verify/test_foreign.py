@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from jaxpar.verify import verify
+from jaxpar.verify import VerifyOptions, verify
 from tests.verify.foreign import BATCH_AXES, CORRECT, WRONG, batch
 
 
@@ -21,7 +21,7 @@ def rows_of(foreign):
         BATCH_AXES,
         foreign.layouts,
         allow=foreign.allow,
-        dtypes=["float64"],
+        options=VerifyOptions(dtypes=["float64"]),
     )
 
 

@@ -1,5 +1,6 @@
 """`verify` passes what is right and names what is wrong, on a model of its own."""
 
+import functools
 import math
 import types
 
@@ -33,6 +34,7 @@ from jaxpar.verify import (
     LayoutReport,
     Limits,
     Model,
+    VerifyOptions,
     bytes_on_device,
     every_layout,
     judge,
@@ -117,10 +119,11 @@ def model_of(loss, optimizer=ADAM):
     return model
 
 
-def row_of(loss, layout=DATA8, dtype="float32", optimizer=ADAM, **options):
+def row_of(loss, layout=DATA8, dtype="float32", optimizer=ADAM, **allowed):
     """Returns the report of one layout in one dtype."""
     model = model_of(loss, optimizer)
-    (row,) = verify(model, batch, BATCH_AXES, [layout], dtypes=[dtype], **options)
+    options = VerifyOptions(dtypes=[dtype])
+    (row,) = verify(model, batch, BATCH_AXES, [layout], options=options, **allowed)
     return row
 
 
@@ -227,17 +230,46 @@ def test_allow_refuses_what_names_no_transfer(name):
 def test_dtypes_without_a_tolerance_are_refused():
     legal = "float32, float64, bfloat16"
     with pytest.raises(UsageError, match=f"dtypes=int8 has no tolerance; expected any of {legal}"):
-        verify(model_of(right), batch, BATCH_AXES, [DATA8], dtypes=["int8"])
+        verify(model_of(right), batch, BATCH_AXES, [DATA8], options=VerifyOptions(dtypes=["int8"]))
 
 
 def test_an_illegal_layout_is_a_row_that_says_why():
     layouts = [Layout(MeshSpec(data=3)), Layout(MeshSpec(data=4, tensor=2))]
     seen = []
-    options = {"dtypes": ["float32"], "report": seen.append}
-    rows = verify(model_of(right), batch, BATCH_AXES, layouts, **options)
+    options = VerifyOptions(dtypes=["float32"], report=seen.append)
+    rows = verify(model_of(right), batch, BATCH_AXES, layouts, options=options)
     assert rows == seen
     assert "does not divide over data=3" in rows[0].refused and not rows[0].breaches
     assert not rows[1].refused
+
+
+def test_older_arguments_are_fields_of_the_options():
+    """Of dtypes, steps and report each changes the rows or who gets them."""
+    seen = []
+    older = {"dtypes": ["float64"], "steps": 1, "topology": None, "report": seen.append}
+    go = functools.partial(verify, model_of(right), batch, BATCH_AXES, [DATA8])
+    with pytest.warns(FutureWarning, match=r"verify\(dtypes, steps, topology, report\)") as warned:
+        got = go(**older)
+    assert len(warned) == 1 and warned[0].filename == __file__
+    assert seen == got
+    assert go(options=VerifyOptions(dtypes=["float64"], steps=1)) == got
+    with pytest.raises(TypeError, match=r"verify\(\) got an unexpected keyword argument 'jobs'"):
+        go(jobs=2)
+
+
+def test_older_arguments_of_cases_are_fields_of_the_options():
+    def refuse(dtype):
+        raise UsageError(f"dtype={dtype}: no layout; expected another.")
+
+    case = Case(DATA8, rules_from(), program=refuse, twin=refuse, limits=refuse)
+    seen = []
+    with pytest.warns(FutureWarning, match=r"verify_cases\(dtypes, report\) is now") as warned:
+        (row,) = verify_cases([case], dtypes=["bfloat16"], report=seen.append)
+    assert len(warned) == 1 and warned[0].filename == __file__
+    assert row.dtype == "bfloat16" and seen == [row]
+    assert verify_cases([case], VerifyOptions(dtypes=["bfloat16"])) == [row]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'allow'"):
+        verify_cases([case], allow=[])
 
 
 def test_a_refused_layout_is_not_tried_in_another_dtype():

@@ -18,6 +18,7 @@ from jaxpar.rollout import (
     EnvState,
     EpisodeResults,
     NextStep,
+    RolloutOptions,
     Trajectory,
     check_trajectory,
     episode_stats,
@@ -167,10 +168,10 @@ class PolicyRun:
         env_state = jax.device_put(env_state, shardings)
 
         def go(key, env_state, first, params):
+            options = RolloutOptions(reset=self.reset, prng=self.prng, keep=_consumed)
             env_state, steps = rollout(
-                key, env_state, self.env, params, self.policy, params, num_steps,
-                reset=self.reset, prng=self.prng, keep=_consumed,
-            )  # fmt: skip
+                key, env_state, self.env, params, self.policy, params, num_steps, options
+            )
             first = where(first.finished, first, first_episodes(steps))
             values = episode_stats(steps) | _means(first)
             values |= {
@@ -273,9 +274,15 @@ def film(
             images = jax.vmap(policy_run.env.render, (0, None))(env_state.state, params)
             images = jnp.where(per_env(env_state.ended, images), 128 + images // 2, images)
             after, actions = rollout(
-                key, env_state, policy_run.env, params, policy_run.policy, params if weights is None else weights, 1,
-                reset=NextStep(), prng=policy_run.prng, keep=lambda row: row.action,
-            )  # fmt: skip
+                key,
+                env_state,
+                policy_run.env,
+                params,
+                policy_run.policy,
+                params if weights is None else weights,
+                1,
+                RolloutOptions(reset=NextStep(), prng=policy_run.prng, keep=lambda row: row.action),
+            )
             shot = Shot(
                 images=images,
                 steps=env_state.episode_length,

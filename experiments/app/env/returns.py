@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxpar.env import capabilities, is_adapter
 from jaxpar.rl import ActorCritic, Against, GuidedSearch, guide_of, returns_by_trial
-from jaxpar.rollout import NoReset, evaluate, init, rollout
+from jaxpar.rollout import EvaluateOptions, NoReset, RolloutOptions, evaluate, init, rollout
 from jaxpar.types import PyTree, UsageError
 
 from ..runner import say
@@ -192,14 +192,18 @@ def comparison_lines(
 
 
 def _whole_episodes(key, env, params, agent, weights, episodes, steps):
-    played = evaluate(key, env, params, agent, weights, episodes, steps, carry=agent.first_carry())
+    options = EvaluateOptions(carry=agent.first_carry())
+    played = evaluate(key, env, params, agent, weights, episodes, steps, options)
     return jnp.mean(played.returns), jnp.mean(played.finished)
 
 
 def _rows_of_trials(key, env, params, agent, weights, episodes, steps):
     env_state = init(key, env, params, episodes, agent.first_carry())
-    return rollout(key, env_state, env, params, agent, weights, steps, reset=NoReset(),
-                   keep=lambda row: (row.reward, jnp.where(row.valid, row.info["trial"], 0)))[1]  # fmt: skip
+    options = RolloutOptions(
+        reset=NoReset(),
+        keep=lambda row: (row.reward, jnp.where(row.valid, row.info["trial"], 0)),
+    )
+    return rollout(key, env_state, env, params, agent, weights, steps, options)[1]
 
 
 @functools.partial(jax.jit, static_argnames=("play", "env", "agent", "episodes", "steps"))

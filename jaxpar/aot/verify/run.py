@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import optax
 
+from jaxpar._older_fields import newer_arguments
 from jaxpar.aot.verify.collectives import KINDS
 from jaxpar.aot.verify.compare import (
     NOISE,
@@ -28,12 +29,13 @@ from jaxpar.aot.verify.program import (
     on_mesh,
     run_program,
 )
+from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.lower.flops import count_flops
 from jaxpar.mesh import MeshSpec, axes_like, is_axes, mesh_axes, num_shares, platform, rules_from
 from jaxpar.transfers import Transfer, allowed_by_axes
 from jaxpar.types import Device, PyTree, UsageError
 
-__all__ = ["Case", "Model", "bytes_of_batch", "verify", "verify_cases"]
+__all__ = ["Case", "Model", "VerifyOptions", "bytes_of_batch", "verify", "verify_cases"]
 
 ROOM_FOR_FLOPS = 1.02
 """Products of a device over its share of them: what is left is elementwise work that a compiler wrote as a product."""
@@ -82,6 +84,30 @@ class Case(NamedTuple):
     skips: tuple[str, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True)
+class VerifyOptions:
+    """Options of a verification: dtypes, steps, devices, and the function that gets reports.
+
+    Attributes:
+      dtypes: Any of "float32" and "float64", in which values are compared, and in `verify_cases`
+        "bfloat16", in which the collectives of the partitioned program alone are judged.
+      steps: Optimizer steps to compare after.
+      topology: Compile-only devices; each layout's collectives are judged there as well.
+      report: Function that is called with each report as it is made.
+    """
+
+    dtypes: Sequence[str] = ("float32", "float64")
+    steps: int = field(3, AtLeast(1))
+    topology: Sequence[Device] | None = None
+    report: Callable[[LayoutReport], None] | None = None
+
+    __post_init__ = check_fields
+
+
+OLDER_OPTIONS = {each.name: f"options.{each.name}" for each in dataclasses.fields(VerifyOptions)}
+"""Arguments of verifications that are fields of their options today."""
+
+
 def verify(
     model: Callable[[str], Model],
     batch: Callable[[int], PyTree],
@@ -91,12 +117,10 @@ def verify(
     rules: Mapping[str, str] | None = None,
     declared: Callable[[Layout], list[Transfer]] | None = None,
     allow: Sequence[str] = (),
-    dtypes: Sequence[str] = ("float32", "float64"),
-    steps: int = 3,
-    topology: Sequence[Device] | None = None,
-    report: Callable[[LayoutReport], None] | None = None,
+    options: VerifyOptions | None = None,
+    **older: object,
 ) -> list[LayoutReport]:
-    """Runs loss, gradient and `steps` optimizer steps under each layout and compares them with one device's.
+    """Runs loss, gradient and some optimizer steps under each layout and compares them with one device's.
 
     Leaves with a gradient of zero but for rounding (`NOISE`) are left out of the comparison after the
     steps: Adam turns that rounding into moves of a whole learning rate. Each report names them.
@@ -113,17 +137,18 @@ def verify(
       rules: Changes of the rule table, for all layouts.
       declared: Layout -> the collectives of one step, called under its mesh and rules.
       allow: Transfers that are not judged, by kind and mesh axis, such as "gather over tensor".
-      dtypes: Any of "float32" and "float64".
-      steps: Optimizer steps to compare after.
-      topology: Compile-only devices; each layout's collectives are judged there as well.
-      report: Called with each report as it is made.
+      options: Dtypes, steps, topology and report; None means the defaults.
+      **older: Fields of `options`, which were arguments; accepted until the first release.
 
     Returns:
       A report a layout and dtype, and one for the topology. Compile time dominates the cost: one program each.
 
     Raises:
-      UsageError: If `allow` names what is no transfer, or `dtypes` what has no tolerance.
+      TypeError: If a keyword is unknown.
+      UsageError: If `allow` names what is no transfer, or `options.dtypes` what has no tolerance.
     """
+    groups = {"options": options or VerifyOptions()}
+    how: VerifyOptions = newer_arguments("verify", OLDER_OPTIONS, groups, older)["options"]
     check_allowed(allow)
 
     @functools.cache
@@ -131,7 +156,7 @@ def verify(
         alone = Layout(MeshSpec())
         program = _program_of(model(dtype), alone, batch, batch_axes)
         with on_mesh(alone, rules_from(rules)):
-            return _outcome(program, steps)
+            return _outcome(program, how.steps)
 
     @functools.cache
     def flops() -> float:
@@ -170,8 +195,7 @@ def verify(
             limits=functools.partial(limits, layout),
         )
 
-    cases = [case(layout) for layout in layouts]
-    return verify_cases(cases, dtypes=dtypes, steps=steps, topology=topology, report=report)
+    return verify_cases([case(layout) for layout in layouts], how)
 
 
 def check_allowed(allow: Sequence[str]) -> None:
@@ -185,52 +209,54 @@ def check_allowed(allow: Sequence[str]) -> None:
 
 def verify_cases(
     cases: Sequence[Case],
+    options: VerifyOptions | None = None,
     *,
-    dtypes: Sequence[str] = ("float32", "float64"),
-    steps: int = 3,
-    topology: Sequence[Device] | None = None,
-    report: Callable[[LayoutReport], None] | None = None,
     jobs: int = 1,
+    **older: object,
 ) -> list[LayoutReport]:
     """Verifies cases: values in each dtype, and bytes as compiled for a topology.
 
     Args:
       cases: The layouts.
-      dtypes: Any of "float32", "float64", in which values are compared, and "bfloat16", in which the
-        collectives of the partitioned program alone are judged.
-      steps: Optimizer steps to compare after.
-      topology: Compile-only devices; each layout is judged there as well, in `Case.transfer_dtype`.
-      report: Called with each report as it is made.
+      options: Dtypes, steps, topology, on which programs are of `Case.transfer_dtype`, and report;
+        None means the defaults.
       jobs: Number of layouts that are compiled at a time.
+      **older: Fields of `options`, which were arguments; accepted until the first release.
 
     Returns:
       The reports, in the order of the cases.
+
+    Raises:
+      TypeError: If a keyword is unknown.
+      UsageError: If `options.dtypes` names what has no tolerance.
     """
-    for dtype in dtypes:
+    groups = {"options": options or VerifyOptions()}
+    how: VerifyOptions = newer_arguments("verify_cases", OLDER_OPTIONS, groups, older)["options"]
+    for dtype in how.dtypes:
         if dtype not in (*TOLERANCE, "bfloat16"):
             legal = ", ".join((*TOLERANCE, "bfloat16"))
             raise UsageError(f"dtypes={dtype} has no tolerance; expected any of {legal}.")
 
     def rows_of(case: Case) -> list[LayoutReport]:
         rows = []
-        for dtype in dtypes:
+        for dtype in how.dtypes:
             if dtype in case.skips:
                 continue
             with jax.enable_x64(dtype == "float64"):
                 if dtype in TOLERANCE:
-                    row = _compare(case, dtype, steps)
+                    row = _compare(case, dtype, how.steps)
                 else:
                     row = _judge_bytes(case, dtype)
             row.unjudged += [f"{name}, which other layouts are compared in" for name in case.skips]
             rows.append(row)
-            if report:
-                report(row)
+            if how.report is not None:
+                how.report(row)
             if row.refused:
                 return rows
-        if topology is not None:
-            rows.append(_judge_topology(case, topology))
-            if report:
-                report(rows[-1])
+        if how.topology is not None:
+            rows.append(_judge_topology(case, how.topology))
+            if how.report is not None:
+                how.report(rows[-1])
         return rows
 
     if jobs == 1:
