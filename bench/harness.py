@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
 CACHE = 128e6  # bytes that push everything else out of the second-level cache of today's cards
@@ -106,6 +107,62 @@ def serve(answer: Callable[[dict], dict]) -> None:
             )
             reply = {"failed": f"{type(error).__name__}: {said}"}
         print(json.dumps(reply), file=channel, flush=True)
+
+
+class Row:
+    """A row that a worker holds; `made` is what is known of it."""
+
+    made: dict
+
+    def warm(self) -> dict:
+        """Returns what is known of the row; its rounds warm up by themselves."""
+        return self.made
+
+
+class ProgramRow(Row):
+    """A row that calls one compiled program of JAX, `program`, with `args`."""
+
+    program: Callable
+    args: tuple
+    spend_s: float
+
+    def round(self) -> dict:
+        """Median of several queued calls."""
+        return time_jax(self.program, [self.args], self.spend_s)
+
+
+class Rows:
+    """Rows that a worker holds by name; `do` is prepare, make, round, drop or one of `others`."""
+
+    def __init__(
+        self,
+        make: Callable[[dict], Any],  # a row, which has `warm` and `round`
+        others: dict[str, Callable[[dict], dict]] | None = None,
+        free: Callable[[], None] | None = None,
+    ):
+        """Takes what returns a new row, what answers others, and what frees memory after a drop."""
+        self.make, self.others, self.free = make, others or {}, free
+        self.held, self.ready = {}, {}
+
+    def __call__(self, request: dict) -> dict:
+        """Answers one request."""
+        if request["do"] in self.others:
+            return self.others[request["do"]](request)
+        if request["do"] == "prepare":  # what fails will fail its row
+            with concurrent.futures.ThreadPoolExecutor(request["jobs"]) as pool:
+                self.ready = {row["name"]: pool.submit(self.make, row) for row in request["rows"]}
+            return {}
+        if request["do"] == "make":
+            ready = self.ready.pop(request["name"], None)
+            row = self.held[request["name"]] = ready.result() if ready else self.make(request)
+            return row.warm()
+        if request["do"] == "drop":
+            self.held.clear()
+            self.ready.clear()
+            if self.free:
+                self.free()
+            return {}
+        return self.held[request["name"]].round()
 
 
 class Programs:
