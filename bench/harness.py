@@ -200,6 +200,53 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def copy_rate(request: dict) -> dict:
+    """Returns the bytes/s, read plus written, of a copy of 1 GiB, and the time of an empty call."""
+    import jax
+    import jax.numpy as jnp
+
+    x = jnp.ones((2**20 if request["tiny"] else 2**28,), jnp.float32)
+    full = time_jax(jax.jit(lambda x: -x), [(x,)], request["spend_s"])
+    empty = time_jax(jax.jit(lambda x: x + 1), [(x[:8],)], request["spend_s"])
+    device = jax.devices()[0]
+    return {
+        "rate": 2 * x.nbytes / full["ms"] * 1e3,
+        "empty_ms": empty["ms"],
+        "device": device.device_kind,
+        "version": f"jax {jax.__version__}",
+    }
+
+
+class CaseWorker:
+    """Answers rows of JAX; keeps what is drawn for the case in hand."""
+
+    def __init__(self):
+        """Starts without a case."""
+        self.key, self.programs = None, Programs(self.program)
+
+    def __call__(self, request: dict) -> dict:
+        """Compiles, checks and times a row."""
+        if request["row"] == "copy":
+            return copy_rate(request)
+        if request["row"] == "prepare":
+            self.load(request["rows"][0])
+            return self.programs.prepare(request["rows"], request["jobs"])
+        self.load(request)
+        return self.measure(request)
+
+    def load(self, request: dict) -> None:
+        """Draws the case of a row, unless it is in hand."""
+        raise NotImplementedError
+
+    def program(self, request: dict) -> tuple:
+        """Returns the function of a row and its arguments."""
+        raise NotImplementedError
+
+    def measure(self, request: dict) -> dict:
+        """Times a row of the case in hand."""
+        raise NotImplementedError
+
+
 SPEED_COLUMNS: dict[str, Callable[[dict], str]] = {
     "M steps/s": lambda row: f"{row['msps']:.4g}",
     "ratio (quartiles)": lambda row: f"{row['ratio']:.2f}x ({row['low']:.2f}-{row['high']:.2f})",
