@@ -256,11 +256,6 @@ SPEED_COLUMNS: dict[str, Callable[[dict], str]] = {
 """Columns of benchmarks of environments, by their heads."""
 
 
-def failed_row(error: Exception) -> dict:
-    """Returns the row of a case that failed."""
-    return {"side": "", "failed": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
-
-
 class Table:
     """Rows that are printed as they come and kept in a JSON file."""
 
@@ -289,6 +284,15 @@ class Table:
             shown[list(shown)[-1]] = f"FAILED: {row['failed']}".replace("|", "/")
         print(f"| {' | '.join(shown.values())} |", flush=True)
         self.out.write_text(json.dumps(self.rows, indent=1))
+
+    @contextlib.contextmanager
+    def keep_failure(self, case: dict) -> Iterator[None]:
+        """Adds a row if a case fails inside: one that may not stop the others."""
+        try:
+            yield
+        except Exception as error:
+            said = " ".join(str(error).split())[:200]
+            self.add(case | {"side": "", "failed": f"{type(error).__name__}: {said}"})
 
 
 def ratio_to_peer(row: dict) -> str:
