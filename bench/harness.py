@@ -1,4 +1,4 @@
-"""What the benchmarks of recurrences share: workers, a budget of time, medians, and tables that fill as they go.
+"""Parts that benchmarks share: workers, a budget of time, medians, and tables that fill as they go.
 
 A worker is a process of one framework. It reads a line of JSON from its standard input for every row and answers with
 one. So no framework holds the other's memory pool, a row that crashes or hangs costs itself only (the worker is
