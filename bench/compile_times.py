@@ -94,16 +94,7 @@ def planners(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Callable
 
 def neat(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Callable[[], Program]]]]:
     """Generations of exclusive or, as `bench/neat.py` makes them."""
-    sizes = dict(
-        population=1000,
-        nodes=50,
-        conns=100,
-        species=20,
-        generations=50,
-        peer_generations=10,
-        seed=0,
-    )
-    flags = argparse.Namespace(**sizes, tensorneat=args.tensorneat)
+    flags = argparse.Namespace(**neat_bench.SIZES, tensorneat=args.tensorneat)
     sides: dict[str, Callable[[], Program]] = {
         f"jaxpar, {mode}": lambda mode=mode: neat_bench.our_run(flags, mode)
         for mode in ("fast", "canonical")

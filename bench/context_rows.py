@@ -1,6 +1,5 @@
 """Our side of `bench/context.py`: rows that are made (compiled), timed once a round, and dropped."""
 
-import concurrent.futures
 import functools
 import math
 import time
@@ -214,7 +213,7 @@ def sent(text: str, mesh, members: int = 0) -> float:
     )
 
 
-class Call:
+class Call(harness.ProgramRow):
     """A row that calls one program; results are compared with those of JAX's attention on one device."""
 
     def __init__(self, request: dict, expected: dict):
@@ -224,6 +223,7 @@ class Call:
         from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 
         self.request, self.expected = request, expected
+        self.spend_s = request["spend_s"]
         self.mesh = make_mesh(
             MeshSpec(context=request["devices"]), jax.devices()[: request["devices"]]
         )
@@ -267,12 +267,8 @@ class Call:
             self.made["error"] = max(worst, key=lambda x: math.inf if math.isnan(x) else x)
         return self.made
 
-    def round(self) -> dict:
-        """Median of several queued calls."""
-        return harness.time_jax(self.program, [self.args], self.request["spend_s"])
 
-
-class Step:
+class Step(harness.ProgramRow):
     """A token of B rows through a stack of layers with tensor=N, after as many as fill half of the cache."""
 
     TOKENS = 16
@@ -336,7 +332,7 @@ class Step:
 
     def round(self) -> dict:
         """Median of several queued calls, by the tokens of one."""
-        said = harness.time_jax(self.program, [self.args], self.spend_s)
+        said = super().round()
         return said | {"ms": said["ms"] / self.TOKENS}
 
 
@@ -360,39 +356,23 @@ def begin_with(count: int) -> None:
     simulate_devices(count)
 
 
-class Rows:
-    """The rows that are held; what is asked is `do`: rates, prepare, make, round or drop, or what a row knows."""
+class Rows(harness.Rows):
+    """The rows that are held; what else is asked is `rates`, or what a row knows."""
 
     def __init__(self):
         """Holds nothing yet."""
-        self.held: dict = {}
-        self.ready: dict = {}
         self.expected: dict = {}
+        super().__init__(self.make_row, {"rates": rates}, self.expected.clear)
 
     def __call__(self, request: dict) -> dict:
         """Answers one request."""
-        if request["do"] == "rates":
-            begin_with(request["mesh"])
-            return rates(request)
-        if request["do"] == "prepare":  # what fails will fail its row
-            begin_with(request["rows"][0]["mesh"])
-            with concurrent.futures.ThreadPoolExecutor(request["jobs"]) as pool:
-                self.ready = {row["name"]: pool.submit(self.made, row) for row in request["rows"]}
-            return {}
-        if request["do"] == "make":
-            begin_with(request["mesh"])
-            ready = self.ready.pop(request["name"], None)
-            row = self.held[request["name"]] = ready.result() if ready else self.made(request)
-            return row.warm()
-        if request["do"] == "drop":
-            self.held.clear()
-            self.ready.clear()
-            self.expected.clear()
-            return {}
-        row = self.held[request["name"]]
-        return row.round() if request["do"] == "round" else row.answer(request)
+        if request["do"] in ("rates", "prepare", "make"):
+            begin_with(request.get("rows", [request])[0]["mesh"])
+        if request["do"] in ("rates", "prepare", "make", "round", "drop"):
+            return super().__call__(request)
+        return self.held[request["name"]].answer(request)
 
-    def made(self, request: dict):
+    def make_row(self, request: dict):
         """Returns a new row."""
         if request["kind"] == "train":
             from context_training import Train

@@ -207,17 +207,11 @@ class Coupling:
         return {"ms": 0.0}
 
 
-class Rows(decode_rows.Rows):
-    """The rows of both kinds, and `pair`, which trains or finds the models."""
-
-    def __call__(self, request: dict) -> dict:
-        """Answers one request."""
-        if request["do"] == "pair":
-            return decode_pair.make(request)
-        return super().__call__(request)
-
-
 decode_rows.KINDS |= {"drafts": Drafted, "coupling": Coupling}
 
 if __name__ == "__main__":
-    harness.serve(Rows())
+    harness.serve(
+        harness.Rows(
+            decode_rows.make_row, {"copy": decode_rows.copy_rate, "pair": decode_pair.make}
+        )
+    )

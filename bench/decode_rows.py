@@ -4,7 +4,6 @@ What a row of steps calls is named alike by this checkout and by older ones, so 
 another checkout answers for it.
 """
 
-import concurrent.futures
 import functools
 import pathlib
 import threading
@@ -119,7 +118,7 @@ def count(params) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
-class Attend:
+class Attend(harness.ProgramRow):
     """Attention of one token to the S tokens of a cache of blocks, by itself."""
 
     def __init__(self, request: dict):
@@ -168,14 +167,6 @@ class Attend:
             split_k.STAGES, split_k.MOST_SPLITS = usual
         self.program = lowered.compile()
         self.made = {"compile_s": time.perf_counter() - begin} | memory_of(self.program)
-
-    def warm(self) -> dict:
-        """Returns what is known of the row; its rounds warm up by themselves."""
-        return self.made
-
-    def round(self) -> dict:
-        """Median of several queued calls."""
-        return harness.time_jax(self.program, [self.args], self.spend_s)
 
 
 class Prompt:
@@ -227,33 +218,9 @@ def copy_rate(request: dict) -> dict:
     return {"rate": rate, "device": device, "version": f"jax {jax.__version__}", "from": whose}
 
 
-class Rows:
-    """The rows that are held; what is asked is `do`: copy, prepare, make, round or drop."""
-
-    def __init__(self):
-        self.held, self.ready = {}, {}
-
-    def __call__(self, request: dict) -> dict:
-        """Answers one request."""
-        if request["do"] == "copy":
-            return copy_rate(request)
-        if request["do"] == "prepare":  # what fails will fail its row
-            with concurrent.futures.ThreadPoolExecutor(request["jobs"]) as pool:
-                self.ready = {
-                    row["name"]: pool.submit(KINDS[row["kind"]], row) for row in request["rows"]
-                }
-            return {}
-        if request["do"] == "make":
-            ready = self.ready.pop(request["name"], None)
-            row = self.held[request["name"]] = (
-                ready.result() if ready else KINDS[request["kind"]](request)
-            )
-            return row.warm()
-        if request["do"] == "drop":
-            self.held.clear()
-            self.ready.clear()
-            return {}
-        return self.held[request["name"]].round()
+def make_row(request: dict):
+    """Returns a new row of a kind."""
+    return KINDS[request["kind"]](request)
 
 
 KINDS = {"steps": Steps, "attend": Attend, "prompt": Prompt}

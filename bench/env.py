@@ -34,7 +34,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import jax
 import jax.numpy as jnp
-from harness import HERE, SPEED_COLUMNS, Table, failed_row
+from harness import HERE, SPEED_COLUMNS, Table
 
 from jaxpar.env import adapt
 from jaxpar.rollout import (
@@ -203,25 +203,33 @@ def measured(sides: dict[str, dict], rounds: int, num_envs: int, num_steps: int)
     return rows
 
 
+def make_parser(
+    doc: str | None, out: str, *, num_envs: str = "1024", steps: int = 64, rounds: int = 20
+) -> argparse.ArgumentParser:
+    """Returns a parser with the flags of benchmarks whose sides take turns, and their defaults."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--num-envs", default=num_envs)
+    parser.add_argument("--steps", type=int, default=steps, help="steps of a program")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument(
+        "--budget-s", type=float, default=1200, help="no case starts after these seconds"
+    )
+    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results" / out)
+    return parser
+
+
 def main() -> None:
     """Measures every environment at every number of environments."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, "env.json", num_envs="64,1024,4096,16384")
     parser.add_argument(
         "--envs", default="CartPole-v1,Pendulum-v1,MountainCar-v0,Breakout-MinAtar,Asterix-MinAtar"
     )
-    parser.add_argument("--num-envs", default="64,1024,4096,16384")
-    parser.add_argument("--steps", type=int, default=64, help="steps of a program")
-    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--sides", default="bare,env,batch,numpy", help=f"of {','.join(SIDES)}")
     parser.add_argument(
         "--warm", type=int, default=0, help="steps that our sides make before, for long episodes"
     )
-    parser.add_argument(
-        "--budget-s", type=float, default=1200, help="no case starts after these seconds"
-    )
-    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results" / "env.json")
     args = parser.parse_args()
     columns = {
         "env": lambda row: row["env"],
@@ -245,13 +253,10 @@ def main() -> None:
             if time.monotonic() - began > args.budget_s:
                 table.add(case | {"side": "", "failed": "skipped: the budget is spent"})
                 continue
-            try:
+            with table.keep_failure(case):
                 sides = programs(name, num_envs, args.steps, args.sides.split(","), args.warm)
-                rows = measured(sides, args.rounds, num_envs, args.steps)
-            except Exception as error:  # a case may fail, and is a row then
-                rows = [failed_row(error)]
-            for row in rows:
-                table.add(case | row)
+                for row in measured(sides, args.rounds, num_envs, args.steps):
+                    table.add(case | row)
     print(json.dumps({"out": str(args.out), "rows": len(table.rows)}))
 
 

@@ -178,7 +178,7 @@ def layer(request: dict) -> tuple[Callable, tuple, dict]:
     )
 
 
-class Call:
+class Call(harness.ProgramRow):
     """A row that calls one program."""
 
     def __init__(self, request: dict):
@@ -205,10 +205,6 @@ class Call:
             off, size = (jnp.linalg.norm(each.astype(jnp.float32)) for each in (y - want, want))
             self.made["error"] = float(off / size)
 
-    def round(self) -> dict:
-        """Median of several queued calls."""
-        return harness.time_jax(self.program, [self.args], self.spend_s)
-
 
 def rates(request: dict) -> dict:
     """Returns the FLOP/s of a square product."""
@@ -225,27 +221,6 @@ def rates(request: dict) -> dict:
     }
 
 
-class Rows:
-    """The rows that are held; what is asked is `do`: rates, make, round or drop."""
-
-    def __init__(self):
-        """Holds nothing yet."""
-        self.held: dict = {}
-
-    def __call__(self, request: dict) -> dict:
-        """Answers one request."""
-        if request["do"] == "rates":
-            return rates(request)
-        if request["do"] == "prepare":
-            return {}  # one at a time: its compile time is told
-        if request["do"] == "make":
-            row = self.held[request["name"]] = Call(request)
-            return row.made
-        if request["do"] == "drop":
-            self.held.clear()
-            return {}
-        return self.held[request["name"]].round()
-
-
 if __name__ == "__main__":
-    harness.serve(Rows())
+    # One at a time: its compile time is told.
+    harness.serve(harness.Rows(Call, {"rates": rates, "prepare": lambda _: {}}))

@@ -1,4 +1,4 @@
-"""What the benchmarks of recurrences share: workers, a budget of time, medians, and tables that fill as they go.
+"""Parts that benchmarks share: workers, a budget of time, medians, and tables that fill as they go.
 
 A worker is a process of one framework. It reads a line of JSON from its standard input for every row and answers with
 one. So no framework holds the other's memory pool, a row that crashes or hangs costs itself only (the worker is
@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
 CACHE = 128e6  # bytes that push everything else out of the second-level cache of today's cards
@@ -108,6 +109,62 @@ def serve(answer: Callable[[dict], dict]) -> None:
         print(json.dumps(reply), file=channel, flush=True)
 
 
+class Row:
+    """A row that a worker holds; `made` is what is known of it."""
+
+    made: dict
+
+    def warm(self) -> dict:
+        """Returns what is known of the row; its rounds warm up by themselves."""
+        return self.made
+
+
+class ProgramRow(Row):
+    """A row that calls one compiled program of JAX, `program`, with `args`."""
+
+    program: Callable
+    args: tuple
+    spend_s: float
+
+    def round(self) -> dict:
+        """Median of several queued calls."""
+        return time_jax(self.program, [self.args], self.spend_s)
+
+
+class Rows:
+    """Rows that a worker holds by name; `do` is prepare, make, round, drop or one of `others`."""
+
+    def __init__(
+        self,
+        make: Callable[[dict], Any],  # a row, which has `warm` and `round`
+        others: dict[str, Callable[[dict], dict]] | None = None,
+        free: Callable[[], None] | None = None,
+    ):
+        """Takes what returns a new row, what answers others, and what frees memory after a drop."""
+        self.make, self.others, self.free = make, others or {}, free
+        self.held, self.ready = {}, {}
+
+    def __call__(self, request: dict) -> dict:
+        """Answers one request."""
+        if request["do"] in self.others:
+            return self.others[request["do"]](request)
+        if request["do"] == "prepare":  # what fails will fail its row
+            with concurrent.futures.ThreadPoolExecutor(request["jobs"]) as pool:
+                self.ready = {row["name"]: pool.submit(self.make, row) for row in request["rows"]}
+            return {}
+        if request["do"] == "make":
+            ready = self.ready.pop(request["name"], None)
+            row = self.held[request["name"]] = ready.result() if ready else self.make(request)
+            return row.warm()
+        if request["do"] == "drop":
+            self.held.clear()
+            self.ready.clear()
+            if self.free:
+                self.free()
+            return {}
+        return self.held[request["name"]].round()
+
+
 class Programs:
     """JAX programs of rows, compiled one at a time or, to save a lease's minutes, several side by side."""
 
@@ -143,6 +200,53 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def copy_rate(request: dict) -> dict:
+    """Returns the bytes/s, read plus written, of a copy of 1 GiB, and the time of an empty call."""
+    import jax
+    import jax.numpy as jnp
+
+    x = jnp.ones((2**20 if request["tiny"] else 2**28,), jnp.float32)
+    full = time_jax(jax.jit(lambda x: -x), [(x,)], request["spend_s"])
+    empty = time_jax(jax.jit(lambda x: x + 1), [(x[:8],)], request["spend_s"])
+    device = jax.devices()[0]
+    return {
+        "rate": 2 * x.nbytes / full["ms"] * 1e3,
+        "empty_ms": empty["ms"],
+        "device": device.device_kind,
+        "version": f"jax {jax.__version__}",
+    }
+
+
+class CaseWorker:
+    """Answers rows of JAX; keeps what is drawn for the case in hand."""
+
+    def __init__(self):
+        """Starts without a case."""
+        self.key, self.programs = None, Programs(self.program)
+
+    def __call__(self, request: dict) -> dict:
+        """Compiles, checks and times a row."""
+        if request["row"] == "copy":
+            return copy_rate(request)
+        if request["row"] == "prepare":
+            self.load(request["rows"][0])
+            return self.programs.prepare(request["rows"], request["jobs"])
+        self.load(request)
+        return self.measure(request)
+
+    def load(self, request: dict) -> None:
+        """Draws the case of a row, unless it is in hand."""
+        raise NotImplementedError
+
+    def program(self, request: dict) -> tuple:
+        """Returns the function of a row and its arguments."""
+        raise NotImplementedError
+
+    def measure(self, request: dict) -> dict:
+        """Times a row of the case in hand."""
+        raise NotImplementedError
+
+
 SPEED_COLUMNS: dict[str, Callable[[dict], str]] = {
     "M steps/s": lambda row: f"{row['msps']:.4g}",
     "ratio (quartiles)": lambda row: f"{row['ratio']:.2f}x ({row['low']:.2f}-{row['high']:.2f})",
@@ -150,11 +254,6 @@ SPEED_COLUMNS: dict[str, Callable[[dict], str]] = {
     "compile s": lambda row: f"{row['compile_s']:.1f}",
 }
 """Columns of benchmarks of environments, by their heads."""
-
-
-def failed_row(error: Exception) -> dict:
-    """Returns the row of a case that failed."""
-    return {"side": "", "failed": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
 
 
 class Table:
@@ -185,6 +284,15 @@ class Table:
             shown[list(shown)[-1]] = f"FAILED: {row['failed']}".replace("|", "/")
         print(f"| {' | '.join(shown.values())} |", flush=True)
         self.out.write_text(json.dumps(self.rows, indent=1))
+
+    @contextlib.contextmanager
+    def keep_failure(self, case: dict) -> Iterator[None]:
+        """Adds a row if a case fails inside: one that may not stop the others."""
+        try:
+            yield
+        except Exception as error:
+            said = " ".join(str(error).split())[:200]
+            self.add(case | {"side": "", "failed": f"{type(error).__name__}: {said}"})
 
 
 def ratio_to_peer(row: dict) -> str:

@@ -82,11 +82,11 @@ def measure_ours(shape: dict) -> dict:
     simulate_devices(shape["devices"])  # of the CPU only
     import jax
     import jax.numpy as jnp
+    from lm_models import Training
 
     from jaxpar.aot import hlo
     from jaxpar.lm import OptimizerConfig, Trainer, flops_per_token
     from jaxpar.lm.params import num_params
-    from jaxpar.loop import compile_step
 
     trainer = Trainer(model_config(shape), OptimizerConfig(learning_rate=1e-4), num_steps=10_000)
     key, devices = jax.random.key(0), jax.devices()[: shape["devices"]]
@@ -108,35 +108,20 @@ def measure_ours(shape: dict) -> dict:
         rows = {"tokens": ("batch", None), "targets": ("batch", None)}
         batches = [{"tokens": pair[0], "targets": pair[1]} for pair in tokens]
         batches = [jax.device_put(batch, named_shardings(batch, rows)) for batch in batches]
-        start = time.perf_counter()
-        step = compile_step(trainer, state, batches[0], axes=trainer.axes())
-        compile_s = time.perf_counter() - start
-        count, info = 0, {}
-
-        def group(calls: int) -> float:
-            nonlocal state, count, info
-            begin = time.perf_counter()
-            for _ in range(calls):
-                state, info = step(key, jnp.int32(count), state, batches[count % 4])
-                count += 1
-            if not jnp.isfinite(info["loss"]).all():
-                raise SystemExit("the loss is not finite")
-            return (time.perf_counter() - begin) / calls
-
-        group(shape["warmup"])
-        seconds = statistics.median(group(max(1, shape["steps"] // 10)) for _ in range(10))
+        training = Training(trainer, key, state, batches)
+        seconds = training.median_s(shape["warmup"], shape["steps"])
     sent: dict[str, int] = {}
-    for collective in hlo.collectives(step.as_text(), mesh):
+    for collective in hlo.collectives(training.step.as_text(), mesh):
         where, what = "+".join(collective.axes or ("?",)), "+".join(sorted(set(collective.dtypes)))
         kind = f"{collective.kind} over {where} of {what}"
         sent[kind] = sent.get(kind, 0) + collective.bytes * collective.trips
     return {
         "tokens_per_s": tokens[0, 0].size / seconds,
-        "compile_s": compile_s,
+        "compile_s": training.compile_s,
         "peak_bytes": max(
             (device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in devices
         ),
-        "loss": float(info["loss"][-1]),
+        "loss": float(training.losses[-1]),
         "parameters": num_params(trainer.model),
         "flops_per_token": flops_per_token(trainer.model, shape["seq_len"]),
         "collectives": sent,

@@ -1,6 +1,5 @@
 """JAX's side of `bench/linear_attention.py`: rows that are made (compiled), timed once a round, and dropped."""
 
-import concurrent.futures
 import threading
 import time
 from collections.abc import Callable
@@ -148,7 +147,7 @@ def both_ways(function: Callable, request: dict) -> Callable:
     return run
 
 
-class Call:
+class Call(harness.ProgramRow):
     """A row that calls one program."""
 
     def __init__(self, request: dict):
@@ -186,10 +185,6 @@ class Call:
             ]
             self.made |= linear_cases.told(parts, names)
 
-    def round(self) -> dict:
-        """Median of several queued calls."""
-        return harness.time_jax(self.program, [self.args], self.spend_s)
-
 
 def rates(request: dict) -> dict:
     """Returns the bytes a second of a copy, read and written."""
@@ -206,31 +201,5 @@ def rates(request: dict) -> dict:
     }
 
 
-class Rows:
-    """The rows that are held; what is asked is `do`: rates, prepare, make, round or drop."""
-
-    def __init__(self):
-        """Holds nothing yet."""
-        self.held: dict = {}
-        self.ready: dict = {}
-
-    def __call__(self, request: dict) -> dict:
-        """Answers one request."""
-        if request["do"] == "rates":
-            return rates(request)
-        if request["do"] == "prepare":
-            with concurrent.futures.ThreadPoolExecutor(request["jobs"]) as pool:
-                self.ready = {row["name"]: pool.submit(Call, row) for row in request["rows"]}
-            return {}
-        if request["do"] == "make":
-            ready = self.ready.pop(request["name"], None)
-            row = self.held[request["name"]] = ready.result() if ready else Call(request)
-            return row.made
-        if request["do"] == "drop":
-            self.held.clear()
-            return {}
-        return self.held[request["name"]].round()
-
-
 if __name__ == "__main__":
-    harness.serve(Rows())
+    harness.serve(harness.Rows(Call, {"rates": rates}))

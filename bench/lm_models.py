@@ -6,13 +6,16 @@ were nested, these were the names of their fields.
 
 import dataclasses
 import importlib.util
+import statistics
+import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxpar import decode, lm
 
-__all__ = ["generate", "gpt2_of", "llama_of", "lm_config", "prefill", "with_sizes"]
+__all__ = ["Training", "generate", "gpt2_of", "llama_of", "lm_config", "prefill", "with_sizes"]
 
 HAS_DECODING = hasattr(decode, "Decoding")
 IS_NESTED = importlib.util.find_spec("jaxpar.lm.flat_names") is not None
@@ -77,6 +80,42 @@ def prefill(
 
         return older(params, tokens, lengths, config, slots)
     return lm.Decoder(config).prefill(params, tokens, lengths, slots)
+
+
+class Training:
+    """An optimizer's step, compiled, and the state that it goes on from."""
+
+    def __init__(
+        self,
+        trainer: lm.Trainer,
+        key: jax.Array,
+        state: Any,  # of the trainer, of this checkout or an older one
+        batches: list[dict],
+    ):
+        """Compiles the step for batches that take turns."""
+        from jaxpar.loop import compile_step
+
+        start = time.perf_counter()
+        self.step = compile_step(trainer, state, batches[0], axes=trainer.axes())
+        self.compile_s = time.perf_counter() - start
+        self.key, self.state, self.batches, self.count = key, state, batches, 0
+
+    def group(self, calls: int) -> float:
+        """Takes so many steps; returns the seconds of one."""
+        begin = time.perf_counter()
+        for _ in range(calls):
+            batch = self.batches[self.count % len(self.batches)]
+            self.state, info = self.step(self.key, jnp.int32(self.count), self.state, batch)
+            self.count += 1
+        self.losses = info["loss"]
+        if not jnp.isfinite(self.losses).all():
+            raise SystemExit("the loss is not finite")
+        return (time.perf_counter() - begin) / calls
+
+    def median_s(self, warmup: int, steps: int) -> float:
+        """Returns the median seconds of a step over ten groups, after a warm-up."""
+        self.group(warmup)
+        return statistics.median(self.group(max(1, steps // 10)) for _ in range(10))
 
 
 def _paths(sizes: dict[str, Any]) -> dict[str, Any]:

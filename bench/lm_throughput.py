@@ -54,9 +54,9 @@ def measure_ours(shape: dict, overrides: dict, profile: bool) -> dict:
     """Times jaxpar's optimizer step: clipping, finiteness check and metrics included."""
     import jax
     import jax.numpy as jnp
+    from lm_models import Training
 
     from jaxpar.lm import OptimizerConfig, Trainer, flops_per_token
-    from jaxpar.loop import compile_step
     from jaxpar.mesh import MeshSpec, make_mesh, named_shardings, use_mesh
 
     trainer = Trainer(
@@ -69,31 +69,16 @@ def measure_ours(shape: dict, overrides: dict, profile: bool) -> dict:
         size = (4, 2, shape["batch_size"], shape["seq_len"])
         data = jax.random.randint(key, size, 0, shape["vocab_size"], jnp.int32)
         batches = [{"tokens": pair[0], "targets": pair[1]} for pair in data]
-        start = time.perf_counter()
-        step = compile_step(trainer, state, batches[0], axes=trainer.axes())
-        compile_s = time.perf_counter() - start
-        count = 0
-
-        def group(calls: int) -> float:
-            nonlocal state, count
-            begin = time.perf_counter()
-            for _ in range(calls):
-                state, info = step(key, jnp.int32(count), state, batches[count % 4])
-                count += 1
-            if not jnp.isfinite(info["loss"]).all():
-                raise SystemExit("the loss is not finite")
-            return (time.perf_counter() - begin) / calls
-
-        group(shape["warmup"])
-        seconds = statistics.median(group(max(1, shape["steps"] // 10)) for _ in range(10))
-        kernels = _kernel_times(lambda: group(3)) if profile else []
+        training = Training(trainer, key, state, batches)
+        seconds = training.median_s(shape["warmup"], shape["steps"])
+        kernels = _kernel_times(lambda: training.group(3)) if profile else []
         stats = device.memory_stats() or {}
     tokens = shape["batch_size"] * shape["seq_len"]
     counts = {f"flops{'_causal' if causal else ''}": flops_per_token(trainer.model, shape["seq_len"], causal)
               for causal in (False, True)}  # fmt: skip
     return {
         "tokens_per_s": tokens / seconds,
-        "compile_s": compile_s,
+        "compile_s": training.compile_s,
         "peak_bytes": stats.get("peak_bytes_in_use", 0),
         "matmul_flops_per_s": _matmul_rate(),
         "device": device.device_kind,

@@ -36,27 +36,40 @@ from jaxpar.mesh import MeshSpec, make_mesh, use_mesh  # noqa: E402
 from jaxpar.neat import Neat, NeatConfig, Table, xor  # noqa: E402
 
 SIDES = ("fast", "canonical", "neat-python", "tensorneat")
+SIZES = dict(
+    population=1000, nodes=50, conns=100, species=20,
+    generations=50, peer_generations=10, rounds=5, seed=0,
+)  # fmt: skip
+"""Flags, and their defaults."""
+
+
+class Built(NamedTuple):
+    """Seconds of tracing and of compiling, and of processors for both."""
+
+    trace_s: float = 0.0
+    compile_s: float = 0.0
+    build_cpu_s: float = 0.0
 
 
 class Side(NamedTuple):
-    """One contestant: seconds of tracing and of compiling, and of processors for both, and how to go on."""
+    """One contestant: what it took to build, and how to go on."""
 
-    trace_s: float
-    compile_s: float
-    build_cpu_s: float
+    built: Built
     advance: Callable[[], int]  # generations made
     told: Callable[[], dict[str, Any]]
 
 
-def compiled(
-    program: Callable[..., Any], *args: Any
-) -> tuple[Callable[..., Any], float, float, float]:
-    """The program, the seconds that tracing and compiling took, and those of all processors together."""
+def compiled(program: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], Built]:
+    """The program, and what it took to build."""
     began, busy = time.perf_counter(), time.process_time()
     lowered = jax.jit(program).lower(*args)
     traced = time.perf_counter()
     ready = lowered.compile()
-    return ready, traced - began, time.perf_counter() - traced, time.process_time() - busy
+    return ready, Built(
+        trace_s=traced - began,
+        compile_s=time.perf_counter() - traced,
+        build_cpu_s=time.process_time() - busy,
+    )
 
 
 def our_run(args: argparse.Namespace, mode: str) -> tuple[Callable[..., Any], tuple[Any, Any]]:
@@ -91,7 +104,7 @@ def ours(args: argparse.Namespace, mode: str, devices: int) -> Side:
     with mesh:
         whole, (key, first) = our_run(args, mode)
         now = [first]
-        program, trace_s, compile_s, build_cpu_s = compiled(whole, key, first)
+        program, built = compiled(whole, key, first)
 
     def advance() -> int:
         now[0] = jax.block_until_ready(
@@ -104,13 +117,7 @@ def ours(args: argparse.Namespace, mode: str, devices: int) -> Side:
         return {"species": int(now[0].species.alive.sum()), "nodes": float(genomes.node_on.sum(1).mean()),
                 "conns": float(genomes.on.sum(1).mean())}  # fmt: skip
 
-    return Side(
-        trace_s=trace_s,
-        compile_s=compile_s,
-        build_cpu_s=build_cpu_s,
-        advance=advance,
-        told=told,
-    )
+    return Side(built=built, advance=advance, told=told)
 
 
 def tensorneat_run(args: argparse.Namespace) -> tuple[Callable[..., Any], Any, Any]:
@@ -145,7 +152,7 @@ def tensorneat(args: argparse.Namespace) -> Side:
     """TensorNEAT, with its own defaults besides the sizes."""
     whole, first, search = tensorneat_run(args)
     now, count = [first], args.peer_generations
-    program, trace_s, compile_s, build_cpu_s = compiled(whole, first)
+    program, built = compiled(whole, first)
 
     def advance() -> int:
         now[0] = jax.block_until_ready(program(now[0]))
@@ -157,13 +164,7 @@ def tensorneat(args: argparse.Namespace) -> Side:
                 "nodes": float((~np.isnan(np.asarray(nodes[..., 0]))).sum(1).mean()),
                 "conns": float((~np.isnan(np.asarray(conns[..., 0]))).sum(1).mean())}  # fmt: skip
 
-    return Side(
-        trace_s=trace_s,
-        compile_s=compile_s,
-        build_cpu_s=build_cpu_s,
-        advance=advance,
-        told=told,
-    )
+    return Side(built=built, advance=advance, told=told)
 
 
 def neat_python(args: argparse.Namespace) -> Side:
@@ -206,7 +207,7 @@ def neat_python(args: argparse.Namespace) -> Side:
             "conns": sizes[1],
         }
 
-    return Side(trace_s=0.0, compile_s=0.0, build_cpu_s=0.0, advance=advance, told=told)
+    return Side(built=Built(), advance=advance, told=told)
 
 
 def main() -> None:
@@ -214,17 +215,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    sizes = dict(
-        population=1000,
-        nodes=50,
-        conns=100,
-        species=20,
-        generations=50,
-        peer_generations=10,
-        rounds=5,
-        seed=0,
-    )
-    for name, value in sizes.items():
+    for name, value in SIZES.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--tensorneat", default="", help="a checkout of TensorNEAT")
     parser.add_argument(
@@ -273,9 +264,9 @@ def main() -> None:
     )
     for name, side in sides.items():
         speed = statistics.median(speeds[name])
-        row = {"side": name, "generations_per_s": speed, "slowest": min(speeds[name]), "fastest": max(speeds[name]),
-               "cpu_ms_a_generation": statistics.median(busy[name]), "trace_s": side.trace_s,
-               "compile_s": side.compile_s, "build_cpu_s": side.build_cpu_s}  # fmt: skip
+        row = {"side": name, "generations_per_s": speed, "slowest": min(speeds[name])}
+        row |= {"fastest": max(speeds[name]), "cpu_ms_a_generation": statistics.median(busy[name])}
+        row |= side.built._asdict()
         print(
             json.dumps(
                 {

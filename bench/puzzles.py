@@ -13,7 +13,6 @@ its Minesweeper tells numbers, as our `-Cells`, and `-Numbers` draws them. Where
 no peer the first side is `same`. "answers" are texts of four numbers, M a second on one core.
 """
 
-import argparse
 import json
 import os
 import pathlib
@@ -26,8 +25,8 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-from env import checksum, measured, our_side  # noqa: E402
-from harness import Table, failed_row  # noqa: E402
+from env import checksum, make_parser, measured, our_side  # noqa: E402
+from harness import Table  # noqa: E402
 
 ANSWERS = "answers"
 OURS = {"same": "batch-same", "batch": "batch", "pool": "batch-pool"}
@@ -209,13 +208,8 @@ def judged(count: int) -> list[dict]:
 
 def main() -> None:
     """Measures every puzzle at every number of environments."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, "puzzles.json", rounds=7)
     parser.add_argument("--puzzles", default=",".join([*PEERS, ANSWERS]))
-    parser.add_argument("--num-envs", default="1024")
-    parser.add_argument("--steps", type=int, default=64, help="steps of a program")
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sides", default="same,batch,pool", help=f"of {','.join(OURS)}")
     parser.add_argument("--answers", type=int, default=1_000_000)
     parser.add_argument(
@@ -224,10 +218,6 @@ def main() -> None:
         help="a folder that holds the package, if it is not installed",
     )
     parser.add_argument("--no-peer", action="store_true", help="only ours")
-    parser.add_argument(
-        "--budget-s", type=float, default=1200, help="no case starts after these seconds"
-    )
-    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results" / "puzzles.json")
     args = parser.parse_args()
     if args.jumanji:
         sys.path.append(str(args.jumanji.resolve()))
@@ -260,16 +250,14 @@ def main() -> None:
             if time.monotonic() - began > args.budget_s:
                 table.add(case | {"side": "", "failed": "skipped: the budget is spent"})
                 continue
-            try:
+            with table.keep_failure(case):
                 if name == ANSWERS:
                     rows = judged(num_envs)
                 else:
                     sides = programs(name, num_envs, args.steps, args.sides.split(","), jumanji)
                     rows = measured(sides, args.rounds, num_envs, args.steps)
-            except Exception as error:  # a case may fail, and is a row then
-                rows = [failed_row(error)]
-            for row in rows:
-                table.add(case | row)
+                for row in rows:
+                    table.add(case | row)
     print(json.dumps({"out": str(args.out), "rows": len(table.rows)}))
 
 

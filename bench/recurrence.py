@@ -148,14 +148,14 @@ def solver(request: dict, notes: dict, w, xs):
     return solve
 
 
-class JaxWorker:
+class JaxWorker(harness.CaseWorker):
     """Answers rows of JAX; keeps the arrays and the float64 solution of the case in hand."""
 
     def __init__(self, solver):
         """Takes solver(request, notes, w, xs) -> solve(w, xs) -> (ys, what it says of itself)."""
+        super().__init__()
         self.solver = solver
-        self.key, self.data, self.expected = None, None, None
-        self.programs, self.notes = harness.Programs(self.program), {}
+        self.data, self.expected, self.notes = None, None, {}
 
     def load(self, request: dict) -> None:
         """Draws the case, and solves a part of it in float64."""
@@ -198,18 +198,11 @@ class JaxWorker:
             else (solve, (w, copies[0]))
         )
 
-    def __call__(self, request: dict) -> dict:
-        """Compiles, checks and times a row."""
+    def measure(self, request: dict) -> dict:
+        """Checks and times a row of the case in hand."""
         import jax
         import problems
-        from scan import copy_rate
 
-        if request["row"] == "copy":
-            return copy_rate(request)
-        if request["row"] == "prepare":
-            self.load(request["rows"][0])
-            return self.programs.prepare(request["rows"], request["jobs"])
-        self.load(request)
         assert self.data and self.expected
         backward = request["direction"] == "fwd+bwd"
         compiled, args, compile_s = self.programs(request)

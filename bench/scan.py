@@ -152,22 +152,13 @@ def solver(row: str, kind: str):
     return lambda a, b: scan.affine_scan(a, b, kind=kind, axis=1, impl=impl)
 
 
-class JaxWorker:
+class JaxWorker(harness.CaseWorker):
     """Answers rows of JAX; keeps the arrays of the case in hand."""
 
     def __init__(self):
         """Starts without a case."""
-        self.key, self.case, self.programs = None, None, harness.Programs(self.program)
-
-    def __call__(self, request: dict) -> dict:
-        """Compiles, checks and times a row."""
-        if request["row"] == "copy":
-            return copy_rate(request)
-        if request["row"] == "prepare":
-            self.load(request["rows"][0])
-            return self.programs.prepare(request["rows"], request["jobs"])
-        self.load(request)
-        return self.measure(self.case, request)
+        super().__init__()
+        self.case = None
 
     def load(self, request: dict) -> None:
         """Draws the arrays of a case."""
@@ -206,10 +197,12 @@ class JaxWorker:
 
         return (both, args) if request["direction"] == "fwd+bwd" else (solve, args[:2])
 
-    def measure(self, case: Affine, request: dict) -> dict:
+    def measure(self, request: dict) -> dict:
         """Times one row on the arrays of the case."""
         import jax.numpy as jnp
 
+        case = self.case
+        assert case
         backward, axis = (
             request["direction"] == "fwd+bwd",
             0 if request["row"].startswith("lax.scan") else 1,
@@ -232,23 +225,6 @@ def joined(lanes):
     if not isinstance(lanes, tuple):
         return lanes
     return jnp.stack([joined(x) for x in lanes], -2 if isinstance(lanes[0], tuple) else -1)
-
-
-def copy_rate(request: dict) -> dict:
-    """Returns the bytes/s, read plus written, of a copy of 1 GiB, and the time of an empty call."""
-    import jax
-    import jax.numpy as jnp
-
-    x = jnp.ones((2**20 if request["tiny"] else 2**28,), jnp.float32)
-    full = harness.time_jax(jax.jit(lambda x: -x), [(x,)], request["spend_s"])
-    empty = harness.time_jax(jax.jit(lambda x: x + 1), [(x[:8],)], request["spend_s"])
-    device = jax.devices()[0]
-    return {
-        "rate": 2 * x.nbytes / full["ms"] * 1e3,
-        "empty_ms": empty["ms"],
-        "device": device.device_kind,
-        "version": f"jax {jax.__version__}",
-    }
 
 
 def shard_row(request: dict) -> dict:

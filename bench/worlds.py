@@ -10,7 +10,6 @@ of it. The worlds agree in size, objects, actions and time limit as far as both 
     python bench/worlds.py --num-envs 2048,32768,262144 --steps 64                # GPU
 """
 
-import argparse
 import importlib.util
 import json
 import os
@@ -22,8 +21,8 @@ from unittest import mock
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import jax
-from env import checksum, measured, our_side
-from harness import HERE, SPEED_COLUMNS, Table, failed_row
+from env import checksum, make_parser, measured, our_side
+from harness import SPEED_COLUMNS, Table
 
 import envs
 
@@ -143,20 +142,11 @@ def programs(ours, suite, theirs, num_envs, num_steps, warm):
 
 def main() -> None:
     """Measures every case at every number of environments."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, "worlds.json", steps=32)
     parser.add_argument("--only", default="", help="part of a name of ours or of a suite")
-    parser.add_argument("--num-envs", default="1024")
-    parser.add_argument("--steps", type=int, default=32, help="steps of a program")
-    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument(
         "--warm", type=int, default=0, help="steps that our sides make before, for long episodes"
     )
-    parser.add_argument(
-        "--budget-s", type=float, default=1200, help="no case starts after these seconds"
-    )
-    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results" / "worlds.json")
     args = parser.parse_args()
     columns = {
         "ours": lambda row: row["ours"],
@@ -180,13 +170,10 @@ def main() -> None:
                 "steps": args.steps,
                 "device": device,
             }
-            try:
+            with table.keep_failure(case):  # a peer may be missing
                 sides = programs(ours, suite, theirs, num_envs, args.steps, args.warm)
-                rows = measured(sides, args.rounds, num_envs, args.steps)
-            except Exception as error:  # a peer may be missing or fail, and is a row then
-                rows = [failed_row(error)]
-            for row in rows:
-                table.add(case | row)
+                for row in measured(sides, args.rounds, num_envs, args.steps):
+                    table.add(case | row)
     print(json.dumps({"out": str(args.out), "rows": len(table.rows)}))
 
 

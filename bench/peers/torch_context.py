@@ -9,9 +9,7 @@ one device at a small size. Rows "one" are SDPA on the first device alone.
 import contextlib
 import pathlib
 import socket
-import statistics
 import sys
-import time
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -21,18 +19,20 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+from torch_rows import (  # noqa: E402
+    CUDA,
+    FLOATS,
+    begin_peak,
+    device_facts,
+    free,
+    medians,
+    peak_memory,
+    timed,
+    wait,
+)  # fmt: skip
 
-CUDA = torch.cuda.is_available()
 KERNELS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOLERANCE = 2e-2  # of bfloat16, over a few hundred keys
-
-
-def wait() -> float:
-    """Returns the time at which the device has done all that it was asked."""
-    if CUDA:
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 class Member:
@@ -50,7 +50,7 @@ class Member:
         )
         self.control = dist.new_group(backend="gloo")
         self.mesh = dist.device_mesh.init_device_mesh(self.device.type, (world,))
-        self.held: dict = {}
+        self.rows = harness.Rows(self.make_row, {"rates": self.rates}, free)
 
     def told(self, what=None):
         """Returns what the first process says."""
@@ -71,21 +71,26 @@ class Member:
 
     def do(self, request: dict) -> dict:
         """Makes, times or drops a row."""
-        if request["do"] == "make":
-            row = Attention(self, request)
-            self.held[request["name"]] = row
-            return row.made
-        if request["do"] == "drop":
-            self.held.clear()
-            if CUDA:
-                torch.cuda.empty_cache()
-            return {}
-        if request["do"] == "rates":
-            return rates(request, self.device)
-        return self.held[request["name"]].round()
+        return self.rows(request)
+
+    def make_row(self, request: dict) -> harness.Row:
+        """Returns a new row."""
+        return Attention(self, request)
+
+    def rates(self, request: dict) -> dict:
+        """Returns FLOP/s of a square product and bytes/s, read plus written, of a copy."""
+        size, spend_s = request["size"], request["spend_s"]
+        x = torch.ones(size, size, device=self.device, dtype=FLOATS[request["dtype"]])
+        source = torch.ones(request["bytes"] // 4, device=self.device)
+        target = torch.empty_like(source)
+        product = medians(lambda: x @ x, spend_s)
+        copy = medians(lambda: target.copy_(source), spend_s)
+        said = {"flops": 2 * size**3 / product["ms"] * 1e3}
+        said["bytes"] = 2 * source.nbytes / copy["ms"] * 1e3
+        return device_facts() | said
 
 
-class Attention:
+class Attention(harness.Row):
     """A row of attention."""
 
     def __init__(self, member: Member, request: dict):
@@ -99,8 +104,7 @@ class Attention:
             return
         begin = wait()
         self.compare()
-        if CUDA:
-            torch.cuda.reset_peak_memory_stats()
+        begin_peak()
         once = 0.0
         with self.local(request["length"]) as arrays:
             for _ in range(2):
@@ -111,10 +115,8 @@ class Attention:
         if not self.alone:
             self.plan = member.told(self.plan)
         note = "keys repeated for each head" if self.repeats else ""
-        peak = torch.cuda.max_memory_allocated() if CUDA else 0
-        self.made = {"compile_s": wait() - begin, "note": note} | (
-            {"peak_bytes": peak} if peak else {}
-        )
+        most = peak_memory()
+        self.made = {"compile_s": wait() - begin, "note": note} | most
 
     def drawn(self, length: int) -> list:
         """Draws queries, keys and values, whole, the same in every process."""
@@ -188,46 +190,6 @@ class Attention:
                 lambda: self.call(q, k, v, g),
                 None if self.alone else self.member.control,
             )
-
-
-def timed(plan: tuple[int, int], call, group) -> dict:
-    """Returns the median ms of a call after one more; with a group its processes begin each timing together."""
-    calls, timings = plan
-    call()
-    taken = []
-    for _ in range(timings):
-        if group is not None:
-            dist.barrier(group=group)
-        begin = wait()
-        for _ in range(calls):
-            call()
-        taken.append((wait() - begin) / calls)
-    return {"ms": 1e3 * statistics.median(taken)}
-
-
-def rates(request: dict, device: torch.device) -> dict:
-    """Returns FLOP/s of a square product and bytes/s, read plus written, of a copy."""
-
-    def ms(call) -> float:
-        def seconds(calls: int) -> float:
-            begin = wait()
-            for _ in range(calls):
-                call()
-            return (wait() - begin) / calls
-
-        return harness.medians(seconds, request["spend_s"])["ms"]
-
-    size = request["size"]
-    x = torch.ones(size, size, device=device, dtype=FLOATS[request["dtype"]])
-    source = torch.ones(request["bytes"] // 4, device=device)
-    target = torch.empty_like(source)
-    name = torch.cuda.get_device_name() if CUDA else "cpu"
-    said = {"device": name, "version": f"torch {torch.__version__}"}
-    flops = 2 * size**3 / ms(lambda: x @ x) * 1e3
-    return said | {
-        "flops": flops,
-        "bytes": 2 * source.nbytes / ms(lambda: target.copy_(source)) * 1e3,
-    }
 
 
 def follow(rank: int, world: int, port: int, kind: type[Member]) -> None:

@@ -8,7 +8,6 @@ counts. A worker: `make` compiles a row, `round` times it once, `drop` frees it.
 
 import pathlib
 import sys
-import time
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -16,17 +15,17 @@ sys.path.insert(0, str(HERE.parent))
 import harness  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def wait() -> float:
-    """Returns the time at which the device has done all that it was asked."""
-    if CUDA:
-        torch.cuda.synchronize()
-    return time.perf_counter()
+from torch_rows import (  # noqa: E402
+    CUDA,
+    DEVICE,
+    FLOATS,
+    begin_peak,
+    device_facts,
+    forget,
+    medians,
+    peak_memory,
+    wait,
+)  # fmt: skip
 
 
 def turned(x, cos, sin):
@@ -121,7 +120,7 @@ class Decoder:
             self.advance = graph.replay
 
 
-class Steps:
+class Steps(harness.Row):
     """A row that draws `new` tokens after a prompt whose keys and values are random."""
 
     def __init__(self, request: dict):
@@ -150,7 +149,7 @@ class Steps:
             return {"ms": 1e3 * (wait() - begin) / (self.new - 1)}
 
 
-class Calls:
+class Calls(harness.Row):
     """A row that calls one function of arrays."""
 
     def __init__(self, request: dict):
@@ -162,15 +161,8 @@ class Calls:
 
     def round(self) -> dict:
         """Median of several queued calls."""
-
-        def seconds(calls: int) -> float:
-            begin = wait()
-            for _ in range(calls):
-                self.call()
-            return (wait() - begin) / calls
-
         with torch.no_grad():
-            return harness.medians(seconds, self.spend_s)
+            return medians(self.call, self.spend_s)
 
 
 def attend_row(request: dict):
@@ -226,41 +218,22 @@ def copy_rate(request: dict) -> dict:
     """Returns the bytes/s, read plus written, of a large copy."""
     x = torch.ones(request["bytes"] // 4, device=DEVICE)
     y = torch.empty_like(x)
-
-    def seconds(calls: int) -> float:
-        begin = wait()
-        for _ in range(calls):
-            y.copy_(x)
-        return (wait() - begin) / calls
-
-    name = torch.cuda.get_device_name() if CUDA else "cpu"
-    rate = 2 * x.nbytes / harness.medians(seconds, request["spend_s"])["ms"] * 1e3
-    return {"rate": rate, "device": name, "version": f"torch {torch.__version__}"}
+    ms = medians(lambda: y.copy_(x), request["spend_s"])["ms"]
+    return {"rate": 2 * x.nbytes / ms * 1e3} | device_facts()
 
 
 CALLS = {"attend": attend_row, "prompt": prompt_row}
-held: dict = {}
 
 
-def answer(request: dict) -> dict:
-    """Makes, times or drops a row."""
-    if request["do"] == "copy":
-        return copy_rate(request)
-    if request["do"] == "make":
-        begin = wait()
-        if CUDA:
-            torch.cuda.reset_peak_memory_stats()
-        held[request["name"]] = (Calls if request["kind"] in CALLS else Steps)(request)
-        peak = torch.cuda.max_memory_allocated() if CUDA else None
-        return {"compile_s": wait() - begin} | ({"peak_bytes": peak} if peak else {})
-    if request["do"] == "drop":
-        held.clear()
-        torch._dynamo.reset()
-        if CUDA:
-            torch.cuda.empty_cache()
-        return {}
-    return held[request["name"]].round()
+def compile_row(request: dict) -> Steps | Calls:
+    """Returns a row that is compiled."""
+    begin = wait()
+    begin_peak()
+    row = (Calls if request["kind"] in CALLS else Steps)(request)
+    most = peak_memory()
+    row.made = {"compile_s": wait() - begin} | most
+    return row
 
 
 if __name__ == "__main__":
-    harness.serve(answer)
+    harness.serve(harness.Rows(compile_row, {"copy": copy_rate}, forget))

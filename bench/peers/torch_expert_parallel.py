@@ -17,7 +17,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from expert_cases import routes  # noqa: E402
-from torch_context import FLOATS, Member, main, timed, wait  # noqa: E402
+from torch_context import Member, main  # noqa: E402
+from torch_rows import FLOATS, timed, wait  # noqa: E402
 
 
 class Sent(torch.autograd.Function):
@@ -37,7 +38,7 @@ class Sent(torch.autograd.Function):
         return Sent.apply(g, *ctx.sizes), None, None
 
 
-class Layer:
+class Layer(harness.Row):
     """A row: SwiGLU experts and their gradients from given choices."""
 
     def __init__(self, member: "Expert", request: dict):
@@ -160,12 +161,9 @@ class Layer:
 class Expert(Member):
     """One process of the group, whose rows are layers of experts."""
 
-    def do(self, request: dict) -> dict:
-        """Makes, times or drops a row."""
-        if request["do"] != "make":
-            return super().do(request)
-        row = self.held[request["name"]] = Layer(self, request)
-        return row.made
+    def make_row(self, request: dict) -> harness.Row:
+        """Returns a new row."""
+        return Layer(self, request)
 
 
 if __name__ == "__main__":

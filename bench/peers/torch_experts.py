@@ -4,9 +4,7 @@ A worker: `make` compiles a row, `round` times it once, `drop` frees it.
 """
 
 import pathlib
-import statistics
 import sys
-import time
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -15,17 +13,7 @@ import harness  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from expert_cases import choices  # noqa: E402
-
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def wait() -> float:
-    """Returns the time at which the device has done all that it was asked."""
-    if CUDA:
-        torch.cuda.synchronize()
-    return time.perf_counter()
+from torch_rows import DEVICE, FLOATS, Call, device_facts, forget, medians  # noqa: E402
 
 
 def drawn(request: dict, *shape: int, scale: float = 1.0):
@@ -112,96 +100,26 @@ def layer(request: dict):
     return torch.compile(run) if "compiled" in request["row"] else run, [x, router, up, down], None
 
 
-class Call:
-    """A row that calls one function."""
-
-    def __init__(self, request: dict):
-        """Calls it until it is compiled, and compares a product with a loop over experts."""
-        torch.manual_seed(0)
-        self.both = request["direction"] == "fwd+bwd"
-        self.function, self.args, want = (product if request["kind"] == "product" else layer)(
-            request
-        )
-        self.g, begin = None, wait()
-        if CUDA:
-            torch.cuda.reset_peak_memory_stats()
-        for _ in range(3):
-            y = self.call()
-            start = wait()
-            self.call()
-            once = wait() - start
-        self.plan = harness.plan_timing(once, request["spend_s"])
-        self.made = {"compile_s": wait() - begin}
-        if CUDA:
-            self.made["peak_bytes"] = torch.cuda.max_memory_allocated()
-        if want is not None:
-            self.made["error"] = (
-                (y.detach().float() - want.float()).norm() / want.float().norm()
-            ).item()
-
-    def call(self):
-        """Computes the result, and all gradients."""
-        if not self.both:
-            with torch.no_grad():
-                return self.function(*self.args)
-        for each in self.args:
-            each.grad = None
-        y = self.function(*self.args)
-        self.g = torch.randn_like(y) if self.g is None else self.g
-        y.backward(self.g)
-        return y
-
-    def round(self) -> dict:
-        """Median of several queued calls."""
-        calls, timings = self.plan
-        self.call()
-        taken = []
-        for _ in range(timings):
-            begin = wait()
-            for _ in range(calls):
-                self.call()
-            taken.append((wait() - begin) / calls)
-        return {"ms": 1e3 * statistics.median(taken)}
+def compile_row(request: dict) -> Call:
+    """Returns a row that is compiled; a product is compared with a loop over experts."""
+    torch.manual_seed(0)
+    function, args, want = (product if request["kind"] == "product" else layer)(request)
+    row = Call(function, args, request["direction"])
+    y = row.compile(request["spend_s"])
+    if want is not None:
+        row.made["error"] = (
+            (y.detach().float() - want.float()).norm() / want.float().norm()
+        ).item()
+    return row
 
 
 def rates(request: dict) -> dict:
     """Returns the FLOP/s of a square product."""
     size = request["size"]
     x = torch.randn(size, size, device=DEVICE).to(FLOATS[request["dtype"]])
-
-    def seconds(calls: int) -> float:
-        begin = wait()
-        for _ in range(calls):
-            x @ x
-        return (wait() - begin) / calls
-
-    name = torch.cuda.get_device_name() if CUDA else "cpu"
-    ms = harness.medians(seconds, request["spend_s"])["ms"]
-    return {"device": name, "version": f"torch {torch.__version__}", "flops": 2e3 * size**3 / ms}
-
-
-class Rows:
-    """The rows that are held; what is asked is `do`: rates, make, round or drop."""
-
-    def __init__(self):
-        """Holds nothing yet."""
-        self.held: dict = {}
-
-    def __call__(self, request: dict) -> dict:
-        """Answers one request."""
-        if request["do"] == "rates":
-            return rates(request)
-        if request["do"] == "make":
-            row = self.held[request["name"]] = Call(request)
-            return row.made
-        if request["do"] == "drop":
-            self.held.clear()
-            torch.compiler.reset()
-            if CUDA:
-                torch.cuda.empty_cache()
-            return {}
-        return self.held[request["name"]].round()
+    ms = medians(lambda: x @ x, request["spend_s"])["ms"]
+    return device_facts() | {"flops": 2e3 * size**3 / ms}
 
 
 if __name__ == "__main__":
-    harness.serve(Rows())
+    harness.serve(harness.Rows(compile_row, {"rates": rates}, forget))

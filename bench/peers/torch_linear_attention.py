@@ -5,9 +5,7 @@ A worker: `make` compiles (autotunes) a row, `round` times it once, `drop` frees
 
 import functools
 import pathlib
-import statistics
 import sys
-import time
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -15,17 +13,7 @@ sys.path.insert(0, str(HERE.parent))
 import harness  # noqa: E402
 import linear_cases  # noqa: E402
 import torch  # noqa: E402
-
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def wait() -> float:
-    """Returns the time at which the device has done all that it was asked."""
-    if CUDA:
-        torch.cuda.synchronize()
-    return time.perf_counter()
+from torch_rows import DEVICE, FLOATS, Call, device_facts, free  # noqa: E402
 
 
 def function_of(request: dict):
@@ -125,34 +113,23 @@ def truth_of_mlstm(q, k, v, forget, gate, g, sigmoid: bool):
     return [out.detach(), *(x.grad for x in args)]
 
 
-class Call:
-    """A row that calls one function."""
+class Attention(Call):
+    """A row of linear attention, or of one of its steps."""
 
     def __init__(self, request: dict):
         """Calls it until it is compiled; compares on a prefix of `check` tokens."""
-        self.both = request["direction"] == "fwd+bwd"
         made = linear_cases.arrays(request)
         here = {name: torch.from_numpy(x.copy()).to(DEVICE) for name, x in made.items()}
         dtype = FLOATS[request["dtype"]]
         self.names = [name for name in ("q", "k", "v", *linear_cases.WIDE) if name in here]
-        self.args = [
+        args = [
             here[name] if name in linear_cases.WIDE else here[name].to(dtype) for name in self.names
         ]
-        self.args = [x.detach().requires_grad_() for x in arranged(request["row"], self.args)]
+        args = [x.detach().requires_grad_() for x in arranged(request["row"], args)]
         g = here["g"].to(dtype)
-        self.g = g.transpose(1, 2).contiguous() if "mlstm" in request["row"] else g
-        self.function, begin = function_of(request), wait()
-        if CUDA:
-            torch.cuda.reset_peak_memory_stats()
-        for _ in range(3):
-            self.call()
-            start = wait()
-            out = self.call()
-            once = wait() - start
-        self.plan = harness.plan_timing(once, request["spend_s"])
-        self.made = {"compile_s": wait() - begin}
-        if CUDA:
-            self.made["peak_bytes"] = torch.cuda.max_memory_allocated()
+        g = g.transpose(1, 2).contiguous() if "mlstm" in request["row"] else g
+        super().__init__(function_of(request), args, request["direction"], g)
+        out = self.compile(request["spend_s"])
         judged = request["row"] != "fla retention" and request["decay"] != "delta"
         if judged and request["direction"] != "step":
             self.made |= self.errors(out, request["row"], request["check"])
@@ -173,54 +150,6 @@ class Call:
         ]
         return linear_cases.told(parts, self.names)
 
-    def call(self):
-        """Computes the result, and all gradients."""
-        if not self.both:
-            with torch.no_grad():
-                return self.function(*self.args)
-        for each in self.args:
-            each.grad = None
-        y = self.function(*self.args)
-        y.backward(self.g)
-        return y
-
-    def round(self) -> dict:
-        """Median of several queued calls."""
-        calls, timings = self.plan
-        self.call()
-        taken = []
-        for _ in range(timings):
-            begin = wait()
-            for _ in range(calls):
-                self.call()
-            taken.append((wait() - begin) / calls)
-        return {"ms": 1e3 * statistics.median(taken)}
-
-
-class Rows:
-    """The rows that are held; what is asked is `do`: rates, make, round or drop."""
-
-    def __init__(self):
-        """Holds nothing yet."""
-        self.held: dict = {}
-
-    def __call__(self, request: dict) -> dict:
-        """Answers one request."""
-        if request["do"] == "rates":
-            return {
-                "device": torch.cuda.get_device_name() if CUDA else "cpu",
-                "version": f"torch {torch.__version__}",
-            }
-        if request["do"] == "make":
-            row = self.held[request["name"]] = Call(request)
-            return row.made
-        if request["do"] == "drop":
-            self.held.clear()
-            if CUDA:
-                torch.cuda.empty_cache()
-            return {}
-        return self.held[request["name"]].round()
-
 
 if __name__ == "__main__":
-    harness.serve(Rows())
+    harness.serve(harness.Rows(Attention, {"rates": lambda _: device_facts()}, free))

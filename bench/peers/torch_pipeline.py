@@ -14,8 +14,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
-from torch_context import CUDA, FLOATS, Member, main, wait
+from torch_context import Member, main
 from torch_fsdp import Block
+from torch_rows import CUDA, FLOATS, begin_peak, device_facts, free, wait
 
 # Name of a row -> class, stages of a process, whether they lie there and back.
 KINDS = {
@@ -127,9 +128,8 @@ class Pipeline(Member):
         if kind not in KINDS:
             raise ValueError(f"torch has no {kind}")
         self.compare(kind, m)
-        if CUDA:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        free()
+        begin_peak()
         start = wait()
         run = Run(
             self,
@@ -153,8 +153,7 @@ class Pipeline(Member):
         every: list = [None] * self.world
         peak = torch.cuda.max_memory_allocated() if CUDA else 0
         dist.all_gather_object(every, (peak, loss), group=self.control)
-        name = torch.cuda.get_device_name() if CUDA else "cpu"
-        said = {"device": name, "version": f"torch {torch.__version__}", "compile_s": first}
+        said = device_facts() | {"compile_s": first}
         said |= {"ms": 1e3 * statistics.median(taken[2:]), "least_ms": 1e3 * min(taken[2:])}
         peaks = [each[0] for each in every]
         said |= {"timings": request["timings"], "loss": max(each[1] for each in every)}

@@ -23,10 +23,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # JAX computes references here, and leaves 
 import harness  # noqa: E402
 import problems  # noqa: E402
 import torch  # noqa: E402
-
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from torch_rows import CUDA, DEVICE, FLOATS, device_facts, free  # noqa: E402
 
 
 def elapsed_s(call, calls: int) -> float:
@@ -90,12 +87,7 @@ def copy_rate(request: dict) -> dict:
     x = torch.ones(2**20 if request["tiny"] else 2**28, device=DEVICE)
     y = torch.empty_like(x)
     ms = median(lambda _: y.copy_(x), request["spend_s"])["ms"]
-    device = torch.cuda.get_device_name() if CUDA else "cpu"
-    return {
-        "rate": 8 * x.numel() / ms * 1e3,
-        "device": device,
-        "version": f"torch {torch.__version__}",
-    }
+    return {"rate": 8 * x.numel() / ms * 1e3} | device_facts()
 
 
 # -- affine scans ------------------------------------------------------------------------------------------------------
@@ -374,8 +366,7 @@ def answer(request: dict) -> dict:
             return affine_row(request)
         return (pararnn_row if request["row"].startswith("pararnn") else cudnn_row)(request)
     finally:
-        if CUDA:
-            torch.cuda.empty_cache()
+        free()
 
 
 if __name__ == "__main__":

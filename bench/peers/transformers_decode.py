@@ -9,7 +9,6 @@ once; `round` times it; `drop` frees all. Rows are "transformers dynamic" (a cac
 import os
 import pathlib
 import sys
-import time
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -18,17 +17,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import harness  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from torch_rows import CUDA, DEVICE, forget, wait  # noqa: E402
 
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
 transformers.utils.logging.set_verbosity_error()
-
-
-def wait() -> float:
-    """Returns the time at which the device has done all that it was asked."""
-    if CUDA:
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def random_model(model: dict):
@@ -56,11 +47,12 @@ def loaded(folder: str):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE)
 
 
-class Row:
+class Row(harness.Row):
     """Prompts of equal length, continued by batches of `rows` and `new` tokens."""
 
     def __init__(self, request: dict):
         """Loads the model and runs once, which compiles what is compiled."""
+        begin = wait()
         row, self.rows, self.new = request["row"], request["rows"], request["new"]
         self.is_whole = request["kind"] == "drafts"
         self.model = (
@@ -98,7 +90,11 @@ class Row:
             compiles._compile_all_devices = True
             self.options["compile_config"] = compiles
         for _ in range(2):  # a captured graph is recorded by the second call
-            self.tokens = self.generate(self.new)
+            texts = self.generate(self.new)
+        tokens = [text.tolist() for text in texts] if "folder" in request else None
+        version = f"transformers {transformers.__version__}"
+        self.made = {"compile_s": wait() - begin, "version": version}
+        self.made |= {"tokens": tokens} if tokens else {}
 
     def generate(self, new: int) -> list:
         """Returns all texts."""
@@ -130,27 +126,5 @@ class Row:
         }
 
 
-held: dict = {}
-
-
-def answer(request: dict) -> dict:
-    """Makes, times or drops a row."""
-    if request["do"] == "make":
-        begin = wait()
-        row = held[request["name"]] = Row(request)
-        tokens = [text.tolist() for text in row.tokens] if "folder" in request else None
-        return {
-            "compile_s": wait() - begin,
-            "version": f"transformers {transformers.__version__}",
-        } | ({"tokens": tokens} if tokens else {})
-    if request["do"] == "drop":
-        held.clear()
-        torch._dynamo.reset()
-        if CUDA:
-            torch.cuda.empty_cache()
-        return {}
-    return held[request["name"]].round()
-
-
 if __name__ == "__main__":
-    harness.serve(answer)
+    harness.serve(harness.Rows(Row, free=forget))

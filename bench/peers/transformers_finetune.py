@@ -6,23 +6,13 @@ A worker: a request is one row. "float32" has float32 weights under bfloat16 aut
 import pathlib
 import statistics
 import sys
-import time
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import harness  # noqa: E402
 import torch  # noqa: E402
-
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-
-
-def wait() -> float:
-    """Returns the time at which the device has done all that it was asked."""
-    if CUDA:
-        torch.cuda.synchronize()
-    return time.perf_counter()
+from torch_rows import CUDA, DEVICE, wait  # noqa: E402
 
 
 def answer(request: dict) -> dict:

@@ -117,7 +117,7 @@ def test_what_is_prepared_is_made_once(bench):
 
     module = bench["decode_rows"]
     module.KINDS["fake"] = Row
-    rows = module.Rows()
+    rows = bench["harness"].Rows(module.make_row)
     requests = [{"name": name, "kind": "fake"} for name in ("a", "bad")]
     assert rows({"do": "prepare", "jobs": 2, "rows": requests}) == {}
     assert rows(requests[0] | {"do": "make"}) == {"compile_s": 1.0} and sorted(built) == [
