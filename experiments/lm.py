@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxpar.decode import Decoding, Prompts
 from jaxpar.fields import AtLeast, check_fields, field, replace_nested
 from jaxpar.io import Checkpoints, ProgressLabels, plot_loss
 from jaxpar.lm import (
@@ -399,7 +400,8 @@ def draw_sample(config: Config, params: PyTree, tokenizer: Tokenizer, prompt: st
     ids, added = encode(tokenizer, prompt, config.model.vocab_size)
     rows = np.broadcast_to(ids, (shares("batch"), len(ids)))
     key, ends = jax.random.key(config.seed), tokenizer.eos_ids
-    drawn = draw(key, params, rows, config.model, config.sampling, stop_tokens=ends)
+    decoding = Decoding(stop_tokens=ends)
+    drawn = draw(key, params, Prompts(rows), config.model, config.sampling, decoding)
     text = np.asarray(drawn.tokens)[0, added : int(drawn.lengths[0])]
     return decode(tokenizer, text[: -1 if text[-1] in ends else None])
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxpar.decode import Beams, Draft, ModelDraft, Sampling
+from jaxpar.decode import Beams, Decoding, Draft, ModelDraft, Prompts, Sampling
 from jaxpar.lm import Decoder, LMConfig
 from jaxpar.lm.text import Tokenizer
 from jaxpar.mesh import place_rows
@@ -145,10 +145,10 @@ def continued(job: Job, tasks: Sequence[Task]) -> Iterator[Batch]:
         rows = min(job.batch_size, parts * _power_of_two(-(-len(batch) // parts)))
         filled = [*batch, *[batch[-1]] * (rows - len(batch))]
         arrays = {
-            "prompt": np.stack(
+            "tokens": np.stack(
                 [np.pad(task.tokens, (0, task.length - len(task.tokens))) for task in filled]
             ),
-            "prompt_lengths": np.array([len(task.tokens) for task in filled], np.int32),
+            "lengths": np.array([len(task.tokens) for task in filled], np.int32),
             "seeds": np.array([task.request.seed for task in filled], np.uint32),
         }
         placed = place_rows(
@@ -172,19 +172,22 @@ def _drawn(
 ) -> Batch:
     """Returns texts that are drawn, the samples of a prompt side by side."""
     target = job.target
+    decoding = Decoding(
+        num_samples=job.num_samples,
+        draft=job.draft,
+        rule=job.rule,
+        stop_tokens=stop_tokens,
+        chunk=1 if jax.default_backend() == "cpu" else CHUNK,
+    )
     drawn = draw(
         job.key,
         target.params,
-        model=target.model,
-        sampling=job.sampling,
-        draft=job.draft,
-        draft_params=job.draft_params,
-        num_samples=job.num_samples,
-        rule=job.rule,
-        stop_tokens=stop_tokens,
+        Prompts(**placed),
+        target.model,
+        job.sampling,
+        decoding,
         sequences=ending_sequences(target.tokenizer, job.stop),
-        chunk=1 if jax.default_backend() == "cpu" else CHUNK,
-        **placed,
+        draft_params=job.draft_params,
     )
     tokens, lengths, log_probs, passes = map(np.asarray, drawn)
     lines = []
@@ -209,8 +212,8 @@ def _searched(
         stops = tuple(sorted({*stop_tokens, job.sampling.stop_token}))
     found = search(
         job.target.params,
-        placed["prompt"],
-        placed["prompt_lengths"],
+        placed["tokens"],
+        placed["lengths"],
         model=job.target.model,
         beams=job.beams,
         stop_tokens=stops,

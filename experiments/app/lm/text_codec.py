@@ -1,9 +1,10 @@
 """Texts to tokens, tokens drawn, tokens to texts: what the sample of a run and a file of prompts share."""
 
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -57,54 +58,41 @@ def decode(tokenizer: Tokenizer, ids: np.ndarray) -> str:
 
 @functools.partial(
     jax.jit,
-    static_argnames=(
-        "model",
-        "sampling",
-        "num_samples",
-        "draft",
-        "rule",
-        "stop_tokens",
-        "sequences",
-        "chunk",
-    ),
+    static_argnames=("model", "sampling", "decoding", "sequences"),
 )
 def draw(
     key: jax.Array,
     params: PyTree,
-    prompt: jax.Array,
+    prompts: Prompts,
     model: LMConfig,
     sampling: Sampling,
-    sequences: tuple[tuple[int, ...], ...] = (),
+    decoding: Decoding,
     *,
-    prompt_lengths: jax.Array | None = None,
-    seeds: jax.Array | None = None,
+    sequences: tuple[tuple[int, ...], ...] = (),
     draft_params: PyTree = None,
-    **options: Any,
 ) -> Generated:
     """Returns `jaxpar.lm.generate` of prompts, compiled once for a shape; every process has all of it.
 
     Args:
       key: Consumed.
-      params: The model's.
-      prompt: Tokens [B, T].
-      model: What decodes.
-      sampling: How tokens are drawn.
+      params: Parameters of the model.
+      prompts: Prompts, their lengths and seeds.
+      model: Configuration of the model.
+      sampling: Distribution of a new token.
+      decoding: Continuations, and how they are decoded.
       sequences: Sequences of new tokens that end a text.
-      prompt_lengths: Tokens of each prompt [B].
-      seeds: Seeds of the requests [B].
-      draft_params: A draft's parameters.
-      **options: Fields of `jaxpar.decode.Decoding`.
+      draft_params: Parameters of a draft.
     """
     stops = stop_sequences(sequences) if sequences else None
     if mesh_axes("slots"):  # devices share each cache
-        options["merge"] = merge_shares
+        decoding = dataclasses.replace(decoding, merge=merge_shares)
     drawn = generate(
         key,
         params,
-        Prompts(prompt, prompt_lengths, seeds),
+        prompts,
         model,
         sampling,
-        Decoding(**options),
+        decoding,
         Constraints(sequences=stops),
         draft_params=draft_params,
     )
