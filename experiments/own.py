@@ -205,12 +205,7 @@ def _tell_end(folder: pathlib.Path, result: FitResult) -> None:
         f"after {result.step} steps: "
         + "  ".join(f"{name} {value:.4f}" for name, value in chosen.items())
     )
-    for what, path in (
-        ("plot", plot),
-        ("metrics", folder / "metrics.jsonl"),
-        ("checkpoint", folder / "checkpoints"),
-    ):
-        say(f"{what:10} {runner.short(path)}")
+    runner.say_files(folder, plot)
 
 
 if __name__ == "__main__":

@@ -421,12 +421,7 @@ def _tell_end(folder: pathlib.Path, result: FitResult) -> None:
             "solver     "
             + "  ".join(f"{name} {result.metrics[f'train/{name}']:.3g}" for name in names)
         )
-    for what, path in (
-        ("plot", plot),
-        ("metrics", folder / "metrics.jsonl"),
-        ("checkpoint", folder / "checkpoints"),
-    ):
-        say(f"{what:10} {runner.short(path)}")
+    runner.say_files(folder, plot)
 
 
 if __name__ == "__main__":

@@ -74,8 +74,8 @@ from jaxpar.solve import intervals, ode_step
 
 keep_programs()  # what this notebook compiles is loaded the next time
 
-jax.config.update("jax_enable_x64", True)
 FAST = bool(os.environ.get("FAST"))
+jax.config.update("jax_enable_x64", True)
 STEPS, UPDATES = (512, 40) if FAST else (4096, 200)
 
 # %% [markdown]

@@ -75,9 +75,9 @@ from jaxpar.processes import keep_programs
 
 keep_programs()  # what this notebook compiles is loaded the next time
 
+FAST = bool(os.environ.get("FAST"))
 jax.config.update("jax_platforms", "cpu")
 simulate_devices(8)
-FAST = bool(os.environ.get("FAST"))
 N = 8
 B, T, H, K = 1, (8 if FAST else 16) * N, 8, 8
 G = 2  # key heads, fewer than devices, so that heads alone cannot be exchanged

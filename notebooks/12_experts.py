@@ -76,8 +76,8 @@ from jaxpar.processes import keep_programs
 
 keep_programs()  # what this notebook compiles is loaded the next time
 
-jax.config.update("jax_platforms", "cpu")
 FAST = bool(os.environ.get("FAST"))
+jax.config.update("jax_platforms", "cpu")
 E, K, D, F, TASKS = 8, 2, 16, 8, 8  # experts, of them a token, width, width of an expert, kinds of tokens
 ROWS, LENGTH, STEPS = 8, 32, 300 if FAST else 1000
 TOLERANCE = 1e-5  # float32: sums are taken in another order

@@ -77,8 +77,8 @@ from jaxpar.processes import keep_programs
 
 keep_programs()  # what this notebook compiles is loaded the next time
 
-jax.config.update("jax_platforms", "cpu")
 FAST = bool(os.environ.get("FAST"))
+jax.config.update("jax_platforms", "cpu")
 B, T, D, H = 2, 21, 16, 2  # rows, tokens, width, heads
 STEPS = 30 if FAST else 300
 TOLERANCE = 1e-4  # float32: sums are taken in another order, and those of mlstm are divided by one that may be small

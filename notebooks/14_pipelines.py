@@ -84,9 +84,9 @@ from jaxpar.processes import keep_programs
 
 keep_programs()  # what this notebook compiles is loaded the next time
 
+FAST = bool(os.environ.get("FAST"))
 jax.config.update("jax_platforms", "cpu")
 simulate_devices(8)
-FAST = bool(os.environ.get("FAST"))
 P, M = 4, 8
 NAMES = ("gpipe", "1f1b", "interleaved", "breadth_first", "hanayo", "zb_h1", "zb_h2", "zb_v")
 NAMES = NAMES[1::4] if FAST else NAMES

@@ -431,6 +431,17 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
+def say_files(folder: pathlib.Path, plot: pathlib.Path) -> None:
+    """Prints where a run's plot, metrics and checkpoints are."""
+    files = {
+        "plot": plot,
+        "metrics": folder / "metrics.jsonl",
+        "checkpoint": folder / "checkpoints",
+    }
+    for name, path in files.items():
+        say(f"{name:10} {short(path)}")
+
+
 def _end_with_launcher() -> None:
     """Ends this process when `experiments.launch` is gone, even by kill -9: the system closes the pipe then."""
     if not os.environ.pop(LAUNCHED, ""):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxpar._older_fields import newer_arguments
-from jaxpar.fields import Between, check_fields, field
+from jaxpar.fields import Between, OneOf, check_fields, field
 from jaxpar.mesh import constrain, local, mesh_axes, platform
 from jaxpar.nn.attention import _splash
 from jaxpar.nn.attention.blockwise import attention_by_blocks
@@ -27,6 +27,8 @@ __all__ = ["Dropout", "AttentionExecution", "attention", "in_blocks"]
 
 QUERIES = 256
 """Queries of a prompt whose dense scores exist at the same time."""
+
+ATTENTION_IMPLS = ("auto", "cudnn", "splash", "xla")
 
 OLDER = {
     "visible": "visibility.rule",
@@ -82,10 +84,12 @@ class AttentionExecution:
         the dense form.
     """
 
-    impl: str = "auto"
+    impl: str = field("auto", OneOf(ATTENTION_IMPLS))
     prompt: bool = False
     inside: tuple[str | None, ...] = ("batch", "seq_layer", None)
     blockwise: bool = False
+
+    __post_init__ = check_fields
 
 
 CAUSAL = Visibility()
@@ -275,7 +279,8 @@ def _choose(
     execution: AttentionExecution,
 ) -> str:
     """Returns "cudnn", "packed", "splash", "blocks" or "xla", and rejects what that cannot do."""
-    impl = _kernel(q, has_segments, visibility, dropout, execution)
+    limits = _limits(q, visibility, dropout, execution)
+    impl = _kernel(execution.impl, limits, has_segments)
     if not execution.blockwise or visibility.among is not None:
         return impl
     if dropout.is_on:
@@ -286,22 +291,17 @@ def _choose(
     return "blocks" if impl == "xla" else impl
 
 
-def _kernel(
-    q: jax.Array,
-    has_segments: bool,
-    visibility: Visibility,
-    dropout: Dropout,
-    execution: AttentionExecution,
-) -> str:
-    """Resolves "auto"; a prompt's length is filled up for splash."""
+def _limits(
+    q: jax.Array, visibility: Visibility, dropout: Dropout, execution: AttentionExecution
+) -> dict[str, list[tuple[bool, str]]]:
+    """Returns what each implementation needs, as (whether it is so, words); splash fills a prompt's length up."""
     length, width = q.shape[1], q.shape[3]
-    impl = execution.impl
     is_filled_up = execution.prompt and visibility.rule.causal
     limits_of_all = [
         (not dropout.is_on, "dropout 0"),
         (visibility.is_plain, "no window, slopes, cap or mask of its own"),
     ]
-    limits = {
+    return {
         "cudnn": [
             (q.dtype in (jnp.bfloat16, jnp.float16), f"dtype bfloat16 or float16, not {q.dtype}"),
             (width % 8 == 0 and width <= 256, f"head_dim a multiple of 8 up to 256, not {width}"),
@@ -318,6 +318,10 @@ def _kernel(
         ],
         "xla": [],
     }
+
+
+def _kernel(impl: str, limits: dict[str, list[tuple[bool, str]]], has_segments: bool) -> str:
+    """Resolves "auto", and rejects an implementation that cannot do what is wanted."""
     if impl == "auto":
         kernel = {"gpu": "cudnn", "tpu": "splash"}.get(platform(), "xla")
         if not all(ok for ok, _ in limits[kernel]):

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from jaxpar.fields import AtLeast, Between, OneOf, check_fields, field
 from jaxpar.mesh import mesh_axes, num_shares
 from jaxpar.nn.attention.cache import CACHE_AXES, Cache, LinearCache, PositionRule
-from jaxpar.nn.attention.kernels import AttentionExecution, Dropout, attention
+from jaxpar.nn.attention.kernels import ATTENTION_IMPLS, AttentionExecution, Dropout, attention
 from jaxpar.nn.attention.state import finish
 from jaxpar.nn.attention.visibility import Visible
 from jaxpar.nn.auxiliary import NOTHING, Aux
@@ -27,7 +27,6 @@ from jaxpar.types import PyTree, UsageError
 
 __all__ = ["ATTENTION_IMPLS", "Attend", "Attention", "WholeSequence"]
 
-ATTENTION_IMPLS = ("auto", "cudnn", "splash", "xla")
 INTO, OUT = ("embed", "heads", "head_dim"), ("heads", "head_dim", "embed")
 
 
