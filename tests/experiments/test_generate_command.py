@@ -100,18 +100,16 @@ def asked(monkeypatch):
     """What `draw` is asked for, while texts are the letters from that of the prompt's length, seed and sample on."""
     calls = []
 
-    def draw(key, params, *, prompt, prompt_lengths, seeds, num_samples, sampling, **options):
-        calls.append({"rows": prompt.shape, "prompts": len(np.unique(prompt, axis=0)), **options})
-        rows, ends = (
-            np.repeat(np.asarray(prompt), num_samples, 0),
-            np.repeat(np.asarray(prompt_lengths), num_samples),
-        )
-        start = (
-            64
-            + ends
-            + np.repeat(np.asarray(seeds), num_samples) % 7
-            + np.arange(len(rows)) % num_samples
-        )
+    def draw(key, params, prompts, model, sampling, decoding, **options):
+        number = len(np.unique(prompts.tokens, axis=0))
+        shape = {"rows": prompts.tokens.shape, "prompts": number}
+        fields = {name: getattr(decoding, name) for name in decoding.__dataclass_fields__}
+        calls.append(shape | fields | options | {"model": model})
+        num_samples = decoding.num_samples
+        rows = np.repeat(np.asarray(prompts.tokens), num_samples, 0)
+        ends = np.repeat(np.asarray(prompts.lengths), num_samples)
+        seeds = np.repeat(np.asarray(prompts.seeds), num_samples)
+        start = 64 + ends + seeds % 7 + np.arange(len(rows)) % num_samples
         tokens = np.pad(rows, ((0, 0), (0, sampling.max_new_tokens)))
         for number in range(sampling.max_new_tokens):
             tokens[np.arange(len(rows)), ends + number] = start + number

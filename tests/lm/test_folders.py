@@ -474,8 +474,9 @@ def test_the_command_begins_and_ends_as_the_folder_says(folder, monkeypatch, cap
     spell(folder)
     asked = []
 
-    def record(key, params, prompt, model, sampling, stop_tokens):
-        asked.append((np.asarray(prompt)[0].tolist(), tuple(map(int, stop_tokens))))
+    def record(key, params, prompts, model, sampling, decoding):
+        prompt = prompts.tokens
+        asked.append((np.asarray(prompt)[0].tolist(), tuple(map(int, decoding.stop_tokens))))
         row = jnp.concatenate([prompt[0], jnp.array([7, 3, 0])])
         return Generated(row[None], jnp.array([len(prompt[0]) + 2]), None, None)
 
