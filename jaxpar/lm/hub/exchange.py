@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -22,20 +23,25 @@ from safetensors.numpy import save_file
 from jaxpar.lm.config import DTYPES, LMConfig
 from jaxpar.lm.hub.architectures import architecture_of, config_json, read_config
 from jaxpar.lm.hub.folders import Architecture, Place
+from jaxpar.lm.hub.imported import Imported, read_imported
 from jaxpar.lm.hub.keys import brief, plain, read_json
 from jaxpar.lm.hub.stored import FILE_DTYPES, Part, Stored, Wanted, exact, is_finite, laid, stored
 from jaxpar.lm.params import abstract, axes
 from jaxpar.mesh import named_shardings
 from jaxpar.types import PyTree, UsageError
 
-__all__ = ["from_hf", "to_hf"]
+__all__ = ["from_hf", "load_model", "to_hf"]
 
 
 HEAD = "lm_head.weight"
 
 
 def from_hf(
-    folder: str | Path, *, dtype: str = "bfloat16", param_dtype: DTypeLike = jnp.float32
+    folder: str | Path,
+    *,
+    dtype: str = "bfloat16",
+    param_dtype: DTypeLike = jnp.float32,
+    strict: bool = True,
 ) -> tuple[LMConfig, PyTree]:
     """Reads a folder of `config.json` and safetensors, whole or in shards, of one of `architectures.KINDS`.
 
@@ -46,6 +52,8 @@ def from_hf(
       folder: As `save_pretrained` or `to_hf` writes it; tensors bfloat16, float16, float32 or float64.
       dtype: Of computation, for `LMConfig.dtype`.
       param_dtype: Of the parameters.
+      strict: Whether keys of `config.json` that nobody knows are rejected; otherwise a warning
+        names them.
 
     Returns:
       The model and its parameters. GPT-2's dropout is `resid_pdrop`; the others have none.
@@ -55,7 +63,7 @@ def from_hf(
         tensor is missing, unexpected, misshapen or not finite, or a tied head is not the embedding.
     """
     folder, param_dtype = Path(folder), jnp.empty((), param_dtype).dtype
-    arch, config = read_config(folder, dtype)
+    arch, config = read_config(folder, dtype, strict)
     of = _Of(arch, config.stack().period)
     tensors, shifts = _find_tensors(folder, of, config), _shifts(of, config)
 
@@ -101,14 +109,50 @@ def from_hf(
     return config, jax.tree.unflatten(structure, arrays)
 
 
+def load_model(
+    folder: str | Path, dtype: str = "", *, strict: bool = True
+) -> tuple[LMConfig, PyTree]:
+    """Reads a Hugging Face folder for use: parameters alone, each once, in the type asked for.
+
+    No parameter is held in another type on the way: the peak is the parameters and what is read
+    ahead of them. `from_hf` is for training, whose master weights are float32.
+
+    Args:
+      folder: As for `from_hf`.
+      dtype: Type of the parameters and of computation, of `jaxpar.lm.config.DTYPES`; empty for
+        that of the folder.
+      strict: As for `from_hf`.
+
+    Returns:
+      The model and its parameters, laid out on the ambient mesh.
+
+    Raises:
+      UsageError: As `from_hf`, or `dtype` is unknown, or is float64 where JAX has none.
+    """
+    name = dtype or read_imported(folder, strict=strict).dtype
+    if name not in DTYPES:
+        raise UsageError(
+            f"dtype={brief(name)}: no type of numbers; expected {', '.join(DTYPES)}, or nothing."
+        )
+    if name == "float64" and not jax.config.jax_enable_x64:
+        raise UsageError(
+            "dtype=float64: JAX has no float64 here; expected float32, or jax_enable_x64=true."
+        )
+    with warnings.catch_warnings():
+        if not dtype:  # the record has warned of unknown keys already
+            warnings.filterwarnings("ignore", ".*are not honoured")
+        return from_hf(folder, dtype=name, param_dtype=name, strict=strict)
+
+
 def to_hf(
     params: PyTree,
     config: LMConfig,
     folder: str | Path,
     *,
-    dtype: str = "float32",
+    dtype: str = "",
     max_shard_bytes: int = 4 * 2**30,
     tokenizer: str | Path | None = None,
+    imported: Imported | None = None,
 ) -> None:
     """Writes a folder that transformers' `AutoModelForCausalLM` loads, of the architecture that `config` is.
 
@@ -121,15 +165,19 @@ def to_hf(
       params: As from `jaxpar.lm.init`, `jax.Array`s.
       config: The model.
       folder: Absent or empty.
-      dtype: Of the tensors.
+      dtype: Of the tensors; empty for that of `imported`, or float32 without one.
       max_shard_bytes: Size of a file, unless one tensor alone is larger.
       tokenizer: A tokenizer.json to copy along.
+      imported: Record of the folder that the model came from, whose architecture and special
+        tokens the new folder has; without one it is the first architecture that expresses `config`.
 
     Raises:
-      UsageError: If the folder holds something or cannot be written, if no architecture can express the model,
-        or if `params` are not of `config`.
+      UsageError: If the folder holds something or cannot be written, if no architecture, or not that of `imported`,
+        can express the model, or if `params` are not of `config`.
     """
-    folder, arch = Path(folder).absolute(), architecture_of(config)
+    folder = Path(folder).absolute()
+    arch = architecture_of(config, imported.kind if imported else "")
+    dtype = dtype or (imported.dtype if imported else "float32")
     of = _Of(arch, config.stack().period)
     flat = _flat(params)
     _check(flat, config, folder, dtype, tokenizer)
@@ -140,6 +188,7 @@ def to_hf(
         name: math.prod(shape) * jnp.dtype(dtype).itemsize for name, (shape, _) in tensors.items()
     }
     files = _files(sizes, max_shard_bytes)
+    given = imported.config if imported else None
     writes = jax.process_index() == 0
     try:
         if writes:
@@ -161,7 +210,7 @@ def to_hf(
                     json.dumps(index, indent=2) + "\n"
                 )
             (partial / "config.json").write_text(
-                json.dumps(config_json(arch, config, dtype), indent=2) + "\n"
+                json.dumps(config_json(arch, config, dtype, given), indent=2) + "\n"
             )
             partial.replace(folder)
     except (OSError, SafetensorError) as error:
