@@ -87,18 +87,21 @@ def all_of(value: str) -> Kind:
 # Keys that change no number that a model computes: where it comes from, how transformers runs, trains or samples it,
 # classification heads that a causal model lacks.
 HARMLESS = frozenset(
-    "architectures attention_dropout attn_implementation attn_pdrop auto_map cls_token_id custom_pipelines embd_pdrop resid_pdrop bad_words_ids begin_suppress_tokens "
-    "cache_implementation chunk_size_feed_forward decoder_start_token_id diversity_penalty do_sample dtype "
-    "early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task forced_bos_token_id "
-    "forced_eos_token_id gradient_checkpointing id2label is_decoder is_llama_config label2id length_penalty mask_token_id "
-    "max_length max_sequence_length max_window_layers min_length model_max_length model_type n_ctx "
-    "no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences output_attentions "
-    "output_hidden_states output_past output_router_logits output_scores pad_token_id prefix pretraining_tp "
-    "problem_type remove_invalid_values repetition_penalty return_dict return_dict_in_generate router_aux_loss_coef "
-    "sep_token_id summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj "
-    "suppress_tokens task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype "
-    "torchscript transformers.js_config transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 "
-    "use_cache".split()
+    "architectures attention_dropout attn_implementation attn_pdrop auto_map bad_words_ids "
+    "begin_suppress_tokens cache_implementation chunk_size_feed_forward cls_token_id "
+    "custom_pipelines decoder_start_token_id diversity_penalty do_sample dtype early_stopping "
+    "embd_pdrop encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task "
+    "forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label is_decoder "
+    "is_llama_config label2id length_penalty mask_token_id max_length max_sequence_length "
+    "max_window_layers min_length model_max_length model_type n_ctx no_repeat_ngram_size "
+    "num_beam_groups num_beams num_labels num_return_sequences output_attentions "
+    "output_hidden_states output_past output_router_logits output_scores pad_token_id prefix "
+    "pretraining_tp problem_type remove_invalid_values repetition_penalty resid_pdrop return_dict "
+    "return_dict_in_generate router_aux_loss_coef sep_token_id summary_activation "
+    "summary_first_dropout summary_proj_to_labels summary_type summary_use_proj suppress_tokens "
+    "task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype "
+    "torchscript transformers.js_config transformers_version typical_p unk_token_id unsloth_fixed "
+    "unsloth_version use_bfloat16 use_cache".split()
 )
 
 """Keys of transformers' common configuration class, `PreTrainedConfig`, and of tools around it."""
