@@ -10,6 +10,7 @@ from safetensors.numpy import load_file
 from word_folders import MODEL, write_folder
 
 from experiments import generate, lm
+from experiments.app.lm import initial_model
 from jaxpar.lm import load_imported
 from jaxpar.lm.text.chat import load_chat
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
@@ -110,10 +111,13 @@ def test_another_template_overrides_it_and_is_exported(folder, opened, tmp_path)
 
 def test_an_older_run_keeps_chatml(folder, opened, tmp_path):
     run = tmp_path / "run"
-    lm.train(compose(folder), run)
+    initial_model.kept_tokenizer(run, folder)
     (run / "imported.json").unlink()
-    lm.train(compose(folder, "train.steps=2", "resume=false"), run)
+    lm.train(compose(folder), run)
     assert words(opened[-1])[:1] == ["<unk>"]  # <|im_start|>user
+    assert lm.load(run, lm.compose(f"run={run}"))[0].data.template == ""
+    lm.train(compose(folder, "train.steps=2"), run)
+    assert words(opened[-1])[:1] == ["<unk>"]
     out = exported(run, tmp_path / "out")
     assert {str(x.dtype) for x in load_file(out / "model.safetensors").values()} == {"float32"}
 
