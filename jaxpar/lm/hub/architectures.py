@@ -38,6 +38,7 @@ from jaxpar.lm.hub.keys import (
     all_of,
     brief,
     check,
+    has_own_classes,
     literal,
     plain,
     read_json,
@@ -153,6 +154,12 @@ def _read_mamba2(values: dict) -> dict:
         raise UsageError(
             f"num_heads={heads} heads of head_dim={size} are not expand={values.get('expand', 2)} times "
             f"hidden_size={width} wide; legal is num_heads * head_dim = expand * hidden_size."
+        )
+    inner = values.get("intermediate_size", heads * size)
+    if inner != heads * size:
+        raise UsageError(
+            f"config.json has intermediate_size={inner}, which is not honoured of a Mamba-2; legal is "
+            f"expand * hidden_size = {heads * size}, or no such key."
         )
     # That of attention, which there is none of, matters only where the default of LMConfig is no whole number.
     unused = size if width % heads else 0
@@ -281,7 +288,7 @@ MAMBA2 = Architecture(
         "init_std": ("initializer_range", NOT_NEGATIVE, 0.1),
     },
     others={
-        "head_dim": SIZE, "expand": SIZE, "time_step_limit": ENDLESS, "layer_types": all_of("linear_attention"),
+        "head_dim": SIZE, "expand": SIZE, "intermediate_size": SIZE, "time_step_limit": ENDLESS, "layer_types": all_of("linear_attention"),
         # Of how training starts, of chunks, of rounding, and one that transformers no longer reads.
         "time_step_rank": RANK, "time_step_min": POSITIVE, "time_step_max": POSITIVE, "time_step_floor": POSITIVE,
         "rescale_prenorm_residual": FLAG, "chunk_size": SIZE, "residual_in_fp32": FLAG, "norm_before_gate": FLAG,
@@ -338,7 +345,10 @@ def read_config(path: Path, dtype: str, strict: bool = True) -> tuple[Architectu
             )
     known = COMMON | {key: kind for key, kind, *_ in arch.fields.values()} | arch.others
     known |= {key: literal(value) for key, value in arch.fixed.items()}
-    refuse_unknown(path, values, known, UNREAD.get(arch.model_type, frozenset()), strict)
+    unread = set(UNREAD.get(arch.model_type, ()))
+    if has_own_classes(values.get("auto_map"), arch.name):
+        unread.add("auto_map")
+    refuse_unknown(path, values, known, unread, strict)
     if absent := [
         key for key, _, *default in arch.fields.values() if not default and key not in values
     ]:

@@ -87,7 +87,7 @@ def all_of(value: str) -> Kind:
 # Keys that change no number that a model computes: where it comes from, how transformers runs, trains or samples it,
 # classification heads that a causal model lacks.
 HARMLESS = frozenset(
-    "architectures attention_dropout attn_implementation attn_pdrop auto_map bad_words_ids "
+    "architectures attention_dropout attn_implementation attn_pdrop bad_words_ids "
     "begin_suppress_tokens cache_implementation chunk_size_feed_forward cls_token_id "
     "custom_pipelines decoder_start_token_id diversity_penalty do_sample dtype early_stopping "
     "embd_pdrop encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task "
@@ -108,7 +108,7 @@ HARMLESS = frozenset(
 
 # Found by reading which attributes of `config` the modules of transformers 5.24.0 use in `forward`, or in what builds
 # them: models/<name>/configuration_<name>.py beside models/<name>/modeling_<name>.py. The keys of time steps draw
-# Mamba-2's first parameters, and `intermediate_size` is `expand * hidden_size` there, whatever the file says.
+# Mamba-2's first parameters.
 UNREAD = {
     "llama": frozenset(("pretraining_tp",)),
     "gpt2": frozenset(
@@ -117,11 +117,32 @@ UNREAD = {
     "mixtral": frozenset(("max_window_layers",)),
     "qwen3_moe": frozenset(("max_window_layers",)),
     "mamba2": frozenset(
-        "chunk_size intermediate_size rescale_prenorm_residual time_step_floor time_step_init_scheme time_step_max "
+        "chunk_size rescale_prenorm_residual time_step_floor time_step_init_scheme time_step_max "
         "time_step_min time_step_rank time_step_scale".split()
     ),
 }
 """Keys of an architecture's own configuration class that its forward pass does not read, by `model_type`."""
+
+
+def has_own_classes(auto_map: object, name: str) -> bool:
+    """Whether an `auto_map` names no model but that of the architecture.
+
+    Folders older than their architecture in transformers bring code of the same classes, such as
+    `modeling_phi3.Phi3ForCausalLM`; code of another class computes something else.
+
+    Args:
+      auto_map: Value of the key.
+      name: Class of the architecture, such as "Phi3ForCausalLM".
+    """
+    family = name.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    if not isinstance(auto_map, dict):
+        return False
+    for key, value in auto_map.items():
+        if key in ("AutoTokenizer", "AutoProcessor"):
+            continue
+        if not isinstance(value, str) or not value.rpartition(".")[2].startswith(family):
+            return False
+    return True
 
 
 def brief(value: object) -> str:
