@@ -93,7 +93,8 @@ def test_a_folder_that_is_not_strict_names_all_that_it_does_not_honour(folder, t
         (RING, ("yarn", 4.0, 64, 1, 32, 0.0)),
         (RING | {"beta_fast": 16, "beta_slow": 2, "attention_factor": 1.5}, ("yarn", 4.0, 64, 2, 16, 1.5)),
         # 0.1 * 2 * ln 4 + 1 over 0.1 * 0.5 * ln 4 + 1
-        (RING | {"mscale": 2.0, "mscale_all_dim": 0.5, "truncate": True}, ("yarn", 4.0, 64, 1, 32, 1.2772589 / 1.0693147)),
+        (RING | {"mscale": 2.0, "mscale_all_dim": 0.5, "truncate": True},
+         ("yarn", 4.0, 64, 1, 32, 1.2772589 / 1.0693147)),
         ({"type": "yarn", "factor": 2.0}, ("yarn", 2.0, 256, 1, 32, 0.0)),
         ({"type": "dynamic", "factor": 2.0}, ("dynamic", 2.0, 256, 1.0, 4.0, 0.0)),
     ],

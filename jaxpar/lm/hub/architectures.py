@@ -288,7 +288,8 @@ MAMBA2 = Architecture(
         "init_std": ("initializer_range", NOT_NEGATIVE, 0.1),
     },
     others={
-        "head_dim": SIZE, "expand": SIZE, "intermediate_size": SIZE, "time_step_limit": ENDLESS, "layer_types": all_of("linear_attention"),
+        "head_dim": SIZE, "expand": SIZE, "intermediate_size": SIZE, "time_step_limit": ENDLESS,
+        "layer_types": all_of("linear_attention"),
         # Of how training starts, of chunks, of rounding, and one that transformers no longer reads.
         "time_step_rank": RANK, "time_step_min": POSITIVE, "time_step_max": POSITIVE, "time_step_floor": POSITIVE,
         "rescale_prenorm_residual": FLAG, "chunk_size": SIZE, "residual_in_fp32": FLAG, "norm_before_gate": FLAG,

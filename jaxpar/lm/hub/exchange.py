@@ -10,7 +10,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,17 @@ from jaxpar.lm.hub.architectures import architecture_of, config_json, read_confi
 from jaxpar.lm.hub.folders import Architecture, Place
 from jaxpar.lm.hub.imported import Imported, read_imported
 from jaxpar.lm.hub.keys import brief, plain, read_json
-from jaxpar.lm.hub.stored import FILE_DTYPES, Part, Stored, Wanted, exact, is_finite, laid, stored
+from jaxpar.lm.hub.stored import (
+    FILE_DTYPES,
+    THREADS,
+    Part,
+    Stored,
+    Wanted,
+    exact,
+    is_finite,
+    laid,
+    stored,
+)
 from jaxpar.lm.params import abstract, axes
 from jaxpar.mesh import named_shardings
 from jaxpar.types import PyTree, UsageError
@@ -34,6 +44,8 @@ __all__ = ["from_hf", "load_model", "to_hf"]
 
 
 HEAD = "lm_head.weight"
+Bounds: TypeAlias = tuple[tuple[int, int], ...]
+"""Begin and end along each axis."""
 
 
 def from_hf(
@@ -62,7 +74,17 @@ def from_hf(
       UsageError: If a file is absent or damaged, the architecture is unknown, a key of `config.json` is not honoured, a
         tensor is missing, unexpected, misshapen or not finite, or a tied head is not the embedding.
     """
-    folder, param_dtype = Path(folder), jnp.empty((), param_dtype).dtype
+    return _read(Path(folder), dtype, param_dtype, strict, for_training=True)
+
+
+def _read(
+    folder: Path, dtype: str, param_dtype: DTypeLike, strict: bool, for_training: bool
+) -> tuple[LMConfig, PyTree]:
+    """Reads a folder; see `from_hf`.
+
+    Memory of the CPU device that is not for training is that of the parameters and of 1 / 32 of them.
+    """
+    param_dtype = jnp.empty((), param_dtype).dtype
     arch, config = read_config(folder, dtype, strict)
     of = _Of(arch, config.stack().period)
     tensors, shifts = _find_tensors(folder, of, config), _shifts(of, config)
@@ -72,6 +94,9 @@ def from_hf(
     shardings = [None] * len(leaves)
     if not jax.sharding.get_mesh().empty:
         shardings = jax.tree.leaves(named_shardings(shapes, axes(config)))
+    on_host = not for_training and jax.default_backend() == "cpu"
+    total = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    most = max(total // (32 * THREADS), 2**16) if on_host else total
 
     def wanted() -> Iterator[Wanted]:
         for at, (name, leaf, sharding) in enumerate(
@@ -94,11 +119,11 @@ def from_hf(
             head = tensors.get(HEAD) if config.embedding.tied and name == "embedding" else None
             for bounds, devices in places.items():
                 shape = tuple(stop - start for start, stop in bounds)
-                parts = _parts(tensors, of, name, leaf, bounds, shifts[name], head)
+                parts = _parts(tensors, of, name, leaf, bounds, shifts[name], head, most)
                 yield Wanted(at, shape, leaf.dtype, tuple(devices), parts)
 
     blocks: list[list] = [[] for _ in leaves]
-    for leaf, block in laid(wanted()):
+    for leaf, block in laid(wanted(), on_host):
         blocks[leaf].append(block)
     arrays = [
         own[0]
@@ -141,7 +166,7 @@ def load_model(
     with warnings.catch_warnings():
         if not dtype:  # the record has warned of unknown keys already
             warnings.filterwarnings("ignore", ".*are not honoured")
-        return from_hf(folder, dtype=name, param_dtype=name, strict=strict)
+        return _read(Path(folder), name, name, strict, for_training=False)
 
 
 def to_hf(
@@ -292,33 +317,57 @@ def _parts(
     bounds: tuple[tuple[int, int], ...],
     shift: int,
     head: Stored | None,
+    most: int,
 ) -> Iterator[Part]:
-    """Returns what is read of each tensor for one block of a leaf; a tied `head` is compared with it."""
+    """Returns what is read of each tensor for one block of a leaf; a tied `head` is compared with it.
+
+    A part is of `most` bytes of the leaf, or of one row of the tensor.
+    """
     row = of.row(name)
     ours, theirs = row.layout.split(">")
     rest, order = len(leaf.shape) - len(ours), theirs.replace(",", "")
+    turned = tuple(order.index(axis) for axis in ours)
 
-    def block_of(tensor: Stored, shift: int) -> np.ndarray:
-        return exact(_cut(tensor, row, leaf.shape[rest:], bounds[rest:], shift), leaf.dtype)
+    def block_of(tensor: Stored, own: Bounds, shift: int) -> np.ndarray:
+        return exact(_cut(tensor, row, leaf.shape[rest:], own, shift), leaf.dtype)
 
-    def read(tensor: str) -> np.ndarray:
-        block = block_of(tensors[tensor], shift)
+    def read(tensor: str, own: Bounds) -> np.ndarray:
+        block = block_of(tensors[tensor], own, shift)
         if not is_finite(block):
             raise UsageError(
                 f"tensor {tensor} holds NaN or infinity, or what is infinite as {leaf.dtype}."
             )
-        if head is not None and not np.array_equal(block_of(head, 0), block):
+        if head is not None and not np.array_equal(block_of(head, own, 0), block):
             raise UsageError(
                 f"tensor {HEAD} differs from {tensor}, to which tie_word_embeddings=true ties it; "
                 "legal are equal ones, or tie_word_embeddings=false."
             )
         return block
 
-    size = math.prod(stop - start for start, stop in bounds[rest:]) * leaf.dtype.itemsize
+    first = ours.index(order[0])
     for at in itertools.product(*(range(*ends) for ends in bounds[:rest])):
         inside = tuple(i - start for i, (start, _) in zip(at, bounds, strict=False))
-        turned = tuple(order.index(axis) for axis in ours)
-        yield Part(inside, size, functools.partial(read, of.tensor(name, at)), turned)
+        for own in _in_parts(bounds[rest:], first, leaf.dtype.itemsize, most):
+            size = math.prod(stop - start for start, stop in own) * leaf.dtype.itemsize
+            yield Part(
+                at=inside,
+                num_bytes=size,
+                read=functools.partial(read, of.tensor(name, at), own),
+                order=turned,
+                begins=tuple(
+                    start - begin for (start, _), (begin, _) in zip(own, bounds[rest:], strict=True)
+                ),
+            )
+
+
+def _in_parts(bounds: Bounds, axis: int, itemsize: int, most: int) -> Iterator[Bounds]:
+    """Cuts bounds along an axis into parts of `most` bytes, or of one index."""
+    start, stop = bounds[axis]
+    others = math.prod(end - begin for begin, end in bounds) // max(stop - start, 1)
+    step = max(most // max(others * itemsize, 1), 1)
+    for begin in range(start, stop, step):
+        end = min(begin + step, stop)
+        yield (*bounds[:axis], (begin, end), *bounds[axis + 1 :])
 
 
 def _cut(
