@@ -125,7 +125,7 @@ class Config(PipelineConfig):
       prompt: Where the sample begins; by default with the validation text.
       strict: Whether a Hugging Face folder's config.json may hold no key that nobody knows; false names
         such keys in a warning.
-      export: How mode=export writes numbers.
+      export: Options of mode=export.
       out: What export writes: a Hugging Face folder, or a file that ends in .safetensors or .npz. With eval.kind a
         file of JSONL, of what was found of each record.
     """

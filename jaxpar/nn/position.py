@@ -25,13 +25,13 @@ class Rope:
     divided by s, those under original/high are kept, and those between are blended linearly in original/wavelength
     (Llama 3.1's "llama3" rule).
 
-    "yarn" (arXiv:2309.00071) has the same two bounds, alpha = low and beta = high, but blends linearly in the index i
-    between the whole numbers around where a head makes beta and alpha turns in `original_len` tokens, as the paper's
-    code and transformers do; and what is rotated grows by `score_scale`, so that scores grow by its square.
+    "yarn" (arXiv:2309.00071) has the same two bounds, alpha = low and beta = high. It blends linearly in the index i,
+    as the paper's code and transformers do, between the whole numbers around the indices that make beta and alpha
+    turns in `original_len` tokens. Rotated numbers are multiplied by `score_scale`, so scores grow by its square.
 
-    "dynamic" (the paper's NTK-aware rule of a length) keeps all wavelengths up to `original_len` tokens; of a longer
-    text of L tokens the base is theta (s L / original_len - s + 1)^(R / (R - 2)). L is the largest position of a row in
-    one call, plus 1: keys that a cache holds keep the base that they were rotated with, as in transformers.
+    "dynamic" (the same paper, NTK-aware) keeps all wavelengths up to `original_len` tokens. The base for a longer text
+    of L tokens is theta (s L / original_len - s + 1)^(R / (R - 2)). L is the largest position of a row in one call,
+    plus 1. Keys in a cache keep the base that they were rotated with, as in transformers.
 
     Attributes:
       theta: Base of the wavelengths.
@@ -76,7 +76,7 @@ class Rope:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the frequencies of a token depend on how long its text is."""
+        """Returns whether the frequencies of a token depend on the length of its text."""
         return self.scaling == "dynamic" and self.factor != 1
 
     def frequencies(self, head_dim: int, dtype: DTypeLike = jnp.float32) -> Float[Array, "R/2"]:

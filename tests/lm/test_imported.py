@@ -1,4 +1,4 @@
-"""What a folder said: its record, and exports and adapters by its kind and not by a guess."""
+"""Records of folders: what one holds, and exports and adapters by its kind and not by a guess."""
 
 import dataclasses
 import json

@@ -24,7 +24,7 @@ NARROW = ("bfloat16", "float16", "float32")
 
 @dataclasses.dataclass(frozen=True)
 class ExportConfig:
-    """How mode=export writes numbers.
+    """Options of mode=export.
 
     Attributes:
       dtype: Type of the numbers: "bfloat16", "float16" or "float32"; empty for that of the

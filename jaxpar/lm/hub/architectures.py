@@ -370,8 +370,11 @@ def architecture_of(config: LMConfig, kind: str = "") -> Architecture:
     Raises:
       UsageError: No architecture, or not that one, expresses the model.
     """
-    if kind:
-        return _architecture_of_kind(config, kind)
+    return _architecture_of_kind(config, kind) if kind else _first_architecture(config)
+
+
+def _first_architecture(config: LMConfig) -> Architecture:
+    """Returns the first architecture that expresses `config`."""
     reasons = []
     for arch in (arch for arch in KINDS if _is_alike(arch, config)):
         wrong = {

@@ -125,7 +125,7 @@ UNREAD = {
 
 
 def has_own_classes(auto_map: object, name: str) -> bool:
-    """Whether an `auto_map` names no model but that of the architecture.
+    """Returns whether an `auto_map` names no model but the architecture's own.
 
     Folders older than their architecture in transformers bring code of the same classes, such as
     `modeling_phi3.Phi3ForCausalLM`; code of another class computes something else.
