@@ -31,13 +31,14 @@ from jaxpar.decode import (
 )
 from jaxpar.fields import Between, Finite, OneOf, check_value, field
 from jaxpar.io import ProgressLabels, open_progress
-from jaxpar.lm import Decoder, adapter_axes, axes, from_peft, with_adapters
+from jaxpar.lm import Decoder, Imported, adapter_axes, axes, from_peft, with_adapters
 from jaxpar.mesh import MeshSpec, named_shardings
 from jaxpar.types import PyTree, UsageError
 
 from . import lm
 from .app import runner
 from .app.lm.completions import open_completions
+from .app.lm.initial_model import imported_of
 from .app.lm.prompt_batches import Job, Saved, continued, make_tasks
 from .app.lm.requests import Request, read_requests
 from .app.lm.text_codec import fingerprint
@@ -59,6 +60,8 @@ class Config(runner.RunConfig):
       adapter: A folder of adapters in PEFT's files, for the model of `run` or `hf`.
       checkpoint: "best" or "newest", of a run.
       use_ema: Whether to take the running average of a run with tuning.ema.
+      strict: Whether config.json of a Hugging Face folder may hold no key that nobody knows; false names such
+        keys in a warning.
       dtype: Of computation; "auto" is the run's own, and bfloat16 for a Hugging Face folder.
       prompt: One to continue.
       prompts: A file of them instead: JSON objects {"prompt", "seed", "id"} where its name ends in .jsonl, else plain
@@ -83,6 +86,7 @@ class Config(runner.RunConfig):
     adapter: str = ""
     checkpoint: str = field("best", OneOf(("best", "newest")))
     use_ema: bool = False
+    strict: bool = True
     dtype: str = field("auto", OneOf(("auto", "bfloat16", "float16", "float32")))
     prompt: str = ""
     prompts: str = ""
@@ -168,7 +172,9 @@ def execute(config: Config, folder: pathlib.Path) -> None:
     )
     with runner.open_devices(config, MeshSpec()), runner.ending_together():
         target = adapted(
-            load(config.hf or config.run, config, "hf" if config.hf else "run"), config.adapter
+            load(config.hf or config.run, config, "hf" if config.hf else "run"),
+            config.adapter,
+            imported_of(pathlib.Path(config.hf or config.run), config.strict),
         )
         refuse_idle("sampling", (axes(target.model), "batch", "slots"))
         check_split("batch_size", config.batch_size, "batch")
@@ -207,17 +213,23 @@ def load(name: str, config: Config, flag: str) -> Saved:
     if flag == "hf" and not (folder / "config.json").is_file():
         raise UsageError(f"hf={name} is no Hugging Face folder: it has no config.json.")
     found, params, tokenizer = lm.load(
-        folder, lm.Config(checkpoint=config.checkpoint, use_ema=config.use_ema)
+        folder,
+        lm.Config(checkpoint=config.checkpoint, use_ema=config.use_ema, strict=config.strict),
+        "bfloat16" if config.dtype == "auto" else config.dtype,
     )
     dtype = found.model.dtype if config.dtype == "auto" else config.dtype
     return Saved(dataclasses.replace(found.model, dtype=dtype), params, tokenizer)
 
 
-def adapted(saved: Saved, folder: str) -> Saved:
-    """Returns the model with the adapters of a folder, if one is named, beside its weights."""
+def adapted(saved: Saved, folder: str, imported: Imported | None = None) -> Saved:
+    """Returns the model with the adapters of a folder, if one is named, beside its weights.
+
+    `imported` is the record of the folder that the model came from, whose tensors have the names
+    that the adapters are written for.
+    """
     if not folder:
         return saved
-    adapter, tree = from_peft(folder, saved.model)
+    adapter, tree = from_peft(folder, saved.model, imported=imported)
     place = named_shardings(tree, adapter_axes(saved.model, tree))
     return saved._replace(
         params=with_adapters(saved.params, jax.device_put(tree, place), adapter.scale)

@@ -35,7 +35,7 @@ from jaxpar.lm import (
     TuningConfig,
     axes,
     flops_per_token,
-    from_hf,
+    load_model,
     merge_adapters,
     mixers_of,
     num_adapted,
@@ -123,6 +123,9 @@ class Config(PipelineConfig):
       checkpoints: Where checkpoints live instead of in the run's folder, such as gs://bucket/folder; each run has a
         folder of its own name there.
       prompt: Where the sample begins; by default with the validation text.
+      strict: Whether a Hugging Face folder's config.json may hold no key that nobody knows; false names
+        such keys in a warning.
+      export: Options of mode=export.
       out: What export writes: a Hugging Face folder, or a file that ends in .safetensors or .npz. With eval.kind a
         file of JSONL, of what was found of each record.
     """
@@ -146,6 +149,8 @@ class Config(PipelineConfig):
     use_ema: bool = False
     checkpoints: str = ""
     prompt: str = ""
+    strict: bool = True
+    export: export_files.ExportConfig = export_files.ExportConfig()
     out: str = ""
 
     def __post_init__(self):
@@ -188,10 +193,13 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
         if start is not None:
             config = dataclasses.replace(
                 config,
-                model=initial_model.with_model(config.model, initial_model.kept(folder) or start),
+                model=initial_model.with_model(
+                    config.model, initial_model.kept(folder) or start, config.strict
+                ),
             )
-        tokenizer = initial_model.kept_tokenizer(folder, start)
-    mixed = open_corpora(config.data, folder / "data", tokenizer, say)
+        tokenizer = initial_model.kept_tokenizer(folder, start, config.data.template, config.strict)
+    read = initial_model.with_template(config.data, folder if start is not None else None)
+    mixed = open_corpora(read, folder / "data", tokenizer, say)
     corpus = mixed.first
     config = with_vocabulary(config, corpus.tokenizer, is_given=start is not None)
     config = with_solver(config, folder)
@@ -250,9 +258,11 @@ def _on_from(config: Config, start: pathlib.Path, folder: pathlib.Path) -> tuple
     """Returns `config` with the model of the run in `start`, and its tokenizer, of which the new run keeps a copy."""
     saved = runner.load(start, Config)
     tokenizer = open_corpora(
-        saved.data, start / "data", initial_model.kept_tokenizer(start, None)
+        initial_model.with_template(saved.data, start),
+        start / "data",
+        initial_model.kept_tokenizer(start, None),
     ).first.tokenizer
-    initial_model.keep_of_run(folder, start, tokenizer)
+    initial_model.keep_of_run(folder, start, tokenizer, config.data.template)
     return dataclasses.replace(
         config, model=initial_model.as_told(saved.model, config.model)
     ), tokenizer
@@ -263,7 +273,7 @@ def _first_state(config: Config, trainer: Trainer | AdapterTrainer, start: pathl
 
     def read() -> PyTree:
         if config.init.startswith("hf:"):
-            return initial_model.read_parameters(trainer, start)
+            return initial_model.read_parameters(trainer, start, config.strict)
         return merge_adapters(load(start, dataclasses.replace(config, checkpoint="best"))[1])
 
     return initial_model.first_state(trainer, config.seed, read)
@@ -298,8 +308,13 @@ def sample(config: Config, folder: pathlib.Path) -> None:
 
 def evaluate(config: Config, folder: pathlib.Path) -> dict[str, float]:
     """Prints what `config.eval` asks of a saved run or a Hugging Face folder: by default the loss over a split."""
+    template = config.data.template
     config, params, tokenizer = _load(config)
     refuse_idle("a language model", (axes(config.model), LM_AXES))
+    if template:
+        config = dataclasses.replace(
+            config, data=dataclasses.replace(config.data, template=template)
+        )
     if config.eval.kind != "split":
         return benchmark.evaluate(config, params, tokenizer)
     check_split("data.batch_size", config.data.batch_size, "batch")
@@ -317,11 +332,10 @@ def evaluate(config: Config, folder: pathlib.Path) -> dict[str, float]:
 
 def export(config: Config, folder: pathlib.Path) -> None:
     """Writes the parameters of a saved run to `config.out`."""
-    out = export_files.checked(config.out)
+    out = export_files.checked(config.out, config.export.dtype)
+    template = config.data.template
     config, params, tokenizer = _load(config)
-    export_files.write(
-        out, config.run, config.model, config.adapter, params, tokenizer, config.init
-    )
+    export_files.write(out, config, params, tokenizer, template)
 
 
 def checkpoint_folder(config: Config, folder: pathlib.Path) -> str:
@@ -413,27 +427,38 @@ def _load(config: Config) -> tuple[Config, PyTree, Tokenizer]:
         raise UsageError(
             f"mode={config.mode} needs run= to name an existing folder, not {config.run!r}."
         )
-    return load(folder, config)
+    is_export = config.mode == "export"
+    return load(folder, config, config.export.dtype if is_export else config.model.dtype)
 
 
-def load(folder: pathlib.Path, config: Config) -> tuple[Config, PyTree, Tokenizer]:
+def load(
+    folder: pathlib.Path, config: Config, dtype: str | None = None
+) -> tuple[Config, PyTree, Tokenizer]:
     """Returns what a run folder or a Hugging Face folder holds: `config` with its model, parameters, tokenizer.
 
-    Of `config` count the checkpoint that it asks for, and for a Hugging Face folder its model's dtype.
+    Of a run only the parameters are read, not the state of its optimizer.
+
+    Args:
+      folder: The run or the folder.
+      config: Configuration of which the checkpoint that it asks for counts, and `data.template` and
+        `strict` for a Hugging Face folder.
+      dtype: Type of the parameters of a Hugging Face folder; empty for its own, and by default
+        `config.model.dtype`.
     """
     if (folder / "config.json").is_file():
         if config.use_ema:
             raise UsageError(
                 f"use_ema=true asks for an average, and the Hugging Face folder {folder} has none."
             )
-        model, params = from_hf(folder, dtype=config.model.dtype)
-        return dataclasses.replace(config, model=model), params, load_tokenizer(folder)
+        name = config.model.dtype if dtype is None else dtype
+        model, params = load_model(folder, name, strict=config.strict)
+        data = initial_model.with_template(config.data, folder)
+        return dataclasses.replace(config, model=model, data=data), params, load_tokenizer(folder)
     saved = runner.load(folder, Config)
-    corpus = open_corpora(
-        saved.data, folder / "data", initial_model.kept_tokenizer(folder, None)
-    ).first
+    data = initial_model.with_template(saved.data, folder)
+    corpus = open_corpora(data, folder / "data", initial_model.kept_tokenizer(folder, None)).first
     config = dataclasses.replace(
-        config, model=saved.model, data=saved.data, optimizer=saved.optimizer, train=saved.train, seed=saved.seed,
+        config, model=saved.model, data=data, optimizer=saved.optimizer, train=saved.train, seed=saved.seed,
         tuning=saved.tuning, objective=saved.objective, teacher=saved.teacher,
         adapter=dataclasses.replace(saved.adapter, merge=config.adapter.merge), init=saved.init,
     )  # fmt: skip
@@ -443,9 +468,18 @@ def load(folder: pathlib.Path, config: Config) -> tuple[Config, PyTree, Tokenize
     abstract = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
     )
+    ignored = ["opt_state", "reference"]
+    if not config.use_ema:
+        ignored.append("average")
+    unread = {name: None for name in ignored if hasattr(abstract, name)}
     checkpoints = Checkpoints(checkpoint_folder(saved, folder), read_only=True)
     _, state = saved_runs.restored(
-        checkpoints, config.checkpoint, abstract, folder, trainer.later_leaves
+        checkpoints,
+        config.checkpoint,
+        abstract.replace(**unread),
+        folder,
+        trainer.later_leaves,
+        ignored,
     )
     return config, judged_weights(config, state), corpus.tokenizer
 

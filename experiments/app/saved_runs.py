@@ -43,6 +43,7 @@ def restored(
     abstract_state: PyTree,
     run: pathlib.Path,
     later: Collection[str] = (),
+    ignored: Collection[str] = (),
 ) -> tuple[int, PyTree]:
     """Returns the step and the state of a run's best or newest checkpoint, and prints the step.
 
@@ -54,6 +55,7 @@ def restored(
       abstract_state: As for `Checkpoints.restore`.
       run: Folder of the run.
       later: As for `Checkpoints.restore`.
+      ignored: As for `Checkpoints.restore_first`.
 
     Raises:
       UsageError: There is no checkpoint, or none is whole.
@@ -66,7 +68,7 @@ def restored(
         if best is not None:
             steps.remove(best)
             steps.insert(0, best)
-        step, state = checkpoints.restore_first(steps, abstract_state, later)
+        step, state = checkpoints.restore_first(steps, abstract_state, later, ignored)
     for sentence in checkpoints.refused:
         runner.say(sentence)
     runner.say(f"checkpoint of step {step} of {runner.short(run)}")

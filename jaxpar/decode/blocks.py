@@ -144,6 +144,12 @@ class BlockCache:
         own = jnp.take_along_axis(view.offset, jnp.maximum(view.write, 0)[..., None], 2).reshape(
             -1, 1
         )
+        is_shifted = self.forest.num_segments > 1
+        if is_shifted and isinstance(rule.positions, Rope) and rule.positions.depends_on_length:
+            raise UsageError(
+                "model.rope.scaling=dynamic: texts that share parts have no one length; expected "
+                "another rule, or drafts and beams of texts of their own."
+            )
         k = rule.rotate(k, positions - own)
         if self.policy is None and split_k.has_kernel(
             rule, self.keys.dtype, self.keys.shape[3], self.keys.shape[4]

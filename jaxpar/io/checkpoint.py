@@ -345,7 +345,11 @@ class Checkpoints:
         return None
 
     def restore_first(
-        self, steps: Sequence[int], abstract_state: PyTree, later: Collection[str] = ()
+        self,
+        steps: Sequence[int],
+        abstract_state: PyTree,
+        later: Collection[str] = (),
+        ignored: Collection[str] = (),
     ) -> tuple[int, PyTree]:
         """Restores the first of `steps` that is whole; `refused` names those before it.
 
@@ -353,6 +357,9 @@ class Checkpoints:
           steps: Steps to read, the one wanted most first.
           abstract_state: As for `restore`.
           later: As for `restore`.
+          ignored: First parts of the paths of leaves that are not read, such as "opt_state", and
+            that `abstract_state` lacks; neither memory nor time is spent on them, and their
+            damage goes unnoticed.
 
         Returns:
           The step and its state.
@@ -363,7 +370,9 @@ class Checkpoints:
         problems: list[UsageError] = []
         for step in steps:
             try:
-                state = self._restore(self._folder / str(step), abstract_state, {}, {}, later)
+                state = self._restore(
+                    self._folder / str(step), abstract_state, {}, {}, later, ignored
+                )
             except CorruptCheckpointError as error:
                 problems.append(error)
                 continue
@@ -386,6 +395,7 @@ class Checkpoints:
         metadata: Mapping[str, object],
         renamed: Mapping[str, str],
         later: Collection[str],
+        ignored: Collection[str] = (),
     ) -> PyTree:
         """Reads one checkpoint; all processes raise if one does."""
         every = reading.flatten(abstract_state)
@@ -395,10 +405,15 @@ class Checkpoints:
         try:
             described, saved = reading.read_description(folder)
             reading.check_same_run(folder, saved, metadata)
+            described = {
+                path: entry
+                for path, entry in described.items()
+                if path.partition("/")[0] not in ignored
+            }
             absent = {path for path in later if path not in described}
             wanted = {path: leaf for path, leaf in every.items() if path not in absent}
             sources, form = reading.match_state(folder, described, wanted, renamed)
-            leaves = reading.read_arrays(folder, form)
+            leaves = reading.read_arrays(folder, form, partial=bool(ignored))
         except (CorruptCheckpointError, RunMismatchError) as error:
             problem = error
         # Before the next collective: a process that failed would not come to it.

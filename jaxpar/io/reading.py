@@ -92,18 +92,24 @@ def read_description(folder: epath.Path) -> tuple[dict[str, ArrayDescription], d
 
 
 def read_arrays(
-    folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]
+    folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct], partial: bool = False
 ) -> dict[str, jax.Array]:
     """Reads all arrays of a checkpoint onto the shardings of `wanted`; each process reads its own part.
+
+    With `partial` the checkpoint may have others, which are not read.
 
     Raises:
       CorruptCheckpointError: A file cannot be read. Whether what was read is what was saved is for the digests to say.
     """
-    handler = ocp.StandardCheckpointHandler()
+    tree = nest(wanted)
     try:
-        arrays = flatten(
-            handler.restore(folder / "state", args=ocp.args.StandardRestore(nest(wanted)))
-        )
+        if partial:
+            how = ocp.checkpoint_utils.construct_restore_args(tree)
+            some = ocp.args.PyTreeRestore(item=tree, restore_args=how, partial_restore=True)
+            arrays = flatten(ocp.PyTreeCheckpointHandler().restore(folder / "state", args=some))
+        else:
+            every = ocp.args.StandardRestore(tree)
+            arrays = flatten(ocp.StandardCheckpointHandler().restore(folder / "state", args=every))
         for path, leaf in wanted.items():  # Orbax believes what the files say of themselves
             if (arrays[path].shape, arrays[path].dtype) != (leaf.shape, leaf.dtype):
                 raise ValueError(f"{path} is of another shape or dtype than was saved")

@@ -44,7 +44,8 @@ from jaxpar.lm.config import (
     llama,
 )
 from jaxpar.lm.hub.architectures import config_from_hf
-from jaxpar.lm.hub.exchange import from_hf, to_hf
+from jaxpar.lm.hub.exchange import from_hf, load_model, to_hf
+from jaxpar.lm.hub.imported import Imported, load_imported, read_imported, save_imported
 from jaxpar.lm.hub.peft import from_peft, to_peft
 from jaxpar.lm.loss import cross_entropy, loss
 from jaxpar.lm.mixers import BLOCK_RECURRENT, mixers_of, with_mixer
@@ -74,6 +75,7 @@ __all__ = [
     "EmbeddingConfig",
     "ExecutionConfig",
     "ExpertsConfig",
+    "Imported",
     "LMConfig",
     "Leaf",
     "LossesConfig",
@@ -108,6 +110,8 @@ __all__ = [
     "init",
     "leaves",
     "llama",
+    "load_imported",
+    "load_model",
     "loss",
     "merge_adapters",
     "mixers_of",
@@ -118,6 +122,8 @@ __all__ = [
     "plain_state",
     "plain_step",
     "preference_loss",
+    "read_imported",
+    "save_imported",
     "step_transfers",
     "to_hf",
     "to_peft",

@@ -243,11 +243,13 @@ class RopeConfig:
       theta: Base of the wavelengths.
       theta_local: Base of those of layers with a window, which are not scaled; 0 means `theta`.
       factor: Scaling of long wavelengths; 1 switches it off (`jaxpar.nn.position.Rope`).
-      scaling: Rule of `factor`: "llama3", or "linear", where all wavelengths are divided.
+      scaling: Rule of `factor`: "llama3", "yarn", "dynamic", which scales texts longer than
+        `original_len` alone, or "linear", where all wavelengths are divided.
       low_freq_factor: Wavelengths over `original_len / this` are divided in full.
       high_freq_factor: Wavelengths under `original_len / this` are kept.
       original_len: Context length before scaling, in tokens.
       share: Share of a head's numbers that are rotated.
+      score_scale: Factor of rotated queries and keys, by "yarn" alone; 0 means 0.1 ln(factor) + 1.
     """
 
     theta: float = field(10000.0, Positive())
@@ -258,11 +260,17 @@ class RopeConfig:
     high_freq_factor: float = field(4.0, Positive())
     original_len: int = field(8192, AtLeast(1))
     share: float = _later(1.0, Between(0, 1, "(]"))
+    score_scale: float = _later(0.0, AtLeast(0))
 
     def __post_init__(self):
         """Rejects values out of range, and bounds of wavelengths in the wrong order."""
         check_fields(self, "model.rope.")
-        blends = self.factor != 1 and self.scaling == "llama3"
+        if self.score_scale and self.scaling != "yarn":
+            raise UsageError(
+                f"model.rope.score_scale={self.score_scale:g}: a factor of "
+                f"model.rope.scaling=yarn, and this is {self.scaling}; expected 0."
+            )
+        blends = self.factor != 1 and self.scaling in ("llama3", "yarn")
         if blends and not self.low_freq_factor < self.high_freq_factor:
             raise UsageError(
                 f"model.rope.high_freq_factor={self.high_freq_factor} must be over "

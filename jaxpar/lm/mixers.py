@@ -189,6 +189,7 @@ def _attention(config: "LMConfig", kind: str, units: int) -> Attention:
             original_len=config.rope.original_len,
             scaling=config.rope.scaling,
             share=config.rope.share,
+            score_scale=config.rope.score_scale,
         )
     return Attention(
         num_heads=attention.num_heads,

@@ -14,7 +14,7 @@ from jaxpar.types import UsageError
 
 __all__ = ["ROPE_SCALINGS", "Alibi", "Rope"]
 
-ROPE_SCALINGS = ("llama3", "linear")
+ROPE_SCALINGS = ("llama3", "linear", "yarn", "dynamic")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,12 +25,21 @@ class Rope:
     divided by s, those under original/high are kept, and those between are blended linearly in original/wavelength
     (Llama 3.1's "llama3" rule).
 
+    "yarn" (arXiv:2309.00071) has the same two bounds, alpha = low and beta = high. It blends linearly in the index i,
+    as the paper's code and transformers do, between the whole numbers around the indices that make beta and alpha
+    turns in `original_len` tokens. Rotated numbers are multiplied by `score_scale`, so scores grow by its square.
+
+    "dynamic" (the same paper, NTK-aware) keeps all wavelengths up to `original_len` tokens. The base for a longer text
+    of L tokens is theta (s L / original_len - s + 1)^(R / (R - 2)). L is the largest position of a row in one call,
+    plus 1. Keys in a cache keep the base that they were rotated with, as in transformers.
+
     Attributes:
       theta: Base of the wavelengths.
       factor: s; 1 switches the scaling off.
-      scaling: "llama3", or "linear" for all wavelengths divided by s (arXiv:2306.15595).
+      scaling: "llama3", "yarn", "dynamic", or "linear" for all wavelengths divided by s (arXiv:2306.15595).
       low_freq_factor: Wavelengths over `original_len / this` are divided in full.
       high_freq_factor: Wavelengths under `original_len / this` are kept.
+      score_scale: Factor of what is rotated, by "yarn" alone; 0 for the paper's 0.1 ln(s) + 1.
       original_len: Context length before scaling, in tokens.
       share: Of a head's K numbers that are rotated: the first int(share K), by the frequencies of a head of that width.
     """
@@ -42,13 +51,14 @@ class Rope:
     original_len: int = field(8192, AtLeast(1))
     scaling: str = field("llama3", OneOf(ROPE_SCALINGS))
     share: float = field(1.0, Between(0, 1, "(]"))
+    score_scale: float = field(0.0, AtLeast(0))
 
     def __post_init__(self):
         """Refuses wavelengths that are both kept and divided."""
         check_fields(self)
         if (
             self.factor != 1
-            and self.scaling == "llama3"
+            and self.scaling in ("llama3", "yarn")
             and not self.low_freq_factor < self.high_freq_factor
         ):
             raise UsageError(
@@ -64,27 +74,77 @@ class Rope:
             )
         return width
 
+    @property
+    def depends_on_length(self) -> bool:
+        """Returns whether the frequencies of a token depend on the length of its text."""
+        return self.scaling == "dynamic" and self.factor != 1
+
     def frequencies(self, head_dim: int, dtype: DTypeLike = jnp.float32) -> Float[Array, "R/2"]:
-        """Returns the frequencies in radians a token of the R numbers that are rotated, rounded once to `dtype`."""
+        """Returns the frequencies in radians a token of the R numbers that are rotated, rounded once to `dtype`.
+
+        Those of "dynamic" are of texts of up to `original_len` tokens.
+        """
         width = self.width(head_dim)
         freq = self.theta ** (-np.arange(0, width, 2) / width)
         if self.factor != 1.0 and self.scaling == "linear":
             freq = freq / self.factor
-        elif self.factor != 1.0:
-            turns = self.original_len * freq / (2 * math.pi)
-            low, high = self.low_freq_factor, self.high_freq_factor
-            keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+        elif self.factor != 1.0 and self.scaling in ("llama3", "yarn"):
+            keep = self._kept(freq, width)
             freq = freq * (keep + (1 - keep) / self.factor)
         return jnp.asarray(freq, dtype)
+
+    def _kept(self, freq: np.ndarray, width: int) -> np.ndarray:
+        """Returns the share of each frequency that is kept, from 0 to 1, float64 [R/2]."""
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if self.scaling == "llama3":
+            turns = self.original_len * freq / (2 * math.pi)
+            return np.clip((turns - low) / (high - low), 0.0, 1.0)
+
+        def index(turns: float) -> float:
+            """Returns the index of the frequency that makes so many turns."""
+            wavelength = self.original_len / turns
+            return width * math.log(wavelength / (2 * math.pi)) / (2 * math.log(self.theta))
+
+        first = max(math.floor(index(high)), 0)
+        last = float(min(math.ceil(index(low)), width - 1))
+        if last == first:
+            last += 0.001  # a step instead of a ramp
+        return 1 - np.clip((np.arange(width // 2) - first) / (last - first), 0.0, 1.0)
+
+    def scale(self) -> float:
+        """Returns the factor of what is rotated."""
+        if self.scaling != "yarn" or self.factor == 1:
+            return 1.0
+        return self.score_scale or 0.1 * math.log(self.factor) + 1
+
+    def _angles(
+        self, positions: Int[Array, "B T"], head_dim: int, dtype: DTypeLike
+    ) -> Float[Array, "B T 1 R/2"]:
+        """Returns the angles of tokens in radians."""
+        freq = self.frequencies(head_dim, dtype)[None, None, None, :]
+        if self.depends_on_length:
+            width = self.width(head_dim)
+            length = jnp.max(positions, axis=1, keepdims=True)[:, :, None, None] + 1
+            longer = jnp.maximum(length, self.original_len).astype(dtype) / self.original_len
+            stretch = self.factor * longer - (self.factor - 1)
+            # theta^(-2i/R) of a base times stretch^(R/(R-2)); of R = 2 there is i = 0 alone, which nothing changes.
+            power = jnp.asarray(np.arange(0, width, 2) / max(width - 2, 1), dtype)
+            freq = freq * stretch ** -power[None, None, None, :]
+        return positions[:, :, None, None].astype(dtype) * freq
 
     def rotate(
         self, x: Float[Array, "B T H K"], positions: Int[Array, "B T"]
     ) -> Float[Array, "B T H K"]:
         """Rotates the pair (x[i], x[i + R/2]) by positions * frequency[i] radians, the pairing of Llama's weights."""
-        wide, width = wide_dtype(x), self.width(x.shape[-1])
-        freq = self.frequencies(x.shape[-1], wide)
-        angle = positions[:, :, None, None].astype(wide) * freq[None, None, None, :]
-        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        wide = wide_dtype(x)
+        width = self.width(x.shape[-1])
+        angle = self._angles(positions, x.shape[-1], wide)
+        scale = self.scale()
+        cos = jnp.cos(angle)
+        sin = jnp.sin(angle)
+        if scale != 1:
+            cos = cos * scale
+            sin = sin * scale
         a, b = jnp.split(x[..., :width].astype(wide), 2, axis=-1)
         turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
         return (

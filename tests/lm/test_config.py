@@ -139,4 +139,5 @@ def test_identity_leaves_out_how_a_model_is_computed():
     experts |= {"balance_layers"}
     folders = {"windows", "qkv_bias", "post_norms", "norm_plus_one", "embed_scale", "logit_cap"}
     folders |= {"score_cap", "score_dim", "rope_scaling", "rope_share", "rope_theta_local"}
+    folders |= {"rope.score_scale"}
     assert later == {"residual", "ladder_from", "z_loss", "weights"} | experts | mixers | folders

@@ -171,6 +171,7 @@ def test_a_saved_configuration_is_read_whichever_names_it_has():
 
 def test_every_nested_field_has_one_older_name():
     nested = {path for path, _, _ in leaf_fields(LMConfig()) if "." in path}
+    nested -= {"rope.score_scale"}  # which came when fields were nested already
     assert nested == set(FLAT_NAMES.values()) and len(FLAT_NAMES) == len(nested)
 
 

@@ -185,7 +185,7 @@ HARMFUL = [
     ("mamba2", dict(hidden_size=12, head_dim=6), "model.mixer.dim=24 is no multiple of 4 heads, 16"),
     ("mamba2", dict(layer_types=["full_attention"] * 2), "layer_types=.*; legal is a list of 'linear_attention'"),
     ("mamba2", dict(attention_layers_idx=[1]), r"attention_layers_idx=\[1\], which is not honoured"),
-    ("mamba2", dict(intermediate_size=16), "intermediate_size=16, which is not honoured"),
+    ("mamba2", dict(intermediate_size=24), "intermediate_size=24, which is not honoured"),
     ("gpt2", dict(layer_norm_epsilon="1e-5"), "layer_norm_epsilon='1e-5'; legal is a finite number"),
     ("gpt2", dict(resid_pdrop=1.0), "resid_pdrop=1.0; legal is a number from 0 to under 1"),
     ("gpt2", dict(pruned_heads={"0": [1]}), "pruned_heads="),
@@ -475,7 +475,7 @@ def test_the_command_begins_and_ends_as_the_folder_says(folder, monkeypatch, cap
     asked = []
 
     def record(key, params, prompts, model, sampling, decoding):
-        prompt = prompts.tokens
+        prompt = jnp.asarray(prompts.tokens)
         asked.append((np.asarray(prompt)[0].tolist(), tuple(map(int, decoding.stop_tokens))))
         row = jnp.concatenate([prompt[0], jnp.array([7, 3, 0])])
         return Generated(row[None], jnp.array([len(prompt[0]) + 2]), None, None)

@@ -5,14 +5,26 @@ import functools
 import json
 import pathlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import multihost_utils
 
-from jaxpar.lm import AdapterTrainer, LMConfig, Trainer, config_from_hf, from_hf
-from jaxpar.lm.text import Bpe, Tokenizer, load_tokenizer
+from jaxpar.lm import (
+    AdapterTrainer,
+    Imported,
+    LMConfig,
+    Trainer,
+    config_from_hf,
+    from_hf,
+    load_imported,
+    read_imported,
+    save_imported,
+)
+from jaxpar.lm.text import Bpe, DataConfig, Tokenizer, load_tokenizer
+from jaxpar.lm.text.chat import load_chat, open_template
 from jaxpar.mesh import named_shardings
 from jaxpar.types import PyTree, UsageError
 
@@ -24,6 +36,8 @@ FILES = (
     "config.json",
 )
 """What says how a folder's texts become tokens; a run keeps a copy, so that it needs the folder no longer."""
+
+TEMPLATE = FILES[2]
 
 
 def source(init: str, flag: str = "init") -> pathlib.Path | None:
@@ -38,9 +52,9 @@ def source(init: str, flag: str = "init") -> pathlib.Path | None:
     return pathlib.Path(name)
 
 
-def with_model(model: LMConfig, folder: pathlib.Path) -> LMConfig:
+def with_model(model: LMConfig, folder: pathlib.Path, strict: bool = True) -> LMConfig:
     """Returns the model of a Hugging Face folder, computed as `model` says."""
-    return as_told(config_from_hf(folder, dtype=model.dtype), model)
+    return as_told(config_from_hf(folder, dtype=model.dtype, strict=strict), model)
 
 
 def as_told(found: LMConfig, model: LMConfig) -> LMConfig:
@@ -53,48 +67,137 @@ def kept(run: pathlib.Path) -> pathlib.Path | None:
     return run / "init" if (run / "init" / FILES[0]).is_file() else None
 
 
-def kept_tokenizer(run: pathlib.Path, given: pathlib.Path | None) -> Bpe | None:
-    """Returns the tokenizer that the run keeps, copied from the folder `given` the first time; None without either."""
+def kept_tokenizer(
+    run: pathlib.Path, given: pathlib.Path | None, template: str = "", strict: bool = True
+) -> Bpe | None:
+    """Returns the tokenizer that a run keeps; None where it keeps none.
+
+    Args:
+      run: Folder of the run.
+      given: Hugging Face folder that it begins with, of which the first call keeps a copy of
+        `FILES` and a record; None for a run that begins with none.
+      template: Chat template in place of the folder's, as of `data.template`.
+      strict: Whether keys of `config.json` that nobody knows are rejected.
+    """
     if given is not None and kept(run) is None:
         tokenizer = load_tokenizer(given)  # a folder without one leaves nothing behind
+        imported = read_imported(given, strict=strict)
+        text = open_template(template).text if template else ""
         if jax.process_index() == 0:
             (run / "init").mkdir(parents=True, exist_ok=True)
-            for name in reversed(FILES):  # the one that `kept` looks for comes last
-                if (given / name).is_file():
-                    shutil.copyfile(given / name, run / "init" / name)
+            save_imported(imported, run)
+            _copy(FILES[1:], given, run / "init")
+            if text:
+                (run / "init" / TEMPLATE).write_text(text, "utf-8")
+            _copy(FILES[:1], given, run / "init")  # the one that `kept` looks for comes last
+        _wait_for_all()
         return tokenizer
     copy = kept(run)
     return None if copy is None else load_tokenizer(copy)
 
 
-def keep_of_run(run: pathlib.Path, given: pathlib.Path, tokenizer: Tokenizer) -> None:
-    """Keeps the tokenizer of the run `given`, and what it keeps itself of a folder's texts, the first time."""
-    if kept(run) is None and isinstance(tokenizer, Bpe) and jax.process_index() == 0:
+def keep_of_run(
+    run: pathlib.Path, given: pathlib.Path, tokenizer: Tokenizer, template: str = ""
+) -> None:
+    """Keeps the tokenizer of the run `given`, and what it keeps itself of a folder's texts, the first time.
+
+    `template` is a chat template in place of the one that the run `given` keeps.
+    """
+    if kept(run) is not None or not isinstance(tokenizer, Bpe):
+        return
+    imported = load_imported(given)
+    text = open_template(template).text if template and imported else ""
+    if jax.process_index() == 0:
         (run / "init").mkdir(parents=True, exist_ok=True)
-        for name in FILES[1:]:
-            if (given / "init" / name).is_file():
-                shutil.copyfile(given / "init" / name, run / "init" / name)
+        if imported is not None:
+            save_imported(imported, run)
+        _copy(FILES[1:], given / "init", run / "init")
+        if text:
+            (run / "init" / TEMPLATE).write_text(text, "utf-8")
         if (given / "init" / FILES[0]).is_file():
-            shutil.copyfile(given / "init" / FILES[0], run / "init" / FILES[0])
+            _copy(FILES[:1], given / "init", run / "init")
         else:
             tokenizer.save(str(run / "init" / FILES[0]))
+    _wait_for_all()
 
 
-def write_texts(run: pathlib.Path, out: pathlib.Path, tokenizer: Bpe) -> None:
-    """Adds to an exported folder how its texts begin, end and take turns, as the run's first folder said it."""
-    for name in FILES[1:4]:
-        if (run / "init" / name).is_file():
-            shutil.copyfile(run / "init" / name, out / name)
+def _copy(names: Sequence[str], given: pathlib.Path, to: pathlib.Path) -> None:
+    for name in names:
+        if (given / name).is_file():
+            shutil.copyfile(given / name, to / name)
+
+
+def _wait_for_all() -> None:
+    """Waits until process 0 has written what the others read."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("experiments.app.lm.initial_model")
+
+
+def imported_of(folder: pathlib.Path, strict: bool = True) -> Imported | None:
+    """Returns the record of a Hugging Face folder, or the one in a run; None in runs without."""
+    if (folder / "config.json").is_file():
+        return read_imported(folder, strict=strict)
+    return load_imported(folder)
+
+
+def with_template(data: DataConfig, folder: pathlib.Path | None) -> DataConfig:
+    """Returns `data` with the chat template of a run, or of a Hugging Face folder.
+
+    A run whose record says what its folder was has its template in `init`, beside the special
+    tokens that it names. A run without a record, as older ones, keeps the template of `data`.
+
+    Args:
+      data: Its own `template` counts for Hugging Face folders, and for runs without a record.
+      folder: The run or the folder; None for neither.
+    """
+    if folder is None:
+        return data
+    is_hf = (folder / "config.json").is_file()
+    if is_hf and data.template:
+        return data
+    if not is_hf and load_imported(folder) is None:
+        return data
+    texts = folder if is_hf else folder / "init"
+    if load_chat(texts) is None:
+        return data
+    return dataclasses.replace(data, template=str(texts))
+
+
+def write_texts(
+    run: pathlib.Path,
+    out: pathlib.Path,
+    tokenizer: Bpe,
+    trained: str = "",
+    given: str = "",
+) -> None:
+    """Adds to an exported folder how its texts begin, end and take turns, as the run trained on them.
+
+    Args:
+      run: Folder of the run, or a Hugging Face folder.
+      out: The exported folder.
+      tokenizer: The run's.
+      trained: Chat template that the run trained with, as `data.template` names it; it is written
+        where the folder has none and the file is still there.
+      given: Chat template in place of all others.
+    """
+    texts = run if (run / "config.json").is_file() else run / "init"
+    _copy(FILES[1:4], texts, out)
+    if given:
+        (out / TEMPLATE).write_text(open_template(given).text, "utf-8")
+    elif trained and pathlib.Path(trained).exists() and load_chat(out) is None:
+        (out / TEMPLATE).write_text(open_template(trained).text, "utf-8")
     ends = {"bos_token_id": tokenizer.bos_ids[:1], "eos_token_id": tokenizer.eos_ids}
     if not (out / FILES[3]).exists() and any(ends.values()):
-        given = {key: ids[0] if len(ids) == 1 else list(ids) for key, ids in ends.items() if ids}
-        (out / FILES[3]).write_text(json.dumps(given, indent=2) + "\n")
+        written = {key: ids[0] if len(ids) == 1 else list(ids) for key, ids in ends.items() if ids}
+        (out / FILES[3]).write_text(json.dumps(written, indent=2) + "\n")
 
 
-def read_parameters(trainer: Trainer | AdapterTrainer, folder: pathlib.Path) -> PyTree:
-    """Reads the parameters of a Hugging Face folder to the ambient mesh."""
-    dtype: Any = jnp.promote_types(trainer.model.dtype, jnp.float32)
-    return from_hf(folder, dtype=trainer.model.dtype, param_dtype=dtype)[1]
+def read_parameters(
+    trainer: Trainer | AdapterTrainer, folder: pathlib.Path, strict: bool = True
+) -> PyTree:
+    """Reads the parameters of a Hugging Face folder to the ambient mesh, as training has them."""
+    dtype: Any = jnp.promote_types(trainer.model.dtype, jnp.float32)  # any number's type
+    return from_hf(folder, dtype=trainer.model.dtype, param_dtype=dtype, strict=strict)[1]
 
 
 def first_state(trainer: Trainer | AdapterTrainer, seed: int, read: Callable[[], PyTree]) -> PyTree:

@@ -192,6 +192,7 @@ def _first_numbers(params: PyTree) -> list[jax.Array]:
 
 def fingerprint(params: PyTree) -> str:
     """Returns eight digits that other parameters do not have: of the first numbers of each array."""
-    return hashlib.sha256(
-        b"".join(np.asarray(x).tobytes() for x in _first_numbers(params))
-    ).hexdigest()[:8]
+    # In float32, so that a folder in bfloat16 has the same digits however it was read.
+    numbers = [np.asarray(x) for x in _first_numbers(params)]
+    wide = [x.astype(np.float32) if x.dtype.itemsize == 2 else x for x in numbers]
+    return hashlib.sha256(b"".join(x.tobytes() for x in wide)).hexdigest()[:8]

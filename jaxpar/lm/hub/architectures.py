@@ -4,8 +4,10 @@ An architecture is one table: where each leaf of `jaxpar.lm.params.leaves` lies 
 `config.json` holds each field of `LMConfig`. Both directions read the same table.
 """
 
+from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from jaxpar.fields import make_nested
 from jaxpar.lm.config import LMConfig
@@ -32,9 +34,11 @@ from jaxpar.lm.hub.keys import (
     SHARE,
     SIZE,
     TEXT,
+    UNREAD,
     all_of,
     brief,
     check,
+    has_own_classes,
     literal,
     plain,
     read_json,
@@ -150,6 +154,12 @@ def _read_mamba2(values: dict) -> dict:
         raise UsageError(
             f"num_heads={heads} heads of head_dim={size} are not expand={values.get('expand', 2)} times "
             f"hidden_size={width} wide; legal is num_heads * head_dim = expand * hidden_size."
+        )
+    inner = values.get("intermediate_size", heads * size)
+    if inner != heads * size:
+        raise UsageError(
+            f"config.json has intermediate_size={inner}, which is not honoured of a Mamba-2; legal is "
+            f"expand * hidden_size = {heads * size}, or no such key."
         )
     # That of attention, which there is none of, matters only where the default of LMConfig is no whole number.
     unused = size if width % heads else 0
@@ -278,7 +288,8 @@ MAMBA2 = Architecture(
         "init_std": ("initializer_range", NOT_NEGATIVE, 0.1),
     },
     others={
-        "head_dim": SIZE, "expand": SIZE, "time_step_limit": ENDLESS, "layer_types": all_of("linear_attention"),
+        "head_dim": SIZE, "expand": SIZE, "intermediate_size": SIZE, "time_step_limit": ENDLESS,
+        "layer_types": all_of("linear_attention"),
         # Of how training starts, of chunks, of rounding, and one that transformers no longer reads.
         "time_step_rank": RANK, "time_step_min": POSITIVE, "time_step_max": POSITIVE, "time_step_floor": POSITIVE,
         "rescale_prenorm_residual": FLAG, "chunk_size": SIZE, "residual_in_fp32": FLAG, "norm_before_gate": FLAG,
@@ -296,16 +307,21 @@ COMMON = {
 """Keys of all architectures."""
 
 
-def config_from_hf(path: str | Path, *, dtype: str = "bfloat16") -> LMConfig:
+def config_from_hf(path: str | Path, *, dtype: str = "bfloat16", strict: bool = True) -> LMConfig:
     """Returns the model that a `config.json` describes, or that of the folder it lies in; reads no parameter.
+
+    Args:
+      path: The file or its folder.
+      dtype: Type of computation, for `LMConfig.dtype`.
+      strict: Whether keys that nobody knows are rejected; otherwise a warning names them.
 
     Raises:
       UsageError: If the file is absent or damaged, the architecture is unknown, or a key is not honoured.
     """
-    return read_config(Path(path), dtype)[1]
+    return read_config(Path(path), dtype, strict)[1]
 
 
-def read_config(path: Path, dtype: str) -> tuple[Architecture, LMConfig]:
+def read_config(path: Path, dtype: str, strict: bool = True) -> tuple[Architecture, LMConfig]:
     """Translates `config.json`; an absent key means what it means to transformers, and so does null."""
     path = path if path.is_file() else path / "config.json"
     given = read_json(path)
@@ -329,7 +345,11 @@ def read_config(path: Path, dtype: str) -> tuple[Architecture, LMConfig]:
                 f"{path} has {key}={brief(values[key])} and {newer}={brief(there)}; legal is one value."
             )
     known = COMMON | {key: kind for key, kind, *_ in arch.fields.values()} | arch.others
-    refuse_unknown(path, values, known | {key: literal(value) for key, value in arch.fixed.items()})
+    known |= {key: literal(value) for key, value in arch.fixed.items()}
+    unread = set(UNREAD.get(arch.model_type, ()))
+    if has_own_classes(values.get("auto_map"), arch.name):
+        unread.add("auto_map")
+    refuse_unknown(path, values, known, unread, strict)
     if absent := [
         key for key, _, *default in arch.fields.values() if not default and key not in values
     ]:
@@ -339,8 +359,22 @@ def read_config(path: Path, dtype: str) -> tuple[Architecture, LMConfig]:
     return arch, make_nested(LMConfig, fields | arch.read(values) | {"dtype": dtype})
 
 
-def architecture_of(config: LMConfig) -> Architecture:
-    """Returns the architecture that expresses `config`, or says which fields stand in the way."""
+def architecture_of(config: LMConfig, kind: str = "") -> Architecture:
+    """Returns the architecture that expresses `config`, or says which fields stand in the way.
+
+    Args:
+      config: The model.
+      kind: `model_type` of the folder that it came from; empty where there is none, for the first
+        architecture that expresses it.
+
+    Raises:
+      UsageError: No architecture, or not that one, expresses the model.
+    """
+    return _architecture_of_kind(config, kind) if kind else _first_architecture(config)
+
+
+def _first_architecture(config: LMConfig) -> Architecture:
+    """Returns the first architecture that expresses `config`."""
     reasons = []
     for arch in (arch for arch in KINDS if _is_alike(arch, config)):
         wrong = {
@@ -363,6 +397,32 @@ def architecture_of(config: LMConfig) -> Architecture:
     )
 
 
+def _architecture_of_kind(config: LMConfig, kind: str) -> Architecture:
+    """Returns the architecture of a `model_type`, once it is sure to express `config`."""
+    arch = next((arch for arch in KINDS if arch.model_type == kind), None)
+    if arch is None:
+        kinds = ", ".join(arch.model_type for arch in KINDS)
+        raise UsageError(f"kind={brief(kind)}: no architecture; expected {kinds}.")
+    if not _is_alike(arch, config):
+        raise UsageError(
+            f"kind={kind}: {arch.name} has other layers than this model, of "
+            f"model.mixer.kind={config.mixer.kind} and "
+            f"model.experts.num_experts={config.experts.num_experts}; "
+            "expected the kind of the folder that the model came from."
+        )
+    wrong = []
+    for name, legal in arch.needs(config).items():
+        value = attrgetter(name)(config)
+        if value not in legal:
+            wrong.append(f"model.{name}={value} for {' or '.join(map(str, legal))}")
+    if wrong:
+        raise UsageError(
+            f"kind={kind}: {arch.name} cannot hold a model with {', '.join(wrong)}; "
+            "expected the model as the folder had it."
+        )
+    return arch
+
+
 def _is_alike(arch: Architecture, config: LMConfig) -> bool:
     """Whether an architecture is worth a word on why it does not express `config`."""
     if config.mixer.kind == "mamba2":
@@ -372,11 +432,24 @@ def _is_alike(arch: Architecture, config: LMConfig) -> bool:
     )
 
 
-def config_json(arch: Architecture, config: LMConfig, dtype: str) -> dict[str, object]:
-    """Returns what `config.json` of a model says."""
+def config_json(
+    arch: Architecture,
+    config: LMConfig,
+    dtype: str,
+    given: Mapping[str, Any] | None = None,  # any JSON
+) -> dict[str, object]:
+    """Returns what `config.json` of a model says.
+
+    Args:
+      arch: Architecture of the folder.
+      config: The model.
+      dtype: Type of the tensors.
+      given: `config.json` of the folder that the model came from, whose special tokens stay.
+    """
     values = {"architectures": [arch.name], "model_type": arch.model_type, "torch_dtype": dtype}
     # Left out, these would be the ids of transformers' own vocabularies.
-    values |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        values[key] = (given or {}).get(key)
     return (
         values
         | arch.fixed

@@ -7,9 +7,10 @@ import math
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,20 +23,37 @@ from safetensors.numpy import save_file
 from jaxpar.lm.config import DTYPES, LMConfig
 from jaxpar.lm.hub.architectures import architecture_of, config_json, read_config
 from jaxpar.lm.hub.folders import Architecture, Place
+from jaxpar.lm.hub.imported import Imported, read_imported
 from jaxpar.lm.hub.keys import brief, plain, read_json
-from jaxpar.lm.hub.stored import FILE_DTYPES, Part, Stored, Wanted, exact, is_finite, laid, stored
+from jaxpar.lm.hub.stored import (
+    FILE_DTYPES,
+    THREADS,
+    Part,
+    Stored,
+    Wanted,
+    exact,
+    is_finite,
+    laid,
+    stored,
+)
 from jaxpar.lm.params import abstract, axes
 from jaxpar.mesh import named_shardings
 from jaxpar.types import PyTree, UsageError
 
-__all__ = ["from_hf", "to_hf"]
+__all__ = ["from_hf", "load_model", "to_hf"]
 
 
 HEAD = "lm_head.weight"
+Bounds: TypeAlias = tuple[tuple[int, int], ...]
+"""Begin and end along each axis."""
 
 
 def from_hf(
-    folder: str | Path, *, dtype: str = "bfloat16", param_dtype: DTypeLike = jnp.float32
+    folder: str | Path,
+    *,
+    dtype: str = "bfloat16",
+    param_dtype: DTypeLike = jnp.float32,
+    strict: bool = True,
 ) -> tuple[LMConfig, PyTree]:
     """Reads a folder of `config.json` and safetensors, whole or in shards, of one of `architectures.KINDS`.
 
@@ -46,6 +64,8 @@ def from_hf(
       folder: As `save_pretrained` or `to_hf` writes it; tensors bfloat16, float16, float32 or float64.
       dtype: Of computation, for `LMConfig.dtype`.
       param_dtype: Of the parameters.
+      strict: Whether keys of `config.json` that nobody knows are rejected; otherwise a warning
+        names them.
 
     Returns:
       The model and its parameters. GPT-2's dropout is `resid_pdrop`; the others have none.
@@ -54,8 +74,18 @@ def from_hf(
       UsageError: If a file is absent or damaged, the architecture is unknown, a key of `config.json` is not honoured, a
         tensor is missing, unexpected, misshapen or not finite, or a tied head is not the embedding.
     """
-    folder, param_dtype = Path(folder), jnp.empty((), param_dtype).dtype
-    arch, config = read_config(folder, dtype)
+    return _read(Path(folder), dtype, param_dtype, strict, for_training=True)
+
+
+def _read(
+    folder: Path, dtype: str, param_dtype: DTypeLike, strict: bool, for_training: bool
+) -> tuple[LMConfig, PyTree]:
+    """Reads a folder; see `from_hf`.
+
+    Memory of the CPU device that is not for training is that of the parameters and of 1 / 32 of them.
+    """
+    param_dtype = jnp.empty((), param_dtype).dtype
+    arch, config = read_config(folder, dtype, strict)
     of = _Of(arch, config.stack().period)
     tensors, shifts = _find_tensors(folder, of, config), _shifts(of, config)
 
@@ -64,6 +94,9 @@ def from_hf(
     shardings = [None] * len(leaves)
     if not jax.sharding.get_mesh().empty:
         shardings = jax.tree.leaves(named_shardings(shapes, axes(config)))
+    on_host = not for_training and jax.default_backend() == "cpu"
+    total = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    most = max(total // (32 * THREADS), 2**16) if on_host else total
 
     def wanted() -> Iterator[Wanted]:
         for at, (name, leaf, sharding) in enumerate(
@@ -86,11 +119,11 @@ def from_hf(
             head = tensors.get(HEAD) if config.embedding.tied and name == "embedding" else None
             for bounds, devices in places.items():
                 shape = tuple(stop - start for start, stop in bounds)
-                parts = _parts(tensors, of, name, leaf, bounds, shifts[name], head)
+                parts = _parts(tensors, of, name, leaf, bounds, shifts[name], head, most)
                 yield Wanted(at, shape, leaf.dtype, tuple(devices), parts)
 
     blocks: list[list] = [[] for _ in leaves]
-    for leaf, block in laid(wanted()):
+    for leaf, block in laid(wanted(), on_host):
         blocks[leaf].append(block)
     arrays = [
         own[0]
@@ -101,14 +134,50 @@ def from_hf(
     return config, jax.tree.unflatten(structure, arrays)
 
 
+def load_model(
+    folder: str | Path, dtype: str = "", *, strict: bool = True
+) -> tuple[LMConfig, PyTree]:
+    """Reads a Hugging Face folder for use: parameters alone, each once, in the type asked for.
+
+    No parameter is held in another type on the way: the peak is the parameters and what is read
+    ahead of them. `from_hf` is for training, whose master weights are float32.
+
+    Args:
+      folder: As for `from_hf`.
+      dtype: Type of the parameters and of computation, of `jaxpar.lm.config.DTYPES`; empty for
+        that of the folder.
+      strict: As for `from_hf`.
+
+    Returns:
+      The model and its parameters, laid out on the ambient mesh.
+
+    Raises:
+      UsageError: As `from_hf`, or `dtype` is unknown, or is float64 where JAX has none.
+    """
+    name = dtype or read_imported(folder, strict=strict).dtype
+    if name not in DTYPES:
+        raise UsageError(
+            f"dtype={brief(name)}: no type of numbers; expected {', '.join(DTYPES)}, or nothing."
+        )
+    if name == "float64" and not jax.config.jax_enable_x64:
+        raise UsageError(
+            "dtype=float64: JAX has no float64 here; expected float32, or jax_enable_x64=true."
+        )
+    with warnings.catch_warnings():
+        if not dtype:  # the record has warned of unknown keys already
+            warnings.filterwarnings("ignore", ".*are not honoured")
+        return _read(Path(folder), name, name, strict, for_training=False)
+
+
 def to_hf(
     params: PyTree,
     config: LMConfig,
     folder: str | Path,
     *,
-    dtype: str = "float32",
+    dtype: str = "",
     max_shard_bytes: int = 4 * 2**30,
     tokenizer: str | Path | None = None,
+    imported: Imported | None = None,
 ) -> None:
     """Writes a folder that transformers' `AutoModelForCausalLM` loads, of the architecture that `config` is.
 
@@ -121,15 +190,19 @@ def to_hf(
       params: As from `jaxpar.lm.init`, `jax.Array`s.
       config: The model.
       folder: Absent or empty.
-      dtype: Of the tensors.
+      dtype: Of the tensors; empty for that of `imported`, or float32 without one.
       max_shard_bytes: Size of a file, unless one tensor alone is larger.
       tokenizer: A tokenizer.json to copy along.
+      imported: Record of the folder that the model came from, whose architecture and special
+        tokens the new folder has; without one it is the first architecture that expresses `config`.
 
     Raises:
-      UsageError: If the folder holds something or cannot be written, if no architecture can express the model,
-        or if `params` are not of `config`.
+      UsageError: If the folder holds something or cannot be written, if no architecture, or not that of `imported`,
+        can express the model, or if `params` are not of `config`.
     """
-    folder, arch = Path(folder).absolute(), architecture_of(config)
+    folder = Path(folder).absolute()
+    arch = architecture_of(config, imported.kind if imported else "")
+    dtype = dtype or (imported.dtype if imported else "float32")
     of = _Of(arch, config.stack().period)
     flat = _flat(params)
     _check(flat, config, folder, dtype, tokenizer)
@@ -140,6 +213,7 @@ def to_hf(
         name: math.prod(shape) * jnp.dtype(dtype).itemsize for name, (shape, _) in tensors.items()
     }
     files = _files(sizes, max_shard_bytes)
+    given = imported.config if imported else None
     writes = jax.process_index() == 0
     try:
         if writes:
@@ -161,7 +235,7 @@ def to_hf(
                     json.dumps(index, indent=2) + "\n"
                 )
             (partial / "config.json").write_text(
-                json.dumps(config_json(arch, config, dtype), indent=2) + "\n"
+                json.dumps(config_json(arch, config, dtype, given), indent=2) + "\n"
             )
             partial.replace(folder)
     except (OSError, SafetensorError) as error:
@@ -243,33 +317,57 @@ def _parts(
     bounds: tuple[tuple[int, int], ...],
     shift: int,
     head: Stored | None,
+    most: int,
 ) -> Iterator[Part]:
-    """Returns what is read of each tensor for one block of a leaf; a tied `head` is compared with it."""
+    """Returns what is read of each tensor for one block of a leaf; a tied `head` is compared with it.
+
+    A part is of `most` bytes of the leaf, or of one row of the tensor.
+    """
     row = of.row(name)
     ours, theirs = row.layout.split(">")
     rest, order = len(leaf.shape) - len(ours), theirs.replace(",", "")
+    turned = tuple(order.index(axis) for axis in ours)
 
-    def block_of(tensor: Stored, shift: int) -> np.ndarray:
-        return exact(_cut(tensor, row, leaf.shape[rest:], bounds[rest:], shift), leaf.dtype)
+    def block_of(tensor: Stored, own: Bounds, shift: int) -> np.ndarray:
+        return exact(_cut(tensor, row, leaf.shape[rest:], own, shift), leaf.dtype)
 
-    def read(tensor: str) -> np.ndarray:
-        block = block_of(tensors[tensor], shift)
+    def read(tensor: str, own: Bounds) -> np.ndarray:
+        block = block_of(tensors[tensor], own, shift)
         if not is_finite(block):
             raise UsageError(
                 f"tensor {tensor} holds NaN or infinity, or what is infinite as {leaf.dtype}."
             )
-        if head is not None and not np.array_equal(block_of(head, 0), block):
+        if head is not None and not np.array_equal(block_of(head, own, 0), block):
             raise UsageError(
                 f"tensor {HEAD} differs from {tensor}, to which tie_word_embeddings=true ties it; "
                 "legal are equal ones, or tie_word_embeddings=false."
             )
         return block
 
-    size = math.prod(stop - start for start, stop in bounds[rest:]) * leaf.dtype.itemsize
+    first = ours.index(order[0])
     for at in itertools.product(*(range(*ends) for ends in bounds[:rest])):
         inside = tuple(i - start for i, (start, _) in zip(at, bounds, strict=False))
-        turned = tuple(order.index(axis) for axis in ours)
-        yield Part(inside, size, functools.partial(read, of.tensor(name, at)), turned)
+        for own in _in_parts(bounds[rest:], first, leaf.dtype.itemsize, most):
+            size = math.prod(stop - start for start, stop in own) * leaf.dtype.itemsize
+            yield Part(
+                at=inside,
+                num_bytes=size,
+                read=functools.partial(read, of.tensor(name, at), own),
+                order=turned,
+                begins=tuple(
+                    start - begin for (start, _), (begin, _) in zip(own, bounds[rest:], strict=True)
+                ),
+            )
+
+
+def _in_parts(bounds: Bounds, axis: int, itemsize: int, most: int) -> Iterator[Bounds]:
+    """Cuts bounds along an axis into parts of `most` bytes, or of one index."""
+    start, stop = bounds[axis]
+    others = math.prod(end - begin for begin, end in bounds) // max(stop - start, 1)
+    step = max(most // max(others * itemsize, 1), 1)
+    for begin in range(start, stop, step):
+        end = min(begin + step, stop)
+        yield (*bounds[:axis], (begin, end), *bounds[axis + 1 :])
 
 
 def _cut(

@@ -1,11 +1,23 @@
 """What the tables of Hugging Face folders share: their form, and the keys of rotary positions and of windows."""
 
+import math
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from jaxpar.lm.config import LMConfig
-from jaxpar.lm.hub.keys import POSITIVE, RAISING, SIZE, TABLE, Kind, brief, check, literal, plain
+from jaxpar.lm.hub.keys import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    RAISING,
+    SIZE,
+    TABLE,
+    Kind,
+    brief,
+    check,
+    literal,
+    plain,
+)
 from jaxpar.types import UsageError
 
 
@@ -60,8 +72,28 @@ ROPE_KINDS = {
 ROPE_KEYS = {
     "rope_theta": POSITIVE, "partial_rotary_factor": literal(1.0, 1), "rope_scaling": TABLE, "rope_parameters": TABLE,
 }  # fmt: skip
-SCALINGS = {"default": {}, "linear": {"rope.factor": "factor"}, "llama3": ROPE}
-"""The rope types that are honoured -> the keys of each."""
+YARN = {"rope.factor": "factor", "rope.original_len": "original_max_position_embeddings"}
+SCALINGS = {
+    "default": {},
+    "linear": {"rope.factor": "factor"},
+    "llama3": ROPE,
+    "yarn": YARN,
+    "dynamic": {"rope.factor": "factor"},
+}
+"""The rope types that are honoured -> the keys that each needs."""
+OPTIONAL: dict[str, dict[str, Kind]] = {
+    "yarn": {
+        "attention_factor": POSITIVE,
+        "beta_fast": POSITIVE,
+        "beta_slow": POSITIVE,
+        "mscale": NOT_NEGATIVE,
+        "mscale_all_dim": NOT_NEGATIVE,
+        "truncate": literal(True),
+    },
+    # Older files of Phi-3 and of others hold it beside the rule, which reads max_position_embeddings.
+    "dynamic": {"original_max_position_embeddings": SIZE},
+}
+"""The keys that a rope type may have besides."""
 
 PLAIN = {
     "mixer.kind": ("attention",), "mixer.in_turn": ((),), "residual.kind": ("standard",), "weights": ("full",),
@@ -88,17 +120,18 @@ def read_rope(values: dict, theta: float = 10000.0, is_partial: bool = False) ->
                 raise UsageError(
                     f"{key} is {brief(rope[key])} and {brief(value)}; legal is one value."
                 )
+    length = values.get("max_position_embeddings")
     old_name = rope.pop("type", "default")
     kind = rope.pop("rope_type", old_name)
     if not isinstance(kind, str) or kind not in SCALINGS:
-        raise UsageError(
-            f"rope type {brief(kind)} is unknown; legal are default, linear and llama3."
-        )
+        raise UsageError(f"rope type {brief(kind)} is unknown; legal are {', '.join(SCALINGS)}.")
     keys = SCALINGS[kind]
+    if kind == "yarn":
+        _say_original_length(rope, values)
     names = ("rope_theta", "partial_rotary_factor", *keys.values())
-    kinds = {key: ROPE_KINDS[key] for key in names} | (
-        {"partial_rotary_factor": PART} if is_partial else {}
-    )
+    kinds = {key: ROPE_KINDS[key] for key in names} | OPTIONAL.get(kind, {})
+    if is_partial:
+        kinds["partial_rotary_factor"] = PART
     if absent := [key for key in keys.values() if key not in rope]:
         raise UsageError(f"rope type {kind!r} also needs {', '.join(absent)}.")
     for key, value in rope.items():
@@ -117,7 +150,57 @@ def read_rope(values: dict, theta: float = 10000.0, is_partial: bool = False) ->
     }
     if is_partial:
         out["rope.share"] = float(rope.get("partial_rotary_factor", 1.0))
-    return out | ({"rope.scaling": "linear"} if kind == "linear" else {})
+    if kind == "yarn":
+        out |= _yarn(rope)
+    if kind == "dynamic":
+        out["rope.original_len"] = _dynamic_length(rope, length)
+    return out | ({} if kind in ("default", "llama3") else {"rope.scaling": kind})
+
+
+def _say_original_length(rope: dict, values: dict) -> None:
+    """Adds the length before scaling, which may stand beside the rope or be that of the model."""
+    key = "original_max_position_embeddings"
+    beside = values.get(key)
+    if beside is not None and rope.setdefault(key, beside) != beside:
+        raise UsageError(
+            f"{key}={brief(beside)}: {brief(rope[key])} in rope_scaling; expected one value."
+        )
+    if "max_position_embeddings" in values:
+        rope.setdefault(key, values["max_position_embeddings"])
+
+
+def _yarn(rope: dict) -> dict:
+    """Translates the keys of yarn that may be absent."""
+    low = rope.get("beta_slow", 1)
+    high = rope.get("beta_fast", 32)
+    if not high > low:
+        raise UsageError(
+            f"beta_fast={high}: not over beta_slow={low}, between which wavelengths are blended; "
+            f"expected a number over {low}."
+        )
+    out: dict[str, Any] = {"rope.low_freq_factor": low, "rope.high_freq_factor": high}
+    scale = rope.get("attention_factor", 0.0)
+    above = rope.get("mscale", 0)
+    below = rope.get("mscale_all_dim", 0)
+    if not scale and above and below:
+        growth = 0.1 * math.log(rope["factor"])
+        scale = (above * growth + 1) / (below * growth + 1)
+    return out | {"rope.score_scale": float(scale)}
+
+
+def _dynamic_length(rope: dict, length: int | None) -> int:
+    """Returns the length up to which the dynamic rule changes nothing."""
+    if length is None:
+        raise UsageError(
+            "rope type 'dynamic' also needs max_position_embeddings, the length that it begins at."
+        )
+    given = rope.get("original_max_position_embeddings", length)
+    if given != length:
+        raise UsageError(
+            f"original_max_position_embeddings={given}: the dynamic rule begins at "
+            f"max_position_embeddings={length}; expected that, or no such key."
+        )
+    return length
 
 
 def write_rope(c: LMConfig) -> dict:
@@ -126,6 +209,12 @@ def write_rope(c: LMConfig) -> dict:
     scaling = {"rope_type": c.rope.scaling} | {
         key: attrgetter(ours)(c) for ours, key in keys.items()
     }
+    if c.rope.scaling == "yarn":
+        scaling |= {
+            "beta_slow": c.rope.low_freq_factor,
+            "beta_fast": c.rope.high_freq_factor,
+            "attention_factor": c.rope.score_scale or 0.1 * math.log(c.rope.factor) + 1,
+        }
     return {"rope_theta": c.rope.theta, "rope_scaling": None if c.rope.factor == 1.0 else scaling}
 
 

@@ -3,7 +3,8 @@
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -42,6 +43,10 @@ SHARE = Kind("a number from 0 to under 1", lambda x: _finite(x) and 0 <= x < 1)
 FLAG = Kind("true or false", lambda x: type(x) is bool)
 TEXT = Kind("a string", lambda x: isinstance(x, str))
 TABLE = Kind("an object", lambda x: isinstance(x, dict))
+NAMED_TEXTS = Kind(
+    "an object of strings",
+    lambda x: isinstance(x, dict) and all(isinstance(item, str) for item in x.values()),
+)
 NAMES = Kind(
     "a list of strings", lambda x: isinstance(x, list) and all(isinstance(item, str) for item in x)
 )
@@ -82,19 +87,62 @@ def all_of(value: str) -> Kind:
 # Keys that change no number that a model computes: where it comes from, how transformers runs, trains or samples it,
 # classification heads that a causal model lacks.
 HARMLESS = frozenset(
-    "architectures attention_dropout attn_pdrop embd_pdrop resid_pdrop bad_words_ids begin_suppress_tokens "
-    "cache_implementation chunk_size_feed_forward decoder_start_token_id diversity_penalty do_sample dtype "
-    "early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task forced_bos_token_id "
-    "forced_eos_token_id gradient_checkpointing id2label is_decoder is_llama_config label2id length_penalty "
-    "max_length max_sequence_length max_window_layers min_length model_max_length model_type n_ctx "
-    "no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences output_attentions "
-    "output_hidden_states output_past output_router_logits output_scores pad_token_id prefix pretraining_tp "
-    "problem_type remove_invalid_values repetition_penalty return_dict return_dict_in_generate router_aux_loss_coef "
-    "sep_token_id summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj "
-    "suppress_tokens task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype "
-    "torchscript transformers.js_config transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 "
-    "use_cache".split()
+    "architectures attention_dropout attn_implementation attn_pdrop bad_words_ids "
+    "begin_suppress_tokens cache_implementation chunk_size_feed_forward cls_token_id "
+    "custom_pipelines decoder_start_token_id diversity_penalty do_sample dtype early_stopping "
+    "embd_pdrop encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task "
+    "forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label is_decoder "
+    "is_llama_config label2id length_penalty mask_token_id max_length max_sequence_length "
+    "max_window_layers min_length model_max_length model_type n_ctx no_repeat_ngram_size "
+    "num_beam_groups num_beams num_labels num_return_sequences output_attentions "
+    "output_hidden_states output_past output_router_logits output_scores pad_token_id prefix "
+    "pretraining_tp problem_type remove_invalid_values repetition_penalty resid_pdrop return_dict "
+    "return_dict_in_generate router_aux_loss_coef sep_token_id summary_activation "
+    "summary_first_dropout summary_proj_to_labels summary_type summary_use_proj suppress_tokens "
+    "task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype "
+    "torchscript transformers.js_config transformers_version typical_p unk_token_id unsloth_fixed "
+    "unsloth_version use_bfloat16 use_cache".split()
 )
+
+"""Keys of transformers' common configuration class, `PreTrainedConfig`, and of tools around it."""
+
+# Found by reading which attributes of `config` the modules of transformers 5.24.0 use in `forward`, or in what builds
+# them: models/<name>/configuration_<name>.py beside models/<name>/modeling_<name>.py. The keys of time steps draw
+# Mamba-2's first parameters.
+UNREAD = {
+    "llama": frozenset(("pretraining_tp",)),
+    "gpt2": frozenset(
+        "n_ctx summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj".split()
+    ),
+    "mixtral": frozenset(("max_window_layers",)),
+    "qwen3_moe": frozenset(("max_window_layers",)),
+    "mamba2": frozenset(
+        "chunk_size rescale_prenorm_residual time_step_floor time_step_init_scheme time_step_max "
+        "time_step_min time_step_rank time_step_scale".split()
+    ),
+}
+"""Keys of an architecture's own configuration class that its forward pass does not read, by `model_type`."""
+
+
+def has_own_classes(auto_map: object, name: str) -> bool:
+    """Returns whether an `auto_map` names no model but the architecture's own.
+
+    Folders older than their architecture in transformers bring code of the same classes, such as
+    `modeling_phi3.Phi3ForCausalLM`; code of another class computes something else.
+
+    Args:
+      auto_map: Value of the key.
+      name: Class of the architecture, such as "Phi3ForCausalLM".
+    """
+    family = name.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    if not isinstance(auto_map, dict):
+        return False
+    for key, value in auto_map.items():
+        if key in ("AutoTokenizer", "AutoProcessor"):
+            continue
+        if not isinstance(value, str) or not value.rpartition(".")[2].startswith(family):
+            return False
+    return True
 
 
 def brief(value: object) -> str:
@@ -118,28 +166,52 @@ def check(where: object, key: str, value: object, kind: Kind) -> None:
         raise UsageError(f"{where} has {key}={brief(value)}; legal is {kind.legal}.")
 
 
-def refuse_unknown(where: object, values: Mapping[str, object], known: Mapping[str, Kind]) -> None:
+def refuse_unknown(
+    where: object,
+    values: Mapping[str, object],
+    known: Mapping[str, Kind],
+    unread: Collection[str] = (),
+    strict: bool = True,
+) -> None:
     """Judges the keys of a `config.json`, nulls left out: the known ones by their kinds, others unless they are off.
 
     An unknown key may change what the model computes, so it passes only if it is harmless, or false.
+
+    Args:
+      where: File that an error names.
+      values: Values of the file by key, without nulls.
+      known: Kinds of the keys that are honoured.
+      unread: Keys of the architecture that its forward pass does not read.
+      strict: Whether other keys are rejected; otherwise one warning names them all.
 
     Raises:
       UsageError: For the first key that is not honoured, or of another kind.
     """
     windowed = values.get("use_sliding_window", True)
+    unknown: list[str] = []
     for key, value in values.items():
         if key in known:
             check(where, key, value, known[key])
+        elif key == "sliding_window" and windowed is False:
+            continue
+        elif key in HARMLESS or key in unread or key.startswith("_") or value is False:
+            continue
+        elif not strict:
+            unknown.append(f"{plain(key)}={brief(value)}")
         elif key == "sliding_window":
-            if windowed is not False:
-                raise UsageError(
-                    f"{where} has sliding_window={brief(value)}; legal is null, or use_sliding_window=false."
-                )
-        elif key not in HARMLESS and not key.startswith("_") and value is not False:
+            raise UsageError(
+                f"{where} has sliding_window={brief(value)}; legal is null, or use_sliding_window=false."
+            )
+        else:
             raise UsageError(
                 f"{where} has {plain(key)}={brief(value)}, which is not honoured here and may change what the model "
-                "computes; legal is null, false, or no such key."
+                "computes; legal is null, false, or no such key, and strict=false loads the folder without it."
             )
+    if unknown:
+        warnings.warn(
+            f"{where} has {', '.join(unknown)}, which are not honoured: the model may compute something else.",
+            stacklevel=2,
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:  # any JSON, before it is checked

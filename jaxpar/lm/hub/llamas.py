@@ -197,9 +197,10 @@ def _read_phi3(values: dict) -> dict:
 
 
 def _write_phi3(c: LMConfig) -> dict:
+    is_scaled = c.rope.factor != 1.0
     extra = {
         "partial_rotary_factor": c.rope.share,
-        "original_max_position_embeddings": c.max_seq_len,
+        "original_max_position_embeddings": c.rope.original_len if is_scaled else c.max_seq_len,
     }
     return _write_mistral(c) | extra | {"embd_pdrop": c.dropout, "attention_dropout": c.dropout}
 
@@ -209,10 +210,11 @@ def _needs_phi3(c: LMConfig) -> dict[str, tuple]:
         "embed_dim": (c.attention.num_heads * c.attention.head_dim,),
         "rope.share": (c.rope.share,),
     }
+    factor = c.rope.factor if c.rope.scaling == "yarn" else 1.0
     return (
         needs_rms(c)
         | width
-        | {"bias": (False,), "attention.windows": _one_for_all(c), "rope.factor": (1.0,)}
+        | {"bias": (False,), "attention.windows": _one_for_all(c), "rope.factor": (factor,)}
     )
 
 

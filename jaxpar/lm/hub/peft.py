@@ -22,6 +22,7 @@ from jaxpar.lm.adapters import AdapterConfig, is_product, num_contracted, unflat
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.hub.architectures import architecture_of
 from jaxpar.lm.hub.exchange import _Of
+from jaxpar.lm.hub.imported import Imported
 from jaxpar.lm.hub.keys import FLAG, POSITIVE, SHARE, SIZE, TABLE, Kind, brief, check, read_json
 from jaxpar.lm.params import leaves
 from jaxpar.nn.leaf import Leaf
@@ -87,6 +88,12 @@ def _modules(model: LMConfig, of: _Of) -> dict[tuple[str, int], list[_Part]]:
     return out
 
 
+def _of(model: LMConfig, imported: Imported | None) -> _Of:
+    """Returns where the leaves of a model lie in the folder that it came from."""
+    kind = imported.kind if imported else ""
+    return _Of(arch=architecture_of(model, kind), period=model.stack().period)
+
+
 def _host(x: jax.Array) -> np.ndarray:
     x = x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)
     return np.asarray(x)
@@ -99,7 +106,13 @@ def _find(tree: PyTree, name: str) -> PyTree:
 
 
 def to_peft(
-    params: PyTree, model: LMConfig, folder: str | Path, adapter: AdapterConfig, base: str = ""
+    params: PyTree,
+    model: LMConfig,
+    folder: str | Path,
+    adapter: AdapterConfig,
+    base: str = "",
+    *,
+    imported: Imported | None = None,
 ) -> None:
     """Writes the adapters among `params` as PEFT's `PeftModel.from_pretrained` loads them.
 
@@ -109,16 +122,20 @@ def to_peft(
       folder: Absent or empty.
       adapter: Its scaling, dropout and magnitudes.
       base: Where the frozen model lies, for `base_model_name_or_path`.
+      imported: Record of the folder that the model came from, whose tensors have the names that the
+        adapters are written for; without one they are those of the first architecture that
+        expresses `model`.
 
     Raises:
-      UsageError: There are no adapters, the folder holds something, or no architecture can express the model.
+      UsageError: There are no adapters, the folder holds something, or no architecture, or not that of `imported`, can
+        express the model.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(
             f"{folder} already holds something; give a folder that is absent or empty."
         )
-    of = _Of(architecture_of(model), model.stack().period)
+    of = _of(model, imported)
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, tuple[int, float]] = {}
     found: dict[str, dict] = {}
@@ -196,12 +213,15 @@ def _fused(parts: list[_Part], blocks: list[dict]) -> tuple[np.ndarray, np.ndarr
     return np.ascontiguousarray(np.concatenate(downs), np.float32), up
 
 
-def from_peft(folder: str | Path, model: LMConfig) -> tuple[AdapterConfig, PyTree]:
+def from_peft(
+    folder: str | Path, model: LMConfig, *, imported: Imported | None = None
+) -> tuple[AdapterConfig, PyTree]:
     """Reads adapters of PEFT's for a model of one of the kinds of folders.
 
     Args:
       folder: Of `adapter_config.json` and `adapter_model.safetensors`.
       model: What they are for.
+      imported: Record of the folder that the model came from, as of `to_peft`.
 
     Returns:
       Their configuration, and the tree that `with_adapters` takes; changes whose alpha or rank a pattern sets apart are
@@ -216,7 +236,7 @@ def from_peft(folder: str | Path, model: LMConfig) -> tuple[AdapterConfig, PyTre
         tensors = load_file(folder / TENSORS)
     except (OSError, SafetensorError) as error:
         raise UsageError(f"{folder / TENSORS} is not a whole safetensors file: {error}") from error
-    of = _Of(architecture_of(model), model.stack().period)
+    of = _of(model, imported)
     layers: dict[str, list[dict]] = {}
     for (module, _), parts in _modules(model, of).items():
         names = {

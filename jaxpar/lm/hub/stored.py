@@ -37,6 +37,9 @@ UNDER_WAY = 2**31
 LARGE = 2**24
 """Bytes from which a leaf's block is stacked on its device; the program that does it costs more than small ones do."""
 
+ALIGNMENT = 64
+"""Bytes whose multiples are addresses that XLA's CPU device takes as they are."""
+
 
 class Stored(NamedTuple):
     """A tensor of a safetensors file, of which parts are read."""
@@ -113,6 +116,7 @@ class Part(NamedTuple):
     order: (
         tuple[int, ...] | None
     )  # which of them are the leaf's, in turn; None for a whole block as it shall be
+    begins: tuple[int, ...] = ()  # of the leaf's other axes; () for all of them from 0
 
 
 class Wanted(NamedTuple):
@@ -125,11 +129,17 @@ class Wanted(NamedTuple):
     parts: Iterable[Part]  # in any order; all of them fill the block
 
 
-def laid(wanted: Iterable[Wanted]) -> Iterator[tuple[int, jax.Array]]:
+def laid(wanted: Iterable[Wanted], on_host: bool = False) -> Iterator[tuple[int, jax.Array]]:
     """Reads blocks and lays them on their devices, in turn.
 
     Host memory is that of `UNDER_WAY`, or of the largest part; a device holds one block and the parts that came early.
     What a part's `read` raises is raised here.
+
+    Args:
+      wanted: The blocks.
+      on_host: Whether the devices are the host's, which then takes each block where it was made, and
+        no more memory than it and the parts that are being read. Nothing reuses such memory when
+        the array is donated.
 
     Yields:
       The leaf, and a block of it, one for each of its devices.
@@ -170,7 +180,7 @@ def laid(wanted: Iterable[Wanted]) -> Iterator[tuple[int, jax.Array]]:
     with ThreadPoolExecutor(THREADS) as pool:
         try:
             for block in wanted:
-                *_, last = parts = _sized(block)
+                *_, last = parts = _sized(block, on_host)
                 for part in parts:
                     while waiting and under_way + part.num_bytes > UNDER_WAY:
                         yield from oldest()
@@ -184,20 +194,32 @@ def laid(wanted: Iterable[Wanted]) -> Iterator[tuple[int, jax.Array]]:
             pool.shutdown(cancel_futures=True)
 
 
-def _sized(block: Wanted) -> list[Part]:
+def _sized(block: Wanted, on_host: bool) -> list[Part]:
     """Returns what is put on the devices at once: the parts of a large block, or all of a small one."""
-    parts, dtype = list(block.parts), np.dtype(block.dtype)
+    dtype = np.dtype(block.dtype)
     size = math.prod(block.shape) * dtype.itemsize
-    if size >= LARGE:
-        return parts
+    if size >= LARGE and not on_host:
+        return list(block.parts)
 
     def whole() -> np.ndarray:
-        out = np.empty(block.shape, dtype)
-        for part in parts:
-            out[part.at] = part.read().transpose(part.order)
+        out = _aligned(block.shape, dtype)
+        for part in block.parts:
+            assert part.order is not None
+            piece = part.read().transpose(part.order)
+            begins = part.begins or (0,) * piece.ndim
+            ranges = zip(begins, piece.shape, strict=True)
+            out[(*part.at, *(slice(begin, begin + count) for begin, count in ranges))] = piece
         return out
 
-    return [Part((), size, whole, None)]
+    return [Part(at=(), num_bytes=size, read=whole, order=None)]
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Returns an array of no values yet at an address that XLA's CPU device can take as its own."""
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.empty(size + ALIGNMENT, np.uint8)
+    first = -raw.ctypes.data % ALIGNMENT
+    return raw[first : first + size].view(dtype).reshape(shape)
 
 
 def _put(part: Part, devices: tuple[Device | None, ...]) -> list[jax.Array]:
