@@ -31,7 +31,7 @@ __all__ = ["Corpus", "DataConfig", "Tokens", "open_corpus"]
 
 _KIB, _MIB = 2**10, 2**20
 _STDLIB_SKIPS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-_FORMAT = 1  # part of every cache key: raise it when the meaning of a cached file changes
+_FORMAT = 2  # part of every cache key: raise it when the meaning of a cached file changes
 
 
 @dataclass(frozen=True)

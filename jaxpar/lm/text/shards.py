@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpar.lm.text.examples import Template, encode_pieces, pair_of, pieces_of
+from jaxpar.lm.text.examples import Document, Template, documents_of, encode_pieces, pair_of
 from jaxpar.lm.text.tokenizer import Tokenizer
 from jaxpar.types import UsageError
 
@@ -73,11 +73,11 @@ def place_of(path: str, offset: int) -> str:
 
 def read_line(
     path: str, offset: int, line: bytes, template: Template, pairs: bool = False
-) -> list[tuple[list[tuple[str, bool]], bool]]:
-    """Returns the documents of a line, one or of preferences two, with its number found where it is refused."""
+) -> list[Document]:
+    """Returns the documents of a line, of preferences two, with its number found where it is refused."""
 
-    def read(where: str) -> list[tuple[list[tuple[str, bool]], bool]]:
-        return pair_of(line, where) if pairs else [pieces_of(line, where, template)]
+    def read(where: str) -> list[Document]:
+        return pair_of(line, where) if pairs else documents_of(line, where, template)
 
     try:
         return read("")
