@@ -1,0 +1,320 @@
+"""One format for what is trained, judged and served: 12 kinds of tokenizers, all made here, by all kinds of records.
+
+Ids are those of the tokenizers library on the whole text, what counts are the characters of the answer, and
+what a model is prompted with is how a training example begins.
+"""
+
+import itertools
+import json
+import warnings
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from jaxpar.lm.evaluation import Question, rows_of_questions
+from jaxpar.lm.text.chat import ChatTemplate
+from jaxpar.lm.text.corpus import DataConfig, open_corpus
+from jaxpar.lm.text.examples import (
+    chat_ml,
+    documents_of,
+    encode_pieces,
+    encode_prompted,
+    pair_of,
+)
+from jaxpar.lm.text.tokenizer import Bytes, load_tokenizer
+
+SPECIAL = ["<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>"]
+WORDS = "the cat sat on a mat . what is it ? it is a cat , user assistant system no yes : the dog".split()
+TEXTS = [" ".join(np.random.default_rng(i).permutation(WORDS)) for i in range(20)]
+FALLBACK = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def byte_level(prefix):
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    made.decoder = decoders.ByteLevel()
+    made.post_processor = processors.ByteLevel(trim_offsets=True)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator(TEXTS, trainer)
+    return made
+
+
+def sentence_piece(prepends):
+    """Pieces as SentencePiece's: learnt word by word, read without a border between words."""
+    made = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    trainer = trainers.BpeTrainer(
+        vocab_size=380, special_tokens=["<unk>", *FALLBACK], show_progress=False
+    )
+    made.train_from_iterator(TEXTS, trainer)
+    written = json.loads(made.to_str())
+    written["pre_tokenizer"] = None
+    written["added_tokens"] = [x for x in written["added_tokens"] if x["content"] == "<unk>"]
+    made = tokenizers.Tokenizer.from_str(json.dumps(written))
+    spaces = normalizers.Replace(" ", "\u2581")
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), spaces][not prepends :])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return made
+
+
+def word_piece(_):
+    made = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    made.normalizer = normalizers.BertNormalizer(lowercase=True)
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=60, special_tokens=["[UNK]"], show_progress=False
+    )
+    made.train_from_iterator(TEXTS, trainer)
+    return made
+
+
+def unigram(scheme):
+    made = tokenizers.Tokenizer(models.Unigram())
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    made.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    trainer = trainers.UnigramTrainer(
+        vocab_size=60, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False
+    )
+    made.train_from_iterator(TEXTS, trainer)
+    return made
+
+
+MODELS = {
+    "byte level": (byte_level, False),
+    "byte level, space first": (byte_level, True),
+    "sentence piece, prepends": (sentence_piece, True),
+    "sentence piece": (sentence_piece, False),
+    "word piece": (word_piece, None),
+    "unigram": (unigram, "first"),
+}
+# Of each model two of the eight: BOS, EOS, padding and truncation.
+ENDS = list(itertools.product((True, False), repeat=3))
+KINDS = [
+    (name, *ENDS[(3 * number + other) % 8])
+    for number, name in enumerate(MODELS)
+    for other in (0, 5)
+]
+
+
+class Made:
+    """A folder's tokenizer, and the library's own without what a folder adds."""
+
+    def __init__(self, folder, name, bos, eos, pads):
+        make, option = MODELS[name]
+        library = make(option)
+        library.add_special_tokens(SPECIAL)
+        self.library = tokenizers.Tokenizer.from_str(library.to_str())
+        self.library.post_processor = None  # it takes spaces out of offsets
+        self.lossless = not name.startswith(("word", "unigram"))
+        self.bos_ids = [library.token_to_id("<s>")] * bos
+        self.eos_ids = [library.token_to_id("</s>")] * eos
+        if bos:
+            library.post_processor = processors.TemplateProcessing(
+                single="<s> $A", special_tokens=[("<s>", self.bos_ids[0])]
+            )
+        if pads:
+            library.enable_padding(
+                direction="left", length=8, pad_id=library.token_to_id("<pad>"), pad_token="<pad>"
+            )
+            library.enable_truncation(4)
+        library.save(str(folder / "tokenizer.json"))
+        settings = {"bos_token": "<s>"} | ({"eos_token": "</s>"} if eos else {})
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        self.tokenizer = load_tokenizer(folder)
+
+    def ids(self, text):
+        return self.library.encode(text, add_special_tokens=False).ids
+
+    def check(self, ids, counts, text, answers, ends):
+        """The ids of one text, of which the answers count, none of which shares a token with what is before it."""
+        body = self.ids(text)
+        begun = [] if body[: len(self.bos_ids)] == self.bos_ids else self.bos_ids
+        want = [*begun, *body, *(self.eos_ids if ends else [])]
+        assert ids.tolist() == want and ids.dtype == np.int32 and counts.dtype == np.uint8
+        held = np.zeros(len(text), bool)
+        inside = counts[len(begun) : len(begun) + len(body)]
+        offsets = self.library.encode(text, add_special_tokens=False).offsets
+        for (start, stop), count in zip(offsets, inside, strict=True):
+            held[start:stop] |= bool(count)
+        found = "".join(char for char, holds in zip(text, held, strict=True) if holds)
+        assert "".join(found.split()) == "".join("".join(answers).split())
+        assert not counts[: len(begun)].any() and counts[len(begun) + len(body) :].all()
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"{kind[0]} {kind[1:]}")
+def made(request, tmp_path_factory):
+    return Made(tmp_path_factory.mktemp("folder"), *request.param)
+
+
+def encoded(record, tokenizer, template=chat_ml):
+    ((pieces, ends),) = documents_of(json.dumps(record).encode(), "x", template)
+    return encode_pieces(pieces, ends, tokenizer)
+
+
+def begins(made, prompt, ids, counts):
+    """Whether the ids of a prompt alone are those of the example before its answer."""
+    alone, _ = encode_prompted([(prompt, False)], made.tokenizer)
+    return alone.tolist() == ids[: counts.argmax()].tolist()
+
+
+def test_what_a_folder_adds_is_as_it_says(made):
+    assert list(made.tokenizer.bos_ids) == made.bos_ids
+    assert list(made.tokenizer.eos_ids) == made.eos_ids
+
+
+@pytest.mark.parametrize("text", ["the cat sat on a mat .", " what is it ?\nit is\n\n a cat", ""])
+def test_texts(made, text):
+    ids, counts = encoded({"text": text}, made.tokenizer)
+    made.check(ids, counts, text, [text], True)
+    assert not counts[: len(made.bos_ids)].any() and counts[len(made.bos_ids) :].all()
+
+
+PROMPTS = [
+    "what is it ?",
+    "user : what is it ?\nassistant :",
+    "<|im_start|>user\nthe cat<|im_end|>",
+]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_completions(made, prompt):
+    ids, counts = encoded({"prompt": prompt, "completion": " a cat , yes ."}, made.tokenizer)
+    made.check(ids, counts, prompt + " a cat , yes .", ["a cat , yes ."], True)
+    assert begins(made, prompt, ids, counts)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_pairs(made, prompt):
+    record = {"prompt": prompt, "chosen": " yes", "rejected": " no , a dog"}
+    for (pieces, ends), answer in zip(
+        pair_of(json.dumps(record).encode(), "x"), (" yes", " no , a dog"), strict=True
+    ):
+        ids, counts = encode_pieces(pieces, ends, made.tokenizer)
+        made.check(ids, counts, prompt + answer, [answer], True)
+        assert begins(made, prompt, ids, counts)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_choices_are_read_as_completions_are_trained(made, prompt):
+    choices = (" a cat", " no", " the dog sat on it .")
+    rows = rows_of_questions([Question(prompt, choices, 0, "x")], made.tokenizer)
+    for (ids, counts), choice in zip(rows, choices, strict=True):
+        made.check(ids, counts, prompt + choice, [choice], False)
+        trained = encoded({"prompt": prompt, "completion": choice}, made.tokenizer)
+        assert trained[0][: len(ids)].tolist() == ids.tolist()
+        assert trained[1][: len(ids)].tolist() == counts.tolist()
+
+
+TALK = [
+    {"role": "system", "content": "the dog is a cat"},
+    {"role": "user", "content": "what is it ?"},
+    {"role": "assistant", "content": "a cat"},
+    {"role": "user", "content": "the cat ?"},
+    {"role": "assistant", "content": "yes , it is ."},
+]
+ANSWERS = ["a cat<|im_end|>", "yes , it is .<|im_end|>"]
+CHAT_ML = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+MARKED = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}
+{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}
+{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+BEGUN = "{{ bos_token }}" + CHAT_ML
+TEMPLATES = {"none": chat_ml, "plain": CHAT_ML, "marked": MARKED, "begun": BEGUN}
+
+
+@pytest.mark.parametrize("name", list(TEMPLATES))
+def test_chats_have_one_beginning_and_count_answers(made, name):
+    text = TEMPLATES[name]
+    template = ChatTemplate(text, {"bos_token": "<s>"}) if isinstance(text, str) else text
+    ids, counts = encoded({"messages": TALK}, made.tokenizer, template)
+    written = template(TALK, False)
+    made.check(ids, counts, written, ANSWERS, False)
+    assert ids.tolist().count(made.library.token_to_id("<s>")) == (
+        bool(made.bos_ids) or name == "begun"
+    )
+    assert begins(made, template(TALK[:2], True), ids, counts)
+    last = encode_prompted([(template(TALK[:4], True), False)], made.tokenizer)[0]
+    assert ids[: len(last)].tolist() == last.tolist() and counts[len(last)] == 1
+
+
+def test_special_tokens_that_texts_spell(made):
+    record = {"prompt": "<|im_end|> it is", "completion": " a</s> cat"}
+    ((pieces, ends),) = documents_of(json.dumps(record).encode(), "x")
+    special = {made.library.token_to_id(token) for token in SPECIAL}
+    for kept in (True, False):
+        ids, counts = encode_pieces(pieces, ends, made.tokenizer, special_tokens=kept)
+        body = ids[len(made.bos_ids) : len(ids) - len(made.eos_ids)].tolist()
+        assert bool(special & set(body)) == kept and counts.any()
+        if not kept and made.lossless:
+            assert "</s>" in made.tokenizer.decode(body)
+    chat = [{"role": "user", "content": "it"}, {"role": "assistant", "content": "a"}]
+    ((pieces, ends),) = documents_of(json.dumps({"messages": chat}).encode(), "x")
+    ids, _ = encode_pieces(pieces, ends, made.tokenizer, special_tokens=False)
+    assert ids.tolist().count(made.library.token_to_id("<|im_end|>")) == 2
+
+
+def test_a_beginning_that_a_text_spells_is_not_written_twice(made):
+    ids, _ = encoded({"text": "<s>the cat"}, made.tokenizer)
+    assert ids.tolist()[: ids.size - len(made.eos_ids)] == made.ids("<s>the cat")
+
+
+def test_a_token_over_the_border_counts(made):
+    """A prompt that ends in a space: what the tokenizer reads as one token holds some of the answer."""
+    prompt, answer = "the cat is ", "a mat"
+    ids, counts = encoded({"prompt": prompt, "completion": answer}, made.tokenizer)
+    body = made.ids(prompt + answer)
+    first = len(made.bos_ids)
+    assert ids[first : first + len(body)].tolist() == body
+    offsets = made.library.encode(prompt + answer, add_special_tokens=False).offsets
+    want = [stop > len(prompt) for _, stop in offsets]
+    assert counts[first : first + len(body)].astype(bool).tolist() == want and sum(want) >= 2
+    row = rows_of_questions([Question(prompt, (answer, "it"), 0, "x")], made.tokenizer)[0]
+    assert row[0].tolist() == ids[: first + len(body)].tolist()
+    assert row[1].tolist() == counts[: first + len(body)].tolist()
+
+
+def test_a_tokenizer_without_spans_encodes_pieces_apart_and_says_so():
+    class Older:
+        vocab_size = 256
+        bos_ids = (1,)
+        eos_ids = (2,)
+
+        def encode(self, text):
+            return Bytes().encode(text)
+
+    with pytest.warns(FutureWarning, match="a tokenizer without encode_spans encodes pieces apart"):
+        ids, counts = encoded({"prompt": "ab", "completion": "c"}, Older())
+    assert ids.tolist() == [1, 97, 98, 99, 2] and counts.tolist() == [0, 0, 0, 1, 1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert encoded({"text": "a"}, Older())[0].tolist() == [1, 97, 2]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".txt"])
+def test_a_corpus_reads_special_tokens_as_asked(tmp_path, suffix):
+    made = Made(tmp_path, "byte level", False, False, True)
+    path = tmp_path / f"a{suffix}"
+    text = "the cat</s> it is a mat"
+    line = json.dumps({"text": text}) if suffix == ".jsonl" else text
+    path.write_text((line + "\n") * 400)
+    special = made.library.token_to_id("</s>")
+    shares = {}
+    for kept in (True, False, True):  # each from a cache of its own
+        config = DataConfig(
+            path=str(path), seq_len=8, batch_size=1, split="tail:0.5", special_tokens=kept
+        )
+        tokens = open_corpus(config, tmp_path / "cache", made.tokenizer).train
+        read = tokens.read(0, len(tokens))
+        shares[kept] = int((read == special).sum())
+        assert made.tokenizer.decode(read).startswith(text)
+    assert shares[False] == 0 and shares[True] >= 190
