@@ -318,3 +318,21 @@ def test_a_corpus_reads_special_tokens_as_asked(tmp_path, suffix):
         shares[kept] = int((read == special).sum())
         assert made.tokenizer.decode(read).startswith(text)
     assert shares[False] == 0 and shares[True] >= 190
+
+
+def test_ids_and_masks_are_those_of_transformers(made, tmp_path):
+    """Of the extra `peers`."""
+    transformers = pytest.importorskip("transformers")
+    made.tokenizer.save(tmp_path / "tokenizer.json")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    theirs.bos_token = "<s>"
+    first = len(made.bos_ids)
+    for prompt in PROMPTS:
+        ids, _ = encoded({"prompt": prompt, "completion": " a cat , yes ."}, made.tokenizer)
+        want = theirs(f"{prompt} a cat , yes .", add_special_tokens=False)["input_ids"]
+        assert ids[first : len(ids) - len(made.eos_ids)].tolist() == want
+    theirs.chat_template = MARKED
+    want = theirs.apply_chat_template(TALK, return_assistant_tokens_mask=True, return_dict=True)
+    ids, counts = encoded({"messages": TALK}, made.tokenizer, ChatTemplate(MARKED))
+    assert ids[first:].tolist() == want["input_ids"]
+    assert counts[first:].tolist() == want["assistant_masks"]
