@@ -158,15 +158,16 @@ def read_documents(
     *,
     special_tokens: bool = True,
 ) -> list[Row]:
-    """Reads lines as training does, by `jaxpar.lm.text.examples.documents_of`; what counts there counts here.
+    """Reads lines as training does, by `jaxpar.lm.text.examples.documents_of`.
 
-    A line is one document, but of messages that the template writes in another way once others follow.
+    What counts there counts here. A line is one document, unless the template writes early messages in
+    another way once others follow.
 
     Args:
       path: A file of JSONL.
-      tokenizer: Of the texts.
-      template: That of messages, as `jaxpar.lm.text.chat.open_template` opens it; by default ChatML.
-      special_tokens: Whether special tokens that a text spells become tokens, as `data.special_tokens` says.
+      tokenizer: The tokenizer.
+      template: Template of messages, as `jaxpar.lm.text.chat.open_template` opens it; by default ChatML.
+      special_tokens: Whether special tokens that a text spells become tokens.
 
     Raises:
       UsageError: A line cannot be read, or has no token that counts behind another; it is named by file and number.
@@ -196,13 +197,13 @@ def rows_of_questions(
 ) -> list[Row]:
     """Encodes each choice behind its prompt: a row a choice, question by question; the choice's tokens count.
 
-    Both are one text, as a completion is in training, so a choice that continues a sentence begins with its
-    space. A token that holds characters of both counts. BOS comes first.
+    Both are one text, as a completion is in training, so a choice that continues a sentence begins with
+    its space. A token that holds characters of both counts. BOS comes first.
 
     Args:
-      questions: Of `read_questions`.
-      tokenizer: Of the texts.
-      special_tokens: Whether special tokens that a text spells become tokens, as `data.special_tokens` says.
+      questions: Prompts with choices, as `read_questions` returns them.
+      tokenizer: The tokenizer.
+      special_tokens: Whether special tokens that a text spells become tokens.
 
     Raises:
       UsageError: A prompt or a choice has no tokens.

@@ -192,7 +192,7 @@ def test_chat_ml_refuses_what_it_does_not_write():
     assert counted([user("a"), empty], chat_ml)[0][1] == ["b<|im_end|>\n"]
 
 
-# Reasoning is written in the turns behind the last question alone, as templates of reasoning models do.
+# Reasoning is written in the turns behind the last question alone, as reasoning models have it.
 RETHOUGHT = """{% set ns = namespace(last=0) %}{% for m in messages %}
 {% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
 {% for m in messages %}<{{ m.role }}>
@@ -240,8 +240,8 @@ def test_what_cannot_be_trained_is_said():
     template = ChatTemplate(OF_TEXT + asks)
     with pytest.raises(
         UsageError,
-        match="line 1: message 2 cannot be trained, as the chat template does not write it behind the "
-        "prompt that asks for it; legal are templates that do, or that mark it by {% generation %}",
+        match="line 1: message 2 cannot be trained, as the chat template does not "
+        "write it behind its prompt; legal are templates that do, or that mark it by {% gen",
     ):
         counted([user("a"), assistant("b")], template)
     for beside in ({"reasoning_content": "rr"}, {"tool_calls": [CALL]}):

@@ -1,7 +1,7 @@
-"""One format for what is trained, judged and served: 12 kinds of tokenizers, all made here, by all kinds of records.
+"""One format for what is trained, judged and served: 12 kinds of tokenizers by all kinds of records.
 
-Ids are those of the tokenizers library on the whole text, what counts are the characters of the answer, and
-what a model is prompted with is how a training example begins.
+Ids are the tokenizers library's on the whole text. The answer's characters count. A prompt is the
+beginning of a training example.
 """
 
 import itertools
@@ -26,63 +26,67 @@ from jaxpar.lm.text.examples import (
 from jaxpar.lm.text.tokenizer import Bytes, load_tokenizer
 
 SPECIAL = ["<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>"]
-WORDS = "the cat sat on a mat . what is it ? it is a cat , user assistant system no yes : the dog".split()
+WORDS = (
+    "the cat sat on a mat . what is it ? it is a cat , user assistant system no yes : dog".split()
+)
 TEXTS = [" ".join(np.random.default_rng(i).permutation(WORDS)) for i in range(20)]
 FALLBACK = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def byte_level(prefix):
-    made = tokenizers.Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
-    made.decoder = decoders.ByteLevel()
-    made.post_processor = processors.ByteLevel(trim_offsets=True)
+    library = tokenizers.Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    library.decoder = decoders.ByteLevel()
+    library.post_processor = processors.ByteLevel(trim_offsets=True)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
-    made.train_from_iterator(TEXTS, trainer)
-    return made
+    library.train_from_iterator(TEXTS, trainer)
+    return library
 
 
 def sentence_piece(prepends):
     """Pieces as SentencePiece's: learnt word by word, read without a border between words."""
-    made = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    library = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     trainer = trainers.BpeTrainer(
         vocab_size=380, special_tokens=["<unk>", *FALLBACK], show_progress=False
     )
-    made.train_from_iterator(TEXTS, trainer)
-    written = json.loads(made.to_str())
+    library.train_from_iterator(TEXTS, trainer)
+    written = json.loads(library.to_str())
     written["pre_tokenizer"] = None
     written["added_tokens"] = [x for x in written["added_tokens"] if x["content"] == "<unk>"]
-    made = tokenizers.Tokenizer.from_str(json.dumps(written))
+    library = tokenizers.Tokenizer.from_str(json.dumps(written))
     spaces = normalizers.Replace(" ", "\u2581")
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), spaces][not prepends :])
-    made.decoder = decoders.Sequence(
+    library.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), spaces][not prepends :]
+    )
+    library.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
-    return made
+    return library
 
 
 def word_piece(_):
-    made = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    made.normalizer = normalizers.BertNormalizer(lowercase=True)
-    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    made.decoder = decoders.WordPiece()
+    library = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    library.normalizer = normalizers.BertNormalizer(lowercase=True)
+    library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    library.decoder = decoders.WordPiece()
     trainer = trainers.WordPieceTrainer(
         vocab_size=60, special_tokens=["[UNK]"], show_progress=False
     )
-    made.train_from_iterator(TEXTS, trainer)
-    return made
+    library.train_from_iterator(TEXTS, trainer)
+    return library
 
 
 def unigram(scheme):
-    made = tokenizers.Tokenizer(models.Unigram())
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
-    made.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    library = tokenizers.Tokenizer(models.Unigram())
+    library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    library.decoder = decoders.Metaspace(prepend_scheme=scheme)
     trainer = trainers.UnigramTrainer(
         vocab_size=60, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False
     )
-    made.train_from_iterator(TEXTS, trainer)
-    return made
+    library.train_from_iterator(TEXTS, trainer)
+    return library
 
 
 MODELS = {
@@ -132,7 +136,7 @@ class Made:
         return self.library.encode(text, add_special_tokens=False).ids
 
     def check(self, ids, counts, text, answers, ends):
-        """The ids of one text, of which the answers count, none of which shares a token with what is before it."""
+        """Checks one text with answers that count, where no token lies over a border."""
         body = self.ids(text)
         begun = [] if body[: len(self.bos_ids)] == self.bos_ids else self.bos_ids
         want = [*begun, *body, *(self.eos_ids if ends else [])]
@@ -148,8 +152,9 @@ class Made:
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"{kind[0]} {kind[1:]}")
-def made(request, tmp_path_factory):
-    return Made(tmp_path_factory.mktemp("folder"), *request.param)
+def kind(request, tmp_path_factory):
+    name, bos, eos, pads = request.param
+    return Made(tmp_path_factory.mktemp("folder"), name, bos, eos, pads)
 
 
 def encoded(record, tokenizer, template=chat_ml):
@@ -157,22 +162,22 @@ def encoded(record, tokenizer, template=chat_ml):
     return encode_pieces(pieces, ends, tokenizer)
 
 
-def begins(made, prompt, ids, counts):
-    """Whether the ids of a prompt alone are those of the example before its answer."""
-    alone, _ = encode_prompted([(prompt, False)], made.tokenizer)
+def begins(kind, prompt, ids, counts):
+    """True if the ids of a prompt alone are the example's before its answer."""
+    alone, _ = encode_prompted([(prompt, False)], kind.tokenizer)
     return alone.tolist() == ids[: counts.argmax()].tolist()
 
 
-def test_what_a_folder_adds_is_as_it_says(made):
-    assert list(made.tokenizer.bos_ids) == made.bos_ids
-    assert list(made.tokenizer.eos_ids) == made.eos_ids
+def test_what_a_folder_adds_is_as_it_says(kind):
+    assert list(kind.tokenizer.bos_ids) == kind.bos_ids
+    assert list(kind.tokenizer.eos_ids) == kind.eos_ids
 
 
 @pytest.mark.parametrize("text", ["the cat sat on a mat .", " what is it ?\nit is\n\n a cat", ""])
-def test_texts(made, text):
-    ids, counts = encoded({"text": text}, made.tokenizer)
-    made.check(ids, counts, text, [text], True)
-    assert not counts[: len(made.bos_ids)].any() and counts[len(made.bos_ids) :].all()
+def test_texts(kind, text):
+    ids, counts = encoded({"text": text}, kind.tokenizer)
+    kind.check(ids, counts, text, [text], True)
+    assert not counts[: len(kind.bos_ids)].any() and counts[len(kind.bos_ids) :].all()
 
 
 PROMPTS = [
@@ -183,30 +188,30 @@ PROMPTS = [
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_completions(made, prompt):
-    ids, counts = encoded({"prompt": prompt, "completion": " a cat , yes ."}, made.tokenizer)
-    made.check(ids, counts, prompt + " a cat , yes .", ["a cat , yes ."], True)
-    assert begins(made, prompt, ids, counts)
+def test_completions(kind, prompt):
+    ids, counts = encoded({"prompt": prompt, "completion": " a cat , yes ."}, kind.tokenizer)
+    kind.check(ids, counts, prompt + " a cat , yes .", ["a cat , yes ."], True)
+    assert begins(kind, prompt, ids, counts)
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_pairs(made, prompt):
+def test_pairs(kind, prompt):
     record = {"prompt": prompt, "chosen": " yes", "rejected": " no , a dog"}
     for (pieces, ends), answer in zip(
         pair_of(json.dumps(record).encode(), "x"), (" yes", " no , a dog"), strict=True
     ):
-        ids, counts = encode_pieces(pieces, ends, made.tokenizer)
-        made.check(ids, counts, prompt + answer, [answer], True)
-        assert begins(made, prompt, ids, counts)
+        ids, counts = encode_pieces(pieces, ends, kind.tokenizer)
+        kind.check(ids, counts, prompt + answer, [answer], True)
+        assert begins(kind, prompt, ids, counts)
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_choices_are_read_as_completions_are_trained(made, prompt):
+def test_choices_are_read_as_completions_are_trained(kind, prompt):
     choices = (" a cat", " no", " the dog sat on it .")
-    rows = rows_of_questions([Question(prompt, choices, 0, "x")], made.tokenizer)
+    rows = rows_of_questions([Question(prompt, choices, 0, "x")], kind.tokenizer)
     for (ids, counts), choice in zip(rows, choices, strict=True):
-        made.check(ids, counts, prompt + choice, [choice], False)
-        trained = encoded({"prompt": prompt, "completion": choice}, made.tokenizer)
+        kind.check(ids, counts, prompt + choice, [choice], False)
+        trained = encoded({"prompt": prompt, "completion": choice}, kind.tokenizer)
         assert trained[0][: len(ids)].tolist() == ids.tolist()
         assert trained[1][: len(ids)].tolist() == counts.tolist()
 
@@ -233,52 +238,52 @@ TEMPLATES = {"none": chat_ml, "plain": CHAT_ML, "marked": MARKED, "begun": BEGUN
 
 
 @pytest.mark.parametrize("name", list(TEMPLATES))
-def test_chats_have_one_beginning_and_count_answers(made, name):
+def test_chats_have_one_beginning_and_count_answers(kind, name):
     text = TEMPLATES[name]
     template = ChatTemplate(text, {"bos_token": "<s>"}) if isinstance(text, str) else text
-    ids, counts = encoded({"messages": TALK}, made.tokenizer, template)
+    ids, counts = encoded({"messages": TALK}, kind.tokenizer, template)
     written = template(TALK, False)
-    made.check(ids, counts, written, ANSWERS, False)
-    assert ids.tolist().count(made.library.token_to_id("<s>")) == (
-        bool(made.bos_ids) or name == "begun"
+    kind.check(ids, counts, written, ANSWERS, False)
+    assert ids.tolist().count(kind.library.token_to_id("<s>")) == (
+        bool(kind.bos_ids) or name == "begun"
     )
-    assert begins(made, template(TALK[:2], True), ids, counts)
-    last = encode_prompted([(template(TALK[:4], True), False)], made.tokenizer)[0]
+    assert begins(kind, template(TALK[:2], True), ids, counts)
+    last = encode_prompted([(template(TALK[:4], True), False)], kind.tokenizer)[0]
     assert ids[: len(last)].tolist() == last.tolist() and counts[len(last)] == 1
 
 
-def test_special_tokens_that_texts_spell(made):
+def test_special_tokens_that_texts_spell(kind):
     record = {"prompt": "<|im_end|> it is", "completion": " a</s> cat"}
     ((pieces, ends),) = documents_of(json.dumps(record).encode(), "x")
-    special = {made.library.token_to_id(token) for token in SPECIAL}
+    special = {kind.library.token_to_id(token) for token in SPECIAL}
     for kept in (True, False):
-        ids, counts = encode_pieces(pieces, ends, made.tokenizer, special_tokens=kept)
-        body = ids[len(made.bos_ids) : len(ids) - len(made.eos_ids)].tolist()
+        ids, counts = encode_pieces(pieces, ends, kind.tokenizer, special_tokens=kept)
+        body = ids[len(kind.bos_ids) : len(ids) - len(kind.eos_ids)].tolist()
         assert bool(special & set(body)) == kept and counts.any()
-        if not kept and made.lossless:
-            assert "</s>" in made.tokenizer.decode(body)
+        if not kept and kind.lossless:
+            assert "</s>" in kind.tokenizer.decode(body)
     chat = [{"role": "user", "content": "it"}, {"role": "assistant", "content": "a"}]
     ((pieces, ends),) = documents_of(json.dumps({"messages": chat}).encode(), "x")
-    ids, _ = encode_pieces(pieces, ends, made.tokenizer, special_tokens=False)
-    assert ids.tolist().count(made.library.token_to_id("<|im_end|>")) == 2
+    ids, _ = encode_pieces(pieces, ends, kind.tokenizer, special_tokens=False)
+    assert ids.tolist().count(kind.library.token_to_id("<|im_end|>")) == 2
 
 
-def test_a_beginning_that_a_text_spells_is_not_written_twice(made):
-    ids, _ = encoded({"text": "<s>the cat"}, made.tokenizer)
-    assert ids.tolist()[: ids.size - len(made.eos_ids)] == made.ids("<s>the cat")
+def test_a_beginning_that_a_text_spells_is_not_written_twice(kind):
+    ids, _ = encoded({"text": "<s>the cat"}, kind.tokenizer)
+    assert ids.tolist()[: ids.size - len(kind.eos_ids)] == kind.ids("<s>the cat")
 
 
-def test_a_token_over_the_border_counts(made):
+def test_a_token_over_the_border_counts(kind):
     """A prompt that ends in a space: what the tokenizer reads as one token holds some of the answer."""
     prompt, answer = "the cat is ", "a mat"
-    ids, counts = encoded({"prompt": prompt, "completion": answer}, made.tokenizer)
-    body = made.ids(prompt + answer)
-    first = len(made.bos_ids)
+    ids, counts = encoded({"prompt": prompt, "completion": answer}, kind.tokenizer)
+    body = kind.ids(prompt + answer)
+    first = len(kind.bos_ids)
     assert ids[first : first + len(body)].tolist() == body
-    offsets = made.library.encode(prompt + answer, add_special_tokens=False).offsets
+    offsets = kind.library.encode(prompt + answer, add_special_tokens=False).offsets
     want = [stop > len(prompt) for _, stop in offsets]
     assert counts[first : first + len(body)].astype(bool).tolist() == want and sum(want) >= 2
-    row = rows_of_questions([Question(prompt, (answer, "it"), 0, "x")], made.tokenizer)[0]
+    row = rows_of_questions([Question(prompt, (answer, "it"), 0, "x")], kind.tokenizer)[0]
     assert row[0].tolist() == ids[: first + len(body)].tolist()
     assert row[1].tolist() == counts[: first + len(body)].tolist()
 
@@ -302,37 +307,37 @@ def test_a_tokenizer_without_spans_encodes_pieces_apart_and_says_so():
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".txt"])
 def test_a_corpus_reads_special_tokens_as_asked(tmp_path, suffix):
-    made = Made(tmp_path, "byte level", False, False, True)
+    kind = Made(tmp_path, "byte level", False, False, True)
     path = tmp_path / f"a{suffix}"
     text = "the cat</s> it is a mat"
     line = json.dumps({"text": text}) if suffix == ".jsonl" else text
     path.write_text((line + "\n") * 400)
-    special = made.library.token_to_id("</s>")
+    special = kind.library.token_to_id("</s>")
     shares = {}
     for kept in (True, False, True):  # each from a cache of its own
         config = DataConfig(
             path=str(path), seq_len=8, batch_size=1, split="tail:0.5", special_tokens=kept
         )
-        tokens = open_corpus(config, tmp_path / "cache", made.tokenizer).train
+        tokens = open_corpus(config, tmp_path / "cache", kind.tokenizer).train
         read = tokens.read(0, len(tokens))
         shares[kept] = int((read == special).sum())
-        assert made.tokenizer.decode(read).startswith(text)
+        assert kind.tokenizer.decode(read).startswith(text)
     assert shares[False] == 0 and shares[True] >= 190
 
 
-def test_ids_and_masks_are_those_of_transformers(made, tmp_path):
+def test_ids_and_masks_are_those_of_transformers(kind, tmp_path):
     """Of the extra `peers`."""
     transformers = pytest.importorskip("transformers")
-    made.tokenizer.save(tmp_path / "tokenizer.json")
+    kind.tokenizer.save(tmp_path / "tokenizer.json")
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     theirs.bos_token = "<s>"
-    first = len(made.bos_ids)
+    first = len(kind.bos_ids)
     for prompt in PROMPTS:
-        ids, _ = encoded({"prompt": prompt, "completion": " a cat , yes ."}, made.tokenizer)
+        ids, _ = encoded({"prompt": prompt, "completion": " a cat , yes ."}, kind.tokenizer)
         want = theirs(f"{prompt} a cat , yes .", add_special_tokens=False)["input_ids"]
-        assert ids[first : len(ids) - len(made.eos_ids)].tolist() == want
+        assert ids[first : len(ids) - len(kind.eos_ids)].tolist() == want
     theirs.chat_template = MARKED
     want = theirs.apply_chat_template(TALK, return_assistant_tokens_mask=True, return_dict=True)
-    ids, counts = encoded({"messages": TALK}, made.tokenizer, ChatTemplate(MARKED))
+    ids, counts = encoded({"messages": TALK}, kind.tokenizer, ChatTemplate(MARKED))
     assert ids[first:].tolist() == want["input_ids"]
     assert counts[first:].tolist() == want["assistant_masks"]

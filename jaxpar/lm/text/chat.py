@@ -13,7 +13,7 @@ from jaxpar.types import UsageError
 
 _BEGIN = "\ufdd0"
 _END = "\ufdd1"
-"""What marks an answer in a marked rendering: no characters, by Unicode's rule, so no text has them."""
+"""Marks around an answer: no characters, by Unicode's rule, so no text has them."""
 
 _PROBE = "jaxparprobe"
 
@@ -25,7 +25,7 @@ class ChatTemplate:
     Attributes:
       text: The template.
       tokens: What it calls special tokens, such as bos_token.
-      now: Moment that `strftime_now` tells; None: that of the rendering.
+      now: Moment that `strftime_now` returns; None: the present one.
     """
 
     text: str
@@ -54,11 +54,11 @@ class ChatTemplate:
     def render_answers(
         self, messages: Sequence[Mapping[str, object]], **values: object
     ) -> tuple[str, list[tuple[int, int]] | None]:
-        """Returns the text of a conversation, and what stands in the template's `{% generation %}` blocks.
+        """Returns the text of a conversation, and spans of the template's `{% generation %}` blocks.
 
         Returns:
-          The text as `render` returns it with `asks=False`, and spans of its characters in turn, first and
-          one past the last; None where the template has no such block.
+          The text as `render` returns it with `asks=False`, and spans of its characters in order, first
+          and one past the last; None where the template has no such block.
 
         Raises:
           UsageError: As `render`; or a block's text is changed after it was written.
@@ -80,14 +80,14 @@ class ChatTemplate:
                 break
         if marked.replace(_BEGIN, "").replace(_END, "") != text or length != len(text):
             raise UsageError(
-                "the chat template changes what its {% generation %} blocks wrote; legal are blocks that "
-                "are written as they are."
+                "the chat template changes what its {% generation %} blocks wrote; legal are blocks "
+                "that are written as they are."
             )
         return text, spans
 
     @property
     def has_answers(self) -> bool:
-        """Whether the template marks answers by `{% generation %}` blocks."""
+        """True if the template marks answers by `{% generation %}` blocks."""
         return _compiled(self.text)[2]
 
     def __call__(self, messages: Sequence[Mapping[str, object]], answer: bool) -> str:
@@ -107,7 +107,7 @@ class ChatTemplate:
             ) from None
 
     def _as_read(self, messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
-        """Returns messages whose contents are of a kind that the template reads."""
+        """Returns messages with contents in the form that the template reads."""
         contents = [message.get("content") for message in messages]
         if not any(isinstance(content, str | list) for content in contents):
             return list(messages)
@@ -152,7 +152,7 @@ def _contents_read_by(text: str, tokens: tuple[tuple[str, str], ...]) -> tuple[b
     for content in (_PROBE, [{"type": "text", "text": _PROBE}]):
         try:
             out = template._render([{"role": "user", "content": content}], False, {})
-        except UsageError:  # it may ask for a system's turn
+        except UsageError:  # it may need a turn of the system
             out = ""
         # A list that was written as Python or JSON does was not read.
         found.append(_PROBE in out and f"'{_PROBE}'" not in out and f'"{_PROBE}"' not in out)
@@ -179,7 +179,7 @@ def _compiled(
     marks = []
 
     class Generation(jinja2.ext.Extension):
-        """Reads `{% generation %}` ... `{% endgeneration %}`: its body between two names, else undefined."""
+        """Reads `{% generation %}` blocks: their bodies between two names, undefined by default."""
 
         tags = {"generation"}
 

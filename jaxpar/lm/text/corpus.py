@@ -50,8 +50,8 @@ class DataConfig:
         template: how the messages of JSONL become text: a file of Jinja, or a folder that has one; empty: ChatML.
         workers: processes that tokenise JSONL.
         pairs: lines of JSONL are preferences, {"prompt", "chosen", "rejected"}; objective.kind=dpo says so.
-        special_tokens: special tokens that a text, a prompt or a completion spells become tokens; false: they stay
-            text. Those of messages always become tokens.
+        special_tokens: special tokens that a text, a prompt or a completion spells become tokens; false:
+            they stay text. Those of messages always become tokens.
     """
 
     path: str = ""

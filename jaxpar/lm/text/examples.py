@@ -1,9 +1,9 @@
 """One line of JSONL to the tokens of its documents, and which of them count in the loss.
 
-A document is one text of which some spans of characters count. It is encoded once, so its ids are those of
-the tokenizer on the whole text; a token counts if it holds a character that does. So what a model is
-prompted with is how its training began, unless a token lies over the border between prompt and answer:
-that token holds some of the answer, and counts.
+A document is one text with spans of characters that count. It is encoded once, so its ids are the
+tokenizer's on the whole text; a token counts if it holds a character that does. A prompt is therefore
+the beginning of what was trained, unless a token lies over the border between prompt and answer. That
+token holds some of the answer, and counts.
 """
 
 import json
@@ -20,7 +20,7 @@ from jaxpar.lm.text.tokenizer import Tokenizer
 from jaxpar.types import UsageError
 
 Document = tuple[list[tuple[str, bool]], bool]
-"""(text, whether it counts) in turn, one text when joined; and whether EOS belongs behind it."""
+"""(text, whether it counts) in order, one text when joined; and whether EOS belongs behind it."""
 
 Template = Callable[[Sequence[dict], bool], str]
 """(messages, whether the beginning of an answer follows) -> text."""
@@ -73,18 +73,18 @@ def documents_of(line: bytes, where: str, template: Template = chat_ml) -> list[
 
     Args:
       line: A JSON object with "text"; "prompt" and "completion"; or "messages", a list of {"role", "content"}, the role
-        one of `ROLES`, and maybe "tools" beside them. Other keys are left alone.
+        one of `ROLES`, and optionally "tools". Other keys are left alone.
       where: What errors call the line: its file and number.
       template: How messages become text.
 
     Returns:
-      What counts is all of a text, the completion, and what the assistant wrote, to the end of its turn or in
-      the template's `{% generation %}` blocks. EOS belongs behind texts and completions, as messages have
-      their own. One document, but of messages whose early turns the template writes in another way once
-      others follow: then each such turn has one of its own, which ends with it.
+      All of a text counts, the completion, and what the assistant wrote, to the end of its turn or in the
+      template's `{% generation %}` blocks. EOS belongs behind texts and completions, as messages have
+      their own. A line is one document, unless the template writes early turns in another way once
+      others follow: then each such turn has a document of its own, which ends with it.
 
     Raises:
-      UsageError: If the line is none of these, or a turn is not written behind what asks for it.
+      UsageError: If the line is none of these, or a turn is not written behind its prompt.
     """
     value = object_of(line, where, _KINDS)
     if len({"text", "prompt", "messages"} & value.keys()) != 1 or ("prompt" in value) != (
@@ -117,7 +117,7 @@ def pieces_of(line: bytes, where: str, template: Template = chat_ml) -> Document
 
 
 def pair_of(line: bytes, where: str) -> list[Document]:
-    """Reads one line of preferences, {"prompt", "chosen", "rejected"}: the two documents, as of `documents_of`.
+    """Reads one line of preferences, {"prompt", "chosen", "rejected"}: two documents.
 
     Raises:
       UsageError: It is none, or both completions are the same.
@@ -145,29 +145,33 @@ def _check_messages(messages: object, tools: object, where: str) -> None:
             f"{where} has messages={brief(messages)}; legal is a list of at least one."
         )
     for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise _no_message(message, where)
-        calls = message.get("tool_calls")
-        if calls is not None and not _are_objects(calls):
-            raise UsageError(
-                f"{where} has tool_calls={brief(calls)}; legal are a list of objects and null."
-            )
-        if message.get("content") is None and not calls:
-            raise _no_message(message, where)
-        if not isinstance(message.get("content"), str | list | None):
-            raise _no_message(message, where)
-        if message["role"] not in ROLES:
-            raise UsageError(
-                f"{where} has the role {brief(message['role'])}; legal are {', '.join(ROLES)}."
-            )
+        _check_message(message, where)
     if tools is not None and not _are_objects(tools):
         raise UsageError(f"{where} has tools={brief(tools)}; legal are a list of objects and null.")
 
 
+def _check_message(message: object, where: str) -> None:
+    """Refuses what is no message."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise _no_message(message, where)
+    calls = message.get("tool_calls")
+    if calls is not None and not _are_objects(calls):
+        raise UsageError(
+            f"{where} has tool_calls={brief(calls)}; legal are a list of objects and null."
+        )
+    content = message.get("content")
+    if not isinstance(content, str | list) and (content is not None or not calls):
+        raise _no_message(message, where)
+    if message["role"] not in ROLES:
+        raise UsageError(
+            f"{where} has the role {brief(message['role'])}; legal are {', '.join(ROLES)}."
+        )
+
+
 def _no_message(message: object, where: str) -> UsageError:
     return UsageError(
-        f"{where} has the message {brief(message)}; legal are role and content, a string and a string or "
-        "parts of text, or null with tool_calls."
+        f"{where} has the message {brief(message)}; legal are role and content, a string and a "
+        "string or parts of text, or null with tool_calls."
     )
 
 
@@ -192,11 +196,12 @@ class _Written:
             raise UsageError(f"{where}: {error}") from None
         if self._tools and not isinstance(template, ChatTemplate):
             raise UsageError(
-                f"{where} has tools={brief(tools)}, and no template to write them; data.template= gives one."
+                f"{where} has tools={brief(tools)}, and no template to write them; data.template= "
+                "gives one."
             )
 
     def text(self, upto: int, asks: bool = False) -> str:
-        """Returns the text of the messages before number `upto`, with or without what asks for an answer."""
+        """Returns the text of the messages before number `upto`, with or without an answer's head."""
         if (upto, asks) not in self._texts:
             messages = self.messages[:upto]
             try:
@@ -210,7 +215,7 @@ class _Written:
         return self._texts[upto, asks]
 
     def marked(self, number: int) -> list[tuple[int, int]]:
-        """Returns the spans that the template marks in message `number`, of the text that ends with it."""
+        """Returns the spans that the template marks in a message, in the text that ends with it."""
         assert isinstance(self._template, ChatTemplate)
         try:
             text, spans = self._template.render_answers(
@@ -223,7 +228,7 @@ class _Written:
 
 
 def _conversations(written: _Written) -> list[list[tuple[str, bool]]]:
-    """Returns the texts of a conversation in pieces; each turn of the assistant counts in one of them."""
+    """Returns the texts of a conversation in pieces; each turn of the assistant counts in one."""
     messages = written.messages
     left = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     whole = written.text(len(messages))
@@ -246,19 +251,19 @@ def _conversations(written: _Written) -> list[list[tuple[str, bool]]]:
 
 
 def _spans(written: _Written, number: int) -> list[tuple[int, int]]:
-    """Returns the characters that the assistant wrote in message `number`, of the text that ends with it."""
+    """Returns the characters that count in a message, in the text that ends with it."""
     if written.marks:
         return written.marked(number)
     return [(len(written.text(number, asks=True)), len(written.text(number + 1)))]
 
 
 def _check_turn(written: _Written, number: int) -> None:
-    """Refuses a turn of the assistant that the template does not write, or not behind what asks for it."""
+    """Refuses a turn of the assistant that the template does not write behind its prompt."""
     text = written.text(number + 1)
     if not written.marks and not text.startswith(written.text(number, asks=True)):
         raise UsageError(
-            f"{written.where}: message {number + 1} cannot be trained, as the chat template does not write "
-            "it behind the prompt that asks for it; legal are templates that do, or that mark it by "
+            f"{written.where}: message {number + 1} cannot be trained, as the chat template does not "
+            "write it behind its prompt; legal are templates that do, or that mark it by "
             "{% generation %}."
         )
     message = written.messages[number]
@@ -280,13 +285,13 @@ def _name(call: Mapping[str, object]) -> str:
 
 def _unwritten(written: _Written, number: int, key: str) -> UsageError:
     return UsageError(
-        f"{written.where}: message {number + 1} has {key}, which the chat template does not write; legal "
-        "are templates that do, or messages without it."
+        f"{written.where}: message {number + 1} has {key}, which the chat template does not write; "
+        "legal are templates that do, or messages without it."
     )
 
 
 def _pieces(text: str, spans: Sequence[tuple[int, int]]) -> list[tuple[str, bool]]:
-    """Returns a text in pieces: what is in none of the spans, which are in turn, does not count."""
+    """Returns a text in pieces: what is in none of the spans does not count."""
     pieces = []
     done = 0
     for start, stop in spans:
@@ -306,15 +311,15 @@ def encode_pieces(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Encodes a document: ids int32 [n], and 1 where a token counts as a target, uint8 [n].
 
-    The pieces are one text, encoded once. A token counts if it holds a character that counts. The tokenizer's
-    BOS comes first, and does not count, unless the text begins with it.
+    The pieces are one text, encoded once. A token counts if it holds a character that counts. The
+    tokenizer's BOS comes first, and does not count, unless the text begins with it.
 
     Args:
-      pieces: Of `documents_of`.
+      pieces: A document's text, as `documents_of` returns it.
       ends: Whether the tokenizer's EOS comes last, and counts.
-      tokenizer: Of the text.
-      special_tokens: Whether special tokens that a text without a template spells become tokens. Those of
-        messages do: a template's own cannot be told from those in contents.
+      tokenizer: The tokenizer.
+      special_tokens: Whether special tokens that a text without a template spells become tokens. In
+        messages they do: the template's own and the contents' are alike once they are rendered.
     """
     ids, counts = encode_prompted(pieces, tokenizer, special_tokens=special_tokens or not ends)
     if not ends and not any(text for text, _ in pieces):
@@ -328,31 +333,47 @@ def encode_prompted(
     pieces: Sequence[tuple[str, bool]], tokenizer: Tokenizer, *, special_tokens: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
     """Encodes a document as `encode_pieces` does, without an end."""
-    text = "".join(piece for piece, _ in pieces)
     options = {} if special_tokens else {"special_tokens": False}
-    kinds = {counts for piece, counts in pieces if piece}
-    if len(kinds) < 2:
-        ids = tokenizer.encode(text, **options) if text else np.zeros(0, np.int32)
-        counts = np.full(len(ids), any(kinds), np.uint8)
-    elif hasattr(tokenizer, "encode_spans"):
-        ids, starts, stops = tokenizer.encode_spans(text, **options)
-        flags = np.repeat(
-            np.array([counts for _, counts in pieces]), [len(piece) for piece, _ in pieces]
-        )
-        before = np.concatenate([[0], np.cumsum(flags)])  # characters that count
-        counts = (before[stops] > before[starts]).astype(np.uint8)
+    if hasattr(tokenizer, "encode_spans"):
+        ids, counts = _encoded_whole(pieces, tokenizer, options)
     else:
-        warnings.warn(
-            "a tokenizer without encode_spans encodes pieces apart; it has to have it from the first "
-            "release on.",
-            FutureWarning,
-            stacklevel=2,
-        )
-        parts = [(tokenizer.encode(piece, **options), counts) for piece, counts in pieces if piece]
-        ids = np.concatenate([part for part, _ in parts])
-        counts = np.concatenate([np.full(len(part), counts, np.uint8) for part, counts in parts])
+        ids, counts = _encoded_apart(pieces, tokenizer, options)
     bos_ids = np.array(tokenizer.bos_ids, np.int32)
     if not np.array_equal(ids[: len(bos_ids)], bos_ids):
         ids = np.concatenate([bos_ids, ids])
         counts = np.concatenate([np.zeros(len(bos_ids), np.uint8), counts])
     return ids.astype(np.int32), counts
+
+
+def _encoded_whole(
+    pieces: Sequence[tuple[str, bool]], tokenizer: Tokenizer, options: Mapping[str, bool]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Encodes pieces as one text, without BOS."""
+    text = "".join(piece for piece, _ in pieces)
+    kinds = {counts for piece, counts in pieces if piece}
+    if len(kinds) < 2:  # no offsets are needed
+        ids = tokenizer.encode(text, **options)
+        return ids, np.full(len(ids), any(kinds), np.uint8)
+    ids, starts, stops = tokenizer.encode_spans(text, **options)
+    sizes = [len(piece) for piece, _ in pieces]
+    flags = np.repeat(np.array([counts for _, counts in pieces]), sizes)
+    before = np.concatenate([[0], np.cumsum(flags)])  # characters that count
+    return ids, (before[stops] > before[starts]).astype(np.uint8)
+
+
+def _encoded_apart(
+    pieces: Sequence[tuple[str, bool]], tokenizer: Tokenizer, options: Mapping[str, bool]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Encodes each piece by itself, for tokenizers of older code."""
+    parts = [(tokenizer.encode(piece, **options), counts) for piece, counts in pieces if piece]
+    if len({counts for _, counts in parts}) > 1:
+        warnings.warn(
+            "a tokenizer without encode_spans encodes pieces apart; it has to have it from the "
+            "first release on.",
+            FutureWarning,
+            stacklevel=4,
+        )
+    counts = [np.full(len(ids), counts, np.uint8) for ids, counts in parts]
+    ids = [ids for ids, _ in parts]
+    empty = np.zeros(0, np.uint8)
+    return np.concatenate([empty, *ids]).astype(np.int32), np.concatenate([empty, *counts])

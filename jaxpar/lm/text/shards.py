@@ -75,7 +75,7 @@ def place_of(path: str, offset: int) -> str:
 def read_line(
     path: str, offset: int, line: bytes, template: Template, pairs: bool = False
 ) -> list[Document]:
-    """Returns the documents of a line, of preferences two, with its number found where it is refused."""
+    """Returns the documents of a line, with its number found where it is refused."""
 
     def read(where: str) -> list[Document]:
         return pair_of(line, where) if pairs else documents_of(line, where, template)

@@ -28,8 +28,8 @@ _BYTES = {chr(byte): byte for byte in _SEEN} | {
 class Tokenizer(Protocol):
     """A mapping between text and ids below `vocab_size`; `identity` changes when the mapping does.
 
-    A sample begins with `bos_ids` and ends at the first of `eos_ids`, which `encode` never adds. Where a
-    text spells a special token it becomes that token, and with `special_tokens=False` stays text.
+    A sample begins with `bos_ids` and ends at the first of `eos_ids`, which `encode` never adds. Where
+    a text spells a special token it becomes that token, and with `special_tokens=False` stays text.
     """
 
     vocab_size: int
@@ -60,9 +60,9 @@ class Bytes:
     bos_ids = eos_ids = ()
 
     def encode(self, text: str, *, special_tokens: bool = True) -> np.ndarray:
-        """Maps text to its UTF-8 bytes, int32 `[n]`; escaped bytes of a command line come back as they were.
+        """Maps text to its UTF-8 bytes, int32 `[n]`.
 
-        There are no special tokens, so `special_tokens` changes nothing.
+        Escaped bytes of a command line come back as they were. There are no special tokens, so `special_tokens` changes nothing.
 
         Raises:
           UsageError: If the text has half of a surrogate pair, which no encoding writes.
@@ -83,7 +83,7 @@ class Bytes:
     def encode_spans(
         self, text: str, *, special_tokens: bool = True
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Maps text as `encode` does; byte i belongs to characters `starts[i]:stops[i]`, int64 `[n]`."""
+        """Maps text as `encode` does; byte i is in characters `starts[i]:stops[i]`, int64 `[n]`."""
         ids = self.encode(text)
         if len(ids) == len(text):
             starts = np.arange(len(ids), dtype=np.int64)
@@ -108,8 +108,9 @@ class Bpe:
 
     Neither a beginning-of-text nor any other special token is added, and the library's truncation and
     padding are left out, as transformers leaves them out of plain calls. `vocab_size` is one more than
-    the largest id; `identity` holds the sha256 of the JSON, however its file was formatted. `bos_ids` and
-    `eos_ids` are what a sample begins with and ends at, such as the BOS and the EOS of a Hugging Face folder.
+    the largest id; `identity` holds the sha256 of the JSON, however its file was formatted. `bos_ids`
+    and `eos_ids` are what a sample begins with and ends at, such as the BOS and the EOS of a Hugging
+    Face folder.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class Bpe:
 
         Args:
           text: Encoded whole, however long it is.
-          special_tokens: Whether special tokens that the text spells become tokens; else they are text.
+          special_tokens: Whether special tokens that the text spells become tokens, or stay text.
 
         Raises:
           UsageError: If the text has half of a surrogate pair, which no encoding writes.
@@ -150,8 +151,8 @@ class Bpe:
         """Maps text as `encode` does, and returns where tokens begin.
 
         Returns:
-          Ids int32 `[n]`, and the first character of each token, int64 `[n]`. The bytes of one character
-          have the same.
+          Ids int32 `[n]`, and the first character of each token, int64 `[n]`. The bytes of one
+          character have the same.
         """
         ids, starts, _ = self.encode_spans(text, special_tokens=special_tokens)
         return ids, starts
@@ -162,16 +163,16 @@ class Bpe:
         """Maps text as `encode` does, and returns which characters each token holds.
 
         Returns:
-          Ids int32 `[n]`; token i holds the characters `starts[i]:stops[i]`, int64 `[n]`, at least one. A
-          space that a token begins with is among them, whatever the tokenizer's `trim_offsets` says. A
-          symbol that a normaliser adds before a text has the text's first character.
+          Ids int32 `[n]`; token i holds the characters `starts[i]:stops[i]`, int64 `[n]`, at least one.
+          A space that a token begins with is among them, whatever the tokenizer's `trim_offsets` says.
+          A symbol that a normaliser adds before a text has the text's first character.
         """
         found = _encoding(self._copy(special_tokens), text)
         spans = np.array(found.offsets, np.int64).reshape(-1, 2)
         return np.array(found.ids, np.int32), spans[:, 0], np.maximum(spans[:, 1], spans[:, 0] + 1)
 
     def _copy(self, special_tokens: bool) -> tokenizers.Tokenizer:
-        """Returns a copy that tells offsets as they are, and reads or leaves special tokens."""
+        """Returns a copy with untrimmed offsets that reads special tokens, or leaves them text."""
         if special_tokens not in self._copies:
             copy = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
             # Without special tokens of its own it only trims offsets.
