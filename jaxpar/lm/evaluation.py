@@ -160,13 +160,14 @@ def read_documents(
 ) -> list[Row]:
     """Reads lines as training does, by `jaxpar.lm.text.examples.documents_of`.
 
-    What counts there counts here. A line is one document, unless the template writes early messages in
-    another way once others follow.
+    What counts there counts here. A line is one document, unless the template writes early messages
+    in another way once others follow.
 
     Args:
       path: A file of JSONL.
       tokenizer: The tokenizer.
-      template: Template of messages, as `jaxpar.lm.text.chat.open_template` opens it; by default ChatML.
+      template: Template of messages, as `jaxpar.lm.text.chat.open_template` opens it; by default
+        ChatML.
       special_tokens: Whether special tokens that a text spells become tokens.
 
     Raises:
@@ -197,8 +198,8 @@ def rows_of_questions(
 ) -> list[Row]:
     """Encodes each choice behind its prompt: a row a choice, question by question; the choice's tokens count.
 
-    Both are one text, as a completion is in training, so a choice that continues a sentence begins with
-    its space. A token that holds characters of both counts. BOS comes first.
+    Both are one text, as a completion is in training, so a choice that continues a sentence begins
+    with its space. A token that holds characters of both counts. BOS comes first.
 
     Args:
       questions: Prompts with choices, as `read_questions` returns them.

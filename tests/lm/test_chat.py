@@ -171,11 +171,15 @@ OF_BOTH = """{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{
     [(OF_TEXT, "ab", "ab"), (OF_PARTS, "a|b|", "ab|"), (OF_BOTH, "ab", "ab"), (None, "ab", "ab")],
 )
 def test_content_may_be_a_list_of_parts(text, parts, string):
-    template = chat_ml if text is None else ChatTemplate(text)
-    write = chat_ml if text is None else lambda talk, asks: template.render(talk, asks=asks)
-    begin, end = ("<|im_start|>user\n", "<|im_end|>\n") if text is None else ("<user>", "")
-    assert write([user(PARTS)], False) == f"{begin}{parts}{end}"
-    assert write([user("ab")], False) == f"{begin}{string}{end}"
+    template = ChatTemplate(text or "")
+    begin = "<user>"
+    end = ""
+    if text is None:
+        template = chat_ml
+        begin = "<|im_start|>user\n"
+        end = "<|im_end|>\n"
+    assert template([user(PARTS)], False) == f"{begin}{parts}{end}"
+    assert template([user("ab")], False) == f"{begin}{string}{end}"
     image = [{"type": "image", "url": "x"}]
     with pytest.raises(UsageError, match="line 1: a message has the content .*image.*legal are"):
         counted([user(image)], template)

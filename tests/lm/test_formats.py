@@ -1,4 +1,4 @@
-"""One format for what is trained, judged and served: 12 kinds of tokenizers by all kinds of records.
+"""One format for what is trained, judged and served: 12 kinds of tokenizers, all kinds of records.
 
 Ids are the tokenizers library's on the whole text. The answer's characters count. A prompt is the
 beginning of a training example.
@@ -128,7 +128,9 @@ class Made:
             )
             library.enable_truncation(4)
         library.save(str(folder / "tokenizer.json"))
-        settings = {"bos_token": "<s>"} | ({"eos_token": "</s>"} if eos else {})
+        settings = {"bos_token": "<s>", "eos_token": "</s>"}
+        if not eos:
+            del settings["eos_token"]
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
         self.tokenizer = load_tokenizer(folder)
 
@@ -138,8 +140,10 @@ class Made:
     def check(self, ids, counts, text, answers, ends):
         """Checks one text with answers that count, where no token lies over a border."""
         body = self.ids(text)
-        begun = [] if body[: len(self.bos_ids)] == self.bos_ids else self.bos_ids
-        want = [*begun, *body, *(self.eos_ids if ends else [])]
+        begun = self.bos_ids
+        if body[: len(begun)] == begun:
+            begun = []
+        want = begun + body + self.eos_ids * ends
         assert ids.tolist() == want and ids.dtype == np.int32 and counts.dtype == np.uint8
         held = np.zeros(len(text), bool)
         inside = counts[len(begun) : len(begun) + len(body)]
@@ -239,8 +243,9 @@ TEMPLATES = {"none": chat_ml, "plain": CHAT_ML, "marked": MARKED, "begun": BEGUN
 
 @pytest.mark.parametrize("name", list(TEMPLATES))
 def test_chats_have_one_beginning_and_count_answers(kind, name):
-    text = TEMPLATES[name]
-    template = ChatTemplate(text, {"bos_token": "<s>"}) if isinstance(text, str) else text
+    template = TEMPLATES[name]
+    if isinstance(template, str):
+        template = ChatTemplate(template, {"bos_token": "<s>"})
     ids, counts = encoded({"messages": TALK}, kind.tokenizer, template)
     written = template(TALK, False)
     kind.check(ids, counts, written, ANSWERS, False)
@@ -274,7 +279,7 @@ def test_a_beginning_that_a_text_spells_is_not_written_twice(kind):
 
 
 def test_a_token_over_the_border_counts(kind):
-    """A prompt that ends in a space: what the tokenizer reads as one token holds some of the answer."""
+    """A prompt that ends in a space, which the tokenizer reads as part of the answer's first word."""
     prompt, answer = "the cat is ", "a mat"
     ids, counts = encoded({"prompt": prompt, "completion": answer}, kind.tokenizer)
     body = kind.ids(prompt + answer)
@@ -310,7 +315,7 @@ def test_a_corpus_reads_special_tokens_as_asked(tmp_path, suffix):
     kind = Made(tmp_path, "byte level", False, False, True)
     path = tmp_path / f"a{suffix}"
     text = "the cat</s> it is a mat"
-    line = json.dumps({"text": text}) if suffix == ".jsonl" else text
+    line = {".jsonl": json.dumps({"text": text}), ".txt": text}[suffix]
     path.write_text((line + "\n") * 400)
     special = kind.library.token_to_id("</s>")
     shares = {}

@@ -137,7 +137,7 @@ def test_specifications():
 
 
 def _trimmed():
-    """A byte-level tokenizer whose post-processor takes spaces out of the offsets, with special tokens."""
+    """A byte-level tokenizer with trimmed offsets and a special token."""
     library = tokenizers.Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()

@@ -37,17 +37,18 @@ class ChatTemplate:
     ) -> str:
         """Returns the text of a conversation.
 
-        A content may be a list of parts of text. A template that reads strings alone gets them joined, and
-        one that reads parts alone gets a string as one part.
+        A content may be a list of parts of text. A template that reads strings alone gets them
+        joined, and one that reads parts alone gets a string as one part.
 
         Args:
           messages: Each with "role" and "content", and what else the template reads in it.
           asks: Whether an answer is to follow: `add_generation_prompt`.
-          values: What else the template reads, such as tools; `tools` and `documents` are None unless given.
+          values: What else the template reads, such as tools; `tools` and `documents` are None
+            unless given.
 
         Raises:
-          UsageError: If jinja2 is absent, or the template refuses the messages or is none, or a part of a
-            content is no text.
+          UsageError: If jinja2 is absent, or the template refuses the messages or is none, or a
+            part of a content is no text.
         """
         return self._render(self._as_read(messages), asks, values)
 
@@ -57,8 +58,8 @@ class ChatTemplate:
         """Returns the text of a conversation, and spans of the template's `{% generation %}` blocks.
 
         Returns:
-          The text as `render` returns it with `asks=False`, and spans of its characters in order, first
-          and one past the last; None where the template has no such block.
+          The text as `render` returns it with `asks=False`, and spans of its characters in order,
+          first and one past the last; None where the template has no such block.
 
         Raises:
           UsageError: As `render`; or a block's text is changed after it was written.
@@ -132,17 +133,24 @@ def text_of(content: object) -> str:
     """
     if content is None or isinstance(content, str):
         return content or ""
+    if not isinstance(content, list):
+        raise _no_content(content)
     texts = []
-    for part in content if isinstance(content, list) else [content]:
-        found = part if isinstance(part, dict) and part is not content else {}
-        text = found.get("text")
-        if not isinstance(text, str) or found.get("type") != "text":
-            raise UsageError(
-                f"a message has the content {brief(part)}; legal are a string, null and a list of "
-                '{"type": "text", "text": ...}.'
-            )
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise _no_content(part)
+        text = part.get("text")
+        if not isinstance(text, str):
+            raise _no_content(part)
         texts.append(text)
     return "".join(texts)
+
+
+def _no_content(value: object) -> UsageError:
+    return UsageError(
+        f"a message has the content {brief(value)}; legal are a string, null and a list of "
+        '{"type": "text", "text": ...}.'
+    )
 
 
 @functools.lru_cache(maxsize=16)

@@ -33,6 +33,8 @@ _KIB, _MIB = 2**10, 2**20
 _STDLIB_SKIPS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _FORMAT = 2  # part of every cache key: raise it when the meaning of a cached file changes
 
+_TEXT_ALONE = ["special tokens stay text"]
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -50,8 +52,8 @@ class DataConfig:
         template: how the messages of JSONL become text: a file of Jinja, or a folder that has one; empty: ChatML.
         workers: processes that tokenise JSONL.
         pairs: lines of JSONL are preferences, {"prompt", "chosen", "rejected"}; objective.kind=dpo says so.
-        special_tokens: special tokens that a text, a prompt or a completion spells become tokens; false:
-            they stay text. Those of messages always become tokens.
+        special_tokens: special tokens that a text, a prompt or a completion spells become tokens;
+            false: they stay text. Those of messages always become tokens.
     """
 
     path: str = ""
@@ -170,7 +172,7 @@ def open_corpus(
         files = _files(config.path)
         name = config.tokenizer if tokenizer is None else tokenizer.identity
         keys = [_FORMAT, files, name, config.split]
-        keys += [] if config.special_tokens else ["special tokens stay text"]
+        keys += _TEXT_ALONE * (not config.special_tokens)
         key = hashlib.sha256(json.dumps(keys).encode()).hexdigest()
         entry = Path(cache) / key[:16]
         if not entry.exists():
@@ -236,7 +238,7 @@ def _open_shards(
         )
         key = [_FORMAT, str(path), stat.st_size, stat.st_mtime_ns, name, config.split, writes]
         key += ["pairs"] if config.pairs else []
-        key += [] if config.special_tokens else ["special tokens stay text"]
+        key += _TEXT_ALONE * (not config.special_tokens)
         folder = cache / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
         tokenizer = tokenizer or _tokenizer(
             config, folder.with_suffix(".json"), str(path), template
@@ -438,7 +440,9 @@ def _write_tokens(
 ) -> list[int]:
     """Encodes the pieces into one flat file, block by block, and gives their lengths in tokens."""
     lengths = []
-    options = {} if special_tokens else {"special_tokens": False}
+    options = {"special_tokens": False}
+    if special_tokens:  # older tokenizers have no such argument
+        options = {}
     with path.open("wb") as file:
         for piece in pieces:
             begin = file.tell()

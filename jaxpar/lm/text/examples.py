@@ -1,9 +1,9 @@
 """One line of JSONL to the tokens of its documents, and which of them count in the loss.
 
 A document is one text with spans of characters that count. It is encoded once, so its ids are the
-tokenizer's on the whole text; a token counts if it holds a character that does. A prompt is therefore
-the beginning of what was trained, unless a token lies over the border between prompt and answer. That
-token holds some of the answer, and counts.
+tokenizer's on the whole text; a token counts if it holds a character that does. A prompt is
+therefore the beginning of what was trained, unless a token lies over the border between prompt and
+answer. That token holds some of the answer, and counts.
 """
 
 import json
@@ -78,10 +78,11 @@ def documents_of(line: bytes, where: str, template: Template = chat_ml) -> list[
       template: How messages become text.
 
     Returns:
-      All of a text counts, the completion, and what the assistant wrote, to the end of its turn or in the
-      template's `{% generation %}` blocks. EOS belongs behind texts and completions, as messages have
-      their own. A line is one document, unless the template writes early turns in another way once
-      others follow: then each such turn has a document of its own, which ends with it.
+      All of a text counts, the completion, and what the assistant wrote, to the end of its turn or
+      in the template's `{% generation %}` blocks. EOS belongs behind texts and completions, as
+      messages have their own. A line is one document, unless the template writes early turns in
+      another way once others follow: then each such turn has a document of its own, which ends with
+      it.
 
     Raises:
       UsageError: If the line is none of these, or a turn is not written behind its prompt.
@@ -246,7 +247,7 @@ def _conversations(written: _Written) -> list[list[tuple[str, bool]]]:
             spans = [span for i in held for span in _spans(written, i)]
             out.append(_pieces(text, spans))
         left = [i for i in left if i not in held]
-        upto = left[-1] + 1 if left else 0
+        upto = max(left, default=-1) + 1
     return out[::-1]
 
 
@@ -279,8 +280,9 @@ def _check_turn(written: _Written, number: int) -> None:
 def _name(call: Mapping[str, object]) -> str:
     """Returns the name of the function that is called."""
     function = call.get("function")
-    value = function if isinstance(function, dict) else call
-    return str(value.get("name", ""))
+    if isinstance(function, dict):
+        call = function
+    return str(call.get("name", ""))
 
 
 def _unwritten(written: _Written, number: int, key: str) -> UsageError:
@@ -324,7 +326,7 @@ def encode_pieces(
     ids, counts = encode_prompted(pieces, tokenizer, special_tokens=special_tokens or not ends)
     if not ends and not any(text for text, _ in pieces):
         return np.zeros(0, np.int32), np.zeros(0, np.uint8)
-    end = np.array(tokenizer.eos_ids[:1] if ends else (), np.int32)
+    end = np.array(tokenizer.eos_ids[: int(ends)], np.int32)
     ids = np.concatenate([ids, end])
     return ids, np.concatenate([counts, np.ones(len(end), np.uint8)])
 
@@ -333,7 +335,9 @@ def encode_prompted(
     pieces: Sequence[tuple[str, bool]], tokenizer: Tokenizer, *, special_tokens: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
     """Encodes a document as `encode_pieces` does, without an end."""
-    options = {} if special_tokens else {"special_tokens": False}
+    options = {"special_tokens": False}
+    if special_tokens:  # older tokenizers have no such argument
+        options = {}
     if hasattr(tokenizer, "encode_spans"):
         ids, counts = _encoded_whole(pieces, tokenizer, options)
     else:

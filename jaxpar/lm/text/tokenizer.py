@@ -28,8 +28,9 @@ _BYTES = {chr(byte): byte for byte in _SEEN} | {
 class Tokenizer(Protocol):
     """A mapping between text and ids below `vocab_size`; `identity` changes when the mapping does.
 
-    A sample begins with `bos_ids` and ends at the first of `eos_ids`, which `encode` never adds. Where
-    a text spells a special token it becomes that token, and with `special_tokens=False` stays text.
+    A sample begins with `bos_ids` and ends at the first of `eos_ids`, which `encode` never adds.
+    Where a text spells a special token it becomes that token, and with `special_tokens=False` stays
+    text.
     """
 
     vocab_size: int
@@ -62,7 +63,8 @@ class Bytes:
     def encode(self, text: str, *, special_tokens: bool = True) -> np.ndarray:
         """Maps text to its UTF-8 bytes, int32 `[n]`.
 
-        Escaped bytes of a command line come back as they were. There are no special tokens, so `special_tokens` changes nothing.
+        Escaped bytes of a command line come back as they were. There are no special tokens, so
+        `special_tokens` changes nothing.
 
         Raises:
           UsageError: If the text has half of a surrogate pair, which no encoding writes.
@@ -106,11 +108,11 @@ class Bytes:
 class Bpe:
     """Any tokenizer of the `tokenizers` library, one trained here or that of a Hugging Face folder.
 
-    Neither a beginning-of-text nor any other special token is added, and the library's truncation and
-    padding are left out, as transformers leaves them out of plain calls. `vocab_size` is one more than
-    the largest id; `identity` holds the sha256 of the JSON, however its file was formatted. `bos_ids`
-    and `eos_ids` are what a sample begins with and ends at, such as the BOS and the EOS of a Hugging
-    Face folder.
+    Neither a beginning-of-text nor any other special token is added, and the library's truncation
+    and padding are left out, as transformers leaves them out of plain calls. `vocab_size` is one
+    more than the largest id; `identity` holds the sha256 of the JSON, however its file was
+    formatted. `bos_ids` and `eos_ids` are what a sample begins with and ends at, such as the BOS
+    and the EOS of a Hugging Face folder.
     """
 
     def __init__(
@@ -142,7 +144,9 @@ class Bpe:
         Raises:
           UsageError: If the text has half of a surrogate pair, which no encoding writes.
         """
-        tokenizer = self._tokenizer if special_tokens else self._copy(special_tokens)
+        tokenizer = self._tokenizer
+        if not special_tokens:
+            tokenizer = self._copy(special_tokens)
         return np.array(_encoding(tokenizer, text).ids, np.int32)
 
     def encode_offsets(
@@ -163,9 +167,10 @@ class Bpe:
         """Maps text as `encode` does, and returns which characters each token holds.
 
         Returns:
-          Ids int32 `[n]`; token i holds the characters `starts[i]:stops[i]`, int64 `[n]`, at least one.
-          A space that a token begins with is among them, whatever the tokenizer's `trim_offsets` says.
-          A symbol that a normaliser adds before a text has the text's first character.
+          Ids int32 `[n]`; token i holds the characters `starts[i]:stops[i]`, int64 `[n]`, at least
+          one. A space that a token begins with is among them, whatever the tokenizer's
+          `trim_offsets` says. A symbol that a normaliser adds before a text has the text's first
+          character.
         """
         found = _encoding(self._copy(special_tokens), text)
         spans = np.array(found.offsets, np.int64).reshape(-1, 2)
