@@ -346,3 +346,13 @@ def test_ids_and_masks_are_those_of_transformers(kind, tmp_path):
     ids, counts = encoded({"messages": TALK}, kind.tokenizer, ChatTemplate(MARKED))
     assert ids[first:].tolist() == want["input_ids"]
     assert counts[first:].tolist() == want["assistant_masks"]
+
+
+def test_bytes_are_alike_whole_and_apart():
+    class Same(Bytes):  # read whole
+        pass
+
+    record = {"prompt": "é?", "completion": " \U0001f642b"}
+    for found, want in zip(encoded(record, Bytes()), encoded(record, Same()), strict=True):
+        assert found.tolist() == want.tolist() and found.dtype == want.dtype
+    assert encoded(record, Bytes())[1].tolist() == [0] * 3 + [1] * 6

@@ -16,7 +16,7 @@ import numpy as np
 from jaxpar._renamed import warn_of_older
 from jaxpar.lm.hub.keys import brief
 from jaxpar.lm.text.chat import ChatTemplate, text_of
-from jaxpar.lm.text.tokenizer import Tokenizer
+from jaxpar.lm.text.tokenizer import Bytes, Tokenizer
 from jaxpar.types import UsageError
 
 Document = tuple[list[tuple[str, bool]], bool]
@@ -338,9 +338,18 @@ def encode_prompted(
     options = {"special_tokens": False}
     if special_tokens:  # older tokenizers have no such argument
         options = {}
-    if hasattr(tokenizer, "encode_spans"):
+    if type(tokenizer) is Bytes:  # no byte lies over a border, and this is faster
+        ids, counts = _encoded_apart(pieces, tokenizer, options)
+    elif hasattr(tokenizer, "encode_spans"):
         ids, counts = _encoded_whole(pieces, tokenizer, options)
     else:
+        if len({counts for piece, counts in pieces if piece}) > 1:
+            warnings.warn(
+                "a tokenizer without encode_spans encodes pieces apart; it has to have it from the "
+                "first release on.",
+                FutureWarning,
+                stacklevel=3,
+            )
         ids, counts = _encoded_apart(pieces, tokenizer, options)
     bos_ids = np.array(tokenizer.bos_ids, np.int32)
     if not np.array_equal(ids[: len(bos_ids)], bos_ids):
@@ -368,15 +377,8 @@ def _encoded_whole(
 def _encoded_apart(
     pieces: Sequence[tuple[str, bool]], tokenizer: Tokenizer, options: Mapping[str, bool]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Encodes each piece by itself, for tokenizers of older code."""
+    """Encodes each piece by itself, without BOS."""
     parts = [(tokenizer.encode(piece, **options), counts) for piece, counts in pieces if piece]
-    if len({counts for _, counts in parts}) > 1:
-        warnings.warn(
-            "a tokenizer without encode_spans encodes pieces apart; it has to have it from the "
-            "first release on.",
-            FutureWarning,
-            stacklevel=4,
-        )
     counts = [np.full(len(ids), counts, np.uint8) for ids, counts in parts]
     ids = [ids for ids, _ in parts]
     empty = np.zeros(0, np.uint8)

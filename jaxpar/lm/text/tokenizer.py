@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -173,7 +174,8 @@ class Bpe:
           character.
         """
         found = _encoding(self._copy(special_tokens), text)
-        spans = np.array(found.offsets, np.int64).reshape(-1, 2)
+        ends = chain.from_iterable(found.offsets)  # twice as fast as an array of pairs
+        spans = np.fromiter(ends, np.int64).reshape(-1, 2)
         return np.array(found.ids, np.int32), spans[:, 0], np.maximum(spans[:, 1], spans[:, 0] + 1)
 
     def _copy(self, special_tokens: bool) -> tokenizers.Tokenizer:
