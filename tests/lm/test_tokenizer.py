@@ -173,6 +173,7 @@ def test_spans_of_bytes():
 def test_special_tokens_stay_text_where_they_are_not_asked_for():
     tokenizer = Bpe(_trimmed())
     special = tokenizer.encode("<s>")
+    assert len(tokenizer.encode("<s>", special_tokens=False)) == 3  # the copy is there
     for made in (tokenizer, pickle.loads(pickle.dumps(tokenizer))):
         text = made.encode("the<s>", special_tokens=False)
         assert len(special) == 1 and special[0] not in text and made.decode(text) == "the<s>"
