@@ -34,7 +34,7 @@ from jaxpar.lm.hub.keys import brief
 from jaxpar.lm.objectives import token_log_likelihoods
 from jaxpar.lm.text.batches import check_batch
 from jaxpar.lm.text.chat import open_template
-from jaxpar.lm.text.examples import chat_ml, encode_pieces, object_of
+from jaxpar.lm.text.examples import chat_ml, encode_pieces, encode_prompted, object_of
 from jaxpar.lm.text.shards import lines_of, place_of, read_line
 from jaxpar.lm.text.tokenizer import Tokenizer
 from jaxpar.mesh import constrain, mesh_axes, place_rows
@@ -151,12 +151,24 @@ def read_answers(path: str | Path) -> list[ShortAnswer]:
     return found
 
 
-def read_documents(path: str | Path, tokenizer: Tokenizer, template: str = "") -> list[Row]:
-    """Reads lines as training does, each a document, by `jaxpar.lm.text.examples.pieces_of`.
+def read_documents(
+    path: str | Path,
+    tokenizer: Tokenizer,
+    template: str = "",
+    *,
+    special_tokens: bool = True,
+) -> list[Row]:
+    """Reads lines as training does, by `jaxpar.lm.text.examples.documents_of`.
 
-    What counts there counts here.
+    What counts there counts here. A line is one document, unless the template writes early messages
+    in another way once others follow.
 
-    `template` is that of messages, as `jaxpar.lm.text.chat.open_template` opens it; by default ChatML.
+    Args:
+      path: A file of JSONL.
+      tokenizer: The tokenizer.
+      template: Template of messages, as `jaxpar.lm.text.chat.open_template` opens it; by default
+        ChatML.
+      special_tokens: Whether special tokens that a text spells become tokens.
 
     Raises:
       UsageError: A line cannot be read, or has no token that counts behind another; it is named by file and number.
@@ -169,21 +181,30 @@ def read_documents(path: str | Path, tokenizer: Tokenizer, template: str = "") -
     if not path.is_file():
         raise UsageError(f"there is no file {path}; give one of JSONL.")
     for offset, line in lines_of(str(path), 0, path.stat().st_size):
-        ids, counts = encode_pieces(*read_line(str(path), offset, line, written)[0], tokenizer)
-        if not counts[1:].any():
-            raise UsageError(
-                f"{place_of(str(path), offset)} has no token that counts behind another."
-            )
-        found.append((ids, counts))
+        for pieces, ends in read_line(str(path), offset, line, written):
+            ids, counts = encode_pieces(pieces, ends, tokenizer, special_tokens=special_tokens)
+            if not counts[1:].any():
+                raise UsageError(
+                    f"{place_of(str(path), offset)} has no token that counts behind another."
+                )
+            found.append((ids, counts))
     if not found:
         raise UsageError(f"{path} has no lines; give one document a line.")
     return found
 
 
-def rows_of_questions(questions: Sequence[Question], tokenizer: Tokenizer) -> list[Row]:
+def rows_of_questions(
+    questions: Sequence[Question], tokenizer: Tokenizer, *, special_tokens: bool = True
+) -> list[Row]:
     """Encodes each choice behind its prompt: a row a choice, question by question; the choice's tokens count.
 
-    Both are encoded by themselves, so a choice that continues a sentence begins with its space. BOS comes first.
+    Both are one text, as a completion is in training, so a choice that continues a sentence begins
+    with its space. A token that holds characters of both counts. BOS comes first.
+
+    Args:
+      questions: Prompts with choices, as `read_questions` returns them.
+      tokenizer: The tokenizer.
+      special_tokens: Whether special tokens that a text spells become tokens.
 
     Raises:
       UsageError: A prompt or a choice has no tokens.
@@ -192,9 +213,7 @@ def rows_of_questions(questions: Sequence[Question], tokenizer: Tokenizer) -> li
     for question in questions:
         for choice in question.choices:
             pieces = [(question.prompt, False), (choice, True)]
-            ids, counts = encode_pieces(pieces, False, tokenizer)
-            ids = np.concatenate([np.array(tokenizer.bos_ids, np.int32), ids])
-            counts = np.concatenate([np.zeros(len(tokenizer.bos_ids), np.uint8), counts])
+            ids, counts = encode_prompted(pieces, tokenizer, special_tokens=special_tokens)
             if not len(counts) or counts[0] or not counts.any():
                 raise UsageError(
                     f"{question.where}: the prompt or the choice {brief(choice)} has no tokens."

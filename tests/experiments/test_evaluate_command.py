@@ -45,14 +45,14 @@ def test_each_kind_tells_what_the_model_says(folder, capsys):
         return [float(z[i, ids[i + 1]]) for i in range(len(ids) - 1)], ids, z
 
     found, lines = evaluate(
-        folder, "documents", [{"text": "w1 w2 w3"}, {"prompt": "w4 w5", "completion": "w6"}]
+        folder, "documents", [{"text": "w1 w2 w3"}, {"prompt": "w4 w5", "completion": " w6"}]
     )
     sums = [sum(likely("w1 w2 w3")[0]), likely("w4 w5 w6")[0][-1]]
     assert [line["log_likelihood"] for line in lines] == pytest.approx(sums, rel=1e-4)
     assert [line["tokens"] for line in lines] == [2, 1]
     assert found["loss"] == pytest.approx(-sum(sums) / 3, rel=1e-4) and found["loss_error"] > 0
 
-    question = {"prompt": "w1 w2", "choices": ["w3", "w4 w5"], "answer": 1}
+    question = {"prompt": "w1 w2", "choices": [" w3", " w4 w5"], "answer": 1}
     found, lines = evaluate(folder, "choices", [question])
     sums = [likely("w1 w2 w3")[0][-1], sum(likely("w1 w2 w4 w5")[0][1:])]
     assert lines[0]["log_likelihoods"] == pytest.approx(sums, rel=1e-4)
@@ -83,5 +83,5 @@ def test_what_cannot_be_measured_is_refused(folder):
     with pytest.raises(UsageError, match="eval.stop has an empty string"):
         lm.compose("mode=eval", "eval.kind=exact", "eval.path=x", "eval.stop=[a,'']")
     with pytest.raises(UsageError, match="choices.jsonl, line 2 has answer=3"):
-        question = {"prompt": "w1 w2", "choices": ["w3", "w4 w5"], "answer": 1}
+        question = {"prompt": "w1 w2", "choices": [" w3", " w4 w5"], "answer": 1}
         evaluate(folder, "choices", [question, question | {"answer": 3}])

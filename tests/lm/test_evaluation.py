@@ -231,8 +231,8 @@ def test_files_without_lines_and_rows_that_are_too_long_are_refused(tmp_path, pa
         ev.log_likelihoods(params, [row], learned)
 
     class Nothing(Bytes):
-        def encode(self, text):
-            return super().encode(text.replace("c", ""))
+        def encode_spans(self, text, **options):
+            return super().encode_spans(text.replace("c", ""))
 
     questions = ev.read_questions(write(tmp_path, GOOD))
     with pytest.raises(

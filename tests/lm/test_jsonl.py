@@ -15,7 +15,7 @@ from jaxpar.lm.text import shards
 from jaxpar.lm.text.chat import open_template
 from jaxpar.lm.text.corpus import DataConfig, open_corpus
 from jaxpar.lm.text.data import Windows, sweep
-from jaxpar.lm.text.examples import chat_ml, encode_pieces, pieces_of
+from jaxpar.lm.text.examples import chat_ml, documents_of, encode_pieces
 from jaxpar.lm.text.shards import tokenise
 from jaxpar.lm.text.tokenizer import Bytes
 from jaxpar.types import UsageError
@@ -46,7 +46,7 @@ def config_of(path, **changes):
 
 def flags(line, template=chat_ml):
     """The text of a line, and the part of it that counts."""
-    pieces, ends = pieces_of(json.dumps(line).encode(), "x", template)
+    ((pieces, ends),) = documents_of(json.dumps(line).encode(), "x", template)
     ids, counts = encode_pieces(pieces, ends, Bytes())
     return bytes(ids.tolist()).decode(), bytes(ids[counts == 1].tolist()).decode()
 
@@ -78,16 +78,16 @@ def test_a_folders_template(tmp_path):
     )
     bad = tmp_path / "bad.jinja"
     bad.write_text("{{ messages | length }}")
-    with pytest.raises(UsageError, match="line 4: the chat template writes early turns"):
-        pieces_of(json.dumps({"messages": CHAT}).encode(), "line 4", open_template(bad))
+    with pytest.raises(UsageError, match="line 4: message 2 cannot be trained, as the chat"):
+        documents_of(json.dumps({"messages": CHAT}).encode(), "line 4", open_template(bad))
     bad.write_text("{{ ''.__class__.__mro__ }}")
     with pytest.raises(
         UsageError, match="line 5: the chat template cannot take these messages: .*unsafe"
     ):
-        pieces_of(json.dumps({"messages": CHAT}).encode(), "line 5", open_template(bad))
+        documents_of(json.dumps({"messages": CHAT}).encode(), "line 5", open_template(bad))
     bad.write_text("{% if %}")
     with pytest.raises(UsageError, match="line 6: the chat template is no Jinja"):
-        pieces_of(json.dumps({"messages": CHAT}).encode(), "line 6", open_template(bad))
+        documents_of(json.dumps({"messages": CHAT}).encode(), "line 6", open_template(bad))
     with pytest.raises(
         UsageError, match="has no chat template; legal are a file of Jinja text and a folder"
     ):

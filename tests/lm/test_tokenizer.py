@@ -1,12 +1,13 @@
 import hashlib
 import json
+import pickle
 
 import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, processors
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from jaxpar.lm.text.tokenizer import Bpe, Bytes, load_tokenizer, train_bpe, vocab_size_of
 from jaxpar.types import UsageError
@@ -133,3 +134,77 @@ def test_specifications():
     ):
         with pytest.raises(UsageError, match="'bytes' or 'bpe:N' with N in 257..200000"):
             vocab_size_of(spec)
+
+
+def _trimmed():
+    """A byte-level tokenizer with trimmed offsets and a special token."""
+    library = tokenizers.Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, show_progress=False, special_tokens=["<s>"]
+    )
+    library.train_from_iterator(["the cat the cat"] * 3, trainer)
+    library.post_processor = processors.ByteLevel(trim_offsets=True)
+    return library
+
+
+def test_spans_hold_the_characters_of_each_token():
+    text = "the cat\u00e9 \U0001f642<s> the\n"
+    tokenizer = Bpe(_trimmed())
+    ids, starts, stops = tokenizer.encode_spans(text)
+    assert (ids == tokenizer.encode(text)).all() and starts.dtype == np.int64
+    assert (tokenizer.encode_offsets(text)[1] == starts).all()
+    alone = [tokenizer.decode(ids[[i]]) for i in range(len(ids))]
+    assert alone[0] == "the" and " the" in alone and "<s>" in alone
+    for token, start, stop in zip(alone, starts, stops, strict=True):
+        assert "\ufffd" in token or text[start:stop] == token
+    assert (starts[1:] >= starts[:-1]).all() and stops[-1] == len(text)
+
+
+def test_spans_of_bytes():
+    text = b"a\xff".decode("utf-8", "surrogateescape") + "\u00e9\u20ac\U0001f642b"
+    ids, starts, stops = Bytes().encode_spans(text)
+    assert starts.tolist() == [0, 1, 2, 2, 3, 3, 3, 4, 4, 4, 4, 5] and (stops == starts + 1).all()
+    assert (Bytes().encode_offsets(text)[0] == ids).all() and len(ids) == 12
+
+
+def test_special_tokens_stay_text_where_they_are_not_asked_for():
+    tokenizer = Bpe(_trimmed())
+    special = tokenizer.encode("<s>")
+    assert len(tokenizer.encode("<s>", special_tokens=False)) == 3  # the copy is there
+    for made in (tokenizer, pickle.loads(pickle.dumps(tokenizer))):
+        text = made.encode("the<s>", special_tokens=False)
+        assert len(special) == 1 and special[0] not in text and made.decode(text) == "the<s>"
+        assert (made.encode_offsets("the<s>", special_tokens=False)[0] == text).all()
+        assert made.encode("the<s>")[-1] == special[0]  # the copy changed nothing
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_truncation_and_padding_of_the_file_are_left_out(side, tmp_path):
+    """As transformers saves those of its last call, and ignores both on plain calls."""
+    library = _trimmed()
+    plain = Bpe(_trimmed())
+    library.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", library.token_to_id("<s>"))]
+    )
+    library.save(str(tmp_path / "tokenizer.json"))
+    whole = load_tokenizer(tmp_path)
+    library.enable_truncation(4)
+    library.enable_padding(direction=side, length=9, pad_id=5, pad_token="%")
+    library.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path)
+    text = "the cat " * 50
+    assert len(loaded.encode(text)) > 50
+    assert (loaded.encode(text) == plain.encode(text)).all() and loaded.encode("the").size == 1
+    assert (loaded.encode_spans(text)[0] == plain.encode(text)).all()
+    assert loaded.bos_ids == (library.token_to_id("<s>"),) and loaded.identity == whole.identity
+    assert library.truncation is not None and library.padding is not None
+
+
+def test_half_of_a_surrogate_pair_is_refused():
+    for tokenizer in (Bpe(_trimmed()), Bytes()):
+        for encode in (tokenizer.encode, tokenizer.encode_spans):
+            with pytest.raises(UsageError, match="'.ud800' at character 1; legal is text"):
+                encode("a\ud800")

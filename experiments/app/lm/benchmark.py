@@ -91,7 +91,12 @@ def _likelihoods(config: Any, params: PyTree, rows: Sequence[evaluation.Row], le
 
 
 def _documents(config: Any, params: PyTree, tokenizer: Tokenizer) -> Found:
-    rows = evaluation.read_documents(config.eval.path, tokenizer, config.data.template)
+    rows = evaluation.read_documents(
+        config.eval.path,
+        tokenizer,
+        config.data.template,
+        special_tokens=config.data.special_tokens,
+    )
     sums, nums = _likelihoods(config, params, rows, config.eval.length)
     lines = [
         {
@@ -111,7 +116,10 @@ def _grown(loss: float) -> float:
 
 def _choices(config: Any, params: PyTree, tokenizer: Tokenizer) -> Found:
     questions = evaluation.read_questions(config.eval.path)
-    sums, nums = _likelihoods(config, params, evaluation.rows_of_questions(questions, tokenizer))
+    rows = evaluation.rows_of_questions(
+        questions, tokenizer, special_tokens=config.data.special_tokens
+    )
+    sums, nums = _likelihoods(config, params, rows)
     ends = np.cumsum([len(question.choices) for question in questions])[:-1]
     lines = [
         {

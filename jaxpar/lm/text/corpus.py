@@ -31,7 +31,9 @@ __all__ = ["Corpus", "DataConfig", "Tokens", "open_corpus"]
 
 _KIB, _MIB = 2**10, 2**20
 _STDLIB_SKIPS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-_FORMAT = 1  # part of every cache key: raise it when the meaning of a cached file changes
+_FORMAT = 2  # part of every cache key: raise it when the meaning of a cached file changes
+
+_TEXT_ALONE = ["special tokens stay text"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class DataConfig:
         template: how the messages of JSONL become text: a file of Jinja, or a folder that has one; empty: ChatML.
         workers: processes that tokenise JSONL.
         pairs: lines of JSONL are preferences, {"prompt", "chosen", "rejected"}; objective.kind=dpo says so.
+        special_tokens: special tokens that a text, a prompt or a completion spells become tokens;
+            false: they stay text. Those of messages always become tokens.
     """
 
     path: str = ""
@@ -61,6 +65,7 @@ class DataConfig:
     template: str = field("", identity="changed")
     workers: int = field(1, AtLeast(1), identity=False)
     pairs: bool = field(False, None, identity="changed")
+    special_tokens: bool = field(True, identity="changed")
 
     def __post_init__(self):
         check_fields(self, "data.")
@@ -166,7 +171,9 @@ def open_corpus(
     try:
         files = _files(config.path)
         name = config.tokenizer if tokenizer is None else tokenizer.identity
-        key = hashlib.sha256(json.dumps([_FORMAT, files, name, config.split]).encode()).hexdigest()
+        keys = [_FORMAT, files, name, config.split]
+        keys += _TEXT_ALONE * (not config.special_tokens)
+        key = hashlib.sha256(json.dumps(keys).encode()).hexdigest()
         entry = Path(cache) / key[:16]
         if not entry.exists():
             _build(entry, files, config, tokenizer)
@@ -231,6 +238,7 @@ def _open_shards(
         )
         key = [_FORMAT, str(path), stat.st_size, stat.st_mtime_ns, name, config.split, writes]
         key += ["pairs"] if config.pairs else []
+        key += _TEXT_ALONE * (not config.special_tokens)
         folder = cache / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
         tokenizer = tokenizer or _tokenizer(
             config, folder.with_suffix(".json"), str(path), template
@@ -238,7 +246,15 @@ def _open_shards(
         if not folder.exists():
             try:
                 tokenise(
-                    str(path), folder, tokenizer, template, split, config.workers, say, config.pairs
+                    str(path),
+                    folder,
+                    tokenizer,
+                    template,
+                    split,
+                    config.workers,
+                    say,
+                    config.pairs,
+                    special_tokens=config.special_tokens,
                 )
             except OSError as error:
                 raise UsageError(
@@ -305,7 +321,9 @@ def _build(entry: Path, files: list, config: DataConfig, tokenizer: Tokenizer | 
         else:
             data, lengths = (
                 "tokens.bin",
-                _write_tokens(partial / "tokens.bin", pieces, tokenizer, dtype),
+                _write_tokens(
+                    partial / "tokens.bin", pieces, tokenizer, dtype, config.special_tokens
+                ),
             )
         record = dict(
             hash=content, path=config.path, split=config.split, tokenizer=tokenizer.identity
@@ -414,10 +432,17 @@ def _training_texts(pieces: list[_Piece]) -> Iterator[str]:
 
 
 def _write_tokens(
-    path: Path, pieces: list[_Piece], tokenizer: Tokenizer, dtype: np.dtype
+    path: Path,
+    pieces: list[_Piece],
+    tokenizer: Tokenizer,
+    dtype: np.dtype,
+    special_tokens: bool = True,
 ) -> list[int]:
     """Encodes the pieces into one flat file, block by block, and gives their lengths in tokens."""
     lengths = []
+    options = {"special_tokens": False}
+    if special_tokens:  # older tokenizers have no such argument
+        options = {}
     with path.open("wb") as file:
         for piece in pieces:
             begin = file.tell()
@@ -425,7 +450,8 @@ def _write_tokens(
                 file.writelines(block for _, block in _blocks(*piece[:3], _MIB))
             else:
                 file.writelines(
-                    tokenizer.encode(text).astype(dtype).tobytes() for text in _texts(piece)
+                    tokenizer.encode(text, **options).astype(dtype).tobytes()
+                    for text in _texts(piece)
                 )
             lengths.append((file.tell() - begin) // dtype.itemsize)
     return lengths

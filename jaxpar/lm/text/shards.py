@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpar.lm.text.examples import Template, encode_pieces, pair_of, pieces_of
+from jaxpar.lm.text.examples import Document, Template, documents_of, encode_pieces, pair_of
 from jaxpar.lm.text.tokenizer import Tokenizer
 from jaxpar.types import UsageError
 
@@ -49,6 +49,7 @@ class PartOfFile(NamedTuple):
     template: Template
     limit: float
     pairs: bool = False
+    special_tokens: bool = True
 
 
 def lines_of(path: str, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
@@ -73,11 +74,11 @@ def place_of(path: str, offset: int) -> str:
 
 def read_line(
     path: str, offset: int, line: bytes, template: Template, pairs: bool = False
-) -> list[tuple[list[tuple[str, bool]], bool]]:
-    """Returns the documents of a line, one or of preferences two, with its number found where it is refused."""
+) -> list[Document]:
+    """Returns the documents of a line, with its number found where it is refused."""
 
-    def read(where: str) -> list[tuple[list[tuple[str, bool]], bool]]:
-        return pair_of(line, where) if pairs else [pieces_of(line, where, template)]
+    def read(where: str) -> list[Document]:
+        return pair_of(line, where) if pairs else documents_of(line, where, template)
 
     try:
         return read("")
@@ -99,7 +100,7 @@ def tokenise_part(job: PartOfFile) -> str:
             key = hashlib.sha256(line.strip()).digest()
             digest.update(key)
             for document in read_line(job.path, offset, line, job.template, job.pairs):
-                ids, count = encode_pieces(*document, job.tokenizer)
+                ids, count = _encoded(job, document, offset)
                 if job.pairs and not count[1:].any():
                     raise UsageError(
                         f"{place_of(job.path, offset)} has a completion without a token behind another."
@@ -121,6 +122,14 @@ def tokenise_part(job: PartOfFile) -> str:
     return job.out
 
 
+def _encoded(job: PartOfFile, document: Document, offset: int) -> tuple[np.ndarray, np.ndarray]:
+    pieces, ends = document
+    try:
+        return encode_pieces(pieces, ends, job.tokenizer, special_tokens=job.special_tokens)
+    except UsageError as error:
+        raise UsageError(f"{place_of(job.path, offset)}: {error}") from None
+
+
 def tokenise(
     path: str,
     entry: Path,
@@ -130,6 +139,8 @@ def tokenise(
     workers: int = 1,
     say: Callable[[str], None] = lambda text: None,
     pairs: bool = False,
+    *,
+    special_tokens: bool = True,
 ) -> None:
     """Makes the folder of tokens `entry` of a file of JSONL; what was done before a kill is not done again.
 
@@ -143,6 +154,7 @@ def tokenise(
       say: Is told the progress, a sentence a part.
       pairs: Whether lines are preferences, `jaxpar.lm.text.examples.pair_of`: two documents each, on
         one side of the split.
+      special_tokens: Whether special tokens that a text without a template spells become tokens.
 
     Raises:
       UsageError: A line cannot be read, and is named by its file and number; or nothing counts in the loss.
@@ -162,6 +174,7 @@ def tokenise(
             template,
             limit,
             pairs,
+            special_tokens,
         )
         for number, start in enumerate(range(0, size, PART))
     ]

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -29,6 +30,8 @@ class Tokenizer(Protocol):
     """A mapping between text and ids below `vocab_size`; `identity` changes when the mapping does.
 
     A sample begins with `bos_ids` and ends at the first of `eos_ids`, which `encode` never adds.
+    Where a text spells a special token it becomes that token, and with `special_tokens=False` stays
+    text.
     """
 
     vocab_size: int
@@ -36,7 +39,15 @@ class Tokenizer(Protocol):
     bos_ids: tuple[int, ...]
     eos_ids: tuple[int, ...]
 
-    def encode(self, text: str) -> np.ndarray: ...
+    def encode(self, text: str, *, special_tokens: bool = True) -> np.ndarray: ...
+
+    def encode_offsets(
+        self, text: str, *, special_tokens: bool = True
+    ) -> tuple[np.ndarray, np.ndarray]: ...
+
+    def encode_spans(
+        self, text: str, *, special_tokens: bool = True
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]: ...
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...
 
@@ -50,9 +61,41 @@ class Bytes:
     identity = "bytes"
     bos_ids = eos_ids = ()
 
-    def encode(self, text: str) -> np.ndarray:
-        """Maps text to its UTF-8 bytes, int32 `[n]`; escaped bytes of a command line come back as they were."""
-        return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8).astype(np.int32)
+    def encode(self, text: str, *, special_tokens: bool = True) -> np.ndarray:
+        """Maps text to its UTF-8 bytes, int32 `[n]`.
+
+        Escaped bytes of a command line come back as they were. There are no special tokens, so
+        `special_tokens` changes nothing.
+
+        Raises:
+          UsageError: If the text has half of a surrogate pair, which no encoding writes.
+        """
+        try:
+            coded = text.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError as error:
+            raise _no_text(text, error.start) from None
+        return np.frombuffer(coded, np.uint8).astype(np.int32)
+
+    def encode_offsets(
+        self, text: str, *, special_tokens: bool = True
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Maps text as `encode` does, with the character that each byte belongs to, int64 `[n]`."""
+        ids, starts, _ = self.encode_spans(text, special_tokens=special_tokens)
+        return ids, starts
+
+    def encode_spans(
+        self, text: str, *, special_tokens: bool = True
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Maps text as `encode` does; byte i is in characters `starts[i]:stops[i]`, int64 `[n]`."""
+        ids = self.encode(text)
+        if len(ids) == len(text):
+            starts = np.arange(len(ids), dtype=np.int64)
+        else:
+            code = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+            sizes = 1 + (code > 0x7F) + (code > 0x7FF).astype(np.int64) + (code > 0xFFFF)
+            sizes[(code >= 0xD800) & (code < 0xE000)] = 1  # an escaped byte
+            starts = np.repeat(np.arange(len(text), dtype=np.int64), sizes)
+        return ids, starts, starts + 1
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Maps bytes to text, with U+FFFD for what is not UTF-8; an id above 255 is a `ValueError`."""
@@ -66,10 +109,11 @@ class Bytes:
 class Bpe:
     """Any tokenizer of the `tokenizers` library, one trained here or that of a Hugging Face folder.
 
-    Neither a beginning-of-text nor any other special token is added, so that the pieces of a stream can
-    be encoded one by one; where the text spells a special token, it becomes that token. `vocab_size` is
-    one more than the largest id; `identity` holds the sha256 of the JSON, however its file was formatted. `bos_ids` and
-    `eos_ids` are what a sample begins with and ends at, such as the BOS and the EOS of a Hugging Face folder.
+    Neither a beginning-of-text nor any other special token is added, and the library's truncation
+    and padding are left out, as transformers leaves them out of plain calls. `vocab_size` is one
+    more than the largest id; `identity` holds the sha256 of the JSON, however its file was
+    formatted. `bos_ids` and `eos_ids` are what a sample begins with and ends at, such as the BOS
+    and the EOS of a Hugging Face folder.
     """
 
     def __init__(
@@ -78,13 +122,71 @@ class Bpe:
         bos_ids: tuple[int, ...] = (),
         eos_ids: tuple[int, ...] = (),
     ):
-        self._tokenizer, self.bos_ids, self.eos_ids = tokenizer, bos_ids, eos_ids
+        self._tokenizer = _whole(tokenizer)
+        self.bos_ids = bos_ids
+        self.eos_ids = eos_ids
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        self.identity = "bpe:" + hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
+        written = self._tokenizer.to_str().encode()
+        self.identity = "bpe:" + hashlib.sha256(written).hexdigest()
+        self._copies: dict[bool, tokenizers.Tokenizer] = {}
 
-    def encode(self, text: str) -> np.ndarray:
-        """Maps text to int32 ids `[n]`."""
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+    def __getstate__(self) -> Mapping[str, object]:
+        return self.__dict__ | {
+            "_copies": {}
+        }  # pickles of the library lose what the copies are for
+
+    def encode(self, text: str, *, special_tokens: bool = True) -> np.ndarray:
+        """Maps text to int32 ids `[n]`.
+
+        Args:
+          text: Encoded whole, however long it is.
+          special_tokens: Whether special tokens that the text spells become tokens, or stay text.
+
+        Raises:
+          UsageError: If the text has half of a surrogate pair, which no encoding writes.
+        """
+        tokenizer = self._tokenizer
+        if not special_tokens:
+            tokenizer = self._copy(special_tokens)
+        return np.array(_encoding(tokenizer, text).ids, np.int32)
+
+    def encode_offsets(
+        self, text: str, *, special_tokens: bool = True
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Maps text as `encode` does, and returns where tokens begin.
+
+        Returns:
+          Ids int32 `[n]`, and the first character of each token, int64 `[n]`. The bytes of one
+          character have the same.
+        """
+        ids, starts, _ = self.encode_spans(text, special_tokens=special_tokens)
+        return ids, starts
+
+    def encode_spans(
+        self, text: str, *, special_tokens: bool = True
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Maps text as `encode` does, and returns which characters each token holds.
+
+        Returns:
+          Ids int32 `[n]`; token i holds the characters `starts[i]:stops[i]`, int64 `[n]`, at least
+          one. A space that a token begins with is among them, whatever the tokenizer's
+          `trim_offsets` says. A symbol that a normaliser adds before a text has the text's first
+          character.
+        """
+        found = _encoding(self._copy(special_tokens), text)
+        ends = chain.from_iterable(found.offsets)  # twice as fast as an array of pairs
+        spans = np.fromiter(ends, np.int64).reshape(-1, 2)
+        return np.array(found.ids, np.int32), spans[:, 0], np.maximum(spans[:, 1], spans[:, 0] + 1)
+
+    def _copy(self, special_tokens: bool) -> tokenizers.Tokenizer:
+        """Returns a copy with untrimmed offsets that reads special tokens, or leaves them text."""
+        if special_tokens not in self._copies:
+            copy = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+            # Without special tokens of its own it only trims offsets.
+            copy.post_processor = None  # pyright: ignore[reportAttributeAccessIssue]
+            copy.encode_special_tokens = not special_tokens
+            self._copies[special_tokens] = copy
+        return self._copies[special_tokens]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Maps ids back to text, special tokens spelled out and bytes that are not UTF-8 as U+FFFD."""
@@ -123,6 +225,34 @@ class Bpe:
         self._tokenizer.save(str(path))
 
 
+def _whole(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Returns a tokenizer without truncation and padding; the one given is left as it is."""
+    if tokenizer.truncation is None and tokenizer.padding is None:
+        return tokenizer
+    tokenizer = tokenizers.Tokenizer.from_str(tokenizer.to_str())
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _encoding(tokenizer: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+    """Returns the library's encoding of a text."""
+    try:
+        return tokenizer.encode(text, add_special_tokens=False)
+    except (TypeError, UnicodeEncodeError):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise _no_text(text, error.start) from None
+        raise
+
+
+def _no_text(text: str, start: int) -> UsageError:
+    return UsageError(
+        f"a text has {brief(text[start])} at character {start}; legal is text that UTF-8 can write."
+    )
+
+
 def train_bpe(texts: Iterator[str], vocab_size: int) -> Bpe:
     """Learns a byte-level BPE of `vocab_size` symbols (fewer from a small text); same texts, same result."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
@@ -149,7 +279,7 @@ def load_tokenizer(path: str | Path) -> Bpe:
             f"there is no tokenizer file {file}; give a tokenizer.json or a folder with one"
         )
     try:
-        tokenizer = tokenizers.Tokenizer.from_str(file.read_text("utf-8"))
+        tokenizer = _whole(tokenizers.Tokenizer.from_str(file.read_text("utf-8")))
         added = tokenizer.encode("a").special_tokens_mask
     except Exception as error:  # the library raises no narrower class
         raise UsageError(f"{file} is not a tokenizer of the tokenizers library: {error}") from error
