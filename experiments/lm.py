@@ -26,7 +26,6 @@ from jaxpar.fields import AtLeast, check_fields, field, replace_nested
 from jaxpar.io import Checkpoints, ProgressLabels, plot_loss
 from jaxpar.lm import (
     AdapterConfig,
-    AdapterTrainer,
     LMConfig,
     ObjectiveConfig,
     OptimizerConfig,
@@ -258,7 +257,7 @@ def _on_from(config: Config, start: pathlib.Path, folder: pathlib.Path) -> tuple
     ), tokenizer
 
 
-def _first_state(config: Config, trainer: Trainer | AdapterTrainer, start: pathlib.Path) -> PyTree:
+def _first_state(config: Config, trainer: Trainer, start: pathlib.Path) -> PyTree:
     """Returns the state that training begins with, of parameters in the folder `start`."""
 
     def read() -> PyTree:
@@ -352,7 +351,7 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer, is_given: bool = False
     return config
 
 
-def make_trainer(config: Config, teacher: LMConfig | None = None) -> Trainer | AdapterTrainer:
+def make_trainer(config: Config, teacher: LMConfig | None = None) -> Trainer:
     """Returns the algorithm, after checking that its state and batch can be laid out on the ambient mesh."""
     schedule, parts, flag = make_schedule(config, config.model, config.train.accumulate)
     trainer = Trainer(
@@ -365,23 +364,8 @@ def make_trainer(config: Config, teacher: LMConfig | None = None) -> Trainer | A
         tuning=config.tuning,
         objective=config.objective,
         teacher=teacher,
+        adapter=config.adapter,
     )
-    if config.adapter.kind != "none":
-        if config.pipeline != "none":
-            raise UsageError(
-                f"adapter.kind={config.adapter.kind} has no pipeline={config.pipeline}; leave one out."
-            )
-        trainer = AdapterTrainer(
-            model=config.model,
-            adapter=config.adapter,
-            optimizer=config.optimizer,
-            num_steps=config.train.steps,
-            accumulate=parts,
-            max_skipped=config.train.max_skipped,
-            tuning=config.tuning,
-            objective=config.objective,
-            teacher=teacher,
-        )
     refuse_idle("a language model", (trainer.axes(), LM_AXES))
     named_shardings(jax.eval_shape(lambda: trainer.init(jax.random.key(0))), trainer.axes())
     rows = config.data.batch_size
@@ -474,7 +458,7 @@ def _tell_start(
     config: Config,
     folder: pathlib.Path,
     corpus: Corpus,
-    trainer: Trainer | AdapterTrainer,
+    trainer: Trainer,
     start: int,
 ) -> None:
     data, model = config.data, config.model

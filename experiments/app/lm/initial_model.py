@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.lm import AdapterTrainer, LMConfig, Trainer, config_from_hf, from_hf
+from jaxpar.lm import LMConfig, Trainer, config_from_hf, from_hf
 from jaxpar.lm.text import Bpe, Tokenizer, load_tokenizer
 from jaxpar.mesh import named_shardings
 from jaxpar.types import PyTree, UsageError
@@ -91,18 +91,16 @@ def write_texts(run: pathlib.Path, out: pathlib.Path, tokenizer: Bpe) -> None:
         (out / FILES[3]).write_text(json.dumps(given, indent=2) + "\n")
 
 
-def read_parameters(trainer: Trainer | AdapterTrainer, folder: pathlib.Path) -> PyTree:
+def read_parameters(trainer: Trainer, folder: pathlib.Path) -> PyTree:
     """Reads the parameters of a Hugging Face folder to the ambient mesh."""
     dtype: Any = jnp.promote_types(trainer.model.dtype, jnp.float32)
     return from_hf(folder, dtype=trainer.model.dtype, param_dtype=dtype)[1]
 
 
-def first_state(trainer: Trainer | AdapterTrainer, seed: int, read: Callable[[], PyTree]) -> PyTree:
+def first_state(trainer: Trainer, seed: int, read: Callable[[], PyTree]) -> PyTree:
     """Returns the state that training begins with from what `read` finds; `seed` draws adapters."""
     shapes = jax.eval_shape(trainer.init, jax.random.key(0))
-    begin = trainer.begin
-    if isinstance(trainer, AdapterTrainer):
-        begin = functools.partial(trainer.begin, jax.random.key(seed))
+    begin = functools.partial(trainer.begin, key=jax.random.key(seed))
     return jax.jit(begin, out_shardings=named_shardings(shapes, trainer.axes()), donate_argnums=0)(
         read()
     )
