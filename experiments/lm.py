@@ -50,13 +50,13 @@ from jaxpar.lm.text import (
     training_batches,
 )
 from jaxpar.loop import Fit, FitResult
-from jaxpar.mesh import named_shardings, partition
+from jaxpar.mesh import MeshSpec, named_shardings, partition, rules_from
 from jaxpar.nn.mixers import Recurrent
 from jaxpar.types import PyTree, UsageError
 
 from .app import harness, runner, saved_runs
 from .app.harness import Run
-from .app.lm import benchmark, expert_loads, export_files, initial_model
+from .app.lm import benchmark, default_mesh, expert_loads, export_files, initial_model
 from .app.lm.pipeline_flags import PipelineConfig, make_schedule
 from .app.lm.text_codec import decode, draw, encode
 from .app.lm.validation import check_length, judged_weights, make_evaluate, place, row_length
@@ -168,9 +168,30 @@ def execute(config: Config, folder: pathlib.Path) -> Any:
         raise UsageError(f"mode={config.mode!r} is unknown; legal are {', '.join(modes)}.")
     if config.checkpoint not in ("best", "newest"):
         raise UsageError(f"checkpoint={config.checkpoint!r} is unknown; legal are best, newest.")
-    with runner.open_devices(config) as mesh:
+    with runner.open_devices(config, usual_mesh(config, folder)) as mesh:
         say("mesh       " + _mesh_text(mesh))
         return modes[config.mode](config, folder)
+
+
+def usual_mesh(config: Config, folder: pathlib.Path) -> MeshSpec:
+    """Returns the mesh of eight simulated devices where none is asked for: one that the model allows."""
+    if config.mesh != MeshSpec(data=-1):
+        return runner.SHOWN
+    model = config.model
+    data = config.data
+    start = initial_model.source(config.init)
+    if config.mode != "train":
+        start = pathlib.Path(config.run) if config.run else None
+    elif start is not None and config.init.startswith("hf:"):
+        start = initial_model.kept(folder) or start
+    if start is not None and (start / "config.json").is_file():
+        model = initial_model.with_model(model, start)
+    elif start is not None and (start / "config.yaml").is_file():
+        saved = runner.load(start, Config)
+        model = saved.model
+        data = data if config.mode == "train" else saved.data
+    rules = rules_from(config.rules, config.layout)
+    return default_mesh.fitting_mesh(runner.SHOWN, model, rules, data.batch_size)
 
 
 @owning
@@ -367,6 +388,7 @@ def make_trainer(config: Config, teacher: LMConfig | None = None) -> Trainer:
         adapter=config.adapter,
     )
     refuse_idle("a language model", (trainer.axes(), LM_AXES))
+    default_mesh.check_divides(config.model)
     named_shardings(jax.eval_shape(lambda: trainer.init(jax.random.key(0))), trainer.axes())
     rows = config.data.batch_size
     if rows % parts:
@@ -410,6 +432,7 @@ def load(folder: pathlib.Path, config: Config) -> tuple[Config, PyTree, Tokenize
             raise UsageError(
                 f"use_ema=true asks for an average, and the Hugging Face folder {folder} has none."
             )
+        default_mesh.check_divides(initial_model.with_model(config.model, folder))
         model, params = from_hf(folder, dtype=config.model.dtype)
         return dataclasses.replace(config, model=model), params, load_tokenizer(folder)
     saved = runner.load(folder, Config)
