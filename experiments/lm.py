@@ -174,7 +174,7 @@ def execute(config: Config, folder: pathlib.Path) -> Any:
 
 
 def usual_mesh(config: Config, folder: pathlib.Path) -> MeshSpec:
-    """Returns the mesh of eight simulated devices where none is asked for: one that the model allows."""
+    """Returns the mesh where none is asked for, of eight simulated devices; the model allows it."""
     if config.mesh != MeshSpec(data=-1):
         return runner.SHOWN
     model = config.model

@@ -54,8 +54,9 @@ class AdapterConfig:
     Attributes:
       kind: "none" trains the parameters themselves; "lora" a low-rank change of some weights (arXiv:2106.09685).
       target: Patterns of the weights that get a change, as of a shell: of names such as wq, wk, wv, wo, w_gate, w_up
-        and w_down, or of "0.wq" where layers have several mixers in turn. "*" is every product of the layers. By
-        these words alone: "embedding", "head" and "experts", whose changes are added to them once a step.
+        and w_down, or of "0.wq" where layers have several mixers in turn. "*" is every product of
+        the layers. By these words alone: "embedding", "head" and "experts", whose changes are added
+        to them once a step.
       rank: r, of the change.
       alpha: The change is scaled by alpha / r.
       dropout: Rate on what the change sees of its input, while training.
@@ -63,8 +64,8 @@ class AdapterConfig:
       dora: Whether each output's magnitude is trained apart from its direction (arXiv:2402.09353).
       base: What the frozen weights are kept in: "full" as they came, float32 at least; "bfloat16"; "int8", a scale an
         output; "nf4", four bits and a scale for 64 numbers. With the latter two embedding and head are bfloat16.
-      modules_to_save: Patterns, as of tuning.freeze, of parameters that are trained themselves beside
-        the changes, such as embedding, head or *norm*.
+      modules_to_save: Patterns, as of tuning.freeze, of parameters that are trained themselves
+        beside the changes, such as embedding, head or *norm*.
       merge: Whether an export holds the model with its adapters merged, instead of the adapters alone.
     """
 
@@ -168,8 +169,8 @@ def saved_names(model: LMConfig, adapter: AdapterConfig) -> frozenset[str]:
     both = sorted(saved & targets(model, adapter.target).keys())
     if both:
         raise UsageError(
-            f"adapter.modules_to_save={','.join(adapter.modules_to_save)}: {both[0]} has an adapter "
-            "too; expected weights that adapter.target leaves out."
+            f"adapter.modules_to_save={','.join(adapter.modules_to_save)}: {both[0]} has an "
+            "adapter too; expected weights that adapter.target leaves out."
         )
     return saved
 
@@ -332,7 +333,8 @@ def with_adapters(
 
     Args:
       base: As from `frozen`, or plain parameters.
-      adapters: As from `begin_adapters`; arrays in it take the place of the base's, or are beside it.
+      adapters: As from `begin_adapters`; arrays in it take the place of the base's, or are beside
+        it.
       scale: Of the changes.
       rate: Of dropout.
       key: Switches it on; consumed.
@@ -415,7 +417,7 @@ def base_axes(model: LMConfig, adapter: AdapterConfig) -> PyTree:
 
 
 def adapter_decays(model: LMConfig) -> Callable[[PyTree], PyTree]:
-    """Returns a function of adapters to what weight decay shrinks: all but magnitudes and saved norms."""
+    """Returns a function of adapters to what decays: all but magnitudes and saved norms."""
     flat = jax.tree_util.tree_leaves_with_path(declared.decay_mask(model))
     mask = {jax.tree_util.keystr(path): decays for path, decays in flat}
 

@@ -154,7 +154,7 @@ class AdaptedState:
 
     @property
     def params(self) -> PyTree:
-        """The adapted model's, as `jaxpar.lm.apply` takes them; `merge_adapters` makes arrays of them."""
+        """The adapted model's, as `jaxpar.lm.apply` takes them; see `merge_adapters`."""
         return with_adapters(self.base, self.adapters, self.scale)
 
     @property
@@ -188,8 +188,8 @@ class Trainer:
       tuning: What is frozen, rates by depth, and whether an average is kept.
       objective: What is made smaller.
       teacher: A model of the same symbols whose laws the objective takes a share of; None for none.
-      adapter: What is trained beside a frozen model, if it is of another kind than "none". All of it
-        decays but magnitudes and norms; of preferences the reference is the base.
+      adapter: What is trained beside a frozen model, if it is of another kind than "none". All of
+        it decays but magnitudes and norms; of preferences the reference is the base.
     """
 
     model: LMConfig

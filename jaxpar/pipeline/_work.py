@@ -40,8 +40,9 @@ class Program:
     fixed: tuple[bool, ...] | None = None  # of each array of the layers; None if all have gradients
 
     def __call__(self, given: Given, rows: Array) -> tuple[Array, PyTree, PyTree, Sums]:
-        """Returns loss, what turns and loss told, and gradients; rows of the table are [ticks, 1, columns].
+        """Returns loss, what turns and loss told, and gradients.
 
+        Rows of the table are [ticks, 1, columns].
         Gradients of the layers are a list, of the arrays that have one.
         """
         work = self.work(given)

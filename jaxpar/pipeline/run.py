@@ -243,7 +243,7 @@ class _Made(NamedTuple):
 
 
 def _with_zeros(gradients: list[Array], layers: PyTree, fixed: tuple[bool, ...] | None) -> PyTree:
-    """Returns gradients in the structure of the layers: zeros, which nothing reads, where one is fixed."""
+    """Returns gradients in the structure of the layers: zeros where an array is fixed."""
     leaves, structure = jax.tree.flatten(layers)
     found = iter(gradients)
     marks = fixed or (False,) * len(leaves)

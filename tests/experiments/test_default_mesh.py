@@ -1,4 +1,4 @@
-"""The mesh that nobody asked for is one that the model allows, in training, evaluating and export."""
+"""The default mesh is one that the model allows, in training, evaluating and export."""
 
 import json
 

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 
 import jax
 
-from jaxpar.lm import LMConfig, leaves
+from jaxpar.lm import Leaf, LMConfig, leaves
 from jaxpar.mesh import RULES, MeshSpec, mesh_axes
-from jaxpar.nn.leaf import Leaf
 from jaxpar.types import UsageError
 
 SMALLER = (
@@ -29,7 +28,8 @@ def fitting_mesh(
     """Returns the usual mesh where it divides all of a model's weights, else the first that does.
 
     Args:
-      usual: Mesh that is taken first; rows that it does not divide are refused later, by their flag.
+      usual: Mesh that is taken first; rows that it does not divide are refused later, by their
+        flag.
       model: The transformer.
       rules: Logical axis -> mesh axes.
       rows: Rows of a batch, which another mesh than the usual one divides too.
