@@ -181,7 +181,9 @@ def usual_mesh(config: Config, folder: pathlib.Path) -> MeshSpec:
     data = config.data
     start = initial_model.source(config.init)
     if config.mode != "train":
-        start = pathlib.Path(config.run) if config.run else None
+        start = None
+        if config.run:
+            start = pathlib.Path(config.run)
     elif start is not None and config.init.startswith("hf:"):
         start = initial_model.kept(folder) or start
     if start is not None and (start / "config.json").is_file():
@@ -189,7 +191,8 @@ def usual_mesh(config: Config, folder: pathlib.Path) -> MeshSpec:
     elif start is not None and (start / "config.yaml").is_file():
         saved = runner.load(start, Config)
         model = saved.model
-        data = data if config.mode == "train" else saved.data
+        if config.mode != "train":
+            data = saved.data
     rules = rules_from(config.rules, config.layout)
     return default_mesh.fitting_mesh(runner.SHOWN, model, rules, data.batch_size)
 

@@ -160,7 +160,9 @@ class AdaptedState:
     @property
     def start(self) -> PyTree:
         """The parameters that preferences are compared with: those without changes."""
-        return self.base if self.reference is None else laid_over(self.base, self.reference)
+        if self.reference is None:
+            return self.base
+        return laid_over(self.base, self.reference)
 
     @property
     def averaged(self) -> PyTree:
@@ -267,9 +269,13 @@ class Trainer:
         step = jnp.zeros((), jnp.int32)
         health = Health.start(dtype)
         average = average_of(trained, self.tuning.ema)
-        compares = self.objective.kind == "dpo"
+        compared = trained
+        if self._is_adapted:
+            compared = selected(params, saved_names(self.model, self.adapter))
+        reference = None
+        if self.objective.kind == "dpo" and compared:
+            reference = jax.tree.map(jnp.copy, compared)
         if not self._is_adapted:
-            reference = jax.tree.map(jnp.copy, trained) if compares else None
             return TrainState(
                 params=params,
                 opt_state=opt_state,
@@ -278,7 +284,6 @@ class Trainer:
                 average=average,
                 reference=reference,
             )
-        saved = selected(params, saved_names(self.model, self.adapter))
         return AdaptedState(
             base=kept,
             adapters=trained,
@@ -287,7 +292,7 @@ class Trainer:
             health=health,
             average=average,
             scale=self.adapter.scale,
-            reference=jax.tree.map(jnp.copy, saved) if compares and saved else None,
+            reference=reference,
         )
 
     def axes(self) -> TrainState | AdaptedState:

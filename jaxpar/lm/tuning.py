@@ -168,7 +168,9 @@ def trained_but(names: Collection[str]) -> Trained:
 
     def join(trained: PyTree, kept: PyTree, key: PRNGKey | None):
         del key
-        return laid_over(kept, trained) if names else trained
+        if not names:
+            return trained
+        return laid_over(kept, trained)
 
     return Trained(split=split, join=join, layer=lambda params, index, key: params)
 

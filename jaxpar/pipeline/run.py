@@ -142,12 +142,15 @@ class Pipelined:
             )
             specs = specs._replace(rows=AT, entered=ALL)
         table = _packed(self.schedule, self.latency)
+        fixed = None
+        if stages.fixed is not None:
+            fixed = stages.fixed(params)
         program = Program(
             stages=stages,
             table=table,
             chunk_size=stages.num_turns // self.schedule.depth,
             vocabulary=size,
-            fixed=stages.fixed(params) if stages.fixed is not None else None,
+            fixed=fixed,
         )
         return _Made(program=program, given=given, specs=specs, pull=pull)
 
