@@ -7,7 +7,7 @@
     python bench/finetune.py --override remat=names --override loss_chunk=2048
     python bench/finetune.py --tiny                         # any machine: checks that the script runs
 
-A step is the whole one of `jaxpar.lm.Trainer` or `AdapterTrainer`: loss, gradient, clip, AdamW; bfloat16 where layers
+A step is the whole one of `jaxpar.lm.Trainer`: loss, gradient, clip, AdamW; bfloat16 where layers
 multiply, float32 master weights, random numbers for weights and tokens. LoRA is of rank 16 on all products of the
 layers; its base is kept as the row's name says, float32 if it says nothing. "names" makes again in its backward pass
 what lies between products that are kept (model.execution.remat=names

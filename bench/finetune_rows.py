@@ -39,16 +39,13 @@ class Step:
         import jax
         from lm_models import lm_config
 
-        from jaxpar.lm import AdapterConfig, AdapterTrainer, OptimizerConfig, Trainer
+        from jaxpar.lm import AdapterConfig, OptimizerConfig, Trainer
         from jaxpar.loop import compile_step
 
         model, self.adapter = lm_config(**request["model"]), request["adapter"]
         optimizer = OptimizerConfig(learning_rate=1e-5)
-        self.trainer = Trainer(model, optimizer, num_steps=10_000)
-        if self.adapter:
-            self.trainer = AdapterTrainer(
-                model, AdapterConfig(**self.adapter), optimizer, num_steps=10_000
-            )
+        adapter = AdapterConfig(**(self.adapter or {}))
+        self.trainer = Trainer(model, optimizer, num_steps=10_000, adapter=adapter)
         self.spend_s, self.size = request["spend_s"], (request["rows"], request["length"])
         rng = np.random.default_rng(1)
         tokens = rng.integers(0, model.vocab_size, (self.size[0], self.size[1] + 1), np.int32)

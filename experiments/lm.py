@@ -26,7 +26,6 @@ from jaxpar.fields import AtLeast, check_fields, field, replace_nested
 from jaxpar.io import Checkpoints, ProgressLabels, plot_loss
 from jaxpar.lm import (
     AdapterConfig,
-    AdapterTrainer,
     LMConfig,
     ObjectiveConfig,
     OptimizerConfig,
@@ -51,13 +50,13 @@ from jaxpar.lm.text import (
     training_batches,
 )
 from jaxpar.loop import Fit, FitResult
-from jaxpar.mesh import named_shardings, partition
+from jaxpar.mesh import MeshSpec, named_shardings, partition, rules_from
 from jaxpar.nn.mixers import Recurrent
 from jaxpar.types import PyTree, UsageError
 
 from .app import harness, runner, saved_runs
 from .app.harness import Run
-from .app.lm import benchmark, expert_loads, export_files, initial_model
+from .app.lm import benchmark, default_mesh, expert_loads, export_files, initial_model
 from .app.lm.pipeline_flags import PipelineConfig, make_schedule
 from .app.lm.text_codec import decode, draw, encode
 from .app.lm.validation import check_length, judged_weights, make_evaluate, place, row_length
@@ -174,9 +173,33 @@ def execute(config: Config, folder: pathlib.Path) -> Any:
         raise UsageError(f"mode={config.mode!r} is unknown; legal are {', '.join(modes)}.")
     if config.checkpoint not in ("best", "newest"):
         raise UsageError(f"checkpoint={config.checkpoint!r} is unknown; legal are best, newest.")
-    with runner.open_devices(config) as mesh:
+    with runner.open_devices(config, usual_mesh(config, folder)) as mesh:
         say("mesh       " + _mesh_text(mesh))
         return modes[config.mode](config, folder)
+
+
+def usual_mesh(config: Config, folder: pathlib.Path) -> MeshSpec:
+    """Returns the mesh where none is asked for, of eight simulated devices; the model allows it."""
+    if config.mesh != MeshSpec(data=-1):
+        return runner.SHOWN
+    model = config.model
+    data = config.data
+    start = initial_model.source(config.init)
+    if config.mode != "train":
+        start = None
+        if config.run:
+            start = pathlib.Path(config.run)
+    elif start is not None and config.init.startswith("hf:"):
+        start = initial_model.kept(folder) or start
+    if start is not None and (start / "config.json").is_file():
+        model = initial_model.with_model(model, start)
+    elif start is not None and (start / "config.yaml").is_file():
+        saved = runner.load(start, Config)
+        model = saved.model
+        if config.mode != "train":
+            data = saved.data
+    rules = rules_from(config.rules, config.layout)
+    return default_mesh.fitting_mesh(runner.SHOWN, model, rules, data.batch_size)
 
 
 @owning
@@ -268,7 +291,7 @@ def _on_from(config: Config, start: pathlib.Path, folder: pathlib.Path) -> tuple
     ), tokenizer
 
 
-def _first_state(config: Config, trainer: Trainer | AdapterTrainer, start: pathlib.Path) -> PyTree:
+def _first_state(config: Config, trainer: Trainer, start: pathlib.Path) -> PyTree:
     """Returns the state that training begins with, of parameters in the folder `start`."""
 
     def read() -> PyTree:
@@ -366,7 +389,7 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer, is_given: bool = False
     return config
 
 
-def make_trainer(config: Config, teacher: LMConfig | None = None) -> Trainer | AdapterTrainer:
+def make_trainer(config: Config, teacher: LMConfig | None = None) -> Trainer:
     """Returns the algorithm, after checking that its state and batch can be laid out on the ambient mesh."""
     schedule, parts, flag = make_schedule(config, config.model, config.train.accumulate)
     trainer = Trainer(
@@ -379,24 +402,10 @@ def make_trainer(config: Config, teacher: LMConfig | None = None) -> Trainer | A
         tuning=config.tuning,
         objective=config.objective,
         teacher=teacher,
+        adapter=config.adapter,
     )
-    if config.adapter.kind != "none":
-        if config.pipeline != "none":
-            raise UsageError(
-                f"adapter.kind={config.adapter.kind} has no pipeline={config.pipeline}; leave one out."
-            )
-        trainer = AdapterTrainer(
-            model=config.model,
-            adapter=config.adapter,
-            optimizer=config.optimizer,
-            num_steps=config.train.steps,
-            accumulate=parts,
-            max_skipped=config.train.max_skipped,
-            tuning=config.tuning,
-            objective=config.objective,
-            teacher=teacher,
-        )
     refuse_idle("a language model", (trainer.axes(), LM_AXES))
+    default_mesh.check_divides(config.model)
     named_shardings(jax.eval_shape(lambda: trainer.init(jax.random.key(0))), trainer.axes())
     rows = config.data.batch_size
     if rows % parts:
@@ -450,6 +459,7 @@ def load(
             raise UsageError(
                 f"use_ema=true asks for an average, and the Hugging Face folder {folder} has none."
             )
+        default_mesh.check_divides(initial_model.with_model(config.model, folder))
         name = config.model.dtype if dtype is None else dtype
         model, params = load_model(folder, name, strict=config.strict)
         data = initial_model.with_template(config.data, folder)
@@ -508,7 +518,7 @@ def _tell_start(
     config: Config,
     folder: pathlib.Path,
     corpus: Corpus,
-    trainer: Trainer | AdapterTrainer,
+    trainer: Trainer,
     start: int,
 ) -> None:
     data, model = config.data, config.model

@@ -154,6 +154,10 @@ NAMES = {
         "DraftTrainer": "jaxpar.experimental.trained_drafts",
         "accept_rates": "jaxpar.experimental.trained_drafts",
     },
+    "jaxpar.lm.adapters": {
+        "AdaptedState": "jaxpar.lm.train",
+        "AdapterTrainer": "jaxpar.lm.train",
+    },
     "jaxpar.neat": {
         "Discovered": "jaxpar.neat.quadtree",
     },

@@ -47,7 +47,6 @@ from jaxpar.io import ProgressLabels
 from jaxpar.life import Jitter, Laws, Lstm, Reflex, World
 from jaxpar.lm import (
     AdapterConfig,
-    AdapterTrainer,
     AttentionConfig,
     EmbeddingConfig,
     ExecutionConfig,
@@ -228,7 +227,6 @@ TABLE = {
     ObjectiveConfig: {"label_smoothing": UNDER_1, "distil": OVER_0, "temperature beta": POSITIVE},
     TuningConfig: {"layer_decay": OVER_0, "ema": UNDER_1},
     AdapterConfig: {"rank": LEAST_0, "alpha": POSITIVE, "dropout": UNDER_1},
-    AdapterTrainer: {"num_steps accumulate max_skipped": COUNT},
     OptimizerConfig: {
         "learning_rate eps": POSITIVE,
         "final_ratio": SHARE,
@@ -460,7 +458,7 @@ TABLE = {
 """Each configuration with numbers in it: its fields, values outside of their range, and values at its ends."""
 
 RESULTS = {
-    "lm.adapters.AdaptedState", "nn.linear.Lora",
+    "lm.train.AdaptedState", "nn.linear.Lora",
     "aot.job.Job", "aot.estimate.Estimate", "aot.roofline.Roofline", "aot.candidates.Finding", "aot.topology.Chip",
     "decode.trees.Tree",
     "env.capabilities.Capabilities", "env.check.Report", "env.spaces.Box", "env.spaces.Discrete",
@@ -497,7 +495,6 @@ BASIS = {
     ModelDraft: (None,),
     ModelSizes: (9, 1, 1, 1, 1),
     HiddenTransfer: (0,),
-    AdapterTrainer: (lm_config(), AdapterConfig("lora")),
     DraftTrainer: (lm_config(), PromptTokens()),
     Trainer: (lm_config(),),
     Pipelined: (gpipe(1, 1),),

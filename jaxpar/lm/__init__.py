@@ -8,8 +8,8 @@
 | `loss`, `stages` | params, batch -> loss [], what was told; the same as first, layer, last | `train` |
 | `objectives` | params, batch -> log-likelihoods [B, T]; losses [] of other kinds | `train`, `evaluation` |
 | `tuning` | parameters -> those that are trained; what their rates are multiplied by | `train`, `adapters` |
-| `train` | state, batch -> next state | `jaxpar.loop` |
-| `adapters` | the same of adapters beside a frozen base; their merging and fusing | `jaxpar.loop` |
+| `adapters` | params -> adapters beside a frozen base; their merging and fusing | `train` |
+| `train` | state, batch -> next state, whatever is trained | `jaxpar.loop` |
 | `transfers` | LMConfig, the ambient mesh -> collectives of a step; bytes of split attention | `experiments` |
 | `sample` | prompt [B, T] -> tokens [B, S] | experiments |
 | `evaluation` | params, records of JSONL -> likelihoods [N], accuracy and perplexity with their errors | experiments |
@@ -19,9 +19,7 @@
 from jaxpar._renamed import renamed
 from jaxpar.decode import Sampling
 from jaxpar.lm.adapters import (
-    AdaptedState,
     AdapterConfig,
-    AdapterTrainer,
     adapter_axes,
     fuse_adapters,
     merge_adapters,
@@ -54,7 +52,7 @@ from jaxpar.lm.objectives import ObjectiveConfig, num_pairs, preference_loss
 from jaxpar.lm.params import Leaf, axes, flops_per_token, init, leaves, num_params
 from jaxpar.lm.plain_step import plain_state, plain_step
 from jaxpar.lm.sample import Decoder, cache_axes, empty_cache, extend, generate
-from jaxpar.lm.train import Trainer, TrainState
+from jaxpar.lm.train import AdaptedState, AdapterTrainer, Trainer, TrainState
 from jaxpar.lm.transfers import (
     context_bytes,
     declared_transfers,

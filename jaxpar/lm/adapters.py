@@ -3,11 +3,12 @@
 Example:
     import jax, jax.numpy as jnp
 
-    from jaxpar.lm import AdapterConfig, AdapterTrainer, LMConfig, init, merge_adapters
+    from jaxpar.lm import AdapterConfig, LMConfig, Trainer, init, merge_adapters
 
     model = LMConfig(vocab_size=8, num_layers=1, embed_dim=8, dtype="float32")
-    trainer = AdapterTrainer(model, AdapterConfig("lora", target=("wq", "w_*"), rank=2, base="int8"))
-    state = trainer.begin(jax.random.key(1), init(jax.random.key(0), model))
+    adapter = AdapterConfig("lora", target=("wq", "w_*"), rank=2, base="int8")
+    trainer = Trainer(model, adapter=adapter)
+    state = trainer.begin(init(jax.random.key(0), model), jax.random.key(1))
     batch = dict.fromkeys(("tokens", "targets"), jnp.arange(8).reshape(2, 4))
     state, info = jax.jit(trainer.step)(jax.random.key(2), state, batch)
     whole = merge_adapters(state.params)  # arrays again, as `init` makes them
@@ -21,26 +22,20 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from flax import struct
+from jax.typing import DTypeLike
 
+from jaxpar._renamed import renamed
 from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
 from jaxpar.lm import params as declared
 from jaxpar.lm.config import LMConfig
-from jaxpar.lm.objectives import ObjectiveConfig, objective_report, objective_stages
-from jaxpar.lm.train import LATER_LEAVES, Health, check_teacher, update, with_teacher
-from jaxpar.lm.tuning import TuningConfig, average_of, depth_scales, next_average
-from jaxpar.mesh import axes_like
+from jaxpar.lm.tuning import Trained, laid_over, named_parameters, selected, without
 from jaxpar.nn.leaf import Leaf
 from jaxpar.nn.linear import Frozen, Lora, Weight, whole_weight
 from jaxpar.nn.weights.narrow import Nf4, Quantised, nf4, quantise
-from jaxpar.optim import Optimizer, OptimizerConfig, make_optimizer
-from jaxpar.pipeline.accumulation import InTurn
-from jaxpar.types import Array, Info, PRNGKey, PyTree, UsageError
+from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 __all__ = [
-    "AdaptedState",
     "AdapterConfig",
-    "AdapterTrainer",
     "adapter_axes",
     "fuse_adapters",
     "merge_adapters",
@@ -59,7 +54,9 @@ class AdapterConfig:
     Attributes:
       kind: "none" trains the parameters themselves; "lora" a low-rank change of some weights (arXiv:2106.09685).
       target: Patterns of the weights that get a change, as of a shell: of names such as wq, wk, wv, wo, w_gate, w_up
-        and w_down, or of "0.wq" where layers have several mixers in turn. "*" is every product of the layers.
+        and w_down, or of "0.wq" where layers have several mixers in turn. "*" is every product of
+        the layers. By these words alone: "embedding", "head" and "experts", whose changes are added
+        to them once a step.
       rank: r, of the change.
       alpha: The change is scaled by alpha / r.
       dropout: Rate on what the change sees of its input, while training.
@@ -67,6 +64,8 @@ class AdapterConfig:
       dora: Whether each output's magnitude is trained apart from its direction (arXiv:2402.09353).
       base: What the frozen weights are kept in: "full" as they came, float32 at least; "bfloat16"; "int8", a scale an
         output; "nf4", four bits and a scale for 64 numbers. With the latter two embedding and head are bfloat16.
+      modules_to_save: Patterns, as of tuning.freeze, of parameters that are trained themselves
+        beside the changes, such as embedding, head or *norm*.
       merge: Whether an export holds the model with its adapters merged, instead of the adapters alone.
     """
 
@@ -78,12 +77,14 @@ class AdapterConfig:
     rslora: bool = field(False, None, identity="changed")
     dora: bool = field(False, None, identity="changed")
     base: str = field("full", OneOf(BASES), identity="changed")
+    modules_to_save: tuple[str, ...] = field((), None, identity="changed")
     merge: bool = field(False, None, identity=False)
 
     def __post_init__(self):
         """Refuses numbers that no adapter has."""
         check_fields(self, "adapter.")
         object.__setattr__(self, "target", tuple(self.target))  # flags are lists
+        object.__setattr__(self, "modules_to_save", tuple(self.modules_to_save))
 
     @property
     def scale(self) -> float:
@@ -101,18 +102,37 @@ def num_contracted(leaf: Leaf) -> int:
     return 1 if leaf.axes[1] == "embed" else len(leaf.axes) - 2
 
 
+def added_targets(model: LMConfig) -> dict[str, tuple[str, ...]]:
+    """Returns names of weights whose changes are added to them, by the words that mean them.
+
+    Nothing else is known of how a model reads these: an embedding by rows, experts in groups.
+    """
+    named = _named(model)
+    experts = (name for name, leaf in named.items() if leaf.axes[:2] == ("layers", "experts"))
+    found = {"experts": tuple(name for name in experts if len(named[name].shape) == 4)}
+    if not model.embedding.tied:
+        found |= {"embedding": ("embedding",), "head": ("head",)}
+    return {word: names for word, names in found.items() if names}
+
+
+def _named(model: LMConfig) -> dict[str, Leaf]:
+    """Returns the declarations of all parameters by dotted names, in the order of the tree."""
+    flat = jax.tree_util.tree_leaves_with_path(
+        declared.leaves(model), is_leaf=lambda leaf: isinstance(leaf, Leaf)
+    )
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
+
+
 def targets(model: LMConfig, patterns: tuple[str, ...]) -> dict[str, Leaf]:
     """Returns the weights that patterns mean, by names such as "layers.wq".
 
     Raises:
       UsageError: A pattern means none.
     """
-    flat = jax.tree_util.tree_leaves_with_path(
-        declared.leaves(model), is_leaf=lambda leaf: isinstance(leaf, Leaf)
-    )
-    named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
+    named = _named(model)
+    added = added_targets(model)
     names = {name.removeprefix("layers."): name for name, leaf in named.items() if is_product(leaf)}
-    found: dict[str, Leaf] = {}
+    found: set[str] = set()
     for pattern in patterns:
         hits = [
             full
@@ -120,6 +140,7 @@ def targets(model: LMConfig, patterns: tuple[str, ...]) -> dict[str, Leaf]:
             if fnmatch.fnmatchcase(name, pattern)
             or fnmatch.fnmatchcase(name.rpartition(".")[2], pattern)
         ]
+        hits += added.get(pattern, ())
         if not hits:
             why = (
                 "is no product of the layers"
@@ -129,11 +150,55 @@ def targets(model: LMConfig, patterns: tuple[str, ...]) -> dict[str, Leaf]:
             tied = (
                 ", and tied to the head" if pattern == "embedding" and model.embedding.tied else ""
             )
+            more = f", and {', '.join(added)}" if added else ""
             raise UsageError(
-                f"adapter.target={pattern} {why}{tied}; legal are patterns of {', '.join(names)}."
+                f"adapter.target={pattern} {why}{tied}; "
+                f"legal are patterns of {', '.join(names)}{more}."
             )
-        found |= {full: named[full] for full in hits}
+        found.update(hits)
     return {full: leaf for full, leaf in named.items() if full in found}
+
+
+def saved_names(model: LMConfig, adapter: AdapterConfig) -> frozenset[str]:
+    """Returns the parameters that are trained themselves beside the adapters, by dotted names.
+
+    Raises:
+      UsageError: A pattern means none, or a weight that has an adapter.
+    """
+    saved = named_parameters(model, adapter.modules_to_save, "adapter.modules_to_save")
+    both = sorted(saved & targets(model, adapter.target).keys())
+    if both:
+        raise UsageError(
+            f"adapter.modules_to_save={','.join(adapter.modules_to_save)}: {both[0]} has an "
+            "adapter too; expected weights that adapter.target leaves out."
+        )
+    return saved
+
+
+def check_adapter(model: LMConfig, adapter: AdapterConfig) -> None:
+    """Refuses adapters that a model cannot have."""
+    if adapter.kind == "none" or not adapter.rank:
+        raise UsageError(
+            f"adapter.kind={adapter.kind} of adapter.rank={adapter.rank} has nothing to train; "
+            "give a rank over 0."
+        )
+    if model.weights != "full":
+        raise UsageError(f"model.weights={model.weights} has no adapters; legal is full.")
+    if adapter.dropout and model.execution.remat == "blockwise":
+        raise UsageError(
+            "adapter.dropout would drop alike in all blocks of model.execution.remat=blockwise; "
+            "take remat=full."
+        )
+    found = targets(model, adapter.target)
+    added = [name for name, leaf in found.items() if not is_product(leaf)]
+    for flag, value in (("dropout", adapter.dropout), ("dora", adapter.dora)):
+        if added and value:
+            raise UsageError(
+                f"adapter.{flag}={value}: {added[0]} has a change that is added to it, which knows "
+                f"neither its inputs nor its outputs; expected adapter.{flag} off, or another "
+                "adapter.target."
+            )
+    saved_names(model, adapter)
 
 
 def _map(fn: Callable, model: LMConfig, *trees: PyTree) -> PyTree:
@@ -200,7 +265,10 @@ def begin_adapters(key: PRNGKey, base: PyTree, model: LMConfig, adapter: Adapter
     dtype = jnp.promote_types(model.dtype, jnp.float32)
 
     def one(name: str, leaf: Leaf) -> dict[str, Array]:
-        keys = jax.random.split(jax.random.fold_in(key, zlib.crc32(name.encode())), leaf.shape[0])
+        own = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        if not is_product(leaf):
+            return _begin_added(own, leaf, adapter.rank, dtype)
+        keys = jax.random.split(own, leaf.shape[0])
 
         def layer(key, w):
             like, num = jnp.zeros(leaf.shape[1:], dtype), num_contracted(leaf)
@@ -215,10 +283,29 @@ def begin_adapters(key: PRNGKey, base: PyTree, model: LMConfig, adapter: Adapter
     )
 
 
+def _begin_added(key: PRNGKey, leaf: Leaf, rank: int, dtype: DTypeLike) -> dict[str, Array]:
+    """Draws a change that is added to a matrix, or to each of a stack, and is zero at first.
+
+    The side of a vocabulary is zero; of others the outputs', as in `Lora.of`.
+    """
+    *stack, rows, columns = leaf.shape
+    into, outof = (*stack, rows, rank), (*stack, rank, columns)
+    if leaf.axes[0] == "vocab":
+        up = jax.random.normal(key, outof, dtype) / jnp.sqrt(jnp.asarray(columns, dtype))
+        return {"added_down": jnp.zeros(into, dtype), "added_up": up}
+    down = jax.random.normal(key, into, dtype) / jnp.sqrt(jnp.asarray(rows, dtype))
+    return {"added_down": down, "added_up": jnp.zeros(outof, dtype)}
+
+
 def adapter_axes(model: LMConfig, adapters: PyTree) -> PyTree:
     """Returns the logical axes of a tree of adapters: those of their weights, and none of the rank."""
 
-    def one(leaf: Leaf, arrays: PyTree) -> dict[str, tuple]:
+    def one(leaf: Leaf, arrays: PyTree) -> dict[str, tuple] | tuple:
+        if not isinstance(arrays, dict):
+            return leaf.axes
+        if not is_product(leaf):
+            *stack, rows, columns = leaf.axes
+            return {"added_down": (*stack, rows, None), "added_up": (*stack, None, columns)}
         first = 1 + num_contracted(leaf)
         into, out = leaf.axes[1:first], leaf.axes[first:]
         axes = {
@@ -228,7 +315,7 @@ def adapter_axes(model: LMConfig, adapters: PyTree) -> PyTree:
         }
         return {name: axes[name] for name in arrays}
 
-    named = {name: (leaf, _at(adapters, name)) for name, leaf in targets(model, ("*",)).items()}
+    named = {name: (leaf, _at(adapters, name)) for name, leaf in _named(model).items()}
     return unflattened(
         {name: one(leaf, arrays) for name, (leaf, arrays) in named.items() if arrays is not None}
     )
@@ -246,23 +333,98 @@ def with_adapters(
 
     Args:
       base: As from `frozen`, or plain parameters.
-      adapters: As from `begin_adapters`.
+      adapters: As from `begin_adapters`; arrays in it take the place of the base's, or are beside
+        it.
       scale: Of the changes.
       rate: Of dropout.
       key: Switches it on; consumed.
       name: Of the part that `base` is, by which its key is known.
     """
+    if not isinstance(adapters, dict):
+        return adapters
+    if "added_down" in adapters:
+        return _added(base, adapters, scale)
     if "down" not in adapters:
         return base | {
-            part: with_adapters(base[part], inner, scale, rate, key, f"{name}.{part}")
+            part: with_adapters(base.get(part, {}), inner, scale, rate, key, f"{name}.{part}")
             for part, inner in adapters.items()
         }
+    if isinstance(base, dict):
+        raise UsageError(
+            f"adapters{name}: there is no such weight among the parameters; expected the adapters "
+            "of this model."
+        )
     keys = None
     if key is not None and rate:
         keys = jax.random.split(
             jax.random.fold_in(key, zlib.crc32(name.encode())), adapters["down"].shape[0]
         )
     return Lora(base, **adapters, key=keys, scale=scale, rate=rate)
+
+
+def _added(weight: Array, adapter: dict[str, Array], scale: float) -> Array:
+    """Returns the sum of a weight, or of a stack of them, and its change; float32 at least."""
+    change = jnp.matmul(adapter["added_down"], adapter["added_up"], precision="highest")
+    return weight.astype(jnp.promote_types(weight.dtype, change.dtype)) + scale * change
+
+
+def trained_adapters(model: LMConfig, adapter: AdapterConfig) -> Trained:
+    """Returns that adapters are trained, and the parameters that are saved beside them.
+
+    Each adapted weight of each layer drops with a key of its own.
+    """
+    saved = saved_names(model, adapter)
+
+    def split(params: PyTree, key: PRNGKey | None):
+        if key is None:
+            raise UsageError("key=None: adapters are drawn from it; expected a key.")
+        base = frozen(params, model, adapter.base)
+        adapters = begin_adapters(key, base, model, adapter)
+        return laid_over(adapters, selected(params, saved)), without(base, saved)
+
+    def join(trained: PyTree, kept: PyTree, key: PRNGKey | None):
+        return with_adapters(kept, trained, adapter.scale, adapter.dropout, _dropping(key, adapter))
+
+    def layer(params: PyTree, index: int | Array, key: PRNGKey | None):
+        own = _dropping(key, adapter)
+        if own is None:
+            return params
+        turns = model.num_layers // model.stack().period
+
+        def one(path, w: PyTree) -> PyTree:
+            if not isinstance(w, Lora):
+                return w
+            name = ".".join((".layers", *(part.key for part in path)))
+            keys = jax.random.split(jax.random.fold_in(own, zlib.crc32(name.encode())), turns)
+            return w.replace(key=keys[index])  # type: ignore[attr-defined]
+
+        is_leaf = lambda w: isinstance(w, Weight)  # noqa: E731
+        return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_leaf)
+
+    return Trained(split=split, join=join, layer=layer)
+
+
+def _dropping(key: PRNGKey | None, adapter: AdapterConfig) -> PRNGKey | None:
+    """Returns the key of a step's dropout of adapters; None without dropout."""
+    if key is None or not adapter.dropout:
+        return None
+    return jax.random.fold_in(key, zlib.crc32(b"adapters"))
+
+
+def base_axes(model: LMConfig, adapter: AdapterConfig) -> PyTree:
+    """Returns the logical axes of the parameters that are kept beside adapters."""
+    return without(_frozen_axes(model, adapter.base), saved_names(model, adapter))
+
+
+def adapter_decays(model: LMConfig) -> Callable[[PyTree], PyTree]:
+    """Returns a function of adapters to what decays: all but magnitudes and saved norms."""
+    flat = jax.tree_util.tree_leaves_with_path(declared.decay_mask(model))
+    mask = {jax.tree_util.keystr(path): decays for path, decays in flat}
+
+    def one(path, _) -> bool:
+        return mask.get(jax.tree_util.keystr(path), path[-1].key != "magnitude")
+
+    return lambda adapters: jax.tree_util.tree_map_with_path(one, adapters)
 
 
 def merge_adapters(params: PyTree) -> PyTree:
@@ -278,11 +440,17 @@ def num_adapted(model: LMConfig, adapter: AdapterConfig) -> int:
     """Returns how many numbers are trained."""
     total = 0
     for leaf in targets(model, adapter.target).values():
+        if not is_product(leaf):
+            *stack, rows, columns = leaf.shape
+            total += math.prod(stack) * adapter.rank * (rows + columns)
+            continue
         first = 1 + num_contracted(leaf)
         into = math.prod(leaf.shape[1:first])
         out = math.prod(leaf.shape[first:])
         total += leaf.shape[0] * (adapter.rank * (into + out) + adapter.dora * out)
-    return total
+    named = _named(model)
+    saved = sum(math.prod(named[name].shape) for name in saved_names(model, adapter))
+    return total + saved
 
 
 def fuse_adapters(
@@ -331,182 +499,5 @@ def fuse_adapters(
     return with_adapters(base, jax.tree_util.tree_map_with_path(one, *adapters), scale)
 
 
-@struct.dataclass
-class AdaptedState:
-    """All that a run of adapters carries from step to step.
-
-    Attributes:
-      base: Frozen parameters.
-      adapters: What is trained, float32 at least.
-      opt_state: Of the optimizer, for the adapters alone.
-      step: int32 [], steps made, skipped ones included.
-      health: Skipped steps and spikes.
-      average: Running average of the adapters; None where `TuningConfig.ema` is 0.
-      scale: Of the changes.
-    """
-
-    base: PyTree
-    adapters: PyTree
-    opt_state: PyTree
-    step: Array
-    health: Health
-    average: PyTree = None
-    scale: float = struct.field(pytree_node=False, default=1.0)
-
-    @property
-    def params(self) -> PyTree:
-        """The adapted model's, as `jaxpar.lm.apply` takes them; `merge_adapters` makes arrays of them."""
-        return with_adapters(self.base, self.adapters, self.scale)
-
-    @property
-    def start(self) -> PyTree:
-        """The parameters that preferences are compared with: the base."""
-        return self.base
-
-    @property
-    def averaged(self) -> PyTree:
-        """The same, of the running average where there is one."""
-        return with_adapters(
-            self.base, self.adapters if self.average is None else self.average, self.scale
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class AdapterTrainer:
-    """Trains adapters of `model` with `optimizer`; static and hashable. See `jaxpar.lm.Trainer`.
-
-    Attributes:
-      model: The transformer.
-      adapter: What is trained beside it.
-      optimizer: The update rule, of the adapters alone; all of them decay but magnitudes.
-      num_steps: Length of the run, which the learning-rate schedule needs.
-      accumulate: Microbatches that a batch is cut into; equal to the whole batch at once, but for dropout.
-      max_skipped: Steps in a row that changed nothing, being not finite, after which `done` is true.
-      tuning: Rates by depth, and whether an average is kept; the base is frozen anyway.
-      objective: What is made smaller; of preferences the reference is the base.
-      teacher: A model of the same symbols whose laws the objective takes a share of; None for none.
-    """
-
-    model: LMConfig
-    adapter: AdapterConfig
-    optimizer: OptimizerConfig = OptimizerConfig()
-    num_steps: int = field(1000, AtLeast(1))
-    accumulate: int = field(1, AtLeast(1))
-    max_skipped: int = field(10, AtLeast(1))
-    tuning: TuningConfig = TuningConfig()
-    objective: ObjectiveConfig = ObjectiveConfig()
-    teacher: LMConfig | None = None
-
-    def __post_init__(self):
-        """Refuses what cannot be trained."""
-        check_fields(self)
-        check_teacher(self.model, self.objective, self.teacher)
-        adapter, model = self.adapter, self.model
-        if self.tuning.freeze:
-            raise UsageError(
-                f"tuning.freeze={','.join(self.tuning.freeze)} beside adapters, whose base is frozen; leave it out, or "
-                "change adapter.target."
-            )
-        if adapter.kind == "none" or not adapter.rank:
-            raise UsageError(
-                f"adapter.kind={adapter.kind} of adapter.rank={adapter.rank} has nothing to train; give a rank over 0."
-            )
-        if model.weights != "full":
-            raise UsageError(f"model.weights={model.weights} has no adapters; legal is full.")
-        if adapter.dropout and model.execution.remat == "blockwise":
-            raise UsageError(
-                "adapter.dropout would drop alike in all blocks of model.execution.remat=blockwise; take remat=full."
-            )
-        if self.optimizer.name == "muon":
-            raise UsageError(
-                "optimizer.name=muon is not for adapters, which are thin; legal are adamw, radam, rmsprop."
-            )
-        targets(model, adapter.target)
-
-    def init(self, key: PRNGKey, inputs: PyTree = None) -> AdaptedState:
-        """Draws parameters and adapters, and the optimizer's first state. Consumes `key`; ignores `inputs`."""
-        del inputs
-        dtype = jnp.promote_types(self.model.dtype, jnp.float32)
-        drawn, own = jax.random.split(key)
-        return self.begin(own, declared.init(drawn, self.model, dtype))
-
-    def begin(self, key: PRNGKey, params: PyTree) -> AdaptedState:
-        """Returns the state that training begins with from given parameters, which are frozen. Consumes `key`."""
-        dtype = jnp.promote_types(self.model.dtype, jnp.float32)
-        count = jnp.zeros((), jnp.int32)
-        health = Health.start(dtype)
-        base = frozen(params, self.model, self.adapter.base)
-        adapters = begin_adapters(key, base, self.model, self.adapter)
-        opt_state = self.make_optimizer().init(adapters)
-        average = average_of(adapters, self.tuning.ema)
-        return AdaptedState(base, adapters, opt_state, count, health, average, self.adapter.scale)
-
-    def axes(self) -> AdaptedState:
-        """Returns the logical axes of every leaf of the state; moments lie as their adapters."""
-        state = jax.eval_shape(lambda: self.init(jax.random.key(0)))
-        own = adapter_axes(self.model, state.adapters)
-        out = axes_like(state, state.adapters, own)
-        return out.replace(base=_frozen_axes(self.model, self.adapter.base), adapters=own)
-
-    def step(
-        self, key: PRNGKey, state: AdaptedState, inputs: dict[str, Array]
-    ) -> tuple[AdaptedState, Info]:
-        """Makes one optimizer step of the adapters; returns what `jaxpar.lm.Trainer.step` does. Consumes `key`."""
-        inputs, teacher = with_teacher(inputs, self.teacher)
-        plain = objective_stages(self.model, self.objective, teacher=teacher, reference=state.base)
-        rate = self.adapter.dropout
-
-        def whole(adapters: PyTree, data: PyTree, key: PRNGKey | None, total: Array, share: float):
-            own = (
-                jax.random.fold_in(key, zlib.crc32(b"adapters"))
-                if rate and key is not None
-                else None
-            )
-            return plain.whole(
-                with_adapters(state.base, adapters, state.scale, rate, own), data, key, total, share
-            )
-
-        pieces = plain._replace(whole=whole)
-        loss, gradient = InTurn()(pieces, state.adapters, inputs, key, self.accumulate)
-        trained, opt_state, health, info = update(
-            self.make_optimizer(),
-            state.adapters,
-            loss,
-            gradient,
-            state.opt_state,
-            state.health,
-            objective_report(inputs, self.model, self.objective),
-        )
-        average = next_average(
-            state.average, trained, self.tuning.ema, health.skipped_in_a_row == 0
-        )
-        new = {
-            "adapters": trained,
-            "opt_state": opt_state,
-            "step": state.step + 1,
-            "health": health,
-            "average": average,
-        }
-        return state.replace(**new), info  # type: ignore[attr-defined]
-
-    @property
-    def later_leaves(self) -> tuple[str, ...]:
-        """Paths of leaves that older checkpoints lack; they were 0 there."""
-        return LATER_LEAVES
-
-    def done(self, state: AdaptedState) -> Array:
-        """Whether the run has broken down: `max_skipped` bad steps in a row."""
-        return state.health.skipped_in_a_row >= self.max_skipped
-
-    def make_optimizer(self) -> Optimizer:
-        """Returns the optimizer, whose state is `AdaptedState.opt_state`."""
-        scales = (
-            depth_scales(self.model, self.tuning.layer_decay)
-            if self.tuning.layer_decay != 1
-            else None
-        )
-        return make_optimizer(self.optimizer, self.num_steps, decays=_decays, scales=scales)
-
-
-def _decays(adapters: PyTree) -> PyTree:
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != "magnitude", adapters)
+def __getattr__(name: str) -> object:
+    return renamed(__name__, name)

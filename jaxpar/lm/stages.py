@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.loss import last, losses, told_of
@@ -68,7 +69,8 @@ def stages(config: LMConfig, smoothing: float = 0.0) -> Stages:
 
     def release(params: PyTree, gradient: PyTree):
         wide = dataclasses.replace(stack, dtype=str(jnp.promote_types(config.dtype, jnp.float32)))
-        return jax.vjp(wide.hold, params)[1](gradient)[0]
+        held, pull = jax.vjp(wide.hold, params)
+        return pull(jax.tree.map(_gradient_like, gradient, held))[0]
 
     def products():
         leaves = stack.leaves()["layers"]
@@ -107,6 +109,13 @@ def stages(config: LMConfig, smoothing: float = 0.0) -> Stages:
         head=split_head,
         axes=turn_axes,
     )
+
+
+def _gradient_like(gradient: jax.Array, x: jax.Array) -> jax.Array | np.ndarray:
+    """Returns a gradient as the backward pass of `x` takes it: of whole numbers there is none."""
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return gradient.astype(x.dtype)
+    return np.zeros(x.shape, jax.dtypes.float0)
 
 
 def _positions(data: dict) -> jax.Array:

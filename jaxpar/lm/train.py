@@ -8,19 +8,33 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 
+from jaxpar._renamed import warn_of_older
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.lm import params as declared
+from jaxpar.lm.adapters import (
+    AdapterConfig,
+    adapter_axes,
+    adapter_decays,
+    base_axes,
+    check_adapter,
+    saved_names,
+    trained_adapters,
+    with_adapters,
+)
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.objectives import ObjectiveConfig, Teacher, objective_report, objective_stages
 from jaxpar.lm.text.batches import BatchReport
 from jaxpar.lm.tuning import (
+    Trained,
     TuningConfig,
     average_of,
-    beside_frozen,
     depth_scales,
     frozen_names,
     laid_over,
     next_average,
+    selected,
+    trained_but,
+    trained_stages,
     without,
 )
 from jaxpar.mesh import axes_like
@@ -29,7 +43,15 @@ from jaxpar.optim import Optimizer, OptimizerConfig, make_optimizer
 from jaxpar.pipeline.accumulation import InTurn
 from jaxpar.types import Info, PRNGKey, PyTree, UsageError
 
-__all__ = ["LATER_LEAVES", "Health", "TrainState", "Trainer", "update"]
+__all__ = [
+    "LATER_LEAVES",
+    "AdaptedState",
+    "AdapterTrainer",
+    "Health",
+    "TrainState",
+    "Trainer",
+    "update",
+]
 
 LATER_LEAVES = ("health/empty",)
 """Paths of counts in the state that older checkpoints lack."""
@@ -104,9 +126,58 @@ class TrainState:
         return self.params if self.average is None else laid_over(self.params, self.average)
 
 
+@struct.dataclass
+class AdaptedState:
+    """All that a run of adapters carries from step to step.
+
+    Attributes:
+      base: Frozen parameters.
+      adapters: What is trained, float32 at least: changes, and parameters of
+        `AdapterConfig.modules_to_save`.
+      opt_state: State of the optimizer, for the adapters alone.
+      step: int32 [], steps made, skipped ones included.
+      health: Skipped steps and spikes.
+      average: Running average of the adapters; None where `TuningConfig.ema` is 0.
+      scale: Factor of the changes.
+      reference: Parameters of `AdapterConfig.modules_to_save`, as they were at the start, where the
+        objective is of preferences; else None.
+    """
+
+    base: PyTree
+    adapters: PyTree
+    opt_state: PyTree
+    step: jax.Array
+    health: Health
+    average: PyTree = None
+    scale: float = struct.field(pytree_node=False, default=1.0)
+    reference: PyTree = None
+
+    @property
+    def params(self) -> PyTree:
+        """The adapted model's, as `jaxpar.lm.apply` takes them; see `merge_adapters`."""
+        return with_adapters(self.base, self.adapters, self.scale)
+
+    @property
+    def start(self) -> PyTree:
+        """The parameters that preferences are compared with: those without changes."""
+        if self.reference is None:
+            return self.base
+        return laid_over(self.base, self.reference)
+
+    @property
+    def averaged(self) -> PyTree:
+        """The adapted model's, of the running average where there is one."""
+        return with_adapters(
+            self.base, self.adapters if self.average is None else self.average, self.scale
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """Trains `model` with `optimizer`; static and hashable.
+    """Trains `model`, or adapters beside it, with `optimizer`; static and hashable.
+
+    What is trained is one function that parts parameters and one that joins them again: all of
+    them, those that `tuning` leaves, or `adapter` beside a frozen base. A step knows nothing else.
 
     Attributes:
       model: The transformer.
@@ -119,6 +190,8 @@ class Trainer:
       tuning: What is frozen, rates by depth, and whether an average is kept.
       objective: What is made smaller.
       teacher: A model of the same symbols whose laws the objective takes a share of; None for none.
+      adapter: What is trained beside a frozen model, if it is of another kind than "none". All of
+        it decays but magnitudes and norms; of preferences the reference is the base.
     """
 
     model: LMConfig
@@ -130,6 +203,7 @@ class Trainer:
     tuning: TuningConfig = TuningConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     teacher: LMConfig | None = None
+    adapter: AdapterConfig = AdapterConfig()
 
     def __post_init__(self):
         """Refuses what cannot be trained."""
@@ -146,34 +220,93 @@ class Trainer:
             raise UsageError(
                 f"{second} runs a second model, whose layers no stage of a pipeline holds; leave out one."
             )
+        if self._is_adapted:
+            self._check_adapter()
         frozen_names(self.model, self.tuning.freeze)  # refuses patterns that mean nothing
 
-    def init(self, key: PRNGKey, inputs: PyTree = None) -> TrainState:
-        """Draws the parameters and the optimizer's first state. Consumes `key`; ignores `inputs`."""
+    def _check_adapter(self) -> None:
+        if self.tuning.freeze:
+            raise UsageError(
+                f"tuning.freeze={','.join(self.tuning.freeze)} beside adapters, whose base is "
+                "frozen; leave it out, or change adapter.target."
+            )
+        if self.optimizer.name == "muon":
+            raise UsageError(
+                "optimizer.name=muon is not for adapters, which are thin; "
+                "legal are adamw, radam, rmsprop."
+            )
+        check_adapter(self.model, self.adapter)
+
+    def init(self, key: PRNGKey, inputs: PyTree = None) -> TrainState | AdaptedState:
+        """Draws the parameters, adapters if there are any, and the optimizer's first state.
+
+        Consumes `key`; ignores `inputs`.
+        """
         del inputs
         dtype = jnp.promote_types(self.model.dtype, jnp.float32)
-        return self.begin(declared.init(key, self.model, dtype))
+        if not self._is_adapted:
+            return self.begin(declared.init(key, self.model, dtype))
+        drawn, own = jax.random.split(key)
+        return self.begin(declared.init(drawn, self.model, dtype), own)
 
-    def begin(self, params: PyTree) -> TrainState:
-        """Returns the state that training begins with from given parameters, float32 at least."""
+    def begin(self, params: PyTree, key: PRNGKey | None = None) -> TrainState | AdaptedState:
+        """Returns the state that training begins with from given parameters, float32 at least.
+
+        Args:
+          params: As from `jaxpar.lm.init`.
+          key: Key that draws adapters; consumed, and not read without them. In the older order,
+            the key first, both are accepted until the first release.
+
+        Raises:
+          UsageError: There are adapters, and no key.
+        """
+        if key is not None and _is_key(params):
+            warn_of_older("Trainer.begin(key, params)", "Trainer.begin(params, key)", level=2)
+            params, key = key, params
+        trained, kept = self.parts.split(params, key)
         dtype = jnp.promote_types(self.model.dtype, jnp.float32)
-        count = jnp.zeros((), jnp.int32)
+        opt_state = self.make_optimizer().init(trained)
+        step = jnp.zeros((), jnp.int32)
         health = Health.start(dtype)
-        trained = self._trained(params)
         average = average_of(trained, self.tuning.ema)
-        reference = jax.tree.map(jnp.copy, trained) if self.objective.kind == "dpo" else None
-        return TrainState(
-            params, self.make_optimizer().init(trained), count, health, average, reference
+        compared = trained
+        if self._is_adapted:
+            compared = selected(params, saved_names(self.model, self.adapter))
+        reference = None
+        if self.objective.kind == "dpo" and compared:
+            reference = jax.tree.map(jnp.copy, compared)
+        if not self._is_adapted:
+            return TrainState(
+                params=params,
+                opt_state=opt_state,
+                step=step,
+                health=health,
+                average=average,
+                reference=reference,
+            )
+        return AdaptedState(
+            base=kept,
+            adapters=trained,
+            opt_state=opt_state,
+            step=step,
+            health=health,
+            average=average,
+            scale=self.adapter.scale,
+            reference=reference,
         )
 
-    def axes(self) -> TrainState:
-        """Returns the logical axes of every leaf of the state; optimizer moments lie as their parameters."""
+    def axes(self) -> TrainState | AdaptedState:
+        """Returns the logical axes of every leaf of the state; moments lie as their parameters."""
         state = jax.eval_shape(lambda: self.init(jax.random.key(0)))
-        return axes_like(state, state.params, declared.axes(self.model))
+        if not isinstance(state, AdaptedState):
+            return axes_like(state, state.params, declared.axes(self.model))
+        own = adapter_axes(self.model, state.adapters)
+        out = axes_like(state, state.adapters, own)
+        return out.replace(base=base_axes(self.model, self.adapter), adapters=own)
 
     def step(
-        self, key: PRNGKey, state: TrainState, inputs: dict[str, jax.Array]
-    ) -> tuple[TrainState, Info]:
+        self, key: PRNGKey, state: TrainState | AdaptedState, inputs: dict[str, jax.Array]
+    ) -> tuple[TrainState | AdaptedState, Info]:
         """Makes one optimizer step on a batch as `jaxpar.lm.loss` takes it. Consumes `key` for dropout.
 
         Of preferences a batch is as `jaxpar.lm.objectives.preference_loss` takes it; with a teacher it has "teacher"
@@ -191,11 +324,10 @@ class Trainer:
           vocabulary); and what layers and loss told, by its names.
         """
         inputs, teacher = with_teacher(inputs, self.teacher)
-        start = None if state.reference is None else state.start
-        pieces = objective_stages(self.model, self.objective, teacher=teacher, reference=start)
-        if self._frozen:
-            pieces = beside_frozen(pieces, state.params, self._frozen)
-        trained = self._trained(state.params)
+        reference = state.start if self.objective.kind == "dpo" else None
+        plain = objective_stages(self.model, self.objective, teacher=teacher, reference=reference)
+        trained, kept = self._parted(state)
+        pieces = trained_stages(plain, self.parts, kept)
         loss, gradient = self.schedule(pieces, trained, inputs, key, self.accumulate)
         trained, opt_state, health, info = update(
             self.make_optimizer(),
@@ -209,28 +341,56 @@ class Trainer:
         average = next_average(
             state.average, trained, self.tuning.ema, health.skipped_in_a_row == 0
         )
-        params = laid_over(state.params, trained)
-        return TrainState(params, opt_state, state.step + 1, health, average, state.reference), info
+        new = {
+            "opt_state": opt_state,
+            "step": state.step + 1,
+            "health": health,
+            "average": average,
+        }
+        if self._is_adapted:
+            new["adapters"] = trained
+        else:
+            new["params"] = self.parts.join(trained, kept, None)
+        return state.replace(**new), info  # type: ignore[attr-defined]
+
+    def _parted(self, state: TrainState | AdaptedState) -> tuple[PyTree, PyTree]:
+        """What of a state is trained, and what is kept."""
+        if isinstance(state, AdaptedState):
+            return state.adapters, state.base
+        return self.parts.split(state.params, None)
+
+    @property
+    def parts(self) -> Trained:
+        """What of the parameters is trained, as two functions that part and join them."""
+        if self._is_adapted:
+            return trained_adapters(self.model, self.adapter)
+        return trained_but(self._frozen)
+
+    @property
+    def _is_adapted(self) -> bool:
+        return self.adapter.kind != "none"
 
     @property
     def later_leaves(self) -> tuple[str, ...]:
         """Paths of leaves that older checkpoints lack; they were 0 there."""
         return LATER_LEAVES
 
-    def done(self, state: TrainState) -> jax.Array:
+    def done(self, state: TrainState | AdaptedState) -> jax.Array:
         """Whether the run has broken down: `max_skipped` bad steps in a row."""
         return state.health.skipped_in_a_row >= self.max_skipped
 
     def make_optimizer(self) -> Optimizer:
-        """Returns the optimizer, whose state is `TrainState.opt_state`."""
-        axes, decays = map(
-            self._trained, (declared.axes(self.model), declared.decay_mask(self.model))
-        )
+        """Returns the optimizer, whose state is `opt_state` of the state."""
         scales = (
             depth_scales(self.model, self.tuning.layer_decay)
             if self.tuning.layer_decay != 1
             else None
         )
+        if self._is_adapted:
+            decays = adapter_decays(self.model)
+            return make_optimizer(self.optimizer, self.num_steps, decays=decays, scales=scales)
+        axes = without(declared.axes(self.model), self._frozen)
+        decays = without(declared.decay_mask(self.model), self._frozen)
         return make_optimizer(
             self.optimizer, self.num_steps, axes=axes, decays=decays, scales=scales
         )
@@ -239,9 +399,51 @@ class Trainer:
     def _frozen(self) -> frozenset[str]:
         return frozen_names(self.model, self.tuning.freeze) if self.tuning.freeze else frozenset()
 
-    def _trained(self, params: PyTree) -> PyTree:
-        """The part of a tree of the parameters that is not frozen."""
-        return without(params, self._frozen)
+
+def _is_key(value: object) -> bool:
+    return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def AdapterTrainer(  # noqa: N802  # an older name, of a class
+    model: LMConfig,
+    adapter: AdapterConfig,
+    optimizer: OptimizerConfig | None = None,
+    num_steps: int = 1000,
+    accumulate: int = 1,
+    max_skipped: int = 10,
+    tuning: TuningConfig | None = None,
+    objective: ObjectiveConfig | None = None,
+    teacher: LMConfig | None = None,
+) -> Trainer:
+    """Returns `Trainer(model, adapter=adapter, ...)`, which this was; goes with the first release.
+
+    Args:
+      model: The transformer.
+      adapter: What is trained beside it.
+      optimizer: As `Trainer`'s, like all that follow.
+      num_steps: Length of the run.
+      accumulate: Microbatches that a batch is cut into.
+      max_skipped: Steps in a row that changed nothing.
+      tuning: Rates by depth, and whether an average is kept.
+      objective: What is made smaller.
+      teacher: A model of the same symbols, or None.
+
+    Raises:
+      UsageError: As `Trainer`, and where the adapter is of kind "none".
+    """
+    warn_of_older("AdapterTrainer(model, adapter)", "Trainer(model, adapter=adapter)", level=2)
+    check_adapter(model, adapter)
+    return Trainer(
+        model=model,
+        optimizer=optimizer or OptimizerConfig(),
+        num_steps=num_steps,
+        accumulate=accumulate,
+        max_skipped=max_skipped,
+        tuning=tuning or TuningConfig(),
+        objective=objective or ObjectiveConfig(),
+        teacher=teacher,
+        adapter=adapter,
+    )
 
 
 def check_teacher(model: LMConfig, objective: ObjectiveConfig, teacher: LMConfig | None) -> None:

@@ -16,11 +16,13 @@ Example:
 import dataclasses
 import fnmatch
 from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import Var
 
 from jaxpar.fields import Between, check_fields, field
 from jaxpar.lm.config import LMConfig
@@ -59,9 +61,21 @@ def frozen_names(model: LMConfig, patterns: tuple[str, ...]) -> frozenset[str]:
     Raises:
       UsageError: A pattern means none, or all together mean every one.
     """
-    flat = jax.tree_util.tree_leaves_with_path(
-        leaves(model), is_leaf=lambda leaf: isinstance(leaf, Leaf)
-    )
+    found = named_parameters(model, patterns, "tuning.freeze")
+    if len(found) == len(jax.tree.leaves(leaves(model), is_leaf=_is_leaf)):
+        raise UsageError(
+            f"tuning.freeze={','.join(patterns)} leaves nothing to train; leave a parameter out."
+        )
+    return found
+
+
+def named_parameters(model: LMConfig, patterns: tuple[str, ...], flag: str) -> frozenset[str]:
+    """Returns the parameters that the patterns of a flag mean, by names such as "layers.wq".
+
+    Raises:
+      UsageError: A pattern means none.
+    """
+    flat = jax.tree_util.tree_leaves_with_path(leaves(model), is_leaf=_is_leaf)
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in flat]
     found: set[str] = set()
     for pattern in patterns:
@@ -73,14 +87,14 @@ def frozen_names(model: LMConfig, patterns: tuple[str, ...]) -> frozenset[str]:
         if not hits:
             legal = ", ".join(name.removeprefix("layers.") for name in names)
             raise UsageError(
-                f"tuning.freeze={pattern} matches no parameter; legal are patterns of {legal}."
+                f"{flag}={pattern} matches no parameter; legal are patterns of {legal}."
             )
         found |= hits
-    if len(found) == len(names):
-        raise UsageError(
-            f"tuning.freeze={','.join(patterns)} leaves nothing to train; leave a parameter out."
-        )
     return frozenset(found)
+
+
+def _is_leaf(value: object) -> bool:
+    return isinstance(value, Leaf)
 
 
 def _called(name: str) -> tuple[str, ...]:
@@ -113,21 +127,101 @@ def laid_over(tree: PyTree, over: PyTree) -> PyTree:
     }
 
 
-def beside_frozen(plain: Stages, params: PyTree, names: Collection[str]) -> Stages:
-    """Returns a model in pieces whose parameters are those without `names`, which are taken from `params`.
+def selected(tree: PyTree, names: Collection[str], prefix: str = "") -> PyTree:
+    """Returns nested dicts of the leaves of these dotted names alone: what `without` leaves out."""
+    out = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if name in names:
+            out[key] = value
+        elif isinstance(value, dict):
+            part = selected(value, names, f"{name}.")
+            if part:
+                out[key] = part
+    return out
 
-    A schedule that makes gradients layer by layer, as a pipeline does, makes those of `names` too, and here they end.
+
+class Trained(NamedTuple):
+    """What of a model is trained: its parameters in two parts, and how they are one again.
+
+    `join(*split(params, key))` is `params`, but for what a rounded base loses.
+
+    Attributes:
+      split: (params, key) -> (trained, kept); the key draws what a model has not, as adapters, and
+        may be None where nothing is drawn.
+      join: (trained, kept, key) -> params as `jaxpar.lm.apply` takes them; a key switches dropout
+        of what is trained on, and None leaves it off.
+      layer: (a turn's params of `join` without a key, its number, key) -> the same with a key.
     """
 
+    split: Callable[[PyTree, PRNGKey | None], tuple[PyTree, PyTree]]
+    join: Callable[[PyTree, PyTree, PRNGKey | None], PyTree]
+    layer: Callable[[PyTree, int | Array, PRNGKey | None], PyTree]
+
+
+def trained_but(names: Collection[str]) -> Trained:
+    """Returns that all parameters are trained but those of these dotted names, which are kept."""
+
+    def split(params: PyTree, key: PRNGKey | None):
+        del key
+        return without(params, names), selected(params, names)
+
+    def join(trained: PyTree, kept: PyTree, key: PRNGKey | None):
+        del key
+        if not names:
+            return trained
+        return laid_over(kept, trained)
+
+    return Trained(split=split, join=join, layer=lambda params, index, key: params)
+
+
+def trained_stages(plain: Stages, parts: Trained, kept: PyTree) -> Stages:
+    """Returns a model in pieces whose parameters are those that are trained.
+
+    Layers' arrays that do not depend on them have no gradient in any schedule.
+
+    Args:
+      plain: The model in pieces, of all parameters.
+      parts: How they are parted.
+      kept: Those that stay.
+    """
+
+    def joined(trained: PyTree) -> PyTree:
+        return parts.join(trained, kept, None)
+
     def whole(trained: PyTree, data: PyTree, key: PRNGKey | None, total: Array, share: float):
-        return plain.whole(laid_over(params, trained), data, key, total, share)
+        return plain.whole(parts.join(trained, kept, key), data, key, total, share)
+
+    def layer(params: PyTree, index: int | Array, x: PyTree, data: PyTree, key: PRNGKey | None):
+        return plain.layer(parts.layer(params, index, key), index, x, data, key)
 
     def release(trained: PyTree, gradient: PyTree):
-        return without(plain.release(laid_over(params, trained), gradient), names)
+        params, pull = jax.vjp(joined, trained)
+        return pull(plain.release(params, gradient))[0]
+
+    def fixed(trained: PyTree) -> tuple[bool, ...]:
+        return _independent(lambda trained: plain.hold(joined(trained))["layers"], trained)
 
     return plain._replace(
-        hold=lambda trained: plain.hold(laid_over(params, trained)), whole=whole, release=release
+        hold=lambda trained: plain.hold(joined(trained)),
+        layer=layer,
+        whole=whole,
+        release=release,
+        fixed=fixed,
     )
+
+
+def _independent(fn: Callable[[PyTree], PyTree], argument: PyTree) -> tuple[bool, ...]:
+    """Returns of each array that `fn` makes whether it does not depend on its argument.
+
+    Of an inner program all results depend on an input of it, or none.
+    """
+    program = jax.make_jaxpr(fn)(argument).jaxpr
+    some = set(program.invars)
+    for equation in program.eqns:
+        if any(isinstance(atom, Var) and atom in some for atom in equation.invars):
+            some.update(equation.outvars)
+    return tuple(not (isinstance(atom, Var) and atom in some) for atom in program.outvars)
 
 
 def average_of(trained: PyTree, decay: float) -> PyTree:

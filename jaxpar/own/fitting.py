@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar._older_fields import newer_arguments
 from jaxpar.io import Checkpoints, open_progress, open_writers
 from jaxpar.loop import Fit, FitResult, Hooks, fit, resume
+from jaxpar.lower.jaxprs import live_equations
 from jaxpar.mesh import MeshSpec, make_mesh, mesh_axes, num_shares, place_rows, use_mesh
 from jaxpar.own.layout import lay_out
 from jaxpar.own.model import Axes, OwnModel, OwnState, path_of, variables_of
@@ -206,32 +208,91 @@ def check_finite(step: int, metrics: Mapping[str, float]) -> None:
 def mean_loss(
     model: OwnModel, examples: Sequence[object], batch_size: int, state: OwnState
 ) -> dict[str, float]:
-    """Returns {"validation/loss": ..., "validation/<metric>": ...}, means over the examples' whole batches.
+    """Returns {"validation/loss": ..., "validation/<metric>": ...}, means over all examples.
 
-    The key is that of seed 0, whatever the step. Fewer examples than a batch are one batch, repeated to fill it.
+    Each example counts once. They are judged by `OwnModel.validation_loss`; without one by `loss`
+    with the key of seed 0, whatever the step, and a warning says so where that loss draws from its
+    key or has statistics of its own. The mean of a batch counts by its examples. Those that are
+    left over are a smaller batch; where they do not divide over the mesh, each is repeated as
+    often, which leaves their mean as it is.
+
+    Cost: a forward pass of every example, and a program for each size of a batch: two on one
+      device.
+
+    Args:
+      model: Its losses.
+      examples: What `collate` makes batches of.
+      batch_size: Examples in a batch, divided over the ambient mesh as in training.
+      state: Trained.
+
+    Raises:
+      UsageError: There is no example; the batch does not divide over the mesh; as
+        `OwnModel.judged`.
     """
-    sums: dict[str, float] = {}
-    count = max(len(examples) // batch_size, 1)
-    for number in range(count):
-        rows = [
-            examples[i % len(examples)]
-            for i in range(number * batch_size, (number + 1) * batch_size)
-        ]
-        batch = place_rows(lambda part, rows=rows: collated(model, rows[part]), batch_size)
-        for name, value in jax.device_get(
-            _loss_of(model)(state.params, state.collections, batch)
-        ).items():
-            sums[name] = sums.get(name, 0.0) + float(value) / count
-    return {f"validation/{name}": value for name, value in sums.items()}
+    if not len(examples):
+        raise UsageError("there is no example to judge.")
+    _check_divides(batch_size)
+    means: dict[str, float] = {}
+    first = 0
+    for size, repeats in _sizes_of_batches(len(examples), batch_size):
+        rows = [examples[i] for i in range(first, first + size) for _ in range(repeats)]
+        batch = place_rows(lambda part, rows=rows: collated(model, rows[part]), len(rows))
+        found = _loss_of(model)(state.params, state.collections, batch)
+        for name, value in jax.device_get(found).items():
+            means[name] = means.get(name, 0.0) + float(value) * size / len(examples)
+        first += size
+    return {f"validation/{name}": value for name, value in means.items()}
+
+
+def _sizes_of_batches(count: int, batch_size: int) -> list[tuple[int, int]]:
+    """Returns how many examples each batch has, and how often each of them is in it.
+
+    Every batch divides over the mesh, and none is larger than `batch_size`.
+    """
+    shares = num_shares(*mesh_axes("batch"))
+    sizes = [(batch_size, 1)] * (count // batch_size)
+    left = count % batch_size
+    if left >= shares:
+        sizes.append((left // shares * shares, 1))
+    left = left % shares
+    most = batch_size // shares
+    while left:
+        size = min(left, most)
+        sizes.append((size, shares))
+        left -= size
+    return sizes
 
 
 @functools.lru_cache(maxsize=8)
 def _loss_of(model: OwnModel) -> Callable:
     def loss(params, collections, batch):
-        total, metrics, _ = model.valued(params, collections, batch, jax.random.key(0))
+        if model.validation_loss is None and _is_of_training(model, params, collections, batch):
+            warnings.warn(
+                "held-out examples are judged by loss as in training, with what it draws from its "
+                "key (that of seed 0) and with statistics of the batch; expected "
+                "OwnModel(validation_loss=...), without dropout.",
+                stacklevel=2,
+            )
+        total, metrics = model.judged(params, collections, batch)
         return {"loss": total} | metrics
 
     return jax.jit(loss)
+
+
+def _is_of_training(
+    model: OwnModel, params: PyTree, collections: dict[str, PyTree] | None, batch: PyTree
+) -> bool:
+    """Whether `loss` draws from its key, or has collections, which may be a batch's statistics."""
+    if collections:
+        return True
+
+    def value(key):
+        total, metrics, _ = model.valued(params, collections, batch, key)
+        return total, metrics
+
+    program = jax.make_jaxpr(value)(jax.random.key(0)).jaxpr
+    (key,) = program.invars
+    return any(key in equation.invars for equation in live_equations(program))
 
 
 def predictions(

@@ -53,6 +53,9 @@ class OwnModel:
       collate: list of n examples -> pytree of NumPy arrays with n rows in front; a function of the examples alone.
       names: Logical axes of each parameter, in the order of the tree's leaves, as `lay_out` finds them; () leaves all
         whole.
+      validation_loss: (variables, batch) -> scalar, or (scalar, metrics): the loss of held-out
+        examples, without dropout and with kept statistics; a mean over the rows. None takes `loss`
+        with the key of seed 0.
     """
 
     init_variables: Callable[[PRNGKey], PyTree]
@@ -61,6 +64,8 @@ class OwnModel:
     optimizer: optax.GradientTransformation | Optimizer
     collate: Callable[[list], PyTree]
     names: tuple[Axes, ...] = ()
+    # A scalar, or (scalar, metrics).
+    validation_loss: Callable[[PyTree, PyTree], Any] | None = None
 
     def init(self, key: PRNGKey, inputs: PyTree = None) -> OwnState:
         """Makes the first state.
@@ -92,6 +97,9 @@ class OwnModel:
     def step(self, key: PRNGKey, state: OwnState, inputs: PyTree) -> tuple[OwnState, Info]:
         """Makes one optimizer step on a batch; one whose loss or parameters would not be finite changes nothing.
 
+        Nor does one that would write a number that is not finite over a finite one of a collection,
+        such as a running mean: all that is predicted later would be of it.
+
         Returns:
           The state, and "loss", "grad_norm", "skipped" (1 where the state is the old one) and the metrics of `loss`.
         """
@@ -108,7 +116,7 @@ class OwnModel:
         new = optax.apply_updates(state.params, updates), (optimizer, collections)
         old = state.params, (state.optimizer, state.collections)
         (params, (optimizer, collections)), good = finite_or_old(
-            new, old, norm, jnp.isfinite(total)
+            new, old, norm, jnp.isfinite(total) & _stay_finite(collections, state.collections)
         )
         info = {"loss": total, "grad_norm": norm, "skipped": (~good).astype(jnp.float32)}
         return OwnState(params, collections, optimizer), info | metrics
@@ -137,23 +145,27 @@ class OwnModel:
         if self.names:
             params = jax.tree.map(_for_use, params, self.param_axes(params))
         result = self.loss(variables_of(params, collections), batch, key)
-        total, more = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-        if (
-            not isinstance(total, jax.Array)
-            or total.shape
-            or not jnp.issubdtype(total.dtype, jnp.floating)
-        ):
-            is_array = isinstance(total, jax.Array)
-            found = f"{total.dtype}{list(total.shape)}" if is_array else f"a {type(total).__name__}"
-            raise UsageError(
-                f"loss must return a float scalar, or (scalar, dict), but made {found}; take a mean."
-            )
-        if not isinstance(more, Mapping):
-            raise UsageError(
-                f"loss returned (scalar, {type(more).__name__}); legal beside the scalar is a dict."
-            )
+        total, more = _total_and_rest(result, "loss")
         new = _new_collections(collections or {}, more)
         return total, _metrics(more, new), None if collections is None else new
+
+    def judged(
+        self, params: PyTree, collections: dict[str, PyTree] | None, batch: PyTree
+    ) -> tuple[jax.Array, Info]:
+        """Returns loss and metrics of held-out examples, by `validation_loss` where there is one.
+
+        Raises:
+          UsageError: As `valued`.
+        """
+        if self.validation_loss is None:
+            total, metrics, _ = self.valued(params, collections, batch, jax.random.key(0))
+            return total, metrics
+        if self.names:
+            params = jax.tree.map(_for_use, params, self.param_axes(params))
+        result = self.validation_loss(variables_of(params, collections), batch)
+        total, more = _total_and_rest(result, "validation_loss")
+        rest = {name: value for name, value in more.items() if name not in (collections or {})}
+        return total, _metrics(rest, {})
 
     def rule(self) -> optax.GradientTransformation:
         """Returns the optimizer as one of optax's."""
@@ -162,6 +174,37 @@ class OwnModel:
             if isinstance(self.optimizer, Optimizer)
             else self.optimizer
         )
+
+
+def _stay_finite(new: PyTree, old: PyTree) -> jax.Array:
+    """Returns whether no finite float of a tree becomes one that is not, bool []."""
+    good = jnp.bool_(True)
+    for after, before in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
+        if jnp.issubdtype(after.dtype, jnp.inexact):
+            good = good & (jnp.isfinite(after) | ~jnp.isfinite(before)).all()
+    return good
+
+
+def _total_and_rest(
+    result: object, name: str
+) -> tuple[jax.Array, Mapping[str, Any]]:  # metrics and collections, which are read later
+    """Returns the scalar that a user's function made, and what it returned beside it."""
+    total, more = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if (
+        not isinstance(total, jax.Array)
+        or total.shape
+        or not jnp.issubdtype(total.dtype, jnp.floating)
+    ):
+        is_array = isinstance(total, jax.Array)
+        found = f"{total.dtype}{list(total.shape)}" if is_array else f"a {type(total).__name__}"
+        raise UsageError(
+            f"{name} must return a float scalar, or (scalar, dict), but made {found}; take a mean."
+        )
+    if not isinstance(more, Mapping):
+        raise UsageError(
+            f"{name} returned (scalar, {type(more).__name__}); legal beside the scalar is a dict."
+        )
+    return total, more
 
 
 def _new_collections(old: Mapping[str, PyTree], more: Mapping[str, PyTree]) -> dict[str, PyTree]:

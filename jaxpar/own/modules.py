@@ -25,7 +25,9 @@ def from_nnx(
     """Returns the model of a module's three functions, which take the module itself.
 
     Its `nnx.Param`s are trained; every other variable, such as batch statistics, is kept as the collection "state" as
-    `loss` leaves it. Random streams are made anew from the key of each step, so a run resumes bit for bit.
+    `loss` leaves it. Random streams are made anew from the key of each step, so a run resumes bit
+    for bit. Held-out examples are judged by `loss` of the module in `eval()`, so without dropout
+    and with kept statistics.
 
     Args:
       make: Random streams -> the module, as it is while training.
@@ -60,7 +62,19 @@ def from_nnx(
         module.eval()
         return predict(module, batch)
 
-    return OwnModel(init_variables, own_loss, own_predict, optimizer, collate)
+    def own_validation_loss(variables: PyTree, batch: PyTree) -> object:
+        module = merged(variables, jax.random.key(0))
+        module.eval()
+        return loss(module, batch)
+
+    return OwnModel(
+        init_variables=init_variables,
+        loss=own_loss,
+        predict=own_predict,
+        optimizer=optimizer,
+        collate=collate,
+        validation_loss=own_validation_loss,
+    )
 
 
 def _from_key(streams: PyTree, key: PRNGKey) -> PyTree:

@@ -30,7 +30,7 @@ class Sums(NamedTuple):
     """Gradients so far.
 
     Attributes:
-      layers: Of each array of the layers, [v, turns of a chunk, ...].
+      layers: Of each array of the layers that has a gradient, [v, turns of a chunk, ...].
       ends: Of what lies outside of them.
       rows: Of a stage's rows of the head, where it is split; and then:
       entered: Of each microbatch's residual stream before the first layer, [m, ...].

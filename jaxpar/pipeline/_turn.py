@@ -35,6 +35,7 @@ class Turn:
     Attributes:
       stages: The model.
       products: Of each array of a turn's parameters.
+      fixed: Of each array of a turn's parameters, whether it has no gradient.
       pull: The structure of the backward pass.
       known: Of each array that the backward pass reads, its place among parameters, number, data and key; or -1.
       places: Of each array that it reads, its place among those kept; or -1. Arrays read twice are kept once.
@@ -48,6 +49,7 @@ class Turn:
 
     stages: Stages
     products: tuple[Product | None, ...]
+    fixed: tuple[bool, ...]
     pull: Any
     known: tuple[int, ...]
     places: tuple[int, ...]
@@ -60,7 +62,9 @@ class Turn:
     def forward(self, params: PyTree, x: PyTree, where: Where) -> tuple[PyTree, list[Array], Aux]:
         """Returns the residual stream, what is kept for the backward pass, and what was told."""
         with _of_weights(self.is_whole):
-            (x, _), pull, told = _differentiated(self.stages, self.products, params, x, where)
+            (x, _), pull, told = _differentiated(
+                self.stages, self.products, self.fixed, params, x, where
+            )
         leaves = jax.tree.leaves(pull)
         kept: list[Any] = [None] * len(self.kept)
         for leaf, place in zip(leaves, self.places, strict=True):
@@ -72,6 +76,8 @@ class Turn:
         self, params: PyTree, kept: list[Array], where: Where, g: PyTree, share: float
     ) -> tuple[PyTree, list, list[Array]]:
         """Returns the gradient of the stream before, the factors of those put off, and all other gradients.
+
+        Arrays that are fixed have none.
 
         `share` is how much the losses of the turn itself count.
         """
@@ -93,6 +99,12 @@ class Turn:
         return g, pairs, rest
 
     @property
+    def summed(self) -> tuple[Product | None, ...]:
+        """Of each array that has a gradient, how it is multiplied."""
+        pairs = zip(self.products, self.fixed, strict=True)
+        return tuple(product for product, is_fixed in pairs if not is_fixed)
+
+    @property
     def told_dtype(self) -> DTypeLike:
         """Dtype of the sum of a turn's losses."""
         return jnp.result_type(jnp.float32, *(loss.dtype for loss in self.told.losses.values()))
@@ -108,11 +120,22 @@ class Turn:
 
 
 def turn_of(
-    stages: Stages, params: PyTree, x: PyTree, where: Where, is_whole: bool = False
+    stages: Stages,
+    params: PyTree,
+    x: PyTree,
+    where: Where,
+    is_whole: bool = False,
+    fixed: tuple[bool, ...] | None = None,
 ) -> Turn:
-    """Returns how to run a turn, from one turn's parameters, its input and what else it reads; or from their shapes."""
+    """Returns how to run a turn, from one turn's parameters, its input and what else it reads.
+
+    All of them may be shapes. `fixed` says of each array of the parameters whether it has no
+    gradient; by default all have one.
+    """
+    if fixed is None:
+        fixed = (False,) * len(jax.tree.leaves(params))
     with _of_weights(is_whole):
-        return _turn_of(stages, params, x, where, is_whole)
+        return _turn_of(stages, params, x, where, is_whole, fixed)
 
 
 def _of_weights(is_whole: bool) -> contextlib.AbstractContextManager:
@@ -120,17 +143,27 @@ def _of_weights(is_whole: bool) -> contextlib.AbstractContextManager:
     return whole_weights() if is_whole else contextlib.nullcontext()
 
 
-def _turn_of(stages: Stages, params: PyTree, x: PyTree, where: Where, is_whole: bool) -> Turn:
+def _turn_of(
+    stages: Stages,
+    params: PyTree,
+    x: PyTree,
+    where: Where,
+    is_whole: bool,
+    fixed: tuple[bool, ...],
+) -> Turn:
     def layer(params, x, index, data, key):
         return stages.layer(params, index, x, data, key)
 
     rest = where.index, where.data, where.key
-    products = tuple(find_products(layer, params, x, *rest, products=stages.products()))
+    every = find_products(layer, params, x, *rest, products=stages.products())
+    products = tuple(
+        None if is_fixed else product for product, is_fixed in zip(every, fixed, strict=True)
+    )
     found: dict[str, Any] = {}
 
     def probe(params, index, data, key, x):
         here = Where(index, data, key)
-        _, pull, told = _differentiated(stages, products, params, x, here)
+        _, pull, told = _differentiated(stages, products, fixed, params, x, here)
         leaves, found["pull"] = jax.tree.flatten(pull)
         numbers = {id(leaf): number for number, leaf in enumerate(_known(params, here))}
         found["known"] = tuple(numbers.get(id(leaf), -1) for leaf in leaves)
@@ -160,6 +193,7 @@ def _turn_of(stages: Stages, params: PyTree, x: PyTree, where: Where, is_whole: 
     return Turn(
         stages=stages,
         products=products,
+        fixed=fixed,
         pull=found["pull"],
         known=found["known"],
         places=places,
@@ -203,27 +237,42 @@ def _known(params: PyTree, where: Where) -> list[Array]:
 
 
 def _differentiated(
-    stages: Stages, products: tuple[Product | None, ...], params: PyTree, x: PyTree, where: Where
+    stages: Stages,
+    products: tuple[Product | None, ...],
+    fixed: tuple[bool, ...],
+    params: PyTree,
+    x: PyTree,
+    where: Where,
 ) -> tuple[tuple[PyTree, Array], Callable, Aux]:
-    """The turn's ((output, its losses), backward pass, what it told), by slots, other parameters and its input."""
+    """The turn's ((output, its losses), backward pass, what it told).
+
+    It is differentiated by slots, its input and the other parameters that are not fixed.
+    """
     leaves, tree = jax.tree.flatten(params)
 
-    def run(slots, rest, x, weights, index, data, key):
+    def run(slots, rest, x, weights, kept, index, data, key):
         late = [
             Deferred(weight=weight, slot=slot) for weight, slot in zip(weights, slots, strict=True)
         ]
-        x, told = stages.layer(
-            tree.unflatten(put_together(products, late, rest)), index, x, data, key
-        )
+        free = put_together(summed, late, rest)
+        free_ones, kept_ones = iter(free), iter(kept)
+        every = [next(kept_ones) if is_fixed else next(free_ones) for is_fixed in fixed]
+        x, told = stages.layer(tree.unflatten(every), index, x, data, key)
         return (x, sum(told.losses.values(), start=jnp.zeros((), jnp.float32))), told
 
+    pairs = list(zip(leaves, fixed, strict=True))
+    kept = [leaf for leaf, is_fixed in pairs if is_fixed]
+    free = [leaf for leaf, is_fixed in pairs if not is_fixed]
+    summed = [product for product, is_fixed in zip(products, fixed, strict=True) if not is_fixed]
     slots = [product.slot() for product in products if product]
-    weights, rest = take_apart(products, leaves)
+    weights, rest = take_apart(summed, free)
     body = stages.remat(run)
-    return jax.vjp(
-        lambda slots, rest, x: body(slots, rest, x, weights, where.index, where.data, where.key),
-        slots, rest, x, has_aux=True,
-    )  # fmt: skip
+    others = weights, kept, where.index, where.data, where.key
+
+    def of_free(slots, rest, x):
+        return body(slots, rest, x, *others)
+
+    return jax.vjp(of_free, slots, rest, x, has_aux=True)
 
 
 def _bits(x: Array) -> Array:

@@ -37,18 +37,21 @@ class Program:
     table: TickTable
     chunk_size: int
     vocabulary: int
+    fixed: tuple[bool, ...] | None = None  # of each array of the layers; None if all have gradients
 
     def __call__(self, given: Given, rows: Array) -> tuple[Array, PyTree, PyTree, Sums]:
-        """Returns loss, what turns and loss told, and gradients; rows of the table are [ticks, 1, columns]."""
+        """Returns loss, what turns and loss told, and gradients.
+
+        Rows of the table are [ticks, 1, columns].
+        Gradients of the layers are a list, of the arrays that have one.
+        """
         work = self.work(given)
-        schedule, layers = self.table.schedule, work.layers
+        schedule = self.table.schedule
         (end, _), _ = jax.lax.scan(work.tick, work.start(), rows[:, 0])
         sums = end.sums
         summed = end.loss, end.last, sums.ends
         loss, last, outside = jax.tree.map(lambda x: jax.lax.psum(x, AXIS), summed)
-        gradients = collect_chunks(
-            jax.tree.unflatten(jax.tree.structure(layers), sums.layers), schedule
-        )
+        gradients = collect_chunks(sums.layers, schedule)
         return loss, end.told, last, sums._replace(layers=gradients, ends=outside)
 
     def work(self, given: Given) -> "Work":
@@ -79,7 +82,9 @@ class Work:
         self.vocabulary = program.vocabulary
         self.x = jax.eval_shape(lambda: self.enter(self.ends, where, 0))
         self.gathers = "weights" in self.table.slots
-        self.turn = turn_of(self.stages, self.params_of(0, 0), self.x, where, self.gathers)
+        self.turn = turn_of(
+            self.stages, self.params_of(0, 0), self.x, where, self.gathers, program.fixed
+        )
         self.loss, self.last = jax.eval_shape(lambda x: self.lose(x, where), self.x)
         self.kept = [raw_shape(like) for like in self.turn.kept]
         self.ops = {task.op for task in self.schedule.tasks}
@@ -133,7 +138,11 @@ class Work:
         streams = _zeros(self.x, slots["inbox"])
         stash = _zeros(self.kept, slots["stash"], self.size)
         factors = _zeros(self.pairs, slots["factors"], self.size)
-        wide = [jnp.zeros(leaf.shape, _wide(leaf.dtype)) for leaf in jax.tree.leaves(self.layers)]
+        wide = [
+            jnp.zeros(leaf.shape, _wide(leaf.dtype))
+            for leaf, is_fixed in zip(jax.tree.leaves(self.layers), turn.fixed, strict=True)
+            if not is_fixed
+        ]
         ends = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, _wide(leaf.dtype)), self.ends)
         told = _zeros(turn.told, num_chunks, m, self.size)
         flying = tuple(_zeros(self.x) for _ in range(self.table.latency - 1))
@@ -315,7 +324,7 @@ class Work:
         late: list | None = None,
     ) -> list[Array]:
         """Adds a turn's gradients to those of its chunk: of the products, of the others, or of both."""
-        products, new = self.turn.products, []
+        products, new = self.turn.summed, []
         for totals, more in zip(take_apart(products, sums), (late, rest), strict=True):
             if more is not None:
                 pairs = zip(totals, more, strict=True)

@@ -61,6 +61,8 @@ class Stages(NamedTuple):
       num_turns: N.
       head: The last product and its loss in pieces, where the rows of the vocabulary may be split over stages; or None.
       axes: () -> logical axes of a turn's params, where a schedule may gather them by itself; or None.
+      fixed: params -> of each array of the layers that `hold` returns, in the order of their
+        leaves, whether it has no gradient; None where all have one.
     """
 
     total: Callable[[PyTree], Array]
@@ -75,6 +77,7 @@ class Stages(NamedTuple):
     num_turns: int
     head: "Head | None" = None
     axes: Callable[[], PyTree] | None = None
+    fixed: Callable[[PyTree], tuple[bool, ...]] | None = None
 
 
 class Head(NamedTuple):

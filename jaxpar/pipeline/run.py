@@ -90,7 +90,8 @@ class Pipelined:
         of_layers = jax.vmap(over_layers, axis_size=count)(self._in_order(of_layers))
         told = over_parts(jax.vmap(both, axis_size=count)(of_layers, of_last))
         own = sum(over_parts(of_layers).losses.values())
-        return (loss + own, told), stages.release(params, {**outside, "layers": sums.layers})
+        layers = _with_zeros(sums.layers, given.layers, made.program.fixed)
+        return (loss + own, told), stages.release(params, {**outside, "layers": layers})
 
     def slots(
         self, stages: Stages, params: PyTree, batch: PyTree, key: PRNGKey | None, count: int
@@ -141,12 +142,17 @@ class Pipelined:
             )
             specs = specs._replace(rows=AT, entered=ALL)
         table = _packed(self.schedule, self.latency)
-        return _Made(
-            Program(stages, table, stages.num_turns // self.schedule.depth, size),
-            given,
-            specs,
-            pull,
+        fixed = None
+        if stages.fixed is not None:
+            fixed = stages.fixed(params)
+        program = Program(
+            stages=stages,
+            table=table,
+            chunk_size=stages.num_turns // self.schedule.depth,
+            vocabulary=size,
+            fixed=fixed,
         )
+        return _Made(program=program, given=given, specs=specs, pull=pull)
 
     def _entered(self, stages: Stages, ends: PyTree, given: Given) -> tuple[PyTree, Callable]:
         """What enters the first layer of each microbatch, and its backward pass: outside of the loop over ticks."""
@@ -237,6 +243,18 @@ class _Made(NamedTuple):
     given: Given
     specs: Given
     pull: Callable | None
+
+
+def _with_zeros(gradients: list[Array], layers: PyTree, fixed: tuple[bool, ...] | None) -> PyTree:
+    """Returns gradients in the structure of the layers: zeros where an array is fixed."""
+    leaves, structure = jax.tree.flatten(layers)
+    found = iter(gradients)
+    marks = fixed or (False,) * len(leaves)
+    every = [
+        jnp.zeros(leaf.shape, jnp.float32) if is_fixed else next(found)
+        for leaf, is_fixed in zip(leaves, marks, strict=True)
+    ]
+    return jax.tree.unflatten(structure, every)
 
 
 def _filled(rows: Array, devices: int) -> Array:

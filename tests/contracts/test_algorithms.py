@@ -24,7 +24,6 @@ from jaxpar.experimental.trained_drafts import DraftTrainer
 from jaxpar.life import Jitter, Lstm, Reflex, World
 from jaxpar.lm import (
     AdapterConfig,
-    AdapterTrainer,
     ObjectiveConfig,
     OptimizerConfig,
     Trainer,
@@ -172,11 +171,11 @@ ROWS = {
     "lm-draft": Row(DraftTrainer(MODEL, PromptTokens(2), num_anchors=3), model_and_tokens),
     "lm-tuned": Row(Trainer(MODEL, tuning=TuningConfig(("embedding", "w_*"), 0.5, 0.9)), tokens),
     "lm-adapters": Row(
-        AdapterTrainer(
+        Trainer(
             MODEL,
-            AdapterConfig("lora", rank=2, dropout=0.1, dora=True, base="nf4"),
             ADAPTED,
             accumulate=2,
+            adapter=AdapterConfig("lora", rank=2, dropout=0.1, dora=True, base="nf4"),
         ),
         tokens,
     ),

@@ -81,13 +81,11 @@ def test_an_adapter_is_part_of_what_a_run_is():
     ("flags", "sentence"),
     [
         (("adapter=lora", "adapter.target=[q_proj]"), "adapter.target=q_proj matches no product"),
-        (("adapter=lora", "pipeline=gpipe", "mesh.stage=2"), "has no pipeline=gpipe"),
         (("adapter=lora", "optimizer.name=muon"), "muon is not for adapters"),
     ],
 )
 def test_what_cannot_be_adapted_is_refused(flags, sentence):
-    spec = MeshSpec(data=4, stage=2) if "pipeline=gpipe" in flags else MeshSpec(data=8)
-    with use_mesh(make_mesh(spec)), pytest.raises(UsageError, match=sentence):
+    with use_mesh(make_mesh(MeshSpec(data=8))), pytest.raises(UsageError, match=sentence):
         lm.make_trainer(lm.compose(*flags))
 
 

@@ -13,8 +13,8 @@ from tolerance import LAYOUT, assert_close
 
 from jaxpar.lm import (
     AdapterConfig,
-    AdapterTrainer,
     OptimizerConfig,
+    Trainer,
     fuse_adapters,
     loss,
     merge_adapters,
@@ -110,7 +110,7 @@ def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(base, x64):
 
 def trained(trainer, steps=2, spec=None, batch=BATCH):
     def run():
-        state = trainer.begin(jax.random.key(1), tiny.params_of(trainer.model))
+        state = trainer.begin(tiny.params_of(trainer.model), jax.random.key(1))
         state = state.replace(adapters=noisy(state.adapters))
         if spec is not None:
             state = shard(state, trainer.axes())
@@ -125,7 +125,7 @@ def trained(trainer, steps=2, spec=None, batch=BATCH):
         return run()
 
 
-PLAIN = AdapterTrainer(MODEL, LORA, OPTIMIZER)
+PLAIN = Trainer(MODEL, OPTIMIZER, adapter=LORA)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def plain():
 
 def test_only_adapters_are_trained_and_have_moments(plain):
     state, info = plain
-    began = PLAIN.begin(jax.random.key(1), tiny.params_of(MODEL))
+    began = PLAIN.begin(tiny.params_of(MODEL), jax.random.key(1))
     jax.tree.map(np.testing.assert_array_equal, state.base, jax.device_get(began.base))
     moved = jax.tree.map(
         lambda new, old: np.abs(new - old).min() > 0,

@@ -17,7 +17,6 @@ from tolerance import LAYOUT, assert_close
 
 from jaxpar.lm import (
     AdapterConfig,
-    AdapterTrainer,
     ObjectiveConfig,
     OptimizerConfig,
     Trainer,
@@ -205,8 +204,12 @@ def test_a_run_of_preferences_keeps_its_start_and_begins_at_log_two():
 
 
 def test_the_reference_of_adapters_is_their_base():
-    trainer = AdapterTrainer(
-        NARROW, AdapterConfig("lora", rank=2), FAST, 10, objective=ObjectiveConfig("dpo")
+    trainer = Trainer(
+        NARROW,
+        FAST,
+        10,
+        adapter=AdapterConfig("lora", rank=2),
+        objective=ObjectiveConfig("dpo"),
     )
     state = trainer.init(jax.random.key(0))
     after, told = stepped(trainer, state, [pairs_of()] * 3)
@@ -219,8 +222,13 @@ def test_the_reference_of_adapters_is_their_base():
 
 def test_adapters_learn_a_teachers_laws():
     objective = ObjectiveConfig(distil=0.4, temperature=2.0)
-    trainer = AdapterTrainer(
-        NARROW, AdapterConfig("lora", rank=2), FAST, 10, objective=objective, teacher=NARROW
+    trainer = Trainer(
+        NARROW,
+        FAST,
+        10,
+        adapter=AdapterConfig("lora", rank=2),
+        objective=objective,
+        teacher=NARROW,
     )
     state, teacher = trainer.init(jax.random.key(0)), drawn(1, NARROW)
     told = stepped(trainer, state, [batch_of() | {"teacher": teacher}])[1]
@@ -269,8 +277,11 @@ def test_what_does_not_go_together_is_refused():
     with pytest.raises(UsageError, match="the teacher has 32 symbols, and the model 16"):
         Trainer(MODEL, teacher=dataclasses.replace(MODEL, vocab_size=32))
     with pytest.raises(UsageError, match="objective.kind=dpo has no teacher"):
-        AdapterTrainer(
-            MODEL, AdapterConfig("lora"), objective=ObjectiveConfig("dpo"), teacher=MODEL
+        Trainer(
+            MODEL,
+            adapter=AdapterConfig("lora"),
+            objective=ObjectiveConfig("dpo"),
+            teacher=MODEL,
         )
     for kind, teacher, second in (
         ("dpo", None, "objective.kind=dpo"),

@@ -11,7 +11,6 @@ from tolerance import LAYOUT, assert_close
 
 from jaxpar.lm import (
     AdapterConfig,
-    AdapterTrainer,
     OptimizerConfig,
     Trainer,
     TuningConfig,
@@ -135,7 +134,7 @@ def test_eight_devices_do_the_same_and_keep_every_bit_of_what_is_frozen():
 
 
 def test_the_average_is_that_of_a_loop_and_skips_what_is_skipped():
-    adapted = AdapterTrainer(MODEL, AdapterConfig("lora", ("wq",), rank=2), OPTIMIZER, 10)
+    adapted = Trainer(MODEL, OPTIMIZER, 10, adapter=AdapterConfig("lora", ("wq",), rank=2))
     for trainer in (TRAINER, adapted):
         trainer = dataclasses.replace(trainer, tuning=dataclasses.replace(trainer.tuning, ema=0.6))
         state = trainer.init(jax.random.key(0))
@@ -184,7 +183,7 @@ def test_rates_of_every_depth():
 
 
 def test_rates_of_adapters_are_those_of_their_layers():
-    plain = AdapterTrainer(MODEL, AdapterConfig("lora", ("wq",), rank=2), OPTIMIZER, 10)
+    plain = Trainer(MODEL, OPTIMIZER, 10, adapter=AdapterConfig("lora", ("wq",), rank=2))
     state = plain.init(jax.random.key(0))
     moved = []
     for trainer in (plain, dataclasses.replace(plain, tuning=TuningConfig(layer_decay=D))):
@@ -216,4 +215,4 @@ def test_what_cannot_be_frozen_is_refused():
     with pytest.raises(UsageError, match="tuning.freeze=[*] leaves nothing to train"):
         Trainer(MODEL, tuning=TuningConfig(("*",)))
     with pytest.raises(UsageError, match="tuning.freeze=wq beside adapters"):
-        AdapterTrainer(MODEL, AdapterConfig("lora"), tuning=TuningConfig(("wq",)))
+        Trainer(MODEL, adapter=AdapterConfig("lora"), tuning=TuningConfig(("wq",)))

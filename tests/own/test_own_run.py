@@ -258,11 +258,86 @@ def test_means_over_held_out_examples():
     )
     state = model.init(jax.random.key(0))
     assert state.collections is None
-    assert mean_loss(model, [1, 2, 3, 6, 100], 2, state) == {
-        "validation/loss": 9.0,
-        "validation/twice": 6.0,
-    }
+    # All five count, and each once: 112 / 5 = 22.4, times w = 3.
+    means = mean_loss(model, [1, 2, 3, 6, 100], 2, state)
+    assert means == pytest.approx({"validation/loss": 67.2, "validation/twice": 44.8})
     assert mean_loss(model, [1, 4], 4, state)["validation/loss"] == 7.5
+    with pytest.raises(UsageError, match="no example to judge"):
+        mean_loss(model, [], 2, state)
+
+
+@pytest.mark.parametrize("count", [1, 4, 7, 21])
+def test_every_held_out_example_counts_once_on_any_mesh(count):
+    def loss(variables, batch, key):
+        return (variables["w"] * batch["x"]).mean()
+
+    model = OwnModel(
+        lambda key: {"w": jnp.float32(3)}, loss, None, RULE, lambda rows: {"x": np.float32(rows)}
+    )
+    state = model.init(jax.random.key(0))
+    rows = [float(i * i) for i in range(count)]
+    want = 3 * sum(rows) / count
+    with use_mesh(make_mesh(MeshSpec(data=4), jax.devices()[:4])):
+        for batch_size in (4, 8):
+            found = mean_loss(model, rows, batch_size, state)["validation/loss"]
+            assert found == pytest.approx(want)
+        with pytest.raises(UsageError, match="batch_size=6 does not divide"):
+            mean_loss(model, rows, 6, state)
+
+
+def test_held_out_examples_are_judged_without_dropout_and_with_kept_statistics():
+    """In both ways of flax; a loss without a way of its own to judge says so."""
+    rows = EXAMPLES[:5]
+    batch = collate(rows)
+
+    def judged(variables, batch):
+        y = Noisy().apply(variables, batch["x"], False)
+        return jnp.square(y - batch["y"]).mean()
+
+    linen = dataclasses.replace(in_linen(), validation_loss=judged)
+    for model in (linen, in_nnx()):
+        state = jax.jit(model.init)(jax.random.key(0))
+        # Kept statistics are others than those of the batch.
+        state = state._replace(collections=jax.tree.map(lambda x: x + 0.5, state.collections))
+        y = predictions(model, state, rows, 4)
+        want = np.square(y - batch["y"]).mean()
+        found = mean_loss(model, rows, 4, state)
+        assert found["validation/loss"] == pytest.approx(want, rel=1e-5)
+    state = jax.jit(linen.init)(jax.random.key(0))
+    with pytest.warns(UserWarning, match="judged by loss as in training.*validation_loss"):
+        mean_loss(in_linen(), rows, 4, state)
+    drawing = dataclasses.replace(
+        LINEAR,
+        loss=lambda variables, batch, key: (
+            batch["x"] @ variables["w"] * jax.random.uniform(key)
+        ).mean(),
+    )
+    with pytest.warns(UserWarning, match="draws from its key"):
+        mean_loss(drawing, rows, 4, drawing.init(jax.random.key(0)))
+    bad = dataclasses.replace(LINEAR, validation_loss=lambda variables, batch: variables["w"])
+    with pytest.raises(UsageError, match="validation_loss must return a float scalar"):
+        mean_loss(bad, rows, 4, bad.init(jax.random.key(0)))
+
+
+def test_statistics_that_are_not_finite_are_never_kept():
+    """Overflowing statistics beside a finite loss, a loss of NaN, and an infinity of before."""
+
+    def loss(variables, batch, key):
+        seen = {"mean": variables["seen"]["mean"] + batch["x"].sum(), "lowest": jnp.float32(np.inf)}
+        return (variables["params"]["w"] * batch["y"]).mean(), {"seen": seen}
+
+    def first(key):
+        seen = {"mean": jnp.float32(1), "lowest": jnp.float32(np.inf)}
+        return {"params": {"w": jnp.float32(2)}, "seen": seen}
+
+    model = OwnModel(first, loss, None, RULE, None)
+    state, step = model.init(jax.random.key(0)), jax.jit(model.step)
+    for x, y, good in ((2.0, 1.0, True), (np.inf, 1.0, False), (2.0, np.nan, False)):
+        batch = {"x": jnp.float32([x]), "y": jnp.float32([y])}
+        new, info = step(jax.random.key(0), state, batch)
+        assert info["skipped"] == (not good)
+        assert new.collections["seen"]["mean"] == (3.0 if good else 1.0)
+        assert (new.params["w"] != 2.0) == good
 
 
 # ---------------------------------------------------------------- refusals

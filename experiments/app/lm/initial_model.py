@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax.experimental import multihost_utils
 
 from jaxpar.lm import (
-    AdapterTrainer,
     Imported,
     LMConfig,
     Trainer,
@@ -192,20 +191,16 @@ def write_texts(
         (out / FILES[3]).write_text(json.dumps(written, indent=2) + "\n")
 
 
-def read_parameters(
-    trainer: Trainer | AdapterTrainer, folder: pathlib.Path, strict: bool = True
-) -> PyTree:
+def read_parameters(trainer: Trainer, folder: pathlib.Path, strict: bool = True) -> PyTree:
     """Reads the parameters of a Hugging Face folder to the ambient mesh, as training has them."""
     dtype: Any = jnp.promote_types(trainer.model.dtype, jnp.float32)  # any number's type
     return from_hf(folder, dtype=trainer.model.dtype, param_dtype=dtype, strict=strict)[1]
 
 
-def first_state(trainer: Trainer | AdapterTrainer, seed: int, read: Callable[[], PyTree]) -> PyTree:
+def first_state(trainer: Trainer, seed: int, read: Callable[[], PyTree]) -> PyTree:
     """Returns the state that training begins with from what `read` finds; `seed` draws adapters."""
     shapes = jax.eval_shape(trainer.init, jax.random.key(0))
-    begin = trainer.begin
-    if isinstance(trainer, AdapterTrainer):
-        begin = functools.partial(trainer.begin, jax.random.key(seed))
+    begin = functools.partial(trainer.begin, key=jax.random.key(seed))
     return jax.jit(begin, out_shardings=named_shardings(shapes, trainer.axes()), donate_argnums=0)(
         read()
     )

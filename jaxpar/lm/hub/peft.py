@@ -18,7 +18,13 @@ from jax.experimental import multihost_utils
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from jaxpar.lm.adapters import AdapterConfig, is_product, num_contracted, unflattened
+from jaxpar.lm.adapters import (
+    AdapterConfig,
+    added_targets,
+    is_product,
+    num_contracted,
+    unflattened,
+)
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.hub.architectures import architecture_of
 from jaxpar.lm.hub.exchange import _Of
@@ -127,9 +133,16 @@ def to_peft(
         expresses `model`.
 
     Raises:
-      UsageError: There are no adapters, the folder holds something, or no architecture, or not that of `imported`, can
-        express the model.
+      UsageError: There are no adapters, or more is trained than products of the layers; the folder
+        holds something, or no architecture, or not that of `imported`, can express the model.
     """
+    added = [word for word in adapter.target if word in added_targets(model)]
+    for flag, values in (("target", added), ("modules_to_save", adapter.modules_to_save)):
+        if values:
+            raise UsageError(
+                f"adapter.{flag}={','.join(values)} cannot be written as PEFT's files, which would "
+                "lack it; expected adapters of the layers' products alone, or adapter.merge=true."
+            )
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(
