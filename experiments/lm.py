@@ -459,7 +459,8 @@ def load(
             raise UsageError(
                 f"use_ema=true asks for an average, and the Hugging Face folder {folder} has none."
             )
-        default_mesh.check_divides(initial_model.with_model(config.model, folder))
+        model = initial_model.with_model(config.model, folder, config.strict)
+        default_mesh.check_divides(model)
         name = config.model.dtype if dtype is None else dtype
         model, params = load_model(folder, name, strict=config.strict)
         data = initial_model.with_template(config.data, folder)
