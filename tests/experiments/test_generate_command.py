@@ -100,8 +100,13 @@ def asked(monkeypatch):
     """What `draw` is asked for, while texts are the letters from that of the prompt's length, seed and sample on."""
     calls = []
 
-    def draw(key, params, *, prompt, prompt_lengths, seeds, num_samples, sampling, **options):
-        calls.append({"rows": prompt.shape, "prompts": len(np.unique(prompt, axis=0)), **options})
+    def draw(key, params, prompts, model, sampling, decoding, **options):
+        prompt, prompt_lengths, seeds = prompts
+        num_samples = decoding.num_samples
+        called = {"rows": prompt.shape, "prompts": len(np.unique(prompt, axis=0)), "model": model}
+        called |= {"draft": decoding.draft, "rule": decoding.rule}
+        called |= {"stop_tokens": decoding.stop_tokens, "seeds": np.asarray(seeds)}
+        calls.append(called | options)
         rows, ends = (
             np.repeat(np.asarray(prompt), num_samples, 0),
             np.repeat(np.asarray(prompt_lengths), num_samples),
