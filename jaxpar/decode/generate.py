@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxpar._older_fields import newer_arguments
@@ -26,6 +25,7 @@ from jaxpar.decode.noise import NoiseIndex, gumbel
 from jaxpar.decode.penalties import Counts, count_token, count_tokens
 from jaxpar.decode.policies import CachePolicy
 from jaxpar.decode.process import Sampling, process
+from jaxpar.decode.prompts import check_prompt
 from jaxpar.decode.reader import BLOCK, Reading, ReadingOptions, begin, keep, look
 from jaxpar.decode.stops import StopSequences, ends_with
 from jaxpar.decode.trees import Tree, chain
@@ -455,27 +455,4 @@ def _check(
         if known is not None and known[0][0] > room:
             found = f"{known[0][0]} tokens, not {room}"
             raise UsageError(f"the shortest text that the automaton takes has {found}.")
-    _check_prompt(prompts.tokens, prompts.lengths, model.vocab_size)
-
-
-def _check_prompt(prompt, lengths, vocab_size: int) -> None:
-    """Rejects lengths that no prompt has and tokens that are no symbols; reads known values."""
-    length = prompt.shape[1]
-    if lengths is None:
-        lengths = np.full(len(prompt), length)
-    if (known := concrete_values(lengths)) is None:
-        return
-    counts = np.asarray(known[0])
-    if counts.size and not (1 <= counts.min() and counts.max() <= length):
-        found = f"{counts.min()} to {counts.max()}"
-        raise UsageError(f"prompt_lengths from {found}; legal are 1 to {length}.")
-
-    if (known := concrete_values(prompt)) is None:
-        return
-    is_token = np.broadcast_to(np.arange(length) < counts[:, None], prompt.shape)
-    tokens = known[0][is_token]
-    if tokens.size and not (0 <= tokens.min() and tokens.max() < vocab_size):
-        worst = tokens.max()
-        if tokens.min() < 0:
-            worst = tokens.min()
-        raise UsageError(f"token {worst} of a prompt; legal are 0 to {vocab_size - 1}.")
+    check_prompt(prompts.tokens, prompts.lengths, model.vocab_size)
