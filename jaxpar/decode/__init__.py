@@ -16,7 +16,6 @@
 | `blocks` | q, k, v of T tokens of B R readers, [B, G, N, b, K] -> (max, sum, values), blocks | `reader` |
 | `reader` | prompts [B, T] -> a reading; tokens [B R, T], a reading -> logits, a reading | `draft`, `generate` |
 | `draft` | text [B, S] -> guesses [B, T-1] | `generate` |
-| `prompts` | prompts [B, T], lengths [B] -> a sentence where one is illegal | `generate`, `beam` |
 | `generate` | prompts [B, T] -> texts [B, S] | pillars |
 | `beam` | prompts [B, T] -> texts [B, W, S], the best first | pillars |
 | `cost` | sizes of a model, of prompt and continuations -> operations and bytes | users |

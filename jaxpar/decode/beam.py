@@ -12,12 +12,13 @@ from typing import NamedTuple
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxpar.decode import forest as tables
+from jaxpar.decode._prompts import check_prompt
 from jaxpar.decode.blocks import BlockCache
 from jaxpar.decode.model import TokenModel
-from jaxpar.decode.prompts import check_prompt
 from jaxpar.decode.reader import BLOCK, Reading, ReadingOptions, begin, keep, look
 from jaxpar.decode.trees import chain
 from jaxpar.fields import AtLeast, Finite, check_fields, field
@@ -188,15 +189,16 @@ def beam_search(
 
 def _stops(stop_tokens: Sequence[int], vocab_size: int) -> Array:
     """Returns tokens that end a text, int32 [S]; -1 is none. Rejects others, where values are known."""
-    stops = jnp.asarray([*stop_tokens], jnp.int32)
-    if (known := concrete_values(stops)) is None:
-        return stops
-    for token in known[0].tolist():
+    known = concrete_values(stop_tokens)
+    if known is None:
+        return jnp.asarray(stop_tokens, jnp.int32)
+    tokens = {int(token) for values in known for token in np.ravel(values)}
+    for token in sorted(tokens):
         if not -1 <= token < vocab_size:
             raise UsageError(
                 f"stop token {token}; legal are 0 to {vocab_size - 1}, and -1 for none."
             )
-    return jnp.asarray(sorted({*known[0].tolist()} - {-1}), jnp.int32)
+    return jnp.asarray(sorted(tokens - {-1}), jnp.int32)
 
 
 def _select(state: _State, logits: Array, lengths: Array, beams: Beams, stops: Array) -> _State:

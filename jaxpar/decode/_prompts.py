@@ -5,11 +5,11 @@ from jaxtyping import Array, Int
 
 from jaxpar.types import UsageError, concrete_values
 
-__all__ = ["check_prompt"]
-
 
 def check_prompt(
-    prompt: Int[Array, "B T"], lengths: Int[Array, " B"] | None, vocab_size: int
+    prompt: Int[Array | np.ndarray, "B T"],
+    lengths: Int[Array | np.ndarray, " B"] | None,
+    vocab_size: int,
 ) -> None:
     """Rejects lengths that no prompt has and tokens that are no symbols, where values are known.
 
