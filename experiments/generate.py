@@ -65,10 +65,10 @@ class Config(runner.RunConfig):
       prompt: One to continue.
       prompts: A file of them instead: JSON objects {"prompt", "seed", "id"} where its name ends in .jsonl, else plain
         text, one a line. A seed decides on noise together with the flag `seed`.
-      default_seed: Seed of prompts of a file that give none: "prompt" hashes prompt, id and how often they came before,
-        so that each has noise of its own; "zero" is 0 for all, whose texts are then alike where their laws are.
-      special_tokens: Whether special tokens that a prompt spells, such as <|im_end|>, are read as these; else they
-        stay text.
+      default_seed: Seed of prompts of a file that give none. "prompt" is a hash of prompt, id and
+        number of earlier repeats, so that each has noise of its own; "zero" is 0.
+      special_tokens: Whether special tokens that a prompt spells, such as <|im_end|>, are read as
+        such; else they stay text.
       out: A file of JSON objects, one a text; without it texts are printed.
       sampling: How tokens are drawn, and how many at most.
       num_samples: Texts of each prompt, which is read and stored once for them.
@@ -211,8 +211,10 @@ def execute(config: Config, folder: pathlib.Path) -> None:
 
 
 def as_begun(config: Config) -> Config:
-    """Returns the configuration by which `config.out` was begun, in the fields that there were not yet."""
-    before = flags_of(pathlib.Path(config.out)) if config.out else None
+    """Returns the configuration with older values of fields that `config.out` was begun without."""
+    if not config.out:
+        return config
+    before = flags_of(pathlib.Path(config.out))
     if before is None:
         return config
     missing = {
@@ -223,7 +225,7 @@ def as_begun(config: Config) -> Config:
     if not missing:
         return config
     flags = " ".join(f"{name}={str(value).lower()}" for name, value in missing.items())
-    say(f"out        {config.out} was begun without these flags, and goes on by {flags}")
+    say(f"out        {config.out} was begun without these flags, and continues by {flags}")
     return dataclasses.replace(config, **missing)
 
 
@@ -240,9 +242,10 @@ def load(name: str, config: Config, flag: str) -> Saved:
     dtype = found.model.dtype if config.dtype == "auto" else config.dtype
     trained_length = found.model.max_seq_len
     if not (folder / "config.json").is_file():
-        # A run that began with another model has its reach, as far as that said.
-        reach = trained_length if found.init else 0
-        trained_length = max(found.data.seq_len, reach)
+        if found.init:  # the model that it began with may have been trained on longer texts
+            trained_length = max(found.data.seq_len, trained_length)
+        else:
+            trained_length = found.data.seq_len
     return Saved(
         model=dataclasses.replace(found.model, dtype=dtype),
         params=params,

@@ -263,13 +263,13 @@ def _on_from(config: Config, start: pathlib.Path, folder: pathlib.Path) -> tuple
 
 
 def _check_start(config: Config, folder: pathlib.Path) -> None:
-    """Rejects a new run from random numbers whose flags are those of fine-tuning."""
+    """Rejects a new run of fine-tuning from random numbers."""
     if (folder / "config.yaml").is_file():
         return
     expected = "expected init=hf:folder or init=run:folder"
     if config.adapter.kind != "none":
         raise UsageError(
-            f"adapter.kind={config.adapter.kind}: without init= it would train beside a frozen model of "
+            f"adapter.kind={config.adapter.kind}: without init= it would adapt a frozen model of "
             f"random numbers; {expected}."
         )
     if config.train.needs_init:

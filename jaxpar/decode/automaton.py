@@ -65,7 +65,7 @@ class Automaton(NamedTuple):
         return (state >= 0) & (self.distance[jnp.maximum(state, 0)] == 0)
 
     def may_close(self, state: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Returns where a stop token from outside of the table may end the text, or the row itself."""
+        """Returns where a stop token from outside of the table, or nothing, may end the text."""
         if self.closing is None:
             return jnp.zeros(state.shape, bool)
         return (state >= 0) & self.closing[jnp.maximum(state, 0)]
@@ -90,8 +90,8 @@ def automaton_of(
       ends: States in which the text may end.
       vocab_size: V.
       stop_token: May be drawn at every end, and nothing after it. By default `generate` lets its own
-        stop tokens through there; if it has none either, the first end is the text's, since nothing
-        could choose a later one: of "a+" that is "a".
+        stop tokens through there. If it has none either, the first end is the text's, such as "a" of
+        "a+": nothing could choose a later one.
 
     Raises:
       UsageError: If no end can be reached, or the table would be over a gibibyte.
@@ -115,7 +115,9 @@ def automaton_of(
     if distance[0] == NEVER:
         raise UsageError("no text of this vocabulary ends in a state in which it may.")
     table = np.where((table >= 0) & (distance[table] < NEVER), table, -1)
-    closing = jnp.asarray(distance == 0) if stop_token is None else None
+    closing = None
+    if stop_token is None:
+        closing = jnp.asarray(distance == 0)
     return Automaton(table=jnp.asarray(table), distance=jnp.asarray(distance), closing=closing)
 
 

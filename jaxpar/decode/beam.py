@@ -95,18 +95,17 @@ def beam_search(
 ) -> Found:
     """Returns the W best continuations of each prompt; pure, so jit it with `model`, `beams` and `block` static.
 
-    Each step keeps, of all beams and all tokens after them, the W (1 + S) likeliest, S being the
-    number of stop tokens, so that W are left where every beam would stop by each of them. Those
-    that end compete by score with the W best that ended before, and of the others the W likeliest
-    go on (Wu et al. 2016, arXiv:1609.08144, section 7). A row's search ends when no beam that goes
-    on could still enter the W best at any length up to the most, were its remaining tokens certain.
+    Each step keeps, of all beams and all tokens after them, the W (1 + S) most probable, S being the
+    number of stop tokens. So W are left even where every beam would stop by each of them. Those
+    that end compete by score with the W best that ended before, and of the others the W most
+    probable go on (Wu et al. 2016, arXiv:1609.08144, section 7). A row's search ends when no beam
+    could still enter the W best at any length up to the most, were its remaining tokens certain.
 
-    Scores are those of `generate(num_beams=W, length_penalty=...)` of transformers since 4.39
-    (log-probability over new tokens to the power; earlier ones counted the prompt in). There two
-    things differ by default: a text that ends counts only among the W likeliest candidates of its
-    step, and with `early_stopping=False` the search ends by the length so far alone, so that a
-    positive penalty may miss longer texts with better scores; `early_stopping="never"` has the
-    bound of this search where the penalty is positive.
+    Scores equal those of transformers' `generate(num_beams=W, length_penalty=...)` since 4.39;
+    earlier versions counted the prompt in. Two things differ there. A text that ends counts only
+    among the W most probable candidates of its step. With the default `early_stopping=False` the
+    search ends by the length so far, so that a positive penalty may miss longer texts with better
+    scores; `early_stopping="never"` has the bound of this search where the penalty is positive.
 
     Args:
       params: The model's.
@@ -188,7 +187,7 @@ def beam_search(
 
 
 def _stops(stop_tokens: Sequence[int], vocab_size: int) -> Array:
-    """Returns tokens that end a text, int32 [S]; -1 is none. Rejects others, where values are known."""
+    """Returns tokens that end a text, int32 [S]. Rejects all but symbols and -1 for none."""
     known = concrete_values(stop_tokens)
     if known is None:
         return jnp.asarray(stop_tokens, jnp.int32)

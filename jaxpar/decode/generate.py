@@ -109,9 +109,9 @@ class Constraints(NamedTuple):
       sequences: Sequences of new tokens that end a row, from `stop_sequences`; they are counted in.
       bias: float [V], added to the logits; finite or -inf.
       automaton: What may be drawn after what; a row ends where nothing may. A text is whole when
-        its tokens run out. One that was made without a stop token of its own lets those of the
-        call through wherever its text may end; where the call has none, a row ends with the first
-        text that may.
+        its tokens run out. An automaton made without a stop token lets the call's stop tokens
+        through wherever its text may end. Where the call has none either, a row ends at the first
+        such state.
     """
 
     sequences: StopSequences | None = None
@@ -285,7 +285,7 @@ class _Job(NamedTuple):
         return jnp.stack(each, 1)
 
     def is_over(self, states: Array) -> Array:
-        """Returns where the automaton ends a row: nothing may follow, or nothing could say that it ends."""
+        """Returns where the automaton ends a row, because no token may follow or could end it."""
         automaton = self.constraints.automaton
         assert automaton is not None
         over = automaton.is_done(states)

@@ -108,12 +108,13 @@ def test_as_many_beams_go_on_where_all_could_stop_by_each_stop_token(stops, x64)
 
 def every_text(params, prompt, room, stops):
     """All texts: (log-probability, new tokens), each ended by a stop token or by its room."""
-    texts, alive = [], [(0.0, [])]
+    texts = []
+    alive = [(0.0, [])]
     for _ in range(room):
         nexts = [
-            (log_prob + float(law), [*new, token])
+            (log_prob + float(each), [*new, token])
             for log_prob, new in alive
-            for token, law in enumerate(after("attention", params, [*prompt, *new]))
+            for token, each in enumerate(after("attention", params, [*prompt, *new]))
         ]
         texts += [each for each in nexts if each[1][-1] in stops]
         alive = [each for each in nexts if each[1][-1] not in stops]

@@ -382,19 +382,19 @@ def test_a_stop_token_that_is_text_ends_a_row_only_where_the_text_may_end(x64):
 
 
 def test_rows_have_noise_of_their_own(x64):
-    """Equal prompts without seeds: independent draws of the model's law, and row 0 that of seed 0."""
+    """Equal prompts without seeds are independent draws, and rows have the seeds 0 to B - 1."""
     rows = 2000
     prompt = np.broadcast_to(PROMPT[:1], (rows, 5))
     sampling = Sampling(2, 1.0)
     given = (KEY, params_of(ROPE), prompt, Decoder(ROPE), sampling)
     out = np.asarray(drawn(*given, block=BLOCK).tokens)[:, 5:]
     laws = jax.nn.softmax(tiny.logits(params_of(ROPE), PROMPT[:1], ROPE), -1)
-    law = np.asarray(laws)[0, 4]
+    share = np.asarray(laws)[0, 4]
     counts = np.bincount(out[:, 0], minlength=VOCAB)
-    deviation = (counts - rows * law) / np.sqrt(rows * law * (1 - law) + 1e-7)
+    deviation = (counts - rows * share) / np.sqrt(rows * share * (1 - share) + 1e-7)
     assert np.abs(deviation).max() < 5
     agreeing = (out[:-1, 0] == out[1:, 0]).mean()  # neighbours agree by chance alone
-    chance = (law**2).sum()
+    chance = (share**2).sum()
     assert abs(agreeing - chance) < 5 * np.sqrt(chance * (1 - chance) / rows)
     one = np.asarray(drawn(*given, block=BLOCK, seeds=np.arange(rows)).tokens)[:, 5:]
     np.testing.assert_array_equal(out, one)

@@ -304,10 +304,6 @@ def test_endings():
         3,
     )  # what the prompt ends with is no part of the text
     assert of("", ["x"]) == ("", "length", 0)
-    assert of("hello", room=5) == ("hello", "length", 5)
-    assert of("hello", room=6) == ("hello", "unfinished", 5)
-    assert of("hello!", stop_tokens=(33,), room=9) == ("hello", "stop", 6)
-    assert of("hello", ["lo"], room=9) == ("hel", "stop", 5)
     assert text_codec.ending_tokens(Bytes(), ["\n", "ab"]) == (10,)
     assert text_codec.ending_tokens(Bytes(), []) == ()
     assert text_codec.ending_sequences(Bytes(), ["\n", "ab", "é"]) == ((97, 98), (195, 169))
@@ -344,7 +340,7 @@ def test_prompts_without_seeds_have_noise_of_their_own(tmp_path):
 
 
 def test_many_prompts_are_continued_independently(main, tmp_path, folder, oracle):
-    """Prompts of one law, but for their seeds: continuations are as seldom equal as independent ones."""
+    """Equal prompts but for their seeds have continuations that differ."""
     prompts = ["alpha beta"] * 16
     (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n")
     flags = [f"hf={folder}", "prompts=prompts.txt", "batch_size=8", *FAST]
@@ -370,7 +366,7 @@ def test_a_file_begun_before_seeds_by_prompt_goes_on_as_it_was(main, asked, fold
     (tmp_path / "prompts.txt").write_text("alpha\nbeta\ngamma\n")
     said = main(*flags, of="generate")
     assert said.code == 0 and "1 lines to write, 2 were there" in said.out
-    assert "goes on by default_seed=zero special_tokens=true" in said.out
+    assert "continues by default_seed=zero special_tokens=true" in said.out
     assert [line["seed"] for line in read(tmp_path / "texts.jsonl")] == [0, 0, 0]
     beside.write_text(json.dumps(told | {"default_seed": "zero", "special_tokens": False}))
     sentence = main(*flags, of="generate").sentence()
@@ -378,7 +374,7 @@ def test_a_file_begun_before_seeds_by_prompt_goes_on_as_it_was(main, asked, fold
 
 
 class Spelling(Bytes):
-    """Bytes and a special token 256, spelled <end>, as its tokenizer reads it unless asked not to."""
+    """Bytes and a special token 256, spelled <end>, as its tokenizer reads it by default."""
 
     vocab_size = 257
     bos_ids = (256,)
@@ -405,11 +401,14 @@ def test_special_tokens_that_a_prompt_spells_are_text_unless_asked_for():
     assert ids.tolist() == [256, *b"<end>a"] and added == 1
     ids, added = text_codec.encode(OnlyText(), "a", 300, special_tokens=False)
     assert ids.tolist() == [97] and added == 0
+
+
+def test_tasks_hold_special_tokens_where_the_flag_says_so():
     target = generate.Saved(lm_config(vocab_size=300, **MODEL), None, Spelling())
     job = prompt_batches.Job(target, None, Sampling(2), 1, (), NoDraft(), None, "coupled", 1)
     for special_tokens, want in ((True, [256, 97]), (False, [256, *b"<end>a"])):
-        asked = job._replace(special_tokens=special_tokens)
-        (task,) = prompt_batches.make_tasks(asked, [Request("<end>a")], {})
+        wanted = job._replace(special_tokens=special_tokens)
+        (task,) = prompt_batches.make_tasks(wanted, [Request("<end>a")], {})
         assert task.tokens.tolist() == want
 
 
@@ -447,7 +446,8 @@ def test_which_models_have_a_trained_length(changes, trained, is_said):
     job = prompt_batches.Job(target, None, Sampling(7), 1, (), NoDraft(), None, "coupled", 1)
     tasks = prompt_batches.make_tasks(job, [Request("abc"), Request("a")], {})
     sentence = prompt_batches.beyond_training(job, tasks)
-    assert sentence.startswith("1 of 2 prompts") if is_said else not sentence
+    assert sentence.startswith("1 of 2 prompts") == is_said
+    assert bool(sentence) == is_said
 
 
 def test_the_trained_length_of_a_run_is_that_of_its_rows(main, copied, asked):
@@ -455,6 +455,23 @@ def test_the_trained_length_of_a_run_is_that_of_its_rows(main, copied, asked):
     room = f"sampling.max_new_tokens={length}"
     said = main("run=run", "prompt=alpha", *FAST[:2], room, of="generate")
     assert said.code == 0 and f"over the {length} that the model was trained on" in said.out
+
+
+@pytest.mark.parametrize(
+    ("new", "stop_tokens", "stops", "room", "want"),
+    [
+        ("hello", (), (), 5, ("hello", "length", 5)),
+        ("hello", (), (), 6, ("hello", "unfinished", 5)),
+        ("hello!", (33,), (), 9, ("hello", "stop", 6)),
+        ("hello", (), ("lo",), 9, ("hel", "stop", 5)),
+    ],
+)
+def test_a_text_that_neither_ended_nor_filled_its_room_is_marked(
+    new, stop_tokens, stops, room, want
+):
+    begun = np.array([115])
+    ids = np.array(list(new.encode()))
+    assert text_codec.ending(Bytes(), begun, ids, stop_tokens, stops, room) == want
 
 
 def test_requests_are_lines(tmp_path):

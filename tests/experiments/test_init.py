@@ -108,7 +108,7 @@ def test_what_is_no_start_is_refused(init, sentence, tmp_path):
 def test_fine_tuning_without_a_start_is_refused(flags, sentence, tmp_path):
     with use_mesh(make_mesh(MeshSpec(data=8))), pytest.raises(UsageError, match=sentence):
         lm.train(lm.compose(*flags), tmp_path / "run")
-    assert not (tmp_path / "run" / "config.yaml").exists(), "it would be a run that goes on"
+    assert not (tmp_path / "run" / "config.yaml").exists(), "it would be a run to resume"
 
 
 def test_runs_that_were_begun_without_a_start_go_on(tmp_path):

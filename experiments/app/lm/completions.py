@@ -148,8 +148,9 @@ def _check(
         )
     before = flags_of(path)
     if before is None:
+        beside = _beside(path).name
         raise UsageError(
-            f"out={path} has lines, and no {_beside(path).name} says by which flags; name another file."
+            f"out={path} has lines, and no {beside} says by which flags; name another file."
         )
     before = {**older, **before}
     for name in (*flags, *before):

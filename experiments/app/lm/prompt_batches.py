@@ -30,7 +30,7 @@ class Saved(NamedTuple):
       model: Its configuration.
       params: Its parameters.
       tokenizer: Its tokenizer.
-      trained_length: Longest T that it was trained on, as far as its folder says; None if it does not.
+      trained_length: Longest T that it was trained on, by its folder; None where that is unknown.
     """
 
     model: LMConfig
@@ -128,7 +128,7 @@ def make_tasks(job: Job, requests: Sequence[Request], done: Mapping[Any, int]) -
 
 
 def beyond_training(job: Job, tasks: Sequence[Task]) -> str:
-    """Returns a sentence where texts of rotary positions may outgrow the trained length, else nothing."""
+    """Returns a sentence where texts of rotary positions may outgrow the trained length, or ""."""
     model = job.target.model
     trained = job.target.trained_length
     kinds = model.mixer.in_turn or (model.mixer.kind,)
@@ -141,8 +141,8 @@ def beyond_training(job: Job, tasks: Sequence[Task]) -> str:
         return ""
     return (
         f"{longer} of {len(ends)} prompts with sampling.max_new_tokens={room} reach up to "
-        f"{max(ends)} tokens, over the {trained} that the model was trained on; rotary positions go "
-        "on there, and texts may get worse."
+        f"{max(ends)} tokens, over the {trained} that the model was trained on; "
+        "rotary positions continue there, and texts may get worse."
     )
 
 

@@ -44,9 +44,9 @@ def read_requests(path: pathlib.Path, seeds: str = "prompt") -> list[Request]:
     """Reads a file of prompts: JSON objects where its name ends in .jsonl, else plain text; empty lines are none.
 
     Args:
-      path: Of the file.
-      seeds: Seeds of requests that give none: "prompt" is `default_seed`, so that prompts differ in
-        their noise, and lines that are added or moved change no other's; "zero" is 0 for all.
+      path: File of prompts.
+      seeds: Seeds of requests that give none, by `DEFAULT_SEEDS`. "prompt" is `default_seed`: prompts
+        differ in their noise, and lines that are added or moved change no other's. "zero" is 0.
 
     Raises:
       UsageError: A line cannot be read, or there is none; it names the line.

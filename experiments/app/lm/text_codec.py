@@ -40,12 +40,12 @@ def encode(
     """Returns the tokens that a text of this tokenizer begins with, and how many of them the prompt does not spell.
 
     Args:
-      tokenizer: Of the model.
+      tokenizer: Tokenizer of the model.
       prompt: A text.
       vocab_size: Symbols of the model.
       where: What a sentence calls the prompt.
-      special_tokens: Whether special tokens that the prompt spells are those, or text like any other
-        (where the tokenizer can tell them apart).
+      special_tokens: Whether special tokens that the prompt spells are read as such, or as text
+        where the tokenizer has the option.
 
     Raises:
       UsageError: There are none, or they are none of the model's; `where` says which prompt it is.
@@ -145,8 +145,8 @@ class Ending(NamedTuple):
     Attributes:
       text: What follows the prompt, without what it was stopped by.
       finish_reason: "stop" at a token or a string that stops, "length" where there was no room for
-        more, "unfinished" where neither holds: the row ended with the tokens that a stop string is
-        cut into, and the text does not spell the string.
+        more, "unfinished" where neither holds. There the row ended with the tokens that a stop
+        string is cut into, and the text does not spell the string.
       num_tokens: How many tokens count: up to the one that stopped it, that one counted in.
     """
 
@@ -166,7 +166,7 @@ def ending(
     """Returns the text of new tokens after those it begins with, cut before the first of `stops`.
 
     Args:
-      tokenizer: Of the tokens.
+      tokenizer: Tokenizer of the tokens.
       begun: Tokens of the prompt.
       new: Those after it, a stop token counted in.
       stop_tokens: Tokens that end a text.
@@ -185,9 +185,12 @@ def ending(
     count = len(new) - (len(new) > 0 and int(new[-1]) in stop_tokens)
     cut, stopped = cut_at_stop(text(count), stops)
     if not stopped:
-        reason = "stop"
-        if count == len(new):
-            reason = "length" if len(new) >= room else "unfinished"
+        if count < len(new):
+            reason = "stop"
+        elif count >= room:
+            reason = "length"
+        else:
+            reason = "unfinished"
         return Ending(text=cut, finish_reason=reason, num_tokens=len(new))
     low, high = 1, count  # the fewest tokens whose text holds the stop
     while low < high:
