@@ -37,15 +37,17 @@ from jaxpar.types import PyTree, UsageError
 
 from . import lm
 from .app import runner
-from .app.lm.completions import open_completions
+from .app.lm.completions import flags_of, open_completions
 from .app.lm.initial_model import imported_of
-from .app.lm.prompt_batches import Job, Saved, continued, make_tasks
-from .app.lm.requests import Request, read_requests
+from .app.lm.prompt_batches import Job, Saved, Task, beyond_training, continued, make_tasks
+from .app.lm.requests import DEFAULT_SEEDS, Request, read_requests
 from .app.lm.text_codec import fingerprint
 from .app.mesh_flags import check_split, refuse_idle
 from .app.runner import say
 
 DRAFTS = ("none", "copy", "jacobi", "lookahead", "model")
+OLDER = {"default_seed": "zero", "special_tokens": True}
+"""Values of fields in files of texts that were begun before these fields existed."""
 MOST_NEW = 2**20
 """New tokens of a text at most; more would be a slip of the finger, and end in a lack of memory."""
 
@@ -65,7 +67,11 @@ class Config(runner.RunConfig):
       dtype: Of computation; "auto" is the run's own, and bfloat16 for a Hugging Face folder.
       prompt: One to continue.
       prompts: A file of them instead: JSON objects {"prompt", "seed", "id"} where its name ends in .jsonl, else plain
-        text, one a line. A seed that is not given is 0; it decides on noise together with the flag `seed`.
+        text, one a line. A seed decides on noise together with the flag `seed`.
+      default_seed: Seed of prompts of a file that give none. "prompt" is a hash of prompt, id and
+        number of earlier repeats, so that each has noise of its own; "zero" is 0.
+      special_tokens: Whether special tokens that a prompt spells, such as <|im_end|>, are read as
+        such; else they stay text.
       out: A file of JSON objects, one a text; without it texts are printed.
       sampling: How tokens are drawn, and how many at most.
       num_samples: Texts of each prompt, which is read and stored once for them.
@@ -90,6 +96,8 @@ class Config(runner.RunConfig):
     dtype: str = field("auto", OneOf(("auto", "bfloat16", "float16", "float32")))
     prompt: str = ""
     prompts: str = ""
+    default_seed: str = field("prompt", OneOf(DEFAULT_SEEDS))
+    special_tokens: bool = False
     out: str = ""
     sampling: Sampling = Sampling(max_new_tokens=200, temperature=0.8)
     num_samples: int = field(1, Between(1, 1024))
@@ -167,9 +175,11 @@ def execute(config: Config, folder: pathlib.Path) -> None:
         and pathlib.Path(config.out).resolve() == pathlib.Path(config.prompts).resolve()
     ):
         raise UsageError(f"out={config.out} is the file of prompts; name another.")
-    requests = (
-        read_requests(pathlib.Path(config.prompts)) if config.prompts else [Request(config.prompt)]
-    )
+    config = as_begun(config)
+    if config.prompts:
+        requests = read_requests(pathlib.Path(config.prompts), config.default_seed)
+    else:
+        requests = [Request(config.prompt)]
     with runner.open_devices(config, MeshSpec()), runner.ending_together():
         target = adapted(
             load(config.hf or config.run, config, "hf" if config.hf else "run"),
@@ -189,6 +199,7 @@ def execute(config: Config, folder: pathlib.Path) -> None:
             draft_params=draft_params,
             rule=config.rule,
             batch_size=config.batch_size,
+            special_tokens=config.special_tokens,
         )
         if config.beams:
             if config.beams > target.model.vocab_size:
@@ -205,6 +216,25 @@ def execute(config: Config, folder: pathlib.Path) -> None:
         (write if config.out else show)(config, job, requests)
 
 
+def as_begun(config: Config) -> Config:
+    """Returns the configuration with older values of fields that `config.out` was begun without."""
+    if not config.out:
+        return config
+    before = flags_of(pathlib.Path(config.out))
+    if before is None:
+        return config
+    missing = {
+        name: value
+        for name, value in OLDER.items()
+        if name not in before and getattr(config, name) != value
+    }
+    if not missing:
+        return config
+    flags = " ".join(f"{name}={str(value).lower()}" for name, value in missing.items())
+    say(f"out        {config.out} was begun without these flags, and continues by {flags}")
+    return dataclasses.replace(config, **missing)
+
+
 def load(name: str, config: Config, flag: str) -> Saved:
     """Returns the model in a folder that a flag names."""
     folder = pathlib.Path(name)
@@ -218,7 +248,18 @@ def load(name: str, config: Config, flag: str) -> Saved:
         "bfloat16" if config.dtype == "auto" else config.dtype,
     )
     dtype = found.model.dtype if config.dtype == "auto" else config.dtype
-    return Saved(dataclasses.replace(found.model, dtype=dtype), params, tokenizer)
+    trained_length = found.model.max_seq_len
+    if not (folder / "config.json").is_file():
+        if found.init:  # the model that it began with may have been trained on longer texts
+            trained_length = max(found.data.seq_len, trained_length)
+        else:
+            trained_length = found.data.seq_len
+    return Saved(
+        model=dataclasses.replace(found.model, dtype=dtype),
+        params=params,
+        tokenizer=tokenizer,
+        trained_length=trained_length,
+    )
 
 
 def adapted(saved: Saved, folder: str, imported: Imported | None = None) -> Saved:
@@ -273,6 +314,8 @@ def told(config: Config, job: Job) -> dict[str, Any]:
         "seed": config.seed,
         "stop": list(config.stop),
         "rule": config.rule,
+        "default_seed": config.default_seed,
+        "special_tokens": config.special_tokens,
         "dtype": job.target.model.dtype,
     }
     flat |= {"weights": fingerprint(job.target.params), "tokenizer": job.target.tokenizer.identity}
@@ -284,9 +327,18 @@ def told(config: Config, job: Job) -> dict[str, Any]:
     return flat
 
 
+def say_beyond(job: Job, tasks: list[Task]) -> None:
+    """Prints once that texts outgrow the trained length, if they may."""
+    sentence = beyond_training(job, tasks)
+    if sentence:
+        say("length     " + sentence)
+
+
 def show(config: Config, job: Job, requests: list[Request]) -> None:
     """Prints texts as they come."""
-    for batch in continued(job, make_tasks(job, requests, {})):
+    tasks = make_tasks(job, requests, {})
+    say_beyond(job, tasks)
+    for batch in continued(job, tasks):
         for line in batch.lines:
             say(
                 f"\nseed {line['seed']} sample {line['sample']}: {line['finish_reason']} after {len(line['tokens'])} "
@@ -296,7 +348,8 @@ def show(config: Config, job: Job, requests: list[Request]) -> None:
 
 def write(config: Config, job: Job, requests: list[Request]) -> None:
     """Adds the lines that `config.out` lacks, and tells how many there were and how fast."""
-    with open_completions(pathlib.Path(config.out), told(config, job), config.resume) as out:
+    path = pathlib.Path(config.out)
+    with open_completions(path, told(config, job), config.resume, OLDER) as out:
         there, tasks = out.done.total(), make_tasks(job, requests, out.done)
         total, tokens, passes, began = (
             sum(len(task.samples) for task in tasks),
@@ -307,6 +360,7 @@ def write(config: Config, job: Job, requests: list[Request]) -> None:
         say(f"out        {config.out}: {total} lines to write, {there} were there")
         if not total:
             return
+        say_beyond(job, tasks)
         labels = ProgressLabels(description="generating", unit="text", shown=("tokens_per_pass",))
         with open_progress(total, labels=labels) as progress:
             for batch in continued(job, tasks):

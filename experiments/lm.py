@@ -80,6 +80,7 @@ class TrainConfig:
       keep_every_s: Seconds from one checkpoint to the next that is kept for good; 0 keeps none for good.
       max_skipped: Non-finite steps in a row that stop the run.
       profile: "first:last", steps to write a profile of.
+      needs_init: Whether a new run without init= is refused, as preset=finetune has it.
     """
 
     steps: int = field(1000, AtLeast(1))
@@ -91,6 +92,7 @@ class TrainConfig:
     keep_every_s: float = field(0, AtLeast(0))
     max_skipped: int = field(10, AtLeast(1))
     profile: str = ""
+    needs_init: bool = False
 
     def __post_init__(self):
         """Refuses counts that no run can have."""
@@ -210,6 +212,8 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
             "use_ema=true asks for an average that this run does not keep; give tuning.ema=0.999."
         )
     start = initial_model.source(config.init)
+    if start is None:
+        _check_start(config, folder)
     if start is not None and config.init.startswith("run:"):
         config, tokenizer = _on_from(config, start, folder)
     else:
@@ -289,6 +293,23 @@ def _on_from(config: Config, start: pathlib.Path, folder: pathlib.Path) -> tuple
     return dataclasses.replace(
         config, model=initial_model.as_told(saved.model, config.model)
     ), tokenizer
+
+
+def _check_start(config: Config, folder: pathlib.Path) -> None:
+    """Rejects a new run of fine-tuning from random numbers."""
+    if (folder / "config.yaml").is_file():
+        return
+    expected = "expected init=hf:folder or init=run:folder"
+    if config.adapter.kind != "none":
+        raise UsageError(
+            f"adapter.kind={config.adapter.kind}: without init= it would adapt a frozen model of "
+            f"random numbers; {expected}."
+        )
+    if config.train.needs_init:
+        raise UsageError(
+            f"init='': {config.name} trains a model that exists on, and none is given; {expected}, "
+            "or train.needs_init=false to begin with random numbers."
+        )
 
 
 def _first_state(config: Config, trainer: Trainer, start: pathlib.Path) -> PyTree:

@@ -31,10 +31,13 @@ class Automaton(NamedTuple):
     Attributes:
       table: The state after each token; -1 where the token may not be drawn.
       distance: Fewest tokens from each state to one in which the text may end; 0 is such a state.
+      closing: States in which a text may end though the table has no stop token that says so; None
+        where it has one.
     """
 
     table: Int[Array, "states V"]
     distance: Int[Array, " states"]
+    closing: Bool[Array, " states"] | None = None
 
     def step(self, state: Int[Array, "..."], token: Int[Array, "..."]) -> Int[Array, "..."]:
         """Returns the state after one more token of each row; -1, out of which nothing leads, where it was illegal."""
@@ -61,6 +64,12 @@ class Automaton(NamedTuple):
         """Returns where the text is whole as it stands."""
         return (state >= 0) & (self.distance[jnp.maximum(state, 0)] == 0)
 
+    def may_close(self, state: Int[Array, "..."]) -> Bool[Array, "..."]:
+        """Returns where a stop token from outside of the table, or nothing, may end the text."""
+        if self.closing is None:
+            return jnp.zeros(state.shape, bool)
+        return (state >= 0) & self.closing[jnp.maximum(state, 0)]
+
     def is_done(self, state: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Returns where no token can follow: such a row has ended, with a stop token or without."""
         return ~self.allowed(state).any(-1)
@@ -80,7 +89,9 @@ def automaton_of(
       start: The first state.
       ends: States in which the text may end.
       vocab_size: V.
-      stop_token: May be drawn at every end, and nothing after it; by default a text ends where its row does.
+      stop_token: May be drawn at every end, and nothing after it. By default `generate` lets its own
+        stop tokens through there. If it has none either, the first end is the text's, such as "a" of
+        "a+": nothing could choose a later one.
 
     Raises:
       UsageError: If no end can be reached, or the table would be over a gibibyte.
@@ -104,7 +115,10 @@ def automaton_of(
     if distance[0] == NEVER:
         raise UsageError("no text of this vocabulary ends in a state in which it may.")
     table = np.where((table >= 0) & (distance[table] < NEVER), table, -1)
-    return Automaton(jnp.asarray(table), jnp.asarray(distance))
+    closing = None
+    if stop_token is None:
+        closing = jnp.asarray(distance == 0)
+    return Automaton(table=jnp.asarray(table), distance=jnp.asarray(distance), closing=closing)
 
 
 def regex_automaton(

@@ -5,23 +5,29 @@ fork, masks are re-ordered and nothing of the cache is copied.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxpar.decode import forest as tables
+from jaxpar.decode._prompts import check_prompt
 from jaxpar.decode.blocks import BlockCache
 from jaxpar.decode.model import TokenModel
 from jaxpar.decode.reader import BLOCK, Reading, ReadingOptions, begin, keep, look
 from jaxpar.decode.trees import chain
 from jaxpar.fields import AtLeast, Finite, check_fields, field
-from jaxpar.types import PyTree, UsageError
+from jaxpar.types import PyTree, UsageError, concrete_values
 
 __all__ = ["Beams", "Found", "beam_search"]
+
+MOST_DIVISOR = 69.0
+"""Logarithm of what scores are divided by, at most: float32 holds 1e30 with room for the rest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,15 +37,23 @@ class Beams:
     Attributes:
       width: Continuations that are kept, W.
       max_new_tokens: Most tokens to add.
-      length_penalty: Continuations that ended are ranked by their log-probability over (new tokens)^penalty; 0 ranks by
-        log-probability alone, and more favours longer ones.
+      length_penalty: Exponent of the rank of continuations that ended, log-probability over
+        (new tokens)^penalty, a stop token counted in; 0 ranks by log-probability alone, and more
+        favours longer ones.
     """
 
     width: int = field(4, AtLeast(1))
     max_new_tokens: int = field(100, AtLeast(1))
     length_penalty: float = field(1.0, Finite())
 
-    __post_init__ = check_fields
+    def __post_init__(self):
+        """Rejects values out of range, and a penalty by which scores leave float32."""
+        check_fields(self)
+        if abs(self.length_penalty) * math.log(self.max_new_tokens) > MOST_DIVISOR:
+            raise UsageError(
+                f"length_penalty={self.length_penalty:g}: {self.max_new_tokens} new tokens to this "
+                "power leave float32; expected one nearer to 0."
+            )
 
 
 class Found(NamedTuple):
@@ -81,9 +95,17 @@ def beam_search(
 ) -> Found:
     """Returns the W best continuations of each prompt; pure, so jit it with `model`, `beams` and `block` static.
 
-    Each step keeps, of all beams and all tokens after them, the 2 W likeliest: those that end compete by score with
-    the W best that ended before, and of the others the W likeliest go on (Wu et al. 2016, arXiv:1609.08144, section 7).
-    A row's search ends when no beam that goes on could still enter the W best, were its remaining tokens certain.
+    Each step keeps, of all beams and all tokens after them, the W (1 + S) most probable, S being the
+    number of stop tokens. So W are left even where every beam would stop by each of them. Those
+    that end compete by score with the W best that ended before, and of the others the W most
+    probable go on (Wu et al. 2016, arXiv:1609.08144, section 7). A row's search ends when no beam
+    could still enter the W best at any length up to the most, were its remaining tokens certain.
+
+    Scores equal those of transformers' `generate(num_beams=W, length_penalty=...)` since 4.39;
+    earlier versions counted the prompt in. Two things differ there. A text that ends counts only
+    among the W most probable candidates of its step. With the default `early_stopping=False` the
+    search ends by the length so far, so that a positive penalty may miss longer texts with better
+    scores; `early_stopping="never"` has the bound of this search where the penalty is positive.
 
     Args:
       params: The model's.
@@ -95,7 +117,8 @@ def beam_search(
       block: Slots of a block of the cache.
 
     Raises:
-      UsageError: If the prompt has no tokens, or is too long for the model's positions.
+      UsageError: If the prompt has no tokens or is too long for the model's positions, or lengths,
+        tokens (where values are known) or stop tokens are outside what there is.
     """
     rows, start = prompt.shape
     width, room = beams.width, beams.max_new_tokens
@@ -105,6 +128,8 @@ def beam_search(
         raise UsageError(
             f"{start} prompt and {room} new tokens are over the model's {model.max_positions} positions."
         )
+    check_prompt(prompt, prompt_lengths, model.vocab_size)
+    stops = _stops(stop_tokens, model.vocab_size)
     lengths = (
         jnp.full((rows,), start, jnp.int32)
         if prompt_lengths is None
@@ -117,7 +142,6 @@ def beam_search(
     options = ReadingOptions(room=width * room, block=block)
     logits, reading = begin(model, params, prompt, lengths, options)
     params, reading = model.held(params), _shared(reading, width)
-    stops = jnp.asarray([-1, *stop_tokens], jnp.int32)
     text = jnp.repeat(jnp.pad(prompt, ((0, 0), (0, room)))[:, None], width, axis=1)
     none = jnp.full((rows, width), -jnp.inf, jnp.float32)
     ended = Found(text, jnp.repeat(lengths[:, None], width, axis=1), none, none)
@@ -158,9 +182,22 @@ def beam_search(
     scores = jnp.where(
         state.count >= room, state.log_probs / float(room) ** beams.length_penalty, -jnp.inf
     )
-    return _best(
-        state.ended, Found(state.text, lengths[:, None] + count, state.log_probs, scores), width
-    )
+    whole = Found(state.text, lengths[:, None] + count, state.log_probs, scores)
+    return _best(state.ended, whole, width)
+
+
+def _stops(stop_tokens: Sequence[int], vocab_size: int) -> Array:
+    """Returns tokens that end a text, int32 [S]. Rejects all but symbols and -1 for none."""
+    known = concrete_values(stop_tokens)
+    if known is None:
+        return jnp.asarray(stop_tokens, jnp.int32)
+    tokens = {int(token) for values in known for token in np.ravel(values)}
+    for token in sorted(tokens):
+        if not -1 <= token < vocab_size:
+            raise UsageError(
+                f"stop token {token}; legal are 0 to {vocab_size - 1}, and -1 for none."
+            )
+    return jnp.asarray(sorted(tokens - {-1}), jnp.int32)
 
 
 def _select(state: _State, logits: Array, lengths: Array, beams: Beams, stops: Array) -> _State:
@@ -168,7 +205,7 @@ def _select(state: _State, logits: Array, lengths: Array, beams: Beams, stops: A
     rows, width, vocab = logits.shape
     law = jax.nn.log_softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
     joint = (state.log_probs[..., None] + law).reshape(rows, -1)
-    likely, index = jax.lax.top_k(joint, min(2 * width, joint.shape[1]))
+    likely, index = jax.lax.top_k(joint, min(width * (1 + len(stops)), joint.shape[1]))
     parent, token = index // vocab, (index % vocab).astype(jnp.int32)
     text = jnp.take_along_axis(state.text, parent[..., None], 1)
     place = (lengths + state.count)[:, None]

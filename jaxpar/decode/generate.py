@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxpar._older_fields import newer_arguments
+from jaxpar.decode._prompts import check_prompt
 from jaxpar.decode.accept import coupled, rejection
 from jaxpar.decode.automaton import Automaton
 from jaxpar.decode.draft import Draft, ModelDraft, NoDraft, Proposal
@@ -93,7 +93,8 @@ class Prompts(NamedTuple):
     Attributes:
       tokens: int32 [B, T], left-aligned; what lies beyond a row's length is ignored.
       lengths: int32 [B], at least 1 each; None for T.
-      seeds: int32 [B], of the rows' requests; None for 0.
+      seeds: int32 [B], of the rows' requests; None for 0 to B - 1, so that rows have noise of their
+        own. Rows of one seed share their noise: zeros give equal texts to equal prompts.
     """
 
     tokens: Int[Array, "B T"]
@@ -108,7 +109,9 @@ class Constraints(NamedTuple):
       sequences: Sequences of new tokens that end a row, from `stop_sequences`; they are counted in.
       bias: float [V], added to the logits; finite or -inf.
       automaton: What may be drawn after what; a row ends where nothing may. A text is whole when
-        its tokens run out.
+        its tokens run out. An automaton made without a stop token lets the call's stop tokens
+        through wherever its text may end. Where the call has none either, a row ends at the first
+        such state.
     """
 
     sequences: StopSequences | None = None
@@ -166,11 +169,9 @@ class _Job(NamedTuple):
         """The state before the first new token."""
         room, zeros = self.sampling.max_new_tokens, jnp.zeros((len(prompt),), jnp.int32)
         is_counted, starts = self.sampling.needs_counts, self.starts
-        ended = (
-            zeros > 0
-            if self.constraints.automaton is None
-            else self.constraints.automaton.is_done(zeros)
-        )
+        ended = zeros > 0
+        if self.constraints.automaton is not None:
+            ended = self.is_over(zeros)
         return _State(
             text=jnp.pad(prompt, ((0, 0), (0, room))),
             lengths=starts,
@@ -217,6 +218,10 @@ class _Job(NamedTuple):
             allowed = self.constraints.automaton.allowed(
                 states, left[:, None] - jnp.asarray(tree.depth, jnp.int32)[None]
             )
+            if self.constraints.automaton.closing is not None:
+                may_close = self.constraints.automaton.may_close(states)[..., None]
+                is_stop = jnp.isin(jnp.arange(self.model.vocab_size), self.stops)
+                allowed = allowed | (may_close & is_stop[None, None])
         law = process(
             logits, self.sampling, counts=counts, bias=self.constraints.bias, allowed=allowed
         )
@@ -279,11 +284,23 @@ class _Job(NamedTuple):
             each.append(self.constraints.automaton.step(each[-1], tokens[:, number]))
         return jnp.stack(each, 1)
 
+    def is_over(self, states: Array) -> Array:
+        """Returns where the automaton ends a row, because no token may follow or could end it."""
+        automaton = self.constraints.automaton
+        assert automaton is not None
+        over = automaton.is_done(states)
+        if automaton.closing is None:
+            return over
+        return over | (automaton.may_close(states) & (self.stops < 0).all())
+
     def ends(self, state: _State, tokens: Array, automata: Array | None) -> Array:
         """Whether a row ends with each of these tokens, bool [B, T]."""
         is_end = jnp.isin(tokens, self.stops)
         if self.constraints.automaton is not None and automata is not None:
-            is_end = is_end | self.constraints.automaton.is_done(automata[:, 1:])
+            if self.constraints.automaton.closing is not None:
+                # Elsewhere a stop token that the table lets through is text.
+                is_end = is_end & self.constraints.automaton.may_close(automata[:, :-1])
+            is_end = is_end | self.is_over(automata[:, 1:])
         if self.constraints.sequences is not None:
             rows, place = jnp.arange(len(tokens))[:, None], jnp.arange(tokens.shape[1])[None]
             text = state.text.at[rows, state.lengths[:, None] + place].set(tokens, mode="drop")
@@ -335,8 +352,9 @@ def generate(
     """Continues prompts; pure, so jit it with `model`, `sampling` and `decoding` static.
 
     By the rule "coupled" the tokens are those of the plain loop, whatever the draft: a function of
-    key, prompt, seed and sample, never of the other rows of the batch or of a row's index in it.
-    Two rows of one prompt and one seed agree; samples of a prompt differ. That holds up to rounding:
+    key, prompt, seed and sample, never of the other rows of the batch. A row's index enters only as
+    its seed where none is given. Two rows of one prompt and one seed agree; rows of several seeds
+    and samples of a prompt are independent. That holds up to rounding:
     where two scores are as near as the logits' own rounding, another batch or window may decide
     otherwise, which in bfloat16 does happen. By "rejection" the distribution is kept, not the tokens.
 
@@ -407,7 +425,7 @@ def _arrays(prompts: Prompts) -> tuple[Array, Array, Array]:
     else:
         lengths = jnp.asarray(prompts.lengths, jnp.int32)
     if prompts.seeds is None:
-        seeds = jnp.zeros((rows,), jnp.int32)
+        seeds = jnp.arange(rows, dtype=jnp.int32)
     else:
         seeds = jnp.asarray(prompts.seeds)
     is_token = jnp.arange(start)[None] < lengths[:, None]
@@ -455,27 +473,4 @@ def _check(
         if known is not None and known[0][0] > room:
             found = f"{known[0][0]} tokens, not {room}"
             raise UsageError(f"the shortest text that the automaton takes has {found}.")
-    _check_prompt(prompts.tokens, prompts.lengths, model.vocab_size)
-
-
-def _check_prompt(prompt, lengths, vocab_size: int) -> None:
-    """Rejects lengths that no prompt has and tokens that are no symbols; reads known values."""
-    length = prompt.shape[1]
-    if lengths is None:
-        lengths = np.full(len(prompt), length)
-    if (known := concrete_values(lengths)) is None:
-        return
-    counts = np.asarray(known[0])
-    if counts.size and not (1 <= counts.min() and counts.max() <= length):
-        found = f"{counts.min()} to {counts.max()}"
-        raise UsageError(f"prompt_lengths from {found}; legal are 1 to {length}.")
-
-    if (known := concrete_values(prompt)) is None:
-        return
-    is_token = np.broadcast_to(np.arange(length) < counts[:, None], prompt.shape)
-    tokens = known[0][is_token]
-    if tokens.size and not (0 <= tokens.min() and tokens.max() < vocab_size):
-        worst = tokens.max()
-        if tokens.min() < 0:
-            worst = tokens.min()
-        raise UsageError(f"token {worst} of a prompt; legal are 0 to {vocab_size - 1}.")
+    check_prompt(prompts.tokens, prompts.lengths, model.vocab_size)

@@ -25,7 +25,7 @@ import envs
 from envs.puzzles.rubiks_cube import given_cubes
 from envs.puzzles.sliding_tile import given_tiles
 from envs.puzzles.tiles2048 import given_boards
-from jaxpar.decode import Sampling, best_tree, stop_sequences
+from jaxpar.decode import Beams, Sampling, beam_search, best_tree, stop_sequences
 from jaxpar.decode import forest as tables
 from jaxpar.decode.automaton import automaton_of
 from jaxpar.decode.trees import expected_tokens
@@ -100,6 +100,17 @@ def continued(prompt, lengths, automaton):
         Sampling(max_new_tokens=2),
         prompt_lengths=lengths,
         automaton=automaton,
+    )
+
+
+def searched(prompt, lengths, stops):
+    return beam_search(
+        tiny.params_of(MODEL),
+        prompt,
+        Decoder(MODEL),
+        Beams(2, 2),
+        prompt_lengths=lengths,
+        stop_tokens=stops,
     )
 
 
@@ -221,6 +232,18 @@ ROWS = {
         arguments=lambda: (PROMPT, None, None),
         illegal=lambda: (PROMPT + tiny.VOCAB, None, None),
         names=("generate",),
+    ),
+    "beam-search": Row(
+        function=searched,
+        arguments=lambda: (PROMPT, jnp.array([2]), jnp.array([1])),
+        illegal=lambda: (PROMPT, jnp.array([4]), jnp.array([1])),
+        names=("beam_search",),
+    ),
+    "beam-search-stops": Row(
+        function=searched,
+        arguments=lambda: (PROMPT, None, jnp.array([1])),
+        illegal=lambda: (PROMPT, None, jnp.array([tiny.VOCAB])),
+        names=("beam_search",),
     ),
     "reserve": Row(
         function=tables.reserve,

@@ -171,7 +171,8 @@ patterns = st.recursive(
 def test_tokens_of_several_bytes_spell_the_language(pattern):
     """All texts of at most three tokens, each in every way that it can be cut into tokens."""
     vocabulary = [b"a", b"b", b"ab", b"ba", None, b"a"]
-    table, distance = jax.tree.map(np.asarray, regex_automaton(pattern, vocabulary))
+    automaton = regex_automaton(pattern, vocabulary)
+    table, distance = np.asarray(automaton.table), np.asarray(automaton.distance)
     for length in range(4):
         for tokens in itertools.product(range(6), repeat=length):
             state = 0

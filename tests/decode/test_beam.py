@@ -45,7 +45,7 @@ def plain(name, params, prompt, width, penalty, stops):
             for log_prob, text in alive
             for token, law in enumerate(after(name, params, text))
         ]
-        nexts = sorted(nexts, key=lambda each: -each[0])[: 2 * width]
+        nexts = sorted(nexts, key=lambda each: -each[0])[: (1 + len(stops)) * width]
         ended += [
             (log_prob / count**penalty, log_prob, text)
             for log_prob, text in nexts
@@ -59,7 +59,7 @@ def plain(name, params, prompt, width, penalty, stops):
 @pytest.mark.parametrize(
     ("name", "penalty"),
     [
-        *itertools.product(["attention"], [0.0, 1.0, 2.0]),
+        *itertools.product(["attention"], [-1.0, 0.0, 1.0, 2.0]),
         ("recurrent", 0.0),
         ("learned", 2.0),
         *(pytest.param("recurrent", penalty, marks=pytest.mark.slow) for penalty in (1.0, 2.0)),
@@ -94,6 +94,50 @@ def test_beams_equal_the_plain_search(name, penalty, x64):
     assert len(ends) > 1, "continuations of one length test no ends"
 
 
+@pytest.mark.parametrize("stops", [(0, 1, 2, 3, 5), (0, 2, 3, 5, 6, 7)])
+def test_as_many_beams_go_on_where_all_could_stop_by_each_stop_token(stops, x64):
+    params = noisy_params(MODELS["attention"], np.float64, std=0.6)
+    options = dict(prompt_lengths=LENGTHS, stop_tokens=(*stops, stops[0]), block=2)
+    out = search(params, PROMPT, Decoder(MODELS["attention"]), Beams(2, NEW, 3.0), **options)
+    for row, length in enumerate(LENGTHS):
+        want = plain("attention", params, PROMPT[row, :length], 2, 3.0, stops)
+        np.testing.assert_allclose(out.scores[row], [each[0] for each in want], rtol=1e-6)
+        got = np.asarray(out.tokens)[row, 0, : out.lengths[row, 0]].tolist()
+        assert got == [int(token) for token in want[0][2]]
+
+
+def every_text(params, prompt, room, stops):
+    """All texts: (log-probability, new tokens), each ended by a stop token or by its room."""
+    texts = []
+    alive = [(0.0, [])]
+    for _ in range(room):
+        nexts = [
+            (log_prob + float(each), [*new, token])
+            for log_prob, new in alive
+            for token, each in enumerate(after("attention", params, [*prompt, *new]))
+        ]
+        texts += [each for each in nexts if each[1][-1] in stops]
+        alive = [each for each in nexts if each[1][-1] not in stops]
+    return texts + alive
+
+
+def test_wide_beams_find_the_best_of_all_texts(x64):
+    params = noisy_params(MODELS["attention"], np.float64, std=0.6)
+    texts = every_text(params, list(PROMPT[0]), 3, STOPS)
+    options = dict(stop_tokens=STOPS, block=4)
+    width = (VOCAB - len(STOPS)) ** 2 * VOCAB
+    lengths = set()
+    for penalty in (-1.0, 0.5, 6.0):
+        scores = np.array([log_prob / len(new) ** penalty for log_prob, new in texts])
+        beams = Beams(width, 3, penalty)
+        out = search(params, PROMPT[:1], Decoder(MODELS["attention"]), beams, **options)
+        np.testing.assert_allclose(out.scores[0], np.sort(scores)[::-1][:width], rtol=1e-6)
+        best = texts[scores.argmax()][1]
+        assert out.tokens[0, 0, 4 : out.lengths[0, 0]].tolist() == best
+        lengths.add(len(best))
+    assert len(lengths) > 1, "a penalty that changes nothing tests none"
+
+
 def test_one_beam_is_greedy_decoding_and_many_beams_find_the_likeliest(x64):
     params = noisy_params(MODELS["attention"], np.float64, std=0.6)
     text = list(PROMPT[0])
@@ -119,3 +163,16 @@ def test_what_cannot_be_searched_is_refused():
         beam_search({}, PROMPT, model, Beams(2, 6))
     with pytest.raises(UsageError, match="the prompt has no tokens"):
         beam_search({}, PROMPT[:, :0], model, Beams(2, 3))
+    for lengths, sentence in (
+        ([4, 0, 1], "prompt_lengths from 0 to 4; legal are 1 to 4"),
+        ([4, 5, 1], "prompt_lengths from 1 to 5; legal are 1 to 4"),
+        ([4, 1], r"prompt_lengths of shape \[2\]; legal is \[3\], one a row"),
+    ):
+        with pytest.raises(UsageError, match=sentence):
+            beam_search({}, PROMPT, model, Beams(2, 3), prompt_lengths=np.array(lengths))
+    with pytest.raises(UsageError, match="token -1 of a prompt; legal are 0 to 7"):
+        beam_search({}, np.where(PROMPT == PROMPT[1, 2], -1, PROMPT), model, Beams(2, 3))
+    with pytest.raises(UsageError, match="stop token 8; legal are 0 to 7"):
+        beam_search({}, PROMPT, model, Beams(2, 3), stop_tokens=(1, 8))
+    with pytest.raises(UsageError, match="length_penalty=16: 100 new tokens to this power"):
+        Beams(2, 100, 16.0)

@@ -92,7 +92,8 @@ def plain_row(config, sampling, row, seed, sample):
 
 def plain(config, sampling, seed=0, sample=0, rows=range(4)):
     """The slow oracle: no cache, no batch, each token from a pass over all before it, and the documented noise."""
-    return [list(plain_row(config, sampling, row, seed, sample)) for row in rows]
+    texts = [plain_row(config, sampling, row, seed, sample) for row in rows]
+    return [[int(token) for token in text] for text in texts]
 
 
 def run(config, sampling, prompt=PROMPT, draft=NoDraft(), **options):
@@ -105,6 +106,7 @@ def run(config, sampling, prompt=PROMPT, draft=NoDraft(), **options):
         }
     given = {
         "prompt_lengths": LENGTHS,
+        "seeds": np.zeros(len(prompt), int),
         "block": BLOCK,
         "draft": draft,
         "draft_params": params,
@@ -327,6 +329,77 @@ def test_an_automaton_says_what_may_come_after_what(x64):
     ):
         longer = automaton_of({0: {1: 1}, 1: {1: 2}, 2: {1: 3}}, 0, {3}, VOCAB)
         generate(KEY, {}, PROMPT, Decoder(config), Sampling(2), automaton=longer)
+
+
+# Words of a's and b's that end with b, and their way back: "(a|b)*b" over tokens 1 and 2.
+ENDS_WITH_B = {0: {1: 0, 2: 1}, 1: {1: 0, 2: 1}}
+
+
+def words(room, stop=None):
+    """The language by enumeration: every text that a row may have, by (a|b)*b and its room."""
+    made = set()
+    for length in range(1, room + 1):
+        for word in itertools.product((1, 2), repeat=length):
+            if word[-1] != 2:
+                continue
+            if stop is None:
+                if 2 not in word[:-1]:  # the first end is the text's
+                    made.add(word)
+            elif length == room:
+                made.add(word)
+            else:
+                made.add((*word, stop))
+    return made
+
+
+@pytest.mark.parametrize("name", ["none", "model"])
+@pytest.mark.parametrize("stop", [None, 5])
+def test_a_text_ends_in_an_accepting_state_without_a_stop_token_of_the_table(name, stop, x64):
+    automaton, room, rows = automaton_of(ENDS_WITH_B, 0, {1}, VOCAB), 4, 400
+    options = {"automaton": automaton, "block": BLOCK}
+    if name == "model":
+        perfect = ModelDraft(Decoder(ROPE), 2, BLOCK)
+        options |= {"draft": perfect, "draft_params": params_of(ROPE)}
+    if stop is not None:
+        options |= {"stop_tokens": (stop,)}
+    prompt = np.broadcast_to(PROMPT[:1], (rows, 5))
+    out = drawn(KEY, params_of(ROPE), prompt, Decoder(ROPE), Sampling(room, 2.0), **options)
+    ends = zip(np.asarray(out.tokens), np.asarray(out.lengths), strict=True)
+    made = {tuple(text[5:length].tolist()) for text, length in ends}
+    assert made == words(room, stop)
+
+
+def test_a_stop_token_that_is_text_ends_a_row_only_where_the_text_may_end(x64):
+    table = {0: {1: 1}, 1: {1: 2}, 2: {1: 3}, 3: {1: 4}}
+    automaton = automaton_of(table, 0, {2, 4}, VOCAB)
+    options = {"automaton": automaton, "block": BLOCK, "stop_tokens": (1,)}
+    out = drawn(KEY, params_of(ROPE), PROMPT, Decoder(ROPE), Sampling(6, 1.0), **options)
+    assert (np.asarray(out.lengths) == 5 + 3).all(), "a b, and what ends it"
+    empty = automaton_of({0: {1: 0}}, 0, {0}, VOCAB)
+    options = {"automaton": empty, "block": BLOCK}
+    out = drawn(KEY, params_of(ROPE), PROMPT, Decoder(ROPE), Sampling(6, 1.0), **options)
+    assert (np.asarray(out.lengths) == 5).all(), "the first text is the empty one"
+
+
+def test_rows_have_noise_of_their_own(x64):
+    """Equal prompts without seeds are independent draws, and rows have the seeds 0 to B - 1."""
+    rows = 2000
+    prompt = np.broadcast_to(PROMPT[:1], (rows, 5))
+    sampling = Sampling(2, 1.0)
+    given = (KEY, params_of(ROPE), prompt, Decoder(ROPE), sampling)
+    out = np.asarray(drawn(*given, block=BLOCK).tokens)[:, 5:]
+    laws = jax.nn.softmax(tiny.logits(params_of(ROPE), PROMPT[:1], ROPE), -1)
+    share = np.asarray(laws)[0, 4]
+    counts = np.bincount(out[:, 0], minlength=VOCAB)
+    deviation = (counts - rows * share) / np.sqrt(rows * share * (1 - share) + 1e-7)
+    assert np.abs(deviation).max() < 5
+    agreeing = (out[:-1, 0] == out[1:, 0]).mean()  # neighbours agree by chance alone
+    chance = (share**2).sum()
+    assert abs(agreeing - chance) < 5 * np.sqrt(chance * (1 - chance) / rows)
+    one = np.asarray(drawn(*given, block=BLOCK, seeds=np.arange(rows)).tokens)[:, 5:]
+    np.testing.assert_array_equal(out, one)
+    shared = np.asarray(drawn(*given, block=BLOCK, seeds=np.zeros(rows, int)).tokens)[:, 5:]
+    assert (shared == out[0]).all(), "one seed is one text"
 
 
 def test_a_bias_of_minus_infinity_forbids_a_token(x64):

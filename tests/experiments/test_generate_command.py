@@ -1,6 +1,7 @@
 """Files of prompts to files of texts: each line is what the slow loop says, whatever its company, draft or history."""
 
 import fcntl
+import hashlib
 import json
 import re
 import shlex
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 from fast import jit, noisy_params
 from jax.errors import JaxRuntimeError
 from lm_configs import lm_config
@@ -104,7 +106,8 @@ def asked(monkeypatch):
         number = len(np.unique(prompts.tokens, axis=0))
         shape = {"rows": prompts.tokens.shape, "prompts": number}
         fields = {name: getattr(decoding, name) for name in decoding.__dataclass_fields__}
-        calls.append(shape | fields | options | {"model": model})
+        asked_seeds = {"model": model, "seeds": np.asarray(prompts.seeds)}
+        calls.append(shape | fields | options | asked_seeds)
         num_samples = decoding.num_samples
         rows = np.repeat(np.asarray(prompts.tokens), num_samples, 0)
         ends = np.repeat(np.asarray(prompts.lengths), num_samples)
@@ -281,10 +284,9 @@ def test_a_row_ends_with_the_tokens_that_a_stop_string_is_cut_into(ask, folder):
 
 
 def test_endings():
-    def of(text, stops=(), stop_tokens=(), begun="say "):
-        return text_codec.ending(
-            Bytes(), *(np.array(list(x.encode()), int) for x in (begun, text)), stop_tokens, stops
-        )
+    def of(text, stops=(), stop_tokens=(), begun="say ", room=0):
+        before, new = (np.array(list(x.encode()), int) for x in (begun, text))
+        return text_codec.ending(Bytes(), before, new, stop_tokens, stops, room)
 
     assert of("hello") == ("hello", "length", 5)
     assert of("hello!", stop_tokens=(33,)) == ("hello", "stop", 6)
@@ -312,17 +314,174 @@ def test_endings():
     )  # a vocabulary that was rounded up
 
 
+def test_prompts_without_seeds_have_noise_of_their_own(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    named = [{"prompt": "a", "id": 1}, {"prompt": "a", "seed": 0}, {"prompt": "a", "seed": 9}]
+    lines = [json.dumps(each) for each in [*({"prompt": f"{n}"} for n in range(64)), *named]]
+
+    def seeds(lines, rule="prompt"):
+        path.write_text("\n".join(lines) + "\n")
+        return [request.seed for request in read_requests(path, rule)]
+
+    given = seeds(lines)
+    assert len(set(given[:65])) == 65 and given[65:] == [0, 9]
+    assert seeds(lines[::-1]) == given[::-1], "a line that moves keeps its seed"
+    twice = seeds([*lines[:3], *lines[:3]])
+    assert twice[:3] == given[:3] and len(set(twice)) == 6, "equal prompts differ"
+    assert seeds(lines, "zero") == [0] * 66 + [9]
+    digest = hashlib.sha256(b'["0", null, 0]').digest()
+    assert given[0] == int.from_bytes(digest[:4], "big")
+
+
+def test_many_prompts_are_continued_independently(main, tmp_path, folder, oracle):
+    """Equal prompts but for their seeds have continuations that differ."""
+    prompts = ["alpha beta"] * 16
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n")
+    flags = [f"hf={folder}", "prompts=prompts.txt", "batch_size=8", *FAST]
+    assert main(*flags, "out=texts.jsonl", of="generate").code == 0
+    lines = read(tmp_path / "texts.jsonl")
+    assert len({tuple(line["tokens"]) for line in lines}) == 16
+    line = lines[3]
+    assert line["tokens"] == oracle(line["prompt"], line["seed"], 0)[0]
+    assert main(*flags, "out=older.jsonl", "default_seed=zero", of="generate").code == 0
+    older = read(tmp_path / "older.jsonl")
+    want = oracle("alpha beta", 0, 0)[0]
+    assert [(line["seed"], line["tokens"]) for line in older] == [(0, want)] * 16
+
+
+def test_a_file_begun_before_seeds_by_prompt_goes_on_as_it_was(main, asked, folder, tmp_path):
+    flags = [f"hf={folder}", "prompts=prompts.txt", "out=texts.jsonl", *FAST]
+    (tmp_path / "prompts.txt").write_text("alpha\nbeta\n")
+    assert main(*flags, "default_seed=zero", "special_tokens=true", of="generate").code == 0
+    beside = tmp_path / "texts.jsonl.flags"
+    told = json.loads(beside.read_text())
+    del told["default_seed"], told["special_tokens"]
+    beside.write_text(json.dumps(told))
+    (tmp_path / "prompts.txt").write_text("alpha\nbeta\ngamma\n")
+    said = main(*flags, of="generate")
+    assert said.code == 0 and "1 lines to write, 2 were there" in said.out
+    assert "continues by default_seed=zero special_tokens=true" in said.out
+    assert [line["seed"] for line in read(tmp_path / "texts.jsonl")] == [0, 0, 0]
+    beside.write_text(json.dumps(told | {"default_seed": "zero", "special_tokens": False}))
+    sentence = main(*flags, of="generate").sentence()
+    assert "of default_seed='zero', and these would be of default_seed='prompt'" in sentence
+
+
+class Spelling(Bytes):
+    """Bytes and a special token 256, spelled <end>, as its tokenizer reads it by default."""
+
+    vocab_size = 257
+    bos_ids = (256,)
+
+    def encode(self, text, *, special_tokens=True):
+        if not special_tokens:
+            return super().encode(text)
+        parts = [super(Spelling, self).encode(part) for part in text.split("<end>")]
+        joined = [parts[0]]
+        for part in parts[1:]:
+            joined += [np.array([256]), part]
+        return np.concatenate(joined).astype(np.int32)
+
+
+def test_special_tokens_that_a_prompt_spells_are_text_unless_asked_for():
+    spelled = list(b"a<end>")
+    ids, added = text_codec.encode(Spelling(), "a<end>", 300, special_tokens=False)
+    assert ids.tolist() == [256, *spelled] and added == 1
+    ids, added = text_codec.encode(Spelling(), "a<end>", 300)
+    assert ids.tolist() == [256, 97, 256] and added == 1
+    ids, added = text_codec.encode(Spelling(), "<end>a", 300)
+    assert ids.tolist() == [256, 97] and added == 0, "a prompt that spells BOS has one"
+    ids, added = text_codec.encode(Spelling(), "<end>a", 300, special_tokens=False)
+    assert ids.tolist() == [256, *b"<end>a"] and added == 1
+    ids, added = text_codec.encode(OnlyText(), "a", 300, special_tokens=False)
+    assert ids.tolist() == [97] and added == 0
+
+
+def test_tasks_hold_special_tokens_where_the_flag_says_so():
+    target = generate.Saved(lm_config(vocab_size=300, **MODEL), None, Spelling())
+    job = prompt_batches.Job(target, None, Sampling(2), 1, (), NoDraft(), None, "coupled", 1)
+    for special_tokens, want in ((True, [256, 97]), (False, [256, *b"<end>a"])):
+        wanted = job._replace(special_tokens=special_tokens)
+        (task,) = prompt_batches.make_tasks(wanted, [Request("<end>a")], {})
+        assert task.tokens.tolist() == want
+
+
+class OnlyText(Bytes):
+    """A tokenizer without the option."""
+
+    def encode(self, text):
+        return super().encode(text)
+
+
+def test_texts_over_the_trained_length_are_said_once(main, asked, folder, tmp_path):
+    (tmp_path / "prompts.txt").write_text("alpha\nbeta beta beta\n" * 3)
+    reach = from_hf(folder)[0].max_seq_len
+    flags = [f"hf={folder}", "prompts=prompts.txt", "batch_size=1", *FAST[:2]]
+    said = main(*flags, f"sampling.max_new_tokens={reach}", of="generate")
+    assert said.code == 0 and said.out.count("over the") == 1
+    assert f"6 of 6 prompts with sampling.max_new_tokens={reach} reach up to" in said.out
+    assert f"over the {reach} that the model was trained on" in said.out
+    assert "over the" not in main(*flags, "sampling.max_new_tokens=8", of="generate").out
+
+
+@pytest.mark.parametrize(
+    ("changes", "trained", "is_said"),
+    [
+        ({}, 10, False),
+        ({}, 9, True),
+        ({}, None, False),
+        ({"positions": "none"}, 9, False),
+        ({"mixer": "min_lstm"}, 9, False),
+    ],
+)
+def test_which_models_have_a_trained_length(changes, trained, is_said):
+    config = lm_config(vocab_size=256, **MODEL | changes)
+    target = generate.Saved(config, None, Bytes(), trained)
+    job = prompt_batches.Job(target, None, Sampling(7), 1, (), NoDraft(), None, "coupled", 1)
+    tasks = prompt_batches.make_tasks(job, [Request("abc"), Request("a")], {})
+    sentence = prompt_batches.beyond_training(job, tasks)
+    assert sentence.startswith("1 of 2 prompts") == is_said
+    assert bool(sentence) == is_said
+
+
+def test_the_trained_length_of_a_run_is_that_of_its_rows(main, copied, asked):
+    length = yaml.safe_load((copied / "config.yaml").read_text())["data"]["seq_len"]
+    room = f"sampling.max_new_tokens={length}"
+    said = main("run=run", "prompt=alpha", *FAST[:2], room, of="generate")
+    assert said.code == 0 and f"over the {length} that the model was trained on" in said.out
+
+
+@pytest.mark.parametrize(
+    ("new", "stop_tokens", "stops", "room", "want"),
+    [
+        ("hello", (), (), 5, ("hello", "length", 5)),
+        ("hello", (), (), 6, ("hello", "unfinished", 5)),
+        ("hello!", (33,), (), 9, ("hello", "stop", 6)),
+        ("hello", (), ("lo",), 9, ("hel", "stop", 5)),
+    ],
+)
+def test_a_text_that_neither_ended_nor_filled_its_room_is_marked(
+    new, stop_tokens, stops, room, want
+):
+    begun = np.array([115])
+    ids = np.array(list(new.encode()))
+    assert text_codec.ending(Bytes(), begun, ids, stop_tokens, stops, room) == want
+
+
 def test_requests_are_lines(tmp_path):
     plain, objects = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
     plain.write_bytes("one\r\n\ntwo ä \nthree".encode())
-    assert [request[:3] for request in read_requests(plain)] == [
+    assert [request[:3] for request in read_requests(plain, "zero")] == [
         ("one", 0, None),
         ("two ä ", 0, None),
         ("three", 0, None),
     ]
     assert read_requests(plain)[1].where == "line 3 of prompts.txt"
     objects.write_text('{"prompt": "a\\nb", "seed": 7, "id": "x"}\r\n \n{"prompt": "", "id": 3}\n')
-    assert [request[:3] for request in read_requests(objects)] == [("a\nb", 7, "x"), ("", 0, 3)]
+    assert [request[:3] for request in read_requests(objects, "zero")] == [
+        ("a\nb", 7, "x"),
+        ("", 0, 3),
+    ]
 
 
 BAD_LINES = [

@@ -93,6 +93,31 @@ def test_what_is_no_start_is_refused(init, sentence, tmp_path):
         lm.train(lm.compose("preset=finetune", f"init={init}"), tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("preset=finetune",), "init='': finetune trains a model that exists on"),
+        (("preset=finetune", "name=mine"), "init='': mine trains .*; expected init=hf:folder or"),
+        (
+            ("adapter=lora",),
+            "adapter.kind=lora: without init= .*; expected init=hf:folder or init=run",
+        ),
+        (("preset=finetune", "adapter=dora"), "adapter.kind=lora: without init="),
+    ],
+)
+def test_fine_tuning_without_a_start_is_refused(flags, sentence, tmp_path):
+    with use_mesh(make_mesh(MeshSpec(data=8))), pytest.raises(UsageError, match=sentence):
+        lm.train(lm.compose(*flags), tmp_path / "run")
+    assert not (tmp_path / "run" / "config.yaml").exists(), "it would be a run to resume"
+
+
+def test_runs_that_were_begun_without_a_start_go_on(tmp_path):
+    (tmp_path / "config.yaml").write_text("")
+    for flags in (("preset=finetune",), ("adapter=lora",)):
+        lm._check_start(lm.compose(*flags), tmp_path)
+    lm._check_start(lm.compose("preset=finetune", "train.needs_init=false"), tmp_path / "new")
+
+
 def test_another_start_is_another_run(folder):
     from experiments.app.runner import folder_name
 

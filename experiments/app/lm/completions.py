@@ -52,9 +52,24 @@ class Completions:
         return f"{self.done.total()} lines of {short(self._path)} are whole, and the same command goes on from them"
 
 
+def flags_of(path: pathlib.Path) -> dict[str, Any] | None:
+    """Returns what the lines of a file depend on; None where it has none, or nothing says so."""
+    if not path.is_file() or not path.stat().st_size:
+        return None
+    try:
+        return json.loads(_beside(path).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _beside(path: pathlib.Path) -> pathlib.Path:
+    """The file that says what texts depend on."""
+    return path.with_name(path.name + ".flags")
+
+
 @contextlib.contextmanager
 def open_completions(
-    path: pathlib.Path, flags: Mapping[str, Any], resume: bool
+    path: pathlib.Path, flags: Mapping[str, Any], resume: bool, older: Mapping[str, Any]
 ) -> Iterator[Completions]:
     """Opens a file to add to, held for this run while inside; what its texts depend on stands beside it, in `.flags`.
 
@@ -62,6 +77,7 @@ def open_completions(
       path: Of the file; its folder is made.
       flags: Plain values by name: what decides on a text besides prompt, seed and sample.
       resume: Whether to go on with a file that has lines.
+      older: Values of flags in files that were begun before these flags existed.
 
     Raises:
       UsageError: It has lines and shall not have, its lines are none of these or of other flags, or another run has it.
@@ -74,9 +90,9 @@ def open_completions(
         if file is not None:
             _lock(path, file)
         lines = _whole(path, file)
-        beside = path.with_name(path.name + ".flags")
+        beside = _beside(path)
         if lines:
-            _check(path, beside, flags, resume)
+            _check(path, flags, resume, older)
         elif file is not None:
             replace_text(beside, json.dumps(flags, indent=1) + "\n")
         completions = Completions(path, file, lines)
@@ -123,19 +139,20 @@ def _read(path: pathlib.Path, number: int, line: bytes) -> Mapping[str, Any]:
 
 
 def _check(
-    path: pathlib.Path, beside: pathlib.Path, flags: Mapping[str, Any], resume: bool
+    path: pathlib.Path, flags: Mapping[str, Any], resume: bool, older: Mapping[str, Any]
 ) -> None:
     """Refuses to add lines to those of other flags."""
     if not resume:
         raise UsageError(
             f"out={path} has lines, which resume=false does not go on with; name another file."
         )
-    try:
-        before = json.loads(beside.read_text())
-    except (OSError, ValueError):
+    before = flags_of(path)
+    if before is None:
+        beside = _beside(path).name
         raise UsageError(
-            f"out={path} has lines, and no {beside.name} says by which flags; name another file."
-        ) from None
+            f"out={path} has lines, and no {beside} says by which flags; name another file."
+        )
+    before = {**older, **before}
     for name in (*flags, *before):
         if flags.get(name) != before.get(name):
             raise UsageError(

@@ -24,11 +24,19 @@ SHORTEST = 16
 
 
 class Saved(NamedTuple):
-    """A model that was trained before."""
+    """A model that was trained before.
+
+    Attributes:
+      model: Its configuration.
+      params: Its parameters.
+      tokenizer: Its tokenizer.
+      trained_length: Longest T that it was trained on, by its folder; None where that is unknown.
+    """
 
     model: LMConfig
     params: PyTree
     tokenizer: Tokenizer
+    trained_length: int | None = None
 
 
 class Job(NamedTuple):
@@ -44,6 +52,7 @@ class Job(NamedTuple):
     rule: str
     batch_size: int
     beams: Beams | None = None  # of a search, whose texts are samples in order of their scores
+    special_tokens: bool = True  # whether prompts that spell special tokens hold these
 
 
 class Task(NamedTuple):
@@ -95,7 +104,13 @@ def make_tasks(job: Job, requests: Sequence[Request], done: Mapping[Any, int]) -
                       default=(2**31 - 1, ""))  # fmt: skip
     tasks = []
     for request in requests:
-        tokens, _ = encode(target.tokenizer, request.prompt, target.model.vocab_size, request.where)
+        tokens, _ = encode(
+            target.tokenizer,
+            request.prompt,
+            target.model.vocab_size,
+            request.where,
+            special_tokens=job.special_tokens,
+        )
         if len(tokens) + room > most:
             raise UsageError(
                 f"{request.where} has {len(tokens)} tokens, which with sampling.max_new_tokens={room} are over the "
@@ -110,6 +125,25 @@ def make_tasks(job: Job, requests: Sequence[Request], done: Mapping[Any, int]) -
             length = max(SHORTEST, _power_of_two(len(tokens)))
             tasks.append(Task(request, tokens, min(length, most - room), samples))
     return tasks
+
+
+def beyond_training(job: Job, tasks: Sequence[Task]) -> str:
+    """Returns a sentence where texts of rotary positions may outgrow the trained length, or ""."""
+    model = job.target.model
+    trained = job.target.trained_length
+    kinds = model.mixer.in_turn or (model.mixer.kind,)
+    if trained is None or model.positions != "rope" or "attention" not in kinds:
+        return ""
+    room = job.sampling.max_new_tokens
+    ends = [len(task.tokens) + room for task in tasks]
+    longer = sum(end > trained for end in ends)
+    if not longer:
+        return ""
+    return (
+        f"{longer} of {len(ends)} prompts with sampling.max_new_tokens={room} reach up to "
+        f"{max(ends)} tokens, over the {trained} that the model was trained on; "
+        "rotary positions continue there, and texts may get worse."
+    )
 
 
 def _take(there: dict[Any, int], name: Any) -> bool:
@@ -228,7 +262,8 @@ def _searched(
                 raise UsageError(
                     f"{task.request.where} makes the model's logits NaN; its weights may be damaged."
                 )
-            text, reason, count = ending(job.target.tokenizer, task.tokens, new, stops, ())
+            room = job.sampling.max_new_tokens
+            text, reason, count = ending(job.target.tokenizer, task.tokens, new, stops, (), room)
             num_tokens += count
             lines.append(
                 {
@@ -254,7 +289,8 @@ def _line(
     tokenizer, request = job.target.tokenizer, task.request
     # A token that holds a stop string ends a row, but no text by itself: what stands before the string is kept.
     ends = {*tokenizer.eos_ids, job.sampling.stop_token}
-    text, reason, count = ending(tokenizer, task.tokens, new, tuple(ends), job.stop)
+    room = job.sampling.max_new_tokens
+    text, reason, count = ending(tokenizer, task.tokens, new, tuple(ends), job.stop, room)
     if not np.isfinite(log_probs[:count]).all():
         raise UsageError(
             f"{request.where} makes the model's logits infinite or NaN; its weights may be damaged."

@@ -1,5 +1,7 @@
 """What is to be continued, from a file: one prompt a line, as text or as JSON."""
 
+import collections
+import hashlib
 import json
 import pathlib
 from typing import NamedTuple
@@ -7,6 +9,7 @@ from typing import NamedTuple
 from jaxpar.types import UsageError
 
 KEYS = ("prompt", "seed", "id")
+DEFAULT_SEEDS = ("prompt", "zero")
 
 
 class Request(NamedTuple):
@@ -25,13 +28,31 @@ class Request(NamedTuple):
     where: str = "the prompt"
 
 
-def read_requests(path: pathlib.Path) -> list[Request]:
+def default_seed(prompt: str, name: str | int | None, repeats: int) -> int:
+    """Returns the seed of a request that gives none: a function of what it is, not of its line.
+
+    Args:
+      prompt: Its text.
+      name: Its id.
+      repeats: How many requests before it had the same prompt and id, and no seed either.
+    """
+    words = json.dumps([prompt, name, repeats]).encode()
+    return int.from_bytes(hashlib.sha256(words).digest()[:4], "big")
+
+
+def read_requests(path: pathlib.Path, seeds: str = "prompt") -> list[Request]:
     """Reads a file of prompts: JSON objects where its name ends in .jsonl, else plain text; empty lines are none.
+
+    Args:
+      path: File of prompts.
+      seeds: Seeds of requests that give none, by `DEFAULT_SEEDS`. "prompt" is `default_seed`: prompts
+        differ in their noise, and lines that are added or moved change no other's. "zero" is 0.
 
     Raises:
       UsageError: A line cannot be read, or there is none; it names the line.
     """
     requests = []
+    repeats = collections.Counter()
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         where = f"line {number} of {path.name}"
         try:
@@ -39,15 +60,24 @@ def read_requests(path: pathlib.Path) -> list[Request]:
         except UnicodeDecodeError:
             raise UsageError(f"{where} is not UTF-8.") from None
         if path.suffix == ".jsonl" and text.strip():
-            requests.append(_read(text, where))
+            prompt, seed, name = _read(text, where)
         elif path.suffix != ".jsonl" and text:
-            requests.append(Request(text, where=where))
+            prompt = text
+            seed = None
+            name = None
+        else:
+            continue
+        if seed is None and seeds == "prompt":
+            seed = default_seed(prompt, name, repeats[prompt, name])
+            repeats[prompt, name] += 1
+        requests.append(Request(prompt=prompt, seed=seed or 0, id=name, where=where))
     if not requests:
         raise UsageError(f"prompts={path} has no prompt; give one a line.")
     return requests
 
 
-def _read(text: str, where: str) -> Request:
+def _read(text: str, where: str) -> tuple[str, int | None, str | int | None]:
+    """Returns prompt, seed (None where it gives none) and id of a line."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -60,11 +90,12 @@ def _read(text: str, where: str) -> Request:
         raise UsageError(
             f"{where} has {unknown[0]!r}, which nothing heeds; legal are {', '.join(KEYS)}."
         )
-    seed, name = content.get("seed", 0), content.get("id")
+    seed = content.get("seed", 0)
+    name = content.get("id")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise UsageError(
             f"{where} has seed={seed!r}; legal are whole numbers from 0 to {2**32 - 1}."
         )
     if isinstance(name, bool) or not isinstance(name, str | int | None):
         raise UsageError(f"{where} has id={name!r}; legal are texts and whole numbers.")
-    return Request(content["prompt"], seed, name, where)
+    return content["prompt"], content.get("seed"), name

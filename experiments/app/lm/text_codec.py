@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import inspect
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,14 +30,31 @@ from jaxpar.types import PyTree, UsageError
 
 
 def encode(
-    tokenizer: Tokenizer, prompt: str, vocab_size: int, where: str = "the prompt"
+    tokenizer: Tokenizer,
+    prompt: str,
+    vocab_size: int,
+    where: str = "the prompt",
+    *,
+    special_tokens: bool = True,
 ) -> tuple[np.ndarray, int]:
     """Returns the tokens that a text of this tokenizer begins with, and how many of them the prompt does not spell.
+
+    Args:
+      tokenizer: Tokenizer of the model.
+      prompt: A text.
+      vocab_size: Symbols of the model.
+      where: What a sentence calls the prompt.
+      special_tokens: Whether special tokens that the prompt spells are read as such, or as text
+        where the tokenizer has the option.
 
     Raises:
       UsageError: There are none, or they are none of the model's; `where` says which prompt it is.
     """
-    ids, bos_ids = tokenizer.encode(prompt), np.array(tokenizer.bos_ids, np.int32)
+    options = {}
+    if not special_tokens and "special_tokens" in inspect.signature(tokenizer.encode).parameters:
+        options["special_tokens"] = False
+    ids = tokenizer.encode(prompt, **options)
+    bos_ids = np.array(tokenizer.bos_ids, np.int32)
     added = (
         0 if np.array_equal(ids[: len(bos_ids)], bos_ids) else len(bos_ids)
     )  # a prompt may spell it
@@ -126,7 +144,9 @@ class Ending(NamedTuple):
 
     Attributes:
       text: What follows the prompt, without what it was stopped by.
-      finish_reason: "stop" at a token or a string that stops, "length" where there was no room for more.
+      finish_reason: "stop" at a token or a string that stops, "length" where there was no room for
+        more, "unfinished" where neither holds. There the row ended with the tokens that a stop
+        string is cut into, and the text does not spell the string.
       num_tokens: How many tokens count: up to the one that stopped it, that one counted in.
     """
 
@@ -141,8 +161,18 @@ def ending(
     new: np.ndarray,
     stop_tokens: Sequence[int],
     stops: Sequence[str],
+    room: int,
 ) -> Ending:
-    """Returns the text of new tokens after those it begins with, cut before the first of `stops`."""
+    """Returns the text of new tokens after those it begins with, cut before the first of `stops`.
+
+    Args:
+      tokenizer: Tokenizer of the tokens.
+      begun: Tokens of the prompt.
+      new: Those after it, a stop token counted in.
+      stop_tokens: Tokens that end a text.
+      stops: Strings that do.
+      room: How many new tokens there could have been.
+    """
 
     def text(count: int) -> str:
         whole, before = (
@@ -155,7 +185,13 @@ def ending(
     count = len(new) - (len(new) > 0 and int(new[-1]) in stop_tokens)
     cut, stopped = cut_at_stop(text(count), stops)
     if not stopped:
-        return Ending(cut, "length" if count == len(new) else "stop", len(new))
+        if count < len(new):
+            reason = "stop"
+        elif count >= room:
+            reason = "length"
+        else:
+            reason = "unfinished"
+        return Ending(text=cut, finish_reason=reason, num_tokens=len(new))
     low, high = 1, count  # the fewest tokens whose text holds the stop
     while low < high:
         middle = (low + high) // 2
