@@ -187,15 +187,16 @@ def _check_text(path: str, head: bytes) -> None:
         raise not_utf8(path, error.start) from None
 
 
-def not_utf8(path: str, position: int) -> UsageError:
-    """Returns the refusal of a file by its first byte that is no UTF-8."""
-    return _other_encoding(path, f"is not UTF-8 at byte {position}, but perhaps Latin-1", "LATIN1")
+def not_utf8(where: str, position: int, path: str = "") -> UsageError:
+    """Returns the refusal of a file, or of a line of `path`, by its first byte that is no UTF-8."""
+    what = f"is not UTF-8 at byte {position}, but perhaps Latin-1"
+    return _other_encoding(where, what, "LATIN1", path)
 
 
-def _other_encoding(path: str, what: str, name: str) -> UsageError:
-    file = shlex.quote(path)
+def _other_encoding(where: str, what: str, name: str, path: str = "") -> UsageError:
+    file = shlex.quote(path or where)
     return UsageError(
-        f"{path} {what}; expected UTF-8, convert it: iconv -f {name} -t UTF-8 {file} > utf8.txt."
+        f"{where} {what}; expected UTF-8, convert it: iconv -f {name} -t UTF-8 {file} > utf8.txt."
     )
 
 
