@@ -164,7 +164,9 @@ def open_corpus(
     """
     if config.path.endswith(".npy") or (Path(config.path) / "tokens.npy").is_file():
         if config.pairs:
-            raise UsageError(f"data.path={config.path!r} has no pairs; expected records, not tokens.")
+            raise UsageError(
+                f"data.path={config.path!r} has no pairs; expected records, not tokens."
+            )
         return _open_arrays(config, tokenizer)
     try:
         files = _files(config.path)
@@ -271,7 +273,14 @@ def _open_sources(
         if not config.path:
             return ()
         is_records, sources = sort_sources([path for path, *_ in files], config.path, config.pairs)
+        if len(sources) < len(files):
+            say(
+                f"{len(files) - len(sources)} files beside the records of {config.path} are left out"
+            )
         if not is_records:
+            odd = [source.path for source in sources if source.kind.form != "text"]
+            if odd:
+                say(f"{len(odd)} files are read as text though they are JSON, such as {odd[0]}")
             return tuple(source for source in sources if not source.kind.is_plain)
     tokenizer = tokenizer or _tokenizer(config, learnt, sources, template)
     if not folder.exists():
@@ -327,8 +336,8 @@ def _first_documents(
                 return
             left -= len(line)
             if line.strip():
-                place = f"{source.path}, {unit} {number}"
-                yield read_line(source.path, 0, line, template, pairs, lambda _, at=place: at)
+                where = f"{source.path}, {unit} {number}"
+                yield read_line(source.path, 0, line, template, pairs, lambda _, at=where: at)
 
 
 class _Piece(NamedTuple):
@@ -404,8 +413,12 @@ def _unwrapped(files: list, wrapped: Sequence[Source], folder: Path) -> list:
         copy_text(source, texts[source.path])
     found = []
     for path, size, modified in files:
-        text = texts.get(path)
-        found.append((path, size, modified) if text is None else (str(text), text.stat().st_size, 0))
+        if path not in texts:
+            found.append((path, size, modified))
+        elif texts[path].stat().st_size:
+            found.append((str(texts[path]), texts[path].stat().st_size, 0))
+    if not found:
+        raise UsageError(f"{wrapped[0].path} holds no text; expected a file that is not empty.")
     return found
 
 

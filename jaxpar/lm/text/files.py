@@ -15,10 +15,11 @@ import re
 import shlex
 import shutil
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
+from jaxpar.lm.hub.keys import brief
 from jaxpar.types import UsageError
 
 __all__ = ["Kind", "Source", "kind_of", "lines_of_source", "sort_sources"]
@@ -62,7 +63,8 @@ _BINARIES = {
 }
 _CONTROLS = re.compile(rb"[\x00-\x06\x0e-\x1a\x1c-\x1f]")
 _COMPANIONS = re.compile(
-    r"(readme|license|licence|notice|citation)(\.\w+)?|(dataset_infos?|dataset_dict|state)\.json", re.I
+    r"(readme|license|licence|notice|citation)(\.\w+)?|(dataset_infos?|dataset_dict|state)\.json",
+    re.I,
 )
 """What stands beside shards and holds no records, such as what `datasets` writes."""
 _JSON_NAME = re.compile(r"\.(json|jsonl|ndjson)(\.gz|\.zst)?$", re.I)
@@ -127,7 +129,8 @@ def kind_of(path: str) -> Kind:
         _check_text(path, head)
         marked = head.startswith(codecs.BOM_UTF8)
         begin = head.removeprefix(codecs.BOM_UTF8).lstrip()[:1]
-        form, keys = "text", ()
+        form = "text"
+        keys: tuple[str, ...] = ()
         if begin in (b"{", b"["):
             form, keys = _json_form(path, head, file, begin)
     if form == "text" and _LINES_NAME.search(path):
@@ -141,9 +144,7 @@ def _packing(magic: bytes) -> str:
     return "zstd" if magic.startswith(_ZSTD) else ""
 
 
-def _json_form(
-    path: str, head: bytes, rest: io.BufferedIOBase, begin: bytes
-) -> tuple[str, tuple[str, ...]]:
+def _json_form(path: str, head: bytes, rest: BinaryIO, begin: bytes) -> tuple[str, tuple[str, ...]]:
     """Returns the form of what begins like JSON, and the keys of its first record; "text" if it is none."""
     if begin == b"{":
         text = head.removeprefix(codecs.BOM_UTF8).lstrip()
@@ -248,8 +249,7 @@ def sort_sources(
             raise UsageError(f"{each.path} is not JSON that holds objects; {LEGAL}.")
     if pairs:
         raise UsageError(
-            f"data.path={name!r} has no pairs; expected records "
-            '{"prompt", "chosen", "rejected"}.'
+            f'data.path={name!r} has no pairs; expected records {{"prompt", "chosen", "rejected"}}.'
         )
     return False, sources
 
@@ -276,8 +276,8 @@ def lines_of_source(source: Source) -> Iterator[bytes]:
     """
     path, kind = source
     if kind.form in ("parquet", "arrow"):
-        rows = _rows(path, kind)
-        yield from (_line_of(row) for row in rows)
+        for number, row in enumerate(_rows(path, kind), 1):
+            yield _line_of(row, lambda at=number: f"{path}, record {at}")
         return
     with _opened(path, kind.packing) as file:
         if kind.form == "json":
@@ -285,10 +285,10 @@ def lines_of_source(source: Source) -> Iterator[bytes]:
             for number, value in enumerate(_values(path, blocks), 1):
                 if not isinstance(value, dict):
                     raise UsageError(f"{path}, record {number} is not a JSON object; {LEGAL}.")
-                yield _line_of(value)
+                yield _line_of(value, lambda at=number: f"{path}, record {at}")
         elif _is_alpaca(kind.keys):
-            for line in file:
-                yield _conversation_line(line)
+            for number, line in enumerate(file, 1):
+                yield _conversation_line(line, lambda at=number: f"{path}, line {at}")
         else:
             yield from file
 
@@ -305,31 +305,39 @@ def copy_text(source: Source, out: Path) -> None:
 
 
 def _is_alpaca(keys: Collection[str]) -> bool:
-    return {"instruction", "output"} <= set(keys)
+    """Returns whether a record is an instruction; beside a form of its own its other keys are left alone."""
+    found = set(keys)
+    return {"instruction", "output"} <= found and not {"text", "prompt", "messages"} & found
 
 
-def _conversation_line(line: bytes) -> bytes:
+def _conversation_line(line: bytes, where: Callable[[], str]) -> bytes:
     """Returns a line of Alpaca as one of messages, and any other as it is, for its own sentence."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
         return line
-    return _line_of(value) if isinstance(value, dict) and _is_alpaca(value) else line
+    return _line_of(value, where) if isinstance(value, dict) and _is_alpaca(value) else line
 
 
-def _line_of(record: Mapping[str, Any]) -> bytes:  # any JSON, checked where it is tokenised
-    """Returns a record as a line of JSONL."""
-    if _is_alpaca(record) and not {"text", "prompt", "messages"} & record.keys():
-        parts = (record["instruction"], record.get("input") or "", record["output"])
-        if all(isinstance(part, str) for part in parts):
-            asked = f"{parts[0]}\n\n{parts[1]}" if parts[1] else parts[0]
-            record = {
-                "messages": [
-                    {"role": "user", "content": asked},
-                    {"role": "assistant", "content": parts[2]},
-                ]
-            }
-    return json.dumps(record).encode() + b"\n"
+def _line_of(record: Mapping[str, Any], where: Callable[[], str]) -> bytes:  # any JSON
+    """Returns a record as a line of JSONL; `where` names it."""
+    if _is_alpaca(record):
+        parts = {name: record.get(name) for name in ("instruction", "input", "output")}
+        parts["input"] = parts["input"] or ""
+        for name, value in parts.items():
+            if not isinstance(value, str):
+                raise UsageError(f"{where()} has {name}={brief(value)}; legal is a string.")
+        asked = "\n\n".join(filter(None, (parts["instruction"], parts["input"])))
+        record = {
+            "messages": [
+                {"role": "user", "content": asked},
+                {"role": "assistant", "content": parts["output"]},
+            ]
+        }
+    try:
+        return json.dumps(record).encode() + b"\n"
+    except TypeError as error:
+        raise UsageError(f"{where()} is no JSON: {error}.") from None
 
 
 def _values(path: str, blocks: Iterator[bytes]) -> Iterator[Any]:  # any JSON
@@ -339,54 +347,63 @@ def _values(path: str, blocks: Iterator[bytes]) -> Iterator[Any]:  # any JSON
       UsageError: One cannot be read, or is over 256 MiB.
     """
     decode = json.JSONDecoder().raw_decode
-    text, position, ended, number = "", 0, False, 0
-    depth, comma = 0, True
+    text = ""
+    position = number = depth = 0
+    ended = False
+    comma = True
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     want = _BLOCK
 
-    def refused(why: str) -> UsageError:
+    def rejection(why: str) -> UsageError:
         return UsageError(f"{path}, record {number + 1} cannot be read as JSON: {why}.")
 
     while True:
         position = _behind_spaces(text, position)
         char = text[position : position + 1]
-        value, found = None, False
+        value = None
+        end = position
+        found = False
         if char and depth and char in ",]":
             if comma and (char == "," or number):
-                raise refused(f"{char!r} follows nothing")
-            depth, comma, position = depth - (char == "]"), char == ",", position + 1
+                raise rejection(f"{char!r} follows nothing")
+            depth -= char == "]"
+            comma = char == ","
+            position += 1
             continue
         if char == "[" and not depth:
-            depth, comma, position = 1, True, position + 1
+            depth = 1
+            comma = True
+            position += 1
             continue
         if char:
             if depth and not comma:
-                raise refused(f"a comma is missing before {char!r}")
+                raise rejection(f"a comma is missing before {char!r}")
             try:
                 value, end = decode(text, position)
                 found = True
             except RecursionError:
-                raise refused("it is nested too deep") from None
+                raise rejection("it is nested too deep") from None
             except ValueError as error:
-                # A value that is cut by the end of the block fails there, or at the begin of the string that is cut.
+                # A value that the end of the block cuts fails there, or at the first quote of a string that is cut.
                 fault = cast(json.JSONDecodeError, error)
                 cut = fault.msg.startswith("Unterminated string") or fault.pos > len(text) - 16
                 if ended or not cut:
-                    raise refused(fault.msg) from None
+                    raise rejection(fault.msg) from None
             if found and end == len(text) and not ended and not isinstance(value, dict | list):
                 found = False  # a number may go on
         if found:
-            position, comma = end, False
+            position = end
+            comma = False
             yield value
             number += 1
             want = _BLOCK
             continue
         if ended:
             if depth:
-                raise refused("the file ends before its array does")
+                raise rejection("the file ends before its array does")
             return
         if len(text) - position > _LARGEST:
-            raise refused(f"it is over {_LARGEST >> 20} MiB")
+            raise rejection(f"it is over {_LARGEST >> 20} MiB")
         pieces = [text[position:]]
         size = 0
         while size < want and not ended:
@@ -398,7 +415,8 @@ def _values(path: str, blocks: Iterator[bytes]) -> Iterator[Any]:  # any JSON
                 raise UsageError(f"{_other_encoding(path, 'is not UTF-8', 'LATIN1')}") from None
             size += len(block)
         want *= 2  # each block is read a bounded number of times, however long a record is
-        text, position = "".join(pieces), 0
+        text = "".join(pieces)
+        position = 0
 
 
 def _behind_spaces(text: str, position: int) -> int:
@@ -475,7 +493,7 @@ def _damaged(path: str, error: Exception) -> UsageError:
 
 
 @contextlib.contextmanager
-def _opened(path: str, packing: str) -> Iterator[io.BufferedIOBase]:
+def _opened(path: str, packing: str) -> Iterator[BinaryIO]:
     """Opens a file, unpacked; damage is one sentence wherever it is met."""
     if not packing:
         with open(path, "rb", buffering=_BLOCK) as file:
@@ -493,7 +511,7 @@ def _opened(path: str, packing: str) -> Iterator[io.BufferedIOBase]:
         raw = _Unpacked(path, zstandard)
     try:
         with io.BufferedReader(raw, _BLOCK) as file:
-            yield file
+            yield cast(BinaryIO, file)
     except wrong as error:
         raise _damaged(path, error) from None
 
@@ -504,7 +522,8 @@ class _Unpacked(io.RawIOBase):
     def __init__(self, path: str, zstandard: Any):  # a module that is not always there
         self._file = open(path, "rb")
         self._frames = zstandard.ZstdDecompressor(max_window_size=2**31)
-        self._frame, self._left = None, b""
+        self._frame = None
+        self._left = b""
         self._out = memoryview(b"")
 
     def readable(self) -> bool:

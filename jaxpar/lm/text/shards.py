@@ -69,7 +69,7 @@ class PartOfFile(NamedTuple):
             if line.strip():
                 yield number, line
 
-    def place(self, index: int) -> str:
+    def where(self, index: int) -> str:
         """Names the line or record that `lines` yields by this offset or number."""
         if self.content is None:
             return place_of(self.path, index)
@@ -102,11 +102,11 @@ def read_line(
     line: bytes,
     template: Template,
     pairs: bool = False,
-    place: Callable[[int], str] | None = None,
+    where_of: Callable[[int], str] | None = None,
 ) -> list[tuple[list[tuple[str, bool]], bool]]:
     """Returns the documents of a line, one or of preferences two, with its number found where it is refused.
 
-    `place` names the line by `offset`; None: it is the offset in a file of lines.
+    `where_of` names the line by `offset`; None: it is the offset in a file of lines.
     """
 
     def read(where: str) -> list[tuple[list[tuple[str, bool]], bool]]:
@@ -115,7 +115,7 @@ def read_line(
     try:
         return read("")
     except UsageError:
-        where = place_of(path, offset) if place is None else place(offset)
+        where = place_of(path, offset) if where_of is None else where_of(offset)
         try:
             line.decode()
         except UnicodeDecodeError as error:
@@ -136,13 +136,11 @@ def tokenise_part(job: PartOfFile) -> str:
         for offset, line in job.lines():
             key = hashlib.sha256(line.strip()).digest()
             digest.update(key)
-            for document in read_line(
-                job.path, offset, line, job.template, job.pairs, job.place
-            ):
+            for document in read_line(job.path, offset, line, job.template, job.pairs, job.where):
                 ids, count = encode_pieces(*document, job.tokenizer)
                 if job.pairs and not count[1:].any():
                     raise UsageError(
-                        f"{job.place(offset)} has a completion without a token behind another."
+                        f"{job.where(offset)} has a completion without a token behind another."
                     )
                 tokens.write(ids.astype(dtype).tobytes())
                 counts.write(count.tobytes())
