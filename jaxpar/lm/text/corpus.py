@@ -20,10 +20,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxpar._encodings import not_utf8
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.lm.text.chat import ChatTemplate, open_template
 from jaxpar.lm.text.examples import Template, chat_ml
-from jaxpar.lm.text.files import Source, copy_text, lines_of_source, not_utf8, sort_sources
+from jaxpar.lm.text.files import Source, copy_text, lines_of_source, sort_sources
 from jaxpar.lm.text.shards import open_shards, read_line, tokenise
 from jaxpar.lm.text.tokenizer import Bytes, Tokenizer, load_tokenizer, train_bpe, vocab_size_of
 from jaxpar.types import UsageError

@@ -12,13 +12,13 @@ import itertools
 import json
 import os
 import re
-import shlex
 import shutil
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
+from jaxpar._encodings import check_marks, not_utf8, other_encoding
 from jaxpar.lm.hub.keys import brief
 from jaxpar.types import UsageError
 
@@ -46,8 +46,6 @@ _LARGEST = 2**28
 _ROWS = 256  # of a table at a time: texts of a megabyte each are still bounded
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
-_UTF_16 = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
-_UTF_32 = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32"}
 _BINARIES = {
     b"PK\x03\x04": "a ZIP archive",
     b"BZh": "compressed by bzip2",
@@ -167,10 +165,7 @@ def _json_form(path: str, head: bytes, rest: BinaryIO, begin: bytes) -> tuple[st
 
 def _check_text(path: str, head: bytes) -> None:
     """Rejects what the beginning of a file shows to be no UTF-8 text."""
-    for marks in (_UTF_32, _UTF_16):
-        for mark, name in marks.items():
-            if head.startswith(mark):
-                raise _other_encoding(path, f"is {name}", name)
+    check_marks(head, path)
     for magic, what in _BINARIES.items():
         if head.startswith(magic):
             raise _binary(path, what)
@@ -178,7 +173,7 @@ def _check_text(path: str, head: bytes) -> None:
         for name, ours, others in (("UTF-16LE", 1, 0), ("UTF-16BE", 0, 1)):
             zeros = head[ours::2].count(0)
             if 4 * zeros >= len(head) and not head[others::2].count(0):
-                raise _other_encoding(path, f"is {name}", name)
+                raise other_encoding(path, f"is {name}", name)
         raise _binary(path, "binary")
     try:
         codecs.getincrementaldecoder("utf-8")().decode(head)
@@ -186,19 +181,6 @@ def _check_text(path: str, head: bytes) -> None:
         if len(_CONTROLS.findall(head)) > len(head) // 100:
             raise _binary(path, "binary") from None
         raise not_utf8(path, error.start) from None
-
-
-def not_utf8(where: str, position: int, path: str = "") -> UsageError:
-    """Returns the refusal of a file, or of a line of `path`, by its first byte that is no UTF-8."""
-    what = f"is not UTF-8 at byte {position}, but perhaps Latin-1"
-    return _other_encoding(where, what, "LATIN1", path)
-
-
-def _other_encoding(where: str, what: str, name: str, path: str = "") -> UsageError:
-    file = shlex.quote(path or where)
-    return UsageError(
-        f"{where} {what}; expected UTF-8, convert it: iconv -f {name} -t UTF-8 {file} > utf8.txt."
-    )
 
 
 def _binary(path: str, what: str) -> UsageError:
@@ -412,7 +394,7 @@ def _values(path: str, blocks: Iterator[bytes]) -> Iterator[Any]:  # any JSON
             try:
                 pieces.append(decoder.decode(block, final=ended))
             except UnicodeDecodeError:
-                raise UsageError(f"{_other_encoding(path, 'is not UTF-8', 'LATIN1')}") from None
+                raise other_encoding(path, "is not UTF-8", "LATIN1") from None
             size += len(block)
         want *= 2  # each block is read a bounded number of times, however long a record is
         text = "".join(pieces)

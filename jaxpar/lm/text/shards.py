@@ -21,8 +21,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxpar._encodings import not_utf8
 from jaxpar.lm.text.examples import Template, encode_pieces, pair_of, pieces_of
-from jaxpar.lm.text.files import Kind, Source, lines_of_source, not_utf8
+from jaxpar.lm.text.files import Kind, Source, lines_of_source
 from jaxpar.lm.text.tokenizer import Tokenizer
 from jaxpar.types import UsageError
 
