@@ -32,6 +32,7 @@ from jaxpar.decode import (
 from jaxpar.fields import Between, Finite, OneOf, check_value, field
 from jaxpar.io import ProgressLabels, open_progress
 from jaxpar.lm import Decoder, adapter_axes, axes, from_peft, with_adapters
+from jaxpar.lm.text import Template, chat_ml, load_chat, open_template
 from jaxpar.mesh import MeshSpec, named_shardings
 from jaxpar.types import PyTree, UsageError
 
@@ -61,8 +62,9 @@ class Config(runner.RunConfig):
       use_ema: Whether to take the running average of a run with tuning.ema.
       dtype: Of computation; "auto" is the run's own, and bfloat16 for a Hugging Face folder.
       prompt: One to continue.
-      prompts: A file of them instead: JSON objects {"prompt", "seed", "id"} where its name ends in .jsonl, else plain
-        text, one a line. A seed that is not given is 0; it decides on noise together with the flag `seed`.
+      prompts: A file of them instead, one a line: plain text, or JSON objects {"prompt", "seed", "id"}; chats have
+        {"messages"} in place of a prompt, and the folder's template writes them. A seed that is not given is 0; it
+        decides on noise together with the flag `seed`.
       out: A file of JSON objects, one a text; without it texts are printed.
       sampling: How tokens are drawn, and how many at most.
       num_samples: Texts of each prompt, which is read and stored once for them.
@@ -163,9 +165,10 @@ def execute(config: Config, folder: pathlib.Path) -> None:
         and pathlib.Path(config.out).resolve() == pathlib.Path(config.prompts).resolve()
     ):
         raise UsageError(f"out={config.out} is the file of prompts; name another.")
-    requests = (
-        read_requests(pathlib.Path(config.prompts)) if config.prompts else [Request(config.prompt)]
-    )
+    if config.prompts:
+        requests = read_requests(pathlib.Path(config.prompts), lambda: template_of(config))
+    else:
+        requests = [Request(config.prompt)]
     with runner.open_devices(config, MeshSpec()), runner.ending_together():
         target = adapted(
             load(config.hf or config.run, config, "hf" if config.hf else "run"), config.adapter
@@ -197,6 +200,21 @@ def execute(config: Config, folder: pathlib.Path) -> None:
             )
             job = job._replace(num_samples=config.beams, beams=beams)
         (write if config.out else show)(config, job, requests)
+
+
+def template_of(config: Config) -> Template:
+    """Returns the chat template of the folder: a Hugging Face folder's own, that of a run's training."""
+    folder = pathlib.Path(config.hf or config.run)
+    if (folder / "config.json").is_file():
+        template = load_chat(folder)
+        if template is None:
+            raise UsageError(
+                f"{folder} has no chat template, by which messages would be written; expected lines with "
+                "a prompt, or a folder with chat_template.jinja."
+            )
+        return template
+    path = runner.load(folder, lm.Config).data.template
+    return open_template(path) if path else chat_ml
 
 
 def load(name: str, config: Config, flag: str) -> Saved:

@@ -2,11 +2,14 @@
 
 import json
 import pathlib
+from collections.abc import Callable
 from typing import NamedTuple
 
+from jaxpar._encodings import decoded
+from jaxpar.lm.text import Template, chat_ml
 from jaxpar.types import UsageError
 
-KEYS = ("prompt", "seed", "id")
+KEYS = ("prompt", "messages", "seed", "id")
 
 
 class Request(NamedTuple):
@@ -17,45 +20,70 @@ class Request(NamedTuple):
       seed: That of its noise: two requests of one prompt and one seed get the same texts.
       id: What its lines shall be known by, if anything.
       where: What a sentence about it calls it.
+      is_chat: Whether a template wrote the prompt, whose special tokens are then its own.
     """
 
     prompt: str
     seed: int = 0
     id: str | int | None = None
     where: str = "the prompt"
+    is_chat: bool = False
 
 
-def read_requests(path: pathlib.Path) -> list[Request]:
-    """Reads a file of prompts: JSON objects where its name ends in .jsonl, else plain text; empty lines are none.
+def read_requests(
+    path: pathlib.Path, template_of: Callable[[], Template] = lambda: chat_ml
+) -> list[Request]:
+    """Reads a file of prompts, one a line; empty lines are none.
+
+    Lines are JSON objects where the first is one with "prompt" or "messages", or the name ends in .jsonl; else they are
+    plain text.
+
+    Args:
+      path: The file, with or without a byte-order mark.
+      template_of: Returns the chat template; asked for where lines have "messages".
 
     Raises:
       UsageError: A line cannot be read, or there is none; it names the line.
     """
     requests = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+    lines = [line.removesuffix("\r") for line in decoded(path.read_bytes(), path).split("\n")]
+    has_objects = path.suffix.lower() == ".jsonl" or _is_object(lines)
+    for number, text in enumerate(lines, 1):
         where = f"line {number} of {path.name}"
-        try:
-            text = line.removesuffix(b"\r").decode("utf-8")
-        except UnicodeDecodeError:
-            raise UsageError(f"{where} is not UTF-8.") from None
-        if path.suffix == ".jsonl" and text.strip():
-            requests.append(_read(text, where))
-        elif path.suffix != ".jsonl" and text:
+        if has_objects and text.strip():
+            requests.append(_read(text, where, template_of))
+        elif not has_objects and text:
             requests.append(Request(text, where=where))
     if not requests:
         raise UsageError(f"prompts={path} has no prompt; give one a line.")
     return requests
 
 
-def _read(text: str, where: str) -> Request:
+def _is_object(lines: list[str]) -> bool:
+    """Returns whether the first line with text is a request in JSON."""
+    first = next((line for line in lines if line.strip()), "")
+    try:
+        content = json.loads(first)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and not {"prompt", "messages"}.isdisjoint(content)
+
+
+def _read(text: str, where: str, template_of: Callable[[], Template]) -> Request:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{where} cannot be read as JSON ({error}).") from None
-    if not isinstance(content, dict) or not isinstance(content.get("prompt"), str):
+    is_chat = isinstance(content, dict) and "messages" in content and "prompt" not in content
+    if not is_chat and (
+        not isinstance(content, dict) or not isinstance(content.get("prompt"), str)
+    ):
         raise UsageError(
-            f'{where} must be an object with a text as its "prompt", and may have a "seed" and an "id".'
+            f'{where} must be an object with a text as its "prompt", or with "messages", and may have a "seed" '
+            'and an "id".'
         )
+    if "prompt" in content and "messages" in content:
+        raise UsageError(f"{where} has a prompt and messages; expected one of them.")
     if unknown := sorted(content.keys() - set(KEYS)):
         raise UsageError(
             f"{where} has {unknown[0]!r}, which nothing heeds; legal are {', '.join(KEYS)}."
@@ -67,4 +95,28 @@ def _read(text: str, where: str) -> Request:
         )
     if isinstance(name, bool) or not isinstance(name, str | int | None):
         raise UsageError(f"{where} has id={name!r}; legal are texts and whole numbers.")
-    return Request(content["prompt"], seed, name, where)
+    prompt = _rendered(content["messages"], where, template_of) if is_chat else content["prompt"]
+    return Request(prompt=prompt, seed=seed, id=name, where=where, is_chat=is_chat)
+
+
+def _rendered(messages: object, where: str, template_of: Callable[[], Template]) -> str:
+    """Returns the text of a conversation to the beginning of the answer."""
+    if not isinstance(messages, list) or not messages:
+        raise UsageError(f"{where} has messages={messages!r:.60}; expected a list of at least one.")
+    for message in messages:
+        is_whole = isinstance(message, dict) and {"role", "content"} <= message.keys()
+        if not is_whole or not isinstance(message["role"], str):
+            raise UsageError(
+                f"{where} has the message {message!r:.60}; expected an object with role and content."
+            )
+    if messages[-1]["role"] == "assistant":
+        raise UsageError(
+            f"{where} ends with a message of the assistant; expected one that it is to answer."
+        )
+    template = template_of()
+    if template is chat_ml and not all(isinstance(each["content"], str) for each in messages):
+        raise UsageError(f"{where} has a content that is no text; ChatML expects strings.")
+    try:
+        return template(messages, True)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None

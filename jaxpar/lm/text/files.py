@@ -22,8 +22,6 @@ from jaxpar._encodings import check_marks, not_utf8, other_encoding
 from jaxpar.lm.hub.keys import brief
 from jaxpar.types import UsageError
 
-__all__ = ["Kind", "Source", "kind_of", "lines_of_source", "sort_sources"]
-
 LEGAL = (
     'legal are {"text"}, {"prompt", "completion"}, {"messages"} and '
     '{"instruction", "input", "output"}'
