@@ -7,7 +7,7 @@ from jaxpar.types import UsageError
 
 __all__ = ["check_marks", "decoded", "not_utf8", "other_encoding"]
 
-_MARKS = {  # longer ones first: those of UTF-32 begin with one of UTF-16
+_MARKS = {  # longer ones first: each of UTF-32 begins with one of UTF-16 or is alone
     b"\xff\xfe\0\0": "UTF-32",
     b"\0\0\xfe\xff": "UTF-32",
     b"\xff\xfe": "UTF-16",
@@ -29,7 +29,7 @@ def decoded(content: bytes, path: str | os.PathLike) -> str:
 
 
 def check_marks(head: bytes, path: str | os.PathLike) -> None:
-    """Rejects the beginning of a file whose byte-order mark is that of UTF-16 or UTF-32."""
+    """Rejects the beginning of a file with the byte-order mark of UTF-16 or UTF-32."""
     for mark, name in _MARKS.items():
         if head.startswith(mark):
             raise other_encoding(path, f"is {name}", name)
@@ -47,7 +47,7 @@ def other_encoding(
     where: str | os.PathLike, what: str, name: str, path: str | os.PathLike | None = None
 ) -> UsageError:
     """Returns the refusal of a file in the encoding `name`, with the command that converts it."""
-    file = shlex.quote(os.fspath(where if path is None else path))
+    file = shlex.quote(os.fspath(path or where))
     return UsageError(
         f"{os.fspath(where)} {what}; expected UTF-8, convert it: "
         f"iconv -f {name} -t UTF-8 {file} > utf8.txt."

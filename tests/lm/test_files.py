@@ -1,4 +1,4 @@
-"""Files told by content: each kind gives the tokens of the same records as JSONL, every refusal is a sentence."""
+"""Files by content: each kind gives the tokens of the same records as JSONL, every refusal is a sentence."""
 
 import codecs
 import gzip
@@ -274,7 +274,7 @@ BAD = {
     "no zeros": (bytes(range(1, 256)) * 9, "is binary; expected"),
     "array": (
         b"\x93NUMPY\x01\0" + bytes(99),
-        "is an array of NumPy's, whose name has to end in .npy",
+        "is an array of NumPy's, which needs a name that ends in .npy",
     ),
     "cut.gz": (gzip.compress(lines(TEXTS))[:-40], "is damaged or ends early: "),
     "wrong.gz": (gzip.compress(TEXT.encode())[:-8] + bytes(8), "is damaged or ends early: CRC"),

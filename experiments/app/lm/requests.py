@@ -40,7 +40,7 @@ def read_requests(
 
     Args:
       path: The file, with or without a byte-order mark.
-      template_of: Returns the chat template; asked for where lines have "messages".
+      template_of: Returns the chat template; called where lines have "messages".
 
     Raises:
       UsageError: A line cannot be read, or there is none; it names the line.

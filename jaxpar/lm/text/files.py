@@ -1,6 +1,6 @@
-"""Files told by their content: texts, and records in JSON, parquet or arrow, plain or compressed.
+"""Files by their content: texts, and records in JSON, parquet or arrow, plain or compressed.
 
-The suffix is not asked: compressed bytes, JSON's keys and other encodings would be trained in silence by a wrong one.
+The suffix does not count: a wrong one would have compressed bytes or keys of JSON trained in silence.
 Records become lines of JSONL, one at a time, and memory stays bounded by the largest of them.
 """
 
@@ -55,26 +55,26 @@ _BINARIES = {
     b"GGUF": "weights in GGUF",
     b"SQLite format 3": "a database of SQLite",
     b"\x7fELF": "a program",
-    b"\x93NUMPY": "an array of NumPy's, whose name has to end in .npy",
+    b"\x93NUMPY": "an array of NumPy's, which needs a name that ends in .npy",
 }
 _CONTROLS = re.compile(rb"[\x00-\x06\x0e-\x1a\x1c-\x1f]")
 _COMPANIONS = re.compile(
     r"(readme|license|licence|notice|citation)(\.\w+)?|(dataset_infos?|dataset_dict|state)\.json",
     re.I,
 )
-"""What stands beside shards and holds no records, such as what `datasets` writes."""
+"""Files in folders of shards that hold no records, such as those by `datasets`."""
 _JSON_NAME = re.compile(r"\.(json|jsonl|ndjson)(\.gz|\.zst)?$", re.I)
 _LINES_NAME = re.compile(r"\.(jsonl|ndjson)(\.gz|\.zst)?$", re.I)
 
 
 class Kind(NamedTuple):
-    """What a file holds, by its content.
+    """A kind of file, by its content.
 
     Attributes:
       form: "text", "lines" (JSONL), "json" (an array, or objects of several lines), "parquet" or "arrow".
       packing: "gzip", "zstd" or "" for none.
       marked: Whether its text begins with a byte-order mark.
-      keys: Those of the first record, or the columns.
+      keys: Keys of the first record, or the columns.
     """
 
     form: str
@@ -84,7 +84,7 @@ class Kind(NamedTuple):
 
     @property
     def is_known(self) -> bool:
-        """Returns whether the records are of a form that is read."""
+        """Returns whether the records have a known form."""
         return any(form <= set(self.keys) for form in _FORMS)
 
     @property
@@ -94,7 +94,7 @@ class Kind(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Returns whether its bytes are those of its text."""
+        """Returns whether its bytes are its text, as they are."""
         return not self.packing and not self.marked
 
 
@@ -191,13 +191,13 @@ def _binary(path: str, what: str) -> UsageError:
 def sort_sources(
     files: Sequence[str], name: str, pairs: bool = False
 ) -> tuple[bool, tuple[Source, ...]]:
-    """Tells whether files are records or texts.
+    """Sorts files into records or texts.
 
-    Files are records where one has records of a known form. What usually stands beside shards, such as README.md, is
-    then left out, and a file of another kind is refused. Else they are texts, JSON such as package.json among them.
+    Files are records where one has records of a known form. Usual companions such as README.md are then left
+    out, and a file of another kind is rejected. Else they are texts, JSON such as package.json among them.
 
     Args:
-      files: A single one, or those of a folder.
+      files: A single one, or all in a folder.
       name: The flag's value, for sentences.
       pairs: Whether only preferences are legal.
 
@@ -205,7 +205,7 @@ def sort_sources(
       (whether they are records, the files with their kinds).
 
     Raises:
-      UsageError: Kinds are mixed, or the records are of no known form.
+      UsageError: Kinds are mixed, or the records have no known form.
     """
     sources = tuple(Source(path=path, kind=kind_of(path)) for path in files)
     records = tuple(each for each in sources if _has_records(each))
@@ -285,7 +285,7 @@ def copy_text(source: Source, out: Path) -> None:
 
 
 def _is_alpaca(keys: Collection[str]) -> bool:
-    """Returns whether a record is an instruction; beside a form of its own its other keys are left alone."""
+    """Returns whether a record is an instruction, and has no other known form."""
     found = set(keys)
     return {"instruction", "output"} <= found and not {"text", "prompt", "messages"} & found
 
