@@ -118,7 +118,8 @@ def test_arrays_are_their_records(tmp_path, monkeypatch, name, content, block):
 
 
 @pytest.mark.parametrize("value", [12345.5, 'a\\u00e4"', True, None, [1], {"a": "😀"}, -1e-30])
-def test_values_cut_anywhere_are_whole(value):
+def test_values_cut_anywhere_are_whole(monkeypatch, value):
+    monkeypatch.setattr(files, "_BLOCK", 1)
     content = json.dumps([{"v": value}, {"w": [value]}]).encode()
     for size in range(1, 12):
         blocks = (content[i : i + size] for i in range(0, len(content), size))
@@ -358,6 +359,25 @@ def test_pairs_of_any_kind(tmp_path):
     assert found[0] == found[1]
     with pytest.raises(UsageError, match=r"has no pairs; expected records"):
         opened(tmp_path, written(tmp_path / "a.txt", b"text\n" * 99), pairs=True)
+
+
+def test_parts_of_packed_lines_are_those_of_the_plain_file(tmp_path, monkeypatch):
+    content = b'{"text": "a"}\n' + b"\n" * 3 + b'{"text": "bcdefgh"}\n{"text": "i"}'
+    plain = str(written(tmp_path / "a.jsonl", content))
+    packed = Source(
+        path=str(written(tmp_path / "a.gz", gzip.compress(content))),
+        kind=files.Kind("lines", "gzip"),
+    )
+    for part in range(1, len(content) + 2):
+        monkeypatch.setattr(shards, "PART", part)
+        found = [
+            [
+                [line for _, line in job.lines()]
+                for job in shards._parts(source, None, None, 0, False)
+            ]
+            for source in (packed, Source(path=plain, kind=files.Kind("lines")))
+        ]
+        assert found[0] == found[1]
 
 
 def test_memory_is_bounded_by_a_record_and_a_block(tmp_path, monkeypatch):
