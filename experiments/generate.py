@@ -32,13 +32,14 @@ from jaxpar.decode import (
 from jaxpar.fields import Between, Finite, OneOf, check_value, field
 from jaxpar.io import ProgressLabels, open_progress
 from jaxpar.lm import Decoder, Imported, adapter_axes, axes, from_peft, with_adapters
+from jaxpar.lm.text import Template, chat_ml, load_chat, open_template
 from jaxpar.mesh import MeshSpec, named_shardings
 from jaxpar.types import PyTree, UsageError
 
 from . import lm
 from .app import runner
 from .app.lm.completions import flags_of, open_completions
-from .app.lm.initial_model import imported_of
+from .app.lm.initial_model import imported_of, with_template
 from .app.lm.prompt_batches import Job, Saved, Task, beyond_training, continued, make_tasks
 from .app.lm.requests import DEFAULT_SEEDS, Request, read_requests
 from .app.lm.text_codec import fingerprint
@@ -66,12 +67,13 @@ class Config(runner.RunConfig):
         keys in a warning.
       dtype: Of computation; "auto" is the run's own, and bfloat16 for a Hugging Face folder.
       prompt: One to continue.
-      prompts: A file of them instead: JSON objects {"prompt", "seed", "id"} where its name ends in .jsonl, else plain
-        text, one a line. A seed decides on noise together with the flag `seed`.
+      prompts: A file of them instead, one a line: plain text, or JSON objects {"prompt", "seed", "id"}; chats have
+        {"messages"} in place of a prompt, and the folder's template writes them. A seed decides on noise together
+        with the flag `seed`.
       default_seed: Seed of prompts of a file that give none. "prompt" is a hash of prompt, id and
         number of earlier repeats, so that each has noise of its own; "zero" is 0.
       special_tokens: Whether special tokens that a prompt spells, such as <|im_end|>, are read as
-        such; else they stay text.
+        such; else they stay text. Those of chats are.
       out: A file of JSON objects, one a text; without it texts are printed.
       sampling: How tokens are drawn, and how many at most.
       num_samples: Texts of each prompt, which is read and stored once for them.
@@ -177,7 +179,8 @@ def execute(config: Config, folder: pathlib.Path) -> None:
         raise UsageError(f"out={config.out} is the file of prompts; name another.")
     config = as_begun(config)
     if config.prompts:
-        requests = read_requests(pathlib.Path(config.prompts), config.default_seed)
+        path = pathlib.Path(config.prompts)
+        requests = read_requests(path, config.default_seed, lambda: template_of(config))
     else:
         requests = [Request(config.prompt)]
     with runner.open_devices(config, MeshSpec()), runner.ending_together():
@@ -233,6 +236,21 @@ def as_begun(config: Config) -> Config:
     flags = " ".join(f"{name}={str(value).lower()}" for name, value in missing.items())
     say(f"out        {config.out} was begun without these flags, and continues by {flags}")
     return dataclasses.replace(config, **missing)
+
+
+def template_of(config: Config) -> Template:
+    """Returns the chat template of the folder: a Hugging Face folder's own, that of a run's training."""
+    folder = pathlib.Path(config.hf or config.run)
+    if (folder / "config.json").is_file():
+        template = load_chat(folder)
+        if template is None:
+            raise UsageError(
+                f"{folder} has no chat template, by which messages would be written; expected lines with "
+                "a prompt, or a folder with chat_template.jinja."
+            )
+        return template
+    path = with_template(runner.load(folder, lm.Config).data, folder).template
+    return open_template(path) if path else chat_ml
 
 
 def load(name: str, config: Config, flag: str) -> Saved:

@@ -13,7 +13,7 @@ PILLARS = {"lm", "pomdp", "neat", "rl", "life", "own"}
 # Left to right: a part imports only from parts on its left, and from itself. Parts in one entry do not know each other.
 ORDER = [
     {"types"},
-    {"fields"},
+    {"fields", "_encodings"},
     {"mesh", "processes", "stage"},
     {"transfers"},
     {"lower"},

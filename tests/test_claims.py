@@ -257,7 +257,7 @@ PAGES = {
 
 # What is not among the packages of `make test`.
 FOREIGN = re.compile(
-    r"triton_interpreter\.NEEDED|importorskip\(.(torch|transformers|jaxmarl|jumanji|navix|pgx|xminigrid)"
+    r"triton_interpreter\.NEEDED|importorskip\(.(torch|transformers|pyarrow|zstandard|jaxmarl|jumanji|navix|pgx|xminigrid)"
 )
 
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from typing import Any, get_args, get_origin
 
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
@@ -128,6 +130,29 @@ def with_newer_fields(schema: type, saved: Any) -> Any:
             else:
                 newer[part][name] = value
     return newer
+
+
+def with_quotes(flags: list[str]) -> list[str]:
+    """Returns flags with quotes around values whose letters beyond ASCII Hydra's grammar does not know."""
+    return [_quoted(flag) for flag in flags]
+
+
+def _quoted(flag: str) -> str:
+    name, _, value = flag.partition("=")
+    if value.isascii() or _parsed(flag) is not None:
+        return flag
+    latin = re.sub(r"[^\x00-\x7f]", "x", value)
+    parsed = _parsed(f"{name}={latin}")
+    # Otherwise more than letters is wrong, and the sentence about it names what was typed.
+    is_text = parsed is not None and not parsed.is_sweep_override() and parsed.value() == latin
+    return f"{name}='{value}'" if is_text else flag
+
+
+def _parsed(flag: str) -> Override | None:
+    try:
+        return OverridesParser.create().parse_override(flag)
+    except HydraException:
+        return None
 
 
 def refuse_malformed(name: str, flags: list[str]) -> None:

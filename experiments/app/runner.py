@@ -55,6 +55,7 @@ from .mistakes import (
     with_newer_fields,
     with_newer_names,
     with_presets,
+    with_quotes,
 )
 from .run_folder import fresh_folder as fresh_folder
 from .run_folder import replace_text
@@ -154,7 +155,7 @@ def launch(name: str, schema: type, execute: Callable[[Any, pathlib.Path], Any])
 
     def begin(mistakes: list[BaseException]) -> None:
         _register(name, schema)
-        sys.argv[1:] = with_presets(name, sys.argv[1:])
+        sys.argv[1:] = with_presets(name, with_quotes(sys.argv[1:]))
         sys.argv[1:] = with_newer_names(schema, sys.argv[1:])
         if set(help_text.ASKED) & set(sys.argv[1:]):
             given = [flag for flag in sys.argv[1:] if flag not in help_text.ASKED]
@@ -222,7 +223,7 @@ def _main(
 def compose(name: str, schema: type, flags: list[str]) -> Any:
     """Returns the configuration that these command-line flags give, for notebooks and tests."""
     _register(name, schema)
-    flags = with_newer_names(schema, with_presets(name, flags))
+    flags = with_newer_names(schema, with_presets(name, with_quotes(flags)))
     try:
         refuse_malformed(name, flags)
         with hydra.initialize_config_dir(str(conf_of(name)), version_base="1.3"):

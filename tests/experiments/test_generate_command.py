@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import shlex
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ from jaxpar.decode import (
     process,
 )
 from jaxpar.lm import Decoder, apply, from_hf, to_hf
+from jaxpar.lm.text.chat import ChatTemplate
 from jaxpar.lm.text.tokenizer import Bytes, load_tokenizer, train_bpe
 from jaxpar.types import UsageError
 
@@ -484,6 +486,52 @@ def test_requests_are_lines(tmp_path):
     ]
 
 
+def test_objects_are_told_by_content_and_a_mark_is_no_text(tmp_path):
+    for name in ("p.txt", "mes prières.JSONL", "p"):
+        (tmp_path / name).write_bytes(b'\xef\xbb\xbf\n{"prompt": "a", "seed": 7}\n')
+        assert read_requests(tmp_path / name) == [
+            Request(prompt="a", seed=7, where=f"line 2 of {name}")
+        ]
+    (tmp_path / "p.txt").write_bytes(b'\xef\xbb\xbf{"x": 1}\n')
+    assert read_requests(tmp_path / "p.txt")[0].prompt == '{"x": 1}'
+
+
+CHAT = [{"role": "user", "content": "alpha"}]
+JINJA = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+JINJA += "{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
+def test_chats_are_written_by_a_template(tmp_path):
+    (tmp_path / "p.jsonl").write_text(json.dumps({"messages": CHAT, "seed": 3}) + "\n")
+    (request,) = read_requests(tmp_path / "p.jsonl")
+    assert request.prompt == "<|im_start|>user\nalpha<|im_end|>\n<|im_start|>assistant\n"
+    assert request.is_chat and request.seed == 3
+    written = read_requests(tmp_path / "p.jsonl", lambda: ChatTemplate(JINJA, {"bos_token": "<s>"}))
+    assert written[0].prompt == "<s>[user]alpha[assistant]"
+    with pytest.raises(UsageError, match="line 1 of p.jsonl: the chat template cannot take"):
+        refusing = ChatTemplate("{{ raise_exception('no') }}")
+        read_requests(tmp_path / "p.jsonl", lambda: refusing)
+
+
+def test_the_folders_own_template_writes_chats(main, tmp_path, folder):
+    """The text of a chat is that of the prompt which the template makes of it."""
+    asked = {"messages": CHAT, "seed": 1}
+    (tmp_path / "p.jsonl").write_text(json.dumps(asked) + "\n")
+    given = ["prompts=p.jsonl", *FAST]
+    said = main(f"hf={folder}", *given, "out=no.jsonl", of="generate")
+    assert said.code == 2 and "has no chat template, by which messages would be" in said.err
+    chatty = tmp_path / "chatty model"
+    shutil.copytree(folder, chatty)
+    (chatty / "chat_template.jinja").write_text(JINJA)
+    said = main(f"hf={chatty}", *given, "out=chats.jsonl", of="generate")
+    assert said.code == 0, said
+    prompt = {"prompt": "[user]alpha[assistant]", "seed": 1}
+    (tmp_path / "p.jsonl").write_text(json.dumps(prompt) + "\n")
+    assert main(f"hf={chatty}", *given, "out=texts.jsonl", of="generate").code == 0
+    assert read(tmp_path / "chats.jsonl") == read(tmp_path / "texts.jsonl")
+    assert read(tmp_path / "chats.jsonl")[0]["prompt"] == "[user]alpha[assistant]"
+
+
 BAD_LINES = [
     (b'{"prompt": "a"}\n{"prompt": ', "line 2 of p.jsonl cannot be read as JSON"),
     (b"[" * 100_000, "line 1 of p.jsonl cannot be read as JSON"),
@@ -491,7 +539,7 @@ BAD_LINES = [
     (b'{"text": "a"}', "line 1 of p.jsonl must be an object"),
     (
         b'{"prompt": "a", "n": 3}',
-        "line 1 of p.jsonl has 'n', which nothing heeds; legal are prompt, seed, id",
+        "line 1 of p.jsonl has 'n', which nothing heeds; legal are prompt, messages, seed, id",
     ),
     (
         b'{"prompt": "a", "seed": -1}',
@@ -500,7 +548,25 @@ BAD_LINES = [
     (b'{"prompt": "a", "seed": 4294967296}', "has seed=4294967296"),
     (b'{"prompt": "a", "seed": true}', "has seed=True"),
     (b'{"prompt": "a", "id": [1]}', "has id=[1]"),
-    (b'{"prompt": "a\xff"}', "line 1 of p.jsonl is not UTF-8"),
+    (
+        b'{"prompt": "a\xff"}',
+        "p.jsonl is not UTF-8 at byte 13, but perhaps Latin-1; expected UTF-8, convert it: ",
+    ),
+    (
+        "a".encode("utf-16"),
+        "p.jsonl is UTF-16; expected UTF-8, convert it: iconv -f UTF-16 -t UTF-8 ",
+    ),
+    (b'{"messages": []}', "line 1 of p.jsonl has messages=[]; expected a list of at least one"),
+    (
+        b'{"messages": [{"role": "user"}]}',
+        "has the message {'role': 'user'}; expected an object with role",
+    ),
+    (
+        b'{"messages": [{"role": "assistant", "content": "a"}]}',
+        "ends with a message of the assistant; expected one that it is to answer",
+    ),
+    (b'{"messages": [{"role": "user", "content": null}]}', "has a content that is no text; ChatML"),
+    (b'{"prompt": "a", "messages": []}', "line 1 of p.jsonl has a prompt and messages"),
     (b"\n\n", "has no prompt"),
 ]
 

@@ -1,6 +1,7 @@
 """`python -m experiments.rnn`: it learns, resumes, streams; tasks and files; sentences and exit codes."""
 
 import dataclasses
+import pathlib
 
 import jax
 import numpy as np
@@ -209,6 +210,16 @@ def test_files_hold_series(tmp_path, kind, channels):
     task = open_task(SeriesConfig(task="file", path=path, validation_path=path, batch_size=3), 0)
     assert (task.inputs, task.outputs, task.length, len(task.validation)) == (channels, 2, 3, 2)
     assert sum(batch["weights"].sum() for batch in task.validation) == 4
+
+
+@pytest.mark.parametrize("kind", ["ts", "arff", "csv", "tsv"])
+def test_a_byte_order_mark_is_no_part_of_a_table(tmp_path, kind):
+    path = pathlib.Path(written(tmp_path, kind))
+    series, labels = read_series(str(path))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    marked, same = read_series(str(path))
+    np.testing.assert_array_equal(marked, series)
+    assert list(same) == list(labels)
 
 
 @pytest.mark.parametrize(

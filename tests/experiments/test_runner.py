@@ -39,6 +39,27 @@ def test_each_preset_traces_a_whole_step_on_its_mesh(preset):
     assert info["loss"].shape == ()
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/data/données à moi/a b.jsonl",
+        "日本/テキスト",
+        "mix:7*a b.jsonl+3*é/c",
+        "/tmp/e\u0301.txt",
+        "/a:b/é",
+    ],
+)
+def test_paths_may_have_spaces_and_accents(path):
+    assert lm.compose(f"data.path={path}").data.path == path
+    assert generate.compose(f"prompts='{path}'", "hf=é").prompts == path
+
+
+def test_other_signs_beside_accents_are_refused_as_without():
+    for value in ("é, b", "[é", "é=1", "é(1)"):
+        with pytest.raises(UsageError, match=r"cannot be read|several values"):
+            lm.compose(f"data.path={value}")
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_each_preset_opens_with_its_command(preset):
     lines = (runner.CONF / "lm" / "preset" / f"{preset}.yaml").read_text().splitlines()

@@ -381,13 +381,14 @@ def test_missing_and_empty_sources(tmp_path):
 
 def test_text_that_is_not_utf8(folder, tmp_path):
     bad = folder / "bad.txt"
-    bad.write_bytes(b"good\n" * 8000 + b"\xff\n")
-    sentence = refusal(config_of(folder, tokenizer="bpe:300"), tmp_path / "cache")
-    assert (
-        sentence.startswith(f"{bad} is not UTF-8 at byte 40000, ") and "tokenizer=bytes" in sentence
-    )
-    assert not list((tmp_path / "cache").iterdir())
-    open_corpus(config_of(folder), tmp_path / "cache")
+    bad.write_bytes(b"good\n" * 20_000 + b"\xff\n")  # behind what tells its kind
+    for tokenizer in ("bytes", "bpe:300"):
+        sentence = refusal(config_of(folder, tokenizer=tokenizer), tmp_path / "cache")
+        assert sentence == (
+            f"{bad} is not UTF-8 at byte 100000, but perhaps Latin-1; expected UTF-8, "
+            f"convert it: iconv -f LATIN1 -t UTF-8 {bad} > utf8.txt."
+        )
+        assert not list((tmp_path / "cache").iterdir())
 
 
 def test_too_little_text(tmp_path):

@@ -263,3 +263,35 @@ def test_policies_need_a_known_suffix(tmp_path):
     with pytest.raises(UsageError, match=r"must end with .alpha \(pomdp-solve\) or .policy"):
         save_policy(some_policy(tiger()), tmp_path / "model.txt")
     assert isinstance(tiger(), TabularPomdp)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
+    """Editors of Windows put one before the text of each of the formats."""
+    model = tiger()
+    policy = some_policy(model)
+    for name, save, load in (
+        ("a.POMDP", lambda path: save_pomdp(model, path), load_pomdp),
+        ("a.pomdpx", lambda path: save_pomdpx(model, path), load_pomdpx),
+        ("a.alpha", lambda path: save_policy(policy, path), lambda path: load_policy(path, model)),
+        ("a.policy", lambda path: save_policy(policy, path), lambda path: load_policy(path, model)),
+    ):
+        path = tmp_path / name
+        save(path)
+        plain = load(path)
+        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+        for ours, theirs in zip(jax.tree.leaves(load(path)), jax.tree.leaves(plain), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_other_encodings_of_a_file_are_named(tmp_path):
+    path = tmp_path / "a model.POMDP"
+    save_pomdp(tiger(), path)
+    text = path.read_text()
+    path.write_text(text, encoding="utf-16")
+    with pytest.raises(UsageError, match=r"a model\.POMDP is UTF-16; expected UTF-8, convert it: "):
+        load_pomdp(path)
+    path.write_text("# Größe\n" + text, encoding="latin-1")
+    with pytest.raises(
+        UsageError, match=r"is not UTF-8 at byte 4, but perhaps Latin-1; .*-t UTF-8 '.*a model"
+    ):
+        load_pomdp(path)

@@ -109,7 +109,7 @@ def make_tasks(job: Job, requests: Sequence[Request], done: Mapping[Any, int]) -
             request.prompt,
             target.model.vocab_size,
             request.where,
-            special_tokens=job.special_tokens,
+            special_tokens=job.special_tokens or request.is_chat,
         )
         if len(tokens) + room > most:
             raise UsageError(

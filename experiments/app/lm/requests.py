@@ -4,11 +4,14 @@ import collections
 import hashlib
 import json
 import pathlib
+from collections.abc import Callable
 from typing import NamedTuple
 
+from jaxpar._encodings import decoded
+from jaxpar.lm.text import Template, chat_ml
 from jaxpar.types import UsageError
 
-KEYS = ("prompt", "seed", "id")
+KEYS = ("prompt", "messages", "seed", "id")
 DEFAULT_SEEDS = ("prompt", "zero")
 
 
@@ -20,12 +23,14 @@ class Request(NamedTuple):
       seed: That of its noise: two requests of one prompt and one seed get the same texts.
       id: What its lines shall be known by, if anything.
       where: What a sentence about it calls it.
+      is_chat: Whether a template wrote the prompt, whose special tokens are then its own.
     """
 
     prompt: str
     seed: int = 0
     id: str | int | None = None
     where: str = "the prompt"
+    is_chat: bool = False
 
 
 def default_seed(prompt: str, name: str | int | None, repeats: int) -> int:
@@ -40,11 +45,19 @@ def default_seed(prompt: str, name: str | int | None, repeats: int) -> int:
     return int.from_bytes(hashlib.sha256(words).digest()[:4], "big")
 
 
-def read_requests(path: pathlib.Path, seeds: str = "prompt") -> list[Request]:
-    """Reads a file of prompts: JSON objects where its name ends in .jsonl, else plain text; empty lines are none.
+def read_requests(
+    path: pathlib.Path,
+    seeds: str = "prompt",
+    template_of: Callable[[], Template] = lambda: chat_ml,
+) -> list[Request]:
+    """Reads a file of prompts, one a line; empty lines are none.
+
+    Lines are JSON objects where the first is one with "prompt" or "messages", or the name ends in .jsonl; else they are
+    plain text.
 
     Args:
-      path: File of prompts.
+      path: File of prompts, with or without a byte-order mark.
+      template_of: Returns the chat template; called where lines have "messages".
       seeds: Seeds of requests that give none, by `DEFAULT_SEEDS`. "prompt" is `default_seed`: prompts
         differ in their noise, and lines that are added or moved change no other's. "zero" is 0.
 
@@ -53,39 +66,53 @@ def read_requests(path: pathlib.Path, seeds: str = "prompt") -> list[Request]:
     """
     requests = []
     repeats = collections.Counter()
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+    lines = [line.removesuffix("\r") for line in decoded(path.read_bytes(), path).split("\n")]
+    has_objects = path.suffix.lower() == ".jsonl" or _is_object(lines)
+    for number, text in enumerate(lines, 1):
         where = f"line {number} of {path.name}"
-        try:
-            text = line.removesuffix(b"\r").decode("utf-8")
-        except UnicodeDecodeError:
-            raise UsageError(f"{where} is not UTF-8.") from None
-        if path.suffix == ".jsonl" and text.strip():
-            prompt, seed, name = _read(text, where)
-        elif path.suffix != ".jsonl" and text:
-            prompt = text
-            seed = None
-            name = None
+        seed = None
+        if has_objects and text.strip():
+            request, seed = _read(text, where, template_of)
+        elif not has_objects and text:
+            request = Request(prompt=text, where=where)
         else:
             continue
         if seed is None and seeds == "prompt":
-            seed = default_seed(prompt, name, repeats[prompt, name])
-            repeats[prompt, name] += 1
-        requests.append(Request(prompt=prompt, seed=seed or 0, id=name, where=where))
+            key = request.prompt, request.id
+            seed = default_seed(*key, repeats[key])
+            repeats[key] += 1
+        requests.append(request._replace(seed=seed or 0))
     if not requests:
         raise UsageError(f"prompts={path} has no prompt; give one a line.")
     return requests
 
 
-def _read(text: str, where: str) -> tuple[str, int | None, str | int | None]:
-    """Returns prompt, seed (None where it gives none) and id of a line."""
+def _is_object(lines: list[str]) -> bool:
+    """Returns whether the first line with text is a request in JSON."""
+    first = next((line for line in lines if line.strip()), "")
+    try:
+        content = json.loads(first)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and not {"prompt", "messages"}.isdisjoint(content)
+
+
+def _read(text: str, where: str, template_of: Callable[[], Template]) -> tuple[Request, int | None]:
+    """Returns the request of a line, and its seed, None where it gives none."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{where} cannot be read as JSON ({error}).") from None
-    if not isinstance(content, dict) or not isinstance(content.get("prompt"), str):
+    is_chat = isinstance(content, dict) and "messages" in content and "prompt" not in content
+    if not is_chat and (
+        not isinstance(content, dict) or not isinstance(content.get("prompt"), str)
+    ):
         raise UsageError(
-            f'{where} must be an object with a text as its "prompt", and may have a "seed" and an "id".'
+            f'{where} must be an object with a text as its "prompt", or with "messages", and may have a "seed" '
+            'and an "id".'
         )
+    if "prompt" in content and "messages" in content:
+        raise UsageError(f"{where} has a prompt and messages; expected one of them.")
     if unknown := sorted(content.keys() - set(KEYS)):
         raise UsageError(
             f"{where} has {unknown[0]!r}, which nothing heeds; legal are {', '.join(KEYS)}."
@@ -98,4 +125,29 @@ def _read(text: str, where: str) -> tuple[str, int | None, str | int | None]:
         )
     if isinstance(name, bool) or not isinstance(name, str | int | None):
         raise UsageError(f"{where} has id={name!r}; legal are texts and whole numbers.")
-    return content["prompt"], content.get("seed"), name
+    prompt = _rendered(content["messages"], where, template_of) if is_chat else content["prompt"]
+    request = Request(prompt=prompt, id=name, where=where, is_chat=is_chat)
+    return request, content.get("seed")
+
+
+def _rendered(messages: object, where: str, template_of: Callable[[], Template]) -> str:
+    """Returns the text of a conversation to the beginning of the answer."""
+    if not isinstance(messages, list) or not messages:
+        raise UsageError(f"{where} has messages={messages!r:.60}; expected a list of at least one.")
+    for message in messages:
+        is_whole = isinstance(message, dict) and {"role", "content"} <= message.keys()
+        if not is_whole or not isinstance(message["role"], str):
+            raise UsageError(
+                f"{where} has the message {message!r:.60}; expected an object with role and content."
+            )
+    if messages[-1]["role"] == "assistant":
+        raise UsageError(
+            f"{where} ends with a message of the assistant; expected one that it is to answer."
+        )
+    template = template_of()
+    if template is chat_ml and not all(isinstance(each["content"], str) for each in messages):
+        raise UsageError(f"{where} has a content that is no text; ChatML expects strings.")
+    try:
+        return template(messages, True)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None

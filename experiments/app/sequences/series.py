@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxpar._encodings import decoded
 from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.types import UsageError
 
@@ -433,7 +434,7 @@ def _read_npz(file: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _read_table(file: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
-    with file.open(newline="") as lines:
+    with file.open(newline="", encoding="utf-8-sig") as lines:
         rows = [
             row
             for row in csv.reader(lines, delimiter="\t" if file.suffix == ".tsv" else ",")
@@ -445,7 +446,7 @@ def _read_table(file: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _read_arff(file: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
-    text = file.read_text()
+    text = decoded(file.read_bytes(), file)
     if "relational" in text.lower():
         raise UsageError(f"{file} is a multivariate .arff file; give the same data as .ts.")
     rows = [line.rpartition(",") for line in _data_lines(text)]
@@ -455,7 +456,7 @@ def _read_arff(file: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _read_ts(file: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
-    text = file.read_text()
+    text = decoded(file.read_bytes(), file)
     if "@timestamps true" in text.lower():
         raise UsageError(
             f"{file} has time stamps; give series that are sampled evenly, without them."

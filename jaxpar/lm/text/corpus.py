@@ -11,7 +11,7 @@ import re
 import shutil
 import sysconfig
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, groupby
@@ -20,10 +20,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxpar._encodings import not_utf8
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.lm.text.chat import ChatTemplate, open_template
 from jaxpar.lm.text.examples import Template, chat_ml
-from jaxpar.lm.text.shards import lines_of, open_shards, read_line, tokenise
+from jaxpar.lm.text.files import Source, copy_text, lines_of_source, sort_sources
+from jaxpar.lm.text.shards import open_shards, read_line, tokenise
 from jaxpar.lm.text.tokenizer import Bytes, Tokenizer, load_tokenizer, train_bpe, vocab_size_of
 from jaxpar.types import UsageError
 
@@ -41,17 +43,17 @@ class DataConfig:
     """Which text a run reads and how it is cut.
 
     Attributes:
-        path: a text file, or a folder whose files are documents; a file of JSONL that ends in .jsonl; a folder with
-            tokens.npy, or one .npy of tokens; mix:7*a.jsonl+3*b, several by share; empty: this Python's standard
-            library.
+        path: a text file, or a folder whose files are documents; records in JSONL, JSON arrays, parquet or arrow,
+            or a folder of these; told by content, and text and JSON may be .gz or .zst; a folder with tokens.npy, or
+            one .npy of tokens; mix:7*a.jsonl+3*b, several by share; empty: this Python's standard library.
         tokenizer: `bytes` or `bpe:N`.
         split: `hash:f` holds documents out with probability f, by their content; `tail:f` the stream's end.
         seq_len: tokens of a window.
         batch_size: windows of a step, over all hosts.
         pack: mark the documents within each window, so that attention can stay inside them.
         template: how the messages of JSONL become text: a file of Jinja, or a folder that has one; empty: ChatML.
-        workers: processes that tokenise JSONL.
-        pairs: lines of JSONL are preferences, {"prompt", "chosen", "rejected"}; objective.kind=dpo says so.
+        workers: processes that tokenise records.
+        pairs: records are preferences, {"prompt", "chosen", "rejected"}; objective.kind=dpo says so.
         special_tokens: special tokens that a text, a prompt or a completion spells become tokens;
             false: they stay text. Those of messages always become tokens.
     """
@@ -158,25 +160,34 @@ def open_corpus(
     times, the tokenizer and the split. That folder appears by one rename, so it is whole or absent;
     `cache` may serve any number of corpora and processes at once. Memory stays bounded.
 
+    Files are told by content, `jaxpar.lm.text.files`. What `cache` holds of the same files counts as it was read
+    then, so that runs from before go on.
+
     A `tokenizer` replaces `config.tokenizer`, as for the one that belongs to given weights. `say` is told how far
-    JSONL is tokenised. A `UsageError`
-    says: no text there, not UTF-8, a split under `seq_len + 1` tokens, a cache that is not writable.
+    records are tokenised. A `UsageError`
+    says: no text there, not UTF-8, binary, records of no known form, damaged, a split under `seq_len + 1` tokens, a
+    cache that is not writable.
     """
-    if config.pairs and not config.path.endswith(".jsonl"):
-        raise UsageError(
-            f"data path {config.path!r} has no pairs; legal is a file that ends in .jsonl."
-        )
-    if config.path.endswith((".jsonl", ".npy")) or (Path(config.path) / "tokens.npy").is_file():
-        return _open_shards(config, Path(cache), tokenizer, say)
+    if config.path.endswith(".npy") or (Path(config.path) / "tokens.npy").is_file():
+        if config.pairs:
+            raise UsageError(
+                f"data.path={config.path!r} has no pairs; expected records, not tokens."
+            )
+        return _open_arrays(config, tokenizer)
     try:
         files = _files(config.path)
         name = config.tokenizer if tokenizer is None else tokenizer.identity
-        keys = [_FORMAT, files, name, config.split]
-        keys += _TEXT_ALONE * (not config.special_tokens)
-        key = hashlib.sha256(json.dumps(keys).encode()).hexdigest()
-        entry = Path(cache) / key[:16]
-        if not entry.exists():
-            _build(entry, files, config, tokenizer)
+        key = [_FORMAT, files, name, config.split]
+        key += _TEXT_ALONE * (not config.special_tokens)
+        entry = Path(cache) / _hashed(key)
+        if config.pairs or not entry.exists():
+            opened = _open_sources(config, Path(cache), files, tokenizer, say)
+            if isinstance(opened, Corpus):
+                return opened
+            if opened:
+                entry = Path(cache) / _hashed([*key, "plain"])
+            if not entry.exists():
+                _build(entry, files, config, tokenizer, opened)
     except PermissionError as error:
         raise UsageError(
             f"{error.filename} cannot be opened; change its permissions or data path"
@@ -223,71 +234,120 @@ def _streams(
     return streams[0], streams[1]
 
 
-def _open_shards(
-    config: DataConfig, cache: Path, tokenizer: Tokenizer | None, say: Callable[[str], None]
-) -> Corpus:
-    """Opens JSONL, tokenising it first, or arrays of tokens."""
-    path, split = Path(config.path).expanduser().resolve(), _split_of(config.split)
-    template = open_template(config.template) if config.template else chat_ml
-    if path.suffix == ".jsonl":
-        if not path.is_file() or not path.stat().st_size:
-            raise UsageError(f"data path {config.path!r} is not a file with text")
-        name, stat = config.tokenizer if tokenizer is None else tokenizer.identity, path.stat()
-        writes = (
-            [template.text, dict(template.tokens)] if isinstance(template, ChatTemplate) else ""
+def _hashed(key: list) -> str:
+    return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+
+
+def _open_arrays(config: DataConfig, tokenizer: Tokenizer | None) -> Corpus:
+    """Opens arrays of tokens."""
+    path = Path(config.path).expanduser().resolve()
+    if tokenizer is None and (path / "tokenizer.json").is_file():
+        tokenizer = load_tokenizer(path)
+    if tokenizer is None and config.tokenizer != "bytes":
+        raise UsageError(
+            f"tokenizer={config.tokenizer!r} is not learnt from tokens; put tokenizer.json beside them"
         )
-        key = [_FORMAT, str(path), stat.st_size, stat.st_mtime_ns, name, config.split, writes]
-        key += ["pairs"] if config.pairs else []
-        key += _TEXT_ALONE * (not config.special_tokens)
-        folder = cache / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-        tokenizer = tokenizer or _tokenizer(
-            config, folder.with_suffix(".json"), str(path), template
-        )
-        if not folder.exists():
-            try:
-                tokenise(
-                    str(path),
-                    folder,
-                    tokenizer,
-                    template,
-                    split,
-                    config.workers,
-                    say,
-                    config.pairs,
-                    special_tokens=config.special_tokens,
-                )
-            except OSError as error:
-                raise UsageError(
-                    f"the cache folder {cache} cannot be written: {error.strerror}"
-                ) from error
-    else:
-        if tokenizer is None and (path / "tokenizer.json").is_file():
-            tokenizer = load_tokenizer(path)
-        if tokenizer is None and config.tokenizer != "bytes":
-            raise UsageError(
-                f"tokenizer={config.tokenizer!r} is not learnt from tokens; put tokenizer.json beside them"
-            )
-        tokenizer, folder = tokenizer or Bytes(), path
-    found = open_shards(folder, tokenizer.vocab_size, split)
+    return _open_tokens(config, path, tokenizer or Bytes())
+
+
+def _open_tokens(config: DataConfig, folder: Path, tokenizer: Tokenizer) -> Corpus:
+    found = open_shards(folder, tokenizer.vocab_size, _split_of(config.split))
     train, validation = _streams(
         config, found.tokens, found.lengths, found.validation, counts=found.counts
     )
     return Corpus(hash=found.hash, tokenizer=tokenizer, train=train, validation=validation)
 
 
-def _tokenizer(config: DataConfig, file: Path, path: str, template: Template) -> Tokenizer:
-    """The tokenizer that a file of JSONL is given, learnt from its first 64 MiB and kept in `file`."""
+def _open_sources(
+    config: DataConfig,
+    cache: Path,
+    files: list[tuple[str, int, int]],
+    tokenizer: Tokenizer | None,
+    say: Callable[[str], None],
+) -> Corpus | tuple[Source, ...]:
+    """Opens records, tokenising them first; of texts it returns those whose bytes are not their text."""
+    name = config.tokenizer if tokenizer is None else tokenizer.identity
+    template = open_template(config.template) if config.template else chat_ml
+    writes = [template.text, dict(template.tokens)] if isinstance(template, ChatTemplate) else ""
+    key = [_FORMAT, *files[0], name, config.split, writes]
+    if len(files) > 1:
+        key[1:4] = [files]
+    key += ["pairs"] if config.pairs else []
+    key += _TEXT_ALONE * (not config.special_tokens)
+    folder = cache / _hashed(key)
+    learnt = folder.with_suffix(".json")
+    sources: tuple[Source, ...] = ()
+    is_learnt = tokenizer is not None or config.tokenizer == "bytes" or learnt.is_file()
+    if not folder.exists() or not is_learnt:
+        if not config.path:
+            return ()
+        is_records, sources = sort_sources([path for path, *_ in files], config.path, config.pairs)
+        if len(sources) < len(files):
+            say(
+                f"{len(files) - len(sources)} files beside the records of {config.path} are left out"
+            )
+        if not is_records:
+            odd = [source.path for source in sources if source.kind.form != "text"]
+            if odd:
+                say(f"{len(odd)} files are read as text though they are JSON, such as {odd[0]}")
+            return tuple(source for source in sources if not source.kind.is_plain)
+    tokenizer = tokenizer or _tokenizer(config, learnt, sources, template)
+    if not folder.exists():
+        try:
+            tokenise(
+                sources,
+                folder,
+                tokenizer,
+                template,
+                _split_of(config.split),
+                config.workers,
+                say,
+                config.pairs,
+                special_tokens=config.special_tokens,
+            )
+        except PermissionError as error:
+            if error.filename in {path for path, *_ in files}:
+                raise
+            raise _not_writable(cache, error) from error
+        except OSError as error:
+            raise _not_writable(cache, error) from error
+    return _open_tokens(config, folder, tokenizer)
+
+
+def _not_writable(cache: Path, error: OSError) -> UsageError:
+    return UsageError(f"the cache folder {cache} cannot be written: {error.strerror}")
+
+
+def _tokenizer(
+    config: DataConfig, file: Path, sources: Sequence[Source], template: Template
+) -> Tokenizer:
+    """The tokenizer that records are given, learnt from their first 64 MiB and kept in `file`."""
     if config.tokenizer == "bytes":
         return Bytes()
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_name(f".partial-{uuid.uuid4().hex}")
-        lines = lines_of(path, 0, 64 * _MIB)
-        read = (read_line(path, offset, line, template, config.pairs)[-1] for offset, line in lines)
+        read = (documents[-1] for documents in _first_documents(sources, template, config.pairs))
         texts = (text for pieces, _ in read for text, _ in pieces)
         train_bpe(texts, vocab_size_of(config.tokenizer)).save(partial)
         partial.rename(file)
     return load_tokenizer(file)
+
+
+def _first_documents(
+    sources: Sequence[Source], template: Template, pairs: bool
+) -> Iterator[list[tuple[list[tuple[str, bool]], bool]]]:
+    """Yields the documents of the lines that begin in the first 64 MiB."""
+    left = 64 * _MIB
+    for source in sources:
+        unit = "line" if source.kind.form == "lines" else "record"
+        for number, line in enumerate(lines_of_source(source), 1):
+            if left <= 0:
+                return
+            left -= len(line)
+            if line.strip():
+                where = f"{source.path}, {unit} {number}"
+                yield read_line(source.path, 0, line, template, pairs, lambda _, at=where: at)
 
 
 class _Piece(NamedTuple):
@@ -297,8 +357,17 @@ class _Piece(NamedTuple):
     validation: bool
 
 
-def _build(entry: Path, files: list, config: DataConfig, tokenizer: Tokenizer | None) -> None:
-    """Makes the folder `entry`; what a crash leaves behind has another name and is never read."""
+def _build(
+    entry: Path,
+    files: list,
+    config: DataConfig,
+    tokenizer: Tokenizer | None,
+    wrapped: Sequence[Source] = (),
+) -> None:
+    """Makes the folder `entry`; what a crash leaves behind has another name and is never read.
+
+    Of the files in `wrapped`, which are packed or begin with a byte-order mark, the text is read.
+    """
     partial = entry.parent / f".partial-{uuid.uuid4().hex}"
     try:
         partial.mkdir(parents=True)
@@ -307,6 +376,7 @@ def _build(entry: Path, files: list, config: DataConfig, tokenizer: Tokenizer | 
             f"the cache folder {entry.parent} cannot be written: {error.strerror}"
         ) from error
     try:
+        files = _unwrapped(files, wrapped, partial / "texts")
         content, pieces = _content_and_pieces(files, config.split)
         if tokenizer is None and config.tokenizer == "bytes":
             tokenizer = Bytes()
@@ -316,7 +386,7 @@ def _build(entry: Path, files: list, config: DataConfig, tokenizer: Tokenizer | 
             )
             trained.save(partial / "tokenizer.json")
         dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-        if len(files) == 1 and isinstance(tokenizer, Bytes):
+        if len(files) == 1 and isinstance(tokenizer, Bytes) and not wrapped:
             data, lengths = files[0][0], [piece.stop - piece.start for piece in pieces]
         else:
             data, lengths = (
@@ -331,6 +401,7 @@ def _build(entry: Path, files: list, config: DataConfig, tokenizer: Tokenizer | 
         record |= dict(data=data, dtype=dtype.name, tokens=sum(lengths), lengths=lengths)
         record |= dict(validation=[int(piece.validation) for piece in pieces])
         (partial / "corpus.json").write_text(json.dumps(record))
+        shutil.rmtree(partial / "texts", ignore_errors=True)
         for path in partial.iterdir():  # contents must reach the disk before the name does
             with path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -341,6 +412,26 @@ def _build(entry: Path, files: list, config: DataConfig, tokenizer: Tokenizer | 
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _unwrapped(files: list, wrapped: Sequence[Source], folder: Path) -> list:
+    """Returns the files with the text of those that are wrapped, which is written into `folder`."""
+    if not wrapped:
+        return files
+    folder.mkdir()
+    texts = {}
+    for number, source in enumerate(wrapped):
+        texts[source.path] = folder / str(number)
+        copy_text(source, texts[source.path])
+    found = []
+    for path, size, modified in files:
+        if path not in texts:
+            found.append((path, size, modified))
+        elif texts[path].stat().st_size:
+            found.append((str(texts[path]), texts[path].stat().st_size, 0))
+    if not found:
+        raise UsageError(f"{wrapped[0].path} holds no text; expected a file that is not empty.")
+    return found
 
 
 def _content_and_pieces(files: list, split: str) -> tuple[str, list[_Piece]]:
@@ -355,11 +446,15 @@ def _content_and_pieces(files: list, split: str) -> tuple[str, list[_Piece]]:
     if len(files) == 1:
         path, size, _ = files[0]
         for start, block in _blocks(path, 0, size, 4 * _KIB if size <= 256 * _MIB else 64 * _KIB):
+            _text_of(path, start, block)
             documents.append((hashlib.sha256(block).digest(), path, start, start + len(block)))
     else:
         for path, size, _ in files:
-            with open(path, "rb") as file:
-                documents.append((hashlib.file_digest(file, "sha256").digest(), path, 0, size))
+            digest = hashlib.sha256()
+            for start, block in _blocks(path, 0, size, _MIB):
+                _text_of(path, start, block)
+                digest.update(block)
+            documents.append((digest.digest(), path, 0, size))
         documents.sort()
     content = hashlib.sha256(b"".join(document[0] for document in documents)).hexdigest()
     pieces = []
@@ -412,13 +507,15 @@ def _characters(block: bytes) -> bytes:
 
 def _texts(piece: _Piece) -> Iterator[str]:
     for offset, block in _blocks(*piece[:3], 16 * _KIB):
-        try:
-            yield block.decode()
-        except UnicodeDecodeError as error:
-            place = f"{piece.path} is not UTF-8 at byte {offset + error.start}"
-            raise UsageError(
-                f"{place}, which a BPE needs; convert the file or use tokenizer=bytes"
-            ) from error
+        yield _text_of(piece.path, offset, block)
+
+
+def _text_of(path: str, offset: int, block: bytes) -> str:
+    """The text of a block of whole characters, which begins at an offset of its file."""
+    try:
+        return block.decode()
+    except UnicodeDecodeError as error:
+        raise not_utf8(path, offset + error.start) from None
 
 
 def _training_texts(pieces: list[_Piece]) -> Iterator[str]:

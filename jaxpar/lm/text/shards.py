@@ -6,19 +6,24 @@ but for the lengths: 8 bytes a document.
 """
 
 import concurrent.futures
+import functools
 import hashlib
+import io
+import itertools
 import json
 import multiprocessing
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxpar._encodings import not_utf8
 from jaxpar.lm.text.examples import Document, Template, documents_of, encode_pieces, pair_of
+from jaxpar.lm.text.files import Kind, Source, lines_of_source
 from jaxpar.lm.text.tokenizer import Tokenizer
 from jaxpar.types import UsageError
 
@@ -39,7 +44,10 @@ class Shards(NamedTuple):
 
 
 class PartOfFile(NamedTuple):
-    """A part of a file to tokenise: the lines that begin in bytes `start:stop`."""
+    """A part of a file to tokenise: the lines that begin in bytes `start:stop`.
+
+    Where a file is not read from any byte on, `content` holds these lines, the first of which has the number `first`.
+    """
 
     path: str
     start: int
@@ -49,7 +57,25 @@ class PartOfFile(NamedTuple):
     template: Template
     limit: float
     pairs: bool = False
+    content: bytes | None = None
+    first: int = 1
+    unit: str = "line"
     special_tokens: bool = True
+
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """Yields (offset or number, line) of the lines that are not blank."""
+        if self.content is None:
+            yield from lines_of(self.path, self.start, self.stop)
+            return
+        for number, line in enumerate(io.BytesIO(self.content), self.first):
+            if line.strip():
+                yield number, line
+
+    def where(self, index: int) -> str:
+        """Names the line or record that `lines` yields by this offset or number."""
+        if self.content is None:
+            return place_of(self.path, index)
+        return f"{self.path}, {self.unit} {index}"
 
 
 def lines_of(path: str, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
@@ -73,9 +99,17 @@ def place_of(path: str, offset: int) -> str:
 
 
 def read_line(
-    path: str, offset: int, line: bytes, template: Template, pairs: bool = False
+    path: str,
+    offset: int,
+    line: bytes,
+    template: Template,
+    pairs: bool = False,
+    where_of: Callable[[int], str] | None = None,
 ) -> list[Document]:
-    """Returns the documents of a line, with its number found where it is refused."""
+    """Returns the documents of a line, with its number found where it is refused.
+
+    `where_of` names the line by `offset`; None: it is the offset in a file of lines.
+    """
 
     def read(where: str) -> list[Document]:
         return pair_of(line, where) if pairs else documents_of(line, where, template)
@@ -83,7 +117,12 @@ def read_line(
     try:
         return read("")
     except UsageError:
-        return read(place_of(path, offset))
+        where = place_of(path, offset) if where_of is None else where_of(offset)
+        try:
+            line.decode()
+        except UnicodeDecodeError as error:
+            raise not_utf8(where, error.start, path) from None
+        return read(where)
 
 
 def tokenise_part(job: PartOfFile) -> str:
@@ -96,14 +135,14 @@ def tokenise_part(job: PartOfFile) -> str:
     dtype = np.min_scalar_type(job.tokenizer.vocab_size - 1)
     digest, lengths, validation = hashlib.sha256(), [], []
     with (partial / "tokens").open("wb") as tokens, (partial / "counts").open("wb") as counts:
-        for offset, line in lines_of(job.path, job.start, job.stop):
+        for offset, line in job.lines():
             key = hashlib.sha256(line.strip()).digest()
             digest.update(key)
-            for document in read_line(job.path, offset, line, job.template, job.pairs):
+            for document in read_line(job.path, offset, line, job.template, job.pairs, job.where):
                 ids, count = _encoded(job, document, offset)
                 if job.pairs and not count[1:].any():
                     raise UsageError(
-                        f"{place_of(job.path, offset)} has a completion without a token behind another."
+                        f"{job.where(offset)} has a completion without a token behind another."
                     )
                 tokens.write(ids.astype(dtype).tobytes())
                 counts.write(count.tobytes())
@@ -122,16 +161,16 @@ def tokenise_part(job: PartOfFile) -> str:
     return job.out
 
 
-def _encoded(job: PartOfFile, document: Document, offset: int) -> tuple[np.ndarray, np.ndarray]:
+def _encoded(job: PartOfFile, document: Document, index: int) -> tuple[np.ndarray, np.ndarray]:
     pieces, ends = document
     try:
         return encode_pieces(pieces, ends, job.tokenizer, special_tokens=job.special_tokens)
     except UsageError as error:
-        raise UsageError(f"{place_of(job.path, offset)}: {error}") from None
+        raise UsageError(f"{job.where(index)}: {error}") from None
 
 
 def tokenise(
-    path: str,
+    path: str | Sequence[Source],
     entry: Path,
     tokenizer: Tokenizer,
     template: Template,
@@ -142,10 +181,13 @@ def tokenise(
     *,
     special_tokens: bool = True,
 ) -> None:
-    """Makes the folder of tokens `entry` of a file of JSONL; what was done before a kill is not done again.
+    """Makes the folder of tokens `entry` of files of records; what was done before a kill is not done again.
+
+    Files that have to be unpacked, or are no JSONL, are read again from their beginning after a kill, which takes a
+    small part of the time; memory holds 16 MiB of their lines for each of the processes.
 
     Args:
-      path: The file.
+      path: The file of JSONL, or sources of any kind, whose documents follow each other in this order.
       entry: The folder, which appears by one rename when it is whole; parts lie beside it until then.
       tokenizer: Of the texts.
       template: Of messages.
@@ -160,42 +202,49 @@ def tokenise(
       UsageError: A line cannot be read, and is named by its file and number; or nothing counts in the loss.
     """
     kind, fraction = split
-    size = os.path.getsize(path)
+    sources = [Source(path=path, kind=Kind("lines"))] if isinstance(path, str) else list(path)
+    name = sources[0].path if len(sources) == 1 else os.path.commonpath([x.path for x in sources])
     beside = entry.with_name(f"{entry.name}.parts")
     beside.mkdir(parents=True, exist_ok=True)
     limit = fraction * 2**64 if kind == "hash" else 0
-    jobs = [
-        PartOfFile(
-            path,
-            start,
-            min(start + PART, size),
-            str(beside / f"{number:06d}"),
-            tokenizer,
-            template,
-            limit,
-            pairs,
-            special_tokens,
+    counts_known = all(source.kind.is_direct for source in sources)
+    outs: list[Path] = []
+
+    def numbered() -> Iterator[PartOfFile]:
+        """Yields the parts that are not there, and notes the folders of all."""
+        parts = itertools.chain.from_iterable(
+            _parts(source, tokenizer, template, limit, pairs) for source in sources
         )
-        for number, start in enumerate(range(0, size, PART))
-    ]
-    left = [job for job in jobs if not Path(job.out).exists()]
-    before = len(jobs) - len(left)
+        parts = (part._replace(special_tokens=special_tokens) for part in parts)
+        for number, part in enumerate(parts):
+            out = beside / f"{number:06d}"
+            outs.append(out)
+            if not out.exists():
+                yield part._replace(out=str(out))
+
+    jobs: Iterable[PartOfFile] = numbered()
+    before, total = 0, ""
+    if counts_known:  # such parts hold no lines
+        jobs = list(jobs)
+        before = len(outs) - len(jobs)
+        workers = min(workers, len(jobs))
+        total = f" of {len(outs)}"
     if before:
-        say(f"{before} of {len(jobs)} parts of {path} were tokenised before")
+        say(f"{before} of {len(outs)} parts of {name} were tokenised before")
     try:
-        for number, _ in enumerate(_tokenised(left, min(workers, len(left))), before + 1):
-            say(f"{number} of {len(jobs)} parts of {path} are tokenised")
+        for number, _ in enumerate(_tokenised(jobs, workers), before + 1):
+            say(f"{number}{total} parts of {name} are tokenised")
         counts = (
-            np.fromfile(Path(job.out) / "counts", np.uint8).any() for job in jobs
+            np.fromfile(out / "counts", np.uint8).any() for out in outs
         )  # to the first that has some
-        if jobs and not any(counts):
-            raise UsageError(f"nothing in {path} counts in the loss; legal are {_COUNTED}.")
+        if not any(counts):
+            raise UsageError(f"nothing in {name} counts in the loss; legal are {_COUNTED}.")
     except FileNotFoundError:  # another process has made the whole folder, and removed the parts
         if not entry.is_dir():
             raise
         return
     _join(
-        [Path(job.out) for job in jobs],
+        outs,
         entry,
         tokenizer,
         fraction if kind == "tail" else 0.0,
@@ -204,8 +253,46 @@ def tokenise(
     shutil.rmtree(beside, ignore_errors=True)
 
 
-def _tokenised(jobs: list[PartOfFile], workers: int) -> Iterator[str]:
-    """Yields the folder of each part as it is done, by so many processes."""
+def _parts(
+    source: Source, tokenizer: Tokenizer, template: Template, limit: float, pairs: bool
+) -> Iterator[PartOfFile]:
+    """Yields the parts of a file: those of packed lines are the parts of the same lines in a plain file."""
+    part = functools.partial(
+        PartOfFile,
+        path=source.path,
+        out="",
+        tokenizer=tokenizer,
+        template=template,
+        limit=limit,
+        pairs=pairs,
+    )
+    if source.kind.is_direct:
+        size = os.path.getsize(source.path)
+        for start in range(0, size, PART):
+            yield part(start=start, stop=min(start + PART, size))
+        return
+    unit = "line" if source.kind.form == "lines" else "record"
+    part = functools.partial(part, start=0, stop=0, unit=unit)
+    held: list[bytes] = []
+    first, offset, end = 1, 0, PART
+    for number, line in enumerate(lines_of_source(source), 1):
+        while offset >= end:
+            yield part(content=b"".join(held), first=first)
+            held = []
+            first = number
+            end += PART
+        held.append(line)
+        offset += len(line)
+    while offset:
+        yield part(content=b"".join(held), first=first)
+        held = []
+        if offset <= end:
+            return
+        end += PART
+
+
+def _tokenised(jobs: Iterable[PartOfFile], workers: int) -> Iterator[str]:
+    """Yields the folder of each part as it is done, by so many processes, each of which has one part in wait."""
     if workers < 2:
         yield from map(tokenise_part, jobs)
         return
@@ -214,10 +301,18 @@ def _tokenised(jobs: list[PartOfFile], workers: int) -> Iterator[str]:
     )  # a fork would copy threads of JAX that hold locks
     with concurrent.futures.ProcessPoolExecutor(workers, context) as pool:
         try:
-            for done in concurrent.futures.as_completed(
-                [pool.submit(tokenise_part, job) for job in jobs]
-            ):
-                yield done.result()
+            left = iter(jobs)
+            running: set[concurrent.futures.Future[str]] = set()
+            while True:
+                for job in itertools.islice(left, 2 * workers - len(running)):
+                    running.add(pool.submit(tokenise_part, job))
+                if not running:
+                    return
+                done, running = concurrent.futures.wait(
+                    running, return_when=concurrent.futures.FIRST_COMPLETED
+                )
+                for each in done:
+                    yield each.result()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

@@ -1,5 +1,6 @@
 """XML as a tree whose elements know their lines, so that what is wrong in a file can be named."""
 
+import codecs
 import dataclasses
 import os
 from pathlib import Path
@@ -52,9 +53,10 @@ def source_of(source: str | os.PathLike) -> tuple[bytes, str]:
         return source.encode(), "text"
     path = Path(source)
     try:
-        return path.read_bytes(), path.name
+        content = path.read_bytes()
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error}") from None
+    return content.removeprefix(codecs.BOM_UTF8), path.name
 
 
 def parse(source: str | os.PathLike, root: str) -> Element:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, cast
 import numpy as np
 from jax.typing import ArrayLike
 
+from jaxpar._encodings import decoded
 from jaxpar.pomdp.model import LARGEST
 from jaxpar.pomdp.tabular import SUM_TOLERANCE, TabularPomdp
 from jaxpar.types import UsageError
@@ -40,9 +41,10 @@ def load_pomdp(source: str | os.PathLike) -> TabularPomdp:
         return _Parser(source, "text").model()
     path = Path(source)
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        content = path.read_bytes()
+    except OSError as error:
         raise UsageError(f"{path} cannot be read: {error}") from None
+    text = decoded(content, path)
     return _Parser(text, path.name).model()
 
 

@@ -12,6 +12,7 @@ from typing import NoReturn
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar._encodings import decoded
 from jaxpar.pomdp.exact.solver import Exact
 from jaxpar.pomdp.files._xml import Element, parse, source_of
 from jaxpar.pomdp.files.cassandra import decimal
@@ -36,10 +37,7 @@ def load_policy(source: str | os.PathLike, model: TabularPomdp) -> Exact:
     if content.lstrip().startswith(b"<"):
         actions, vectors = _of_xml(parse(source, "Policy"), model)
     else:
-        try:
-            actions, vectors = _of_text(content.decode(), name, model)
-        except UnicodeDecodeError as error:
-            raise UsageError(f"{name} cannot be read: {error}") from None
+        actions, vectors = _of_text(decoded(content, name), name, model)
     alphas = jnp.asarray(np.stack(vectors), model.start.dtype)
     value = (alphas @ model.start).max()
     upper = jnp.asarray(jnp.inf, value.dtype)
