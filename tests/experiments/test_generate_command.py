@@ -506,11 +506,13 @@ def test_chats_are_written_by_a_template(tmp_path):
     (request,) = read_requests(tmp_path / "p.jsonl")
     assert request.prompt == "<|im_start|>user\nalpha<|im_end|>\n<|im_start|>assistant\n"
     assert request.is_chat and request.seed == 3
-    written = read_requests(tmp_path / "p.jsonl", lambda: ChatTemplate(JINJA, {"bos_token": "<s>"}))
+    written = read_requests(
+        tmp_path / "p.jsonl", template_of=lambda: ChatTemplate(JINJA, {"bos_token": "<s>"})
+    )
     assert written[0].prompt == "<s>[user]alpha[assistant]"
     with pytest.raises(UsageError, match="line 1 of p.jsonl: the chat template cannot take"):
         refusing = ChatTemplate("{{ raise_exception('no') }}")
-        read_requests(tmp_path / "p.jsonl", lambda: refusing)
+        read_requests(tmp_path / "p.jsonl", template_of=lambda: refusing)
 
 
 def test_the_folders_own_template_writes_chats(main, tmp_path, folder):
