@@ -31,6 +31,8 @@ __all__ = ["Corpus", "DataConfig", "Tokens", "open_corpus"]
 
 _KIB, _MIB = 2**10, 2**20
 _STDLIB_SKIPS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+LAYOUTS = ("stream", "rows", "packed")
+"""Rows of a batch by name; `jaxpar.lm.text.layouts` makes them."""
 _FORMAT = 1  # part of every cache key: raise it when the meaning of a cached file changes
 
 
@@ -50,6 +52,9 @@ class DataConfig:
         template: how the messages of JSONL become text: a file of Jinja, or a folder that has one; empty: ChatML.
         workers: processes that tokenise JSONL.
         pairs: lines of JSONL are preferences, {"prompt", "chosen", "rejected"}; objective.kind=dpo says so.
+        layout: rows of a batch: `stream` (windows of the stream), `rows` (one document each) or `packed` (whole
+            documents, as many as fit); for a mixture one for all, or one for each source, joined by +. Empty:
+            packed where not all tokens count, as in chats and completions, rows for pairs, else stream.
     """
 
     path: str = ""
@@ -61,9 +66,11 @@ class DataConfig:
     template: str = field("", identity="changed")
     workers: int = field(1, AtLeast(1), identity=False)
     pairs: bool = field(False, None, identity="changed")
+    layout: str = field("", identity="changed")
 
     def __post_init__(self):
         check_fields(self, "data.")
+        _check_layout(self.layout, self.pairs)
         vocab_size_of(self.tokenizer)
         _split_of(self.split)
 
@@ -207,13 +214,21 @@ def _streams(
         chosen &= lengths > 0  # a tokenizer may find nothing in a document
         stream = Tokens(data=data, starts=starts[chosen], lengths=lengths[chosen], counts=counts)
         streams.append(stream)
-        if len(streams[-1]) <= (0 if config.pairs else config.seq_len):
+        needed = _fewest_tokens(config)
+        if len(streams[-1]) < needed:
             raise UsageError(
                 f"the corpus has {len(data)} tokens, {len(streams[-1])} of them in the {side} split, but one "
-                f"window needs {config.seq_len + 1}; lower seq_len={config.seq_len}, change "
+                f"window needs {needed}; lower seq_len={config.seq_len}, change "
                 f"split={config.split!r} or add text"
             )
     return streams[0], streams[1]
+
+
+def _fewest_tokens(config: DataConfig) -> int:
+    """Returns the tokens that a split needs: those of a window, or a target where rows are filled up."""
+    if config.pairs:
+        return 1
+    return 2 if config.layout else config.seq_len + 1
 
 
 def _open_shards(
@@ -429,6 +444,20 @@ def _write_tokens(
                 )
             lengths.append((file.tell() - begin) // dtype.itemsize)
     return lengths
+
+
+def _check_layout(layout: str, pairs: bool) -> None:
+    names = layout.split("+") if layout else []
+    unknown = [name for name in names if name not in LAYOUTS]
+    if unknown:
+        raise UsageError(
+            f"data.layout={layout!r}: {unknown[0]!r} is no layout; expected {', '.join(LAYOUTS)}, "
+            "or one for each source of a mixture, joined by +."
+        )
+    if pairs and layout not in ("", "rows"):
+        raise UsageError(
+            f"data.layout={layout}: a pair is two rows, of one completion each; expected rows."
+        )
 
 
 def _split_of(split: str) -> tuple[str, float]:
