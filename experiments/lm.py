@@ -45,11 +45,12 @@ from jaxpar.lm.text import (
     Corpus,
     DataConfig,
     Tokenizer,
-    Windows,
     load_tokenizer,
     open_corpora,
     training_batches,
 )
+from jaxpar.lm.text.layouts import DocumentRows, batches_of
+from jaxpar.lm.text.mixture import Corpora, open_new
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import named_shardings, partition
 from jaxpar.nn.mixers import Recurrent
@@ -191,7 +192,7 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
                 model=initial_model.with_model(config.model, initial_model.kept(folder) or start),
             )
         tokenizer = initial_model.kept_tokenizer(folder, start)
-    mixed = open_corpora(config.data, folder / "data", tokenizer, say)
+    mixed, config = _open_data(config, folder, tokenizer)
     corpus = mixed.first
     config = with_vocabulary(config, corpus.tokenizer, is_given=start is not None)
     config = with_solver(config, folder)
@@ -214,7 +215,7 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
         progress=ProgressLabels(
             description="training", tokens_per_step=data.batch_size * data.seq_len
         ),
-        tell_start=functools.partial(_tell_start, config, folder, corpus, trainer),
+        tell_start=functools.partial(_tell_start, config, folder, corpus, trainer, windows),
         checkpoints=dict(
             where=checkpoint_folder(config, folder) if config.checkpoints else "",
             keep=length.keep,
@@ -231,6 +232,23 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
     )
     _tell_end(config, folder, corpus, result)
     return result
+
+
+def _open_data(
+    config: Config, folder: pathlib.Path, tokenizer: Tokenizer
+) -> tuple[Corpora, Config]:
+    """Opens the corpora of the run in `folder`; returns the configuration with the layout of its rows.
+
+    A run that is resumed keeps the layout that it began with. Runs of before there were layouts have
+    none, and so windows of the stream.
+    """
+    cache = folder / "data"
+    if config.data.layout or not (folder / "config.yaml").is_file():
+        corpora, data = open_new(config.data, cache, tokenizer, say)
+        return corpora, dataclasses.replace(config, data=data)
+    saved = runner.load(folder, Config).data.layout
+    data = dataclasses.replace(config.data, layout=saved)
+    return open_corpora(data, cache, tokenizer, say), dataclasses.replace(config, data=data)
 
 
 def with_solver(config: Config, folder: pathlib.Path) -> Config:
@@ -307,7 +325,13 @@ def evaluate(config: Config, folder: pathlib.Path) -> dict[str, float]:
     if config.data.pairs:
         raise UsageError("mode=eval of a run of preferences knows no start to compare with; give eval.kind, legal are "
                          "documents, choices, exact.")  # fmt: skip
-    corpus = open_corpora(config.data, pathlib.Path(config.run) / "data", tokenizer).first
+    folder = pathlib.Path(config.run)
+    if (folder / "config.json").is_file():  # no run, whose layout would be that of its training
+        corpora, data = open_new(config.data, folder / "data", tokenizer)
+        config = dataclasses.replace(config, data=data)
+    else:
+        corpora = open_corpora(config.data, folder / "data", tokenizer)
+    corpus = corpora.first
     say(corpus.describe())
     whole = dataclasses.replace(config, train=dataclasses.replace(config.train, eval_batches=0))
     metrics = make_evaluate(whole, corpus)(params)
@@ -475,6 +499,7 @@ def _tell_start(
     folder: pathlib.Path,
     corpus: Corpus,
     trainer: Trainer | AdapterTrainer,
+    batches: Any,  # a layout, a mixture or pairs
     start: int,
 ) -> None:
     data, model = config.data, config.model
@@ -495,6 +520,11 @@ def _tell_start(
             f"a base in {config.adapter.base}")  # fmt: skip
     say(f"state      {a_device / 2**20:,.1f} MiB a device (parameters and optimizer)")
     say(corpus.describe().replace("corpus ", "corpus     ", 1))
+    if data.layout:
+        say(f"layout     {data.layout}")
+    for rows in getattr(batches, "sources", (batches,)):
+        if isinstance(rows, DocumentRows) and rows.note:
+            say(f"note       {rows.note}")
     if (enough := -(-corpus.tokenizer.vocab_size // 64) * 64) < model.vocab_size:
         say(f"note       the tokenizer has {corpus.tokenizer.vocab_size:,} of {model.vocab_size:,} symbols; "
             f"model.vocab_size={enough} leaves the others out")  # fmt: skip
@@ -516,13 +546,7 @@ def _tell_end(config: Config, folder: pathlib.Path, corpus: Corpus, result: FitR
     if config.model.experts.num_experts:
         plots["experts"] = plot.with_name("experts.png")
         data = config.data
-        rows = Windows(
-            tokens=corpus.validation,
-            seq_len=data.seq_len,
-            batch_size=data.batch_size,
-            seed=config.seed + 1,
-            pack=data.pack,
-        )
+        rows = batches_of(corpus.validation, data.layout.split("+")[0], data, config.seed + 1)
         batch = place(config, functools.partial(rows, 0))
         expert_loads.draw(
             config.model,

@@ -216,10 +216,11 @@ def _streams(
         streams.append(stream)
         needed = _fewest_tokens(config)
         if len(streams[-1]) < needed:
+            reader = "a target" if config.layout else "one window"
+            remedy = "" if config.layout else f"lower seq_len={config.seq_len}, "
             raise UsageError(
-                f"the corpus has {len(data)} tokens, {len(streams[-1])} of them in the {side} split, but one "
-                f"window needs {needed}; lower seq_len={config.seq_len}, change "
-                f"split={config.split!r} or add text"
+                f"the corpus has {len(data)} tokens, {len(streams[-1])} of them in the {side} split, but "
+                f"{reader} needs {needed}; {remedy}change split={config.split!r} or add text"
             )
     return streams[0], streams[1]
 

@@ -39,6 +39,12 @@ class Layout(Protocol):
     def tokens(self) -> Tokens: ...
 
     @property
+    def seq_len(self) -> int: ...
+
+    @property
+    def batch_size(self) -> int: ...
+
+    @property
     def num_windows(self) -> int: ...
 
     def draw(self, samples: np.ndarray) -> dict[str, np.ndarray]: ...
@@ -139,7 +145,7 @@ class Stream:
     def _read_rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Reads tokens, targets and counts at indices that rise by 1 but for the seam."""
         length = self.seq_len
-        batch = {
+        batch: dict[str, np.ndarray] = {
             "tokens": np.empty(indices.shape, np.int32),
             "targets": np.empty(indices.shape, np.int32),
         }
@@ -305,7 +311,9 @@ class DocumentRows:
         if not self.packed or not len(starts):
             return _Pieces(starts, sizes, np.arange(len(starts) + 1), note)
 
-        order = permuted(np.arange(len(starts)), len(starts), self.seed, np.uint64(_ORDER))
+        order = permuted(
+            np.arange(len(starts)), len(starts), self.seed, np.array(_ORDER, np.uint64)
+        )
         rows, order = _packed_rows(sizes, order, length)
         firsts = np.flatnonzero(np.diff(rows, prepend=-1))
         firsts = np.append(firsts, len(rows))
@@ -442,23 +450,22 @@ def batches_of(tokens: Tokens, layout: str, config: DataConfig, seed: int) -> La
     )
 
 
-def sweep_batches(
-    tokens: Tokens, layout: str, config: DataConfig
-) -> Iterator[dict[str, np.ndarray]]:
-    """Reads documents once, in order, for evaluation, in the layout of training.
+def sweep_batches(batches: Layout) -> Iterator[dict[str, np.ndarray]]:
+    """Reads documents once, in order, for evaluation, in the layout of `batches`.
 
-    Every target of an epoch comes once; the last batch is filled up with rows of weight 0. Arguments
-    are those of `batches_of`.
+    Every target of an epoch comes once; the last batch is filled up with rows of weight 0.
+
+    Args:
+      batches: What `batches_of` returns.
 
     Yields:
       Batches of that layout, with weights.
     """
-    batches = batches_of(tokens, layout, config, 0) if layout else None
     if not isinstance(batches, Stream | DocumentRows):
-        yield from sweep(tokens, config.seq_len, config.batch_size)
+        yield from sweep(batches.tokens, batches.seq_len, batches.batch_size)
         return
-    for start in range(0, batches.num_windows, config.batch_size):
-        batch = batches.read(np.arange(start, start + config.batch_size))
+    for start in range(0, batches.num_windows, batches.batch_size):
+        batch = batches.read(np.arange(start, start + batches.batch_size))
         if "weights" not in batch:
             batch["weights"] = np.ones(batch["targets"].shape, np.float32)
         yield batch
