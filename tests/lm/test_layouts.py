@@ -425,7 +425,7 @@ def cut_shares(batches, owners, begins, counted):
       begins: First token of each document.
       counted: First token of each that counts.
     """
-    batch = epoch_of(batches)
+    batch = batches.draw(np.arange(4 * batches.num_windows))
     total = cut = bare = 0
     for tokens, targets, weights in zip(
         batch["tokens"], batch["targets"], batch["weights"], strict=True
