@@ -173,7 +173,10 @@ def open_corpus(
     try:
         files = _files(config.path)
         name = config.tokenizer if tokenizer is None else tokenizer.identity
-        key = hashlib.sha256(json.dumps([_FORMAT, files, name, config.split]).encode()).hexdigest()
+        parts = [_FORMAT, files, name, config.split]
+        if tokenizer is not None and _has_ends(config, files, tokenizer):
+            parts += [tokenizer.bos_ids, tokenizer.eos_ids[:1]]
+        key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
         entry = Path(cache) / key[:16]
         if not entry.exists():
             _build(entry, files, config, tokenizer)
@@ -196,7 +199,10 @@ def open_corpus(
     data = data.view(np.ndarray)  # cheaper to slice
     lengths = np.array(record["lengths"], np.int64)
     is_validation = np.array(record["validation"], bool)
-    train, validation = _streams(config, data, lengths, is_validation)
+    counts = None
+    if (entry / "counts.bin").is_file():
+        counts = np.memmap(entry / "counts.bin", np.uint8, "r", shape=data.shape).view(np.ndarray)
+    train, validation = _streams(config, data, lengths, is_validation, counts)
     return Corpus(hash=record["hash"], tokenizer=tokenizer, train=train, validation=validation)
 
 
@@ -319,10 +325,12 @@ def _build(entry: Path, files: list, config: DataConfig, tokenizer: Tokenizer | 
         if len(files) == 1 and isinstance(tokenizer, Bytes):
             data, lengths = files[0][0], [piece.stop - piece.start for piece in pieces]
         else:
-            data, lengths = (
-                "tokens.bin",
-                _write_tokens(partial / "tokens.bin", pieces, tokenizer, dtype),
-            )
+            data = "tokens.bin"
+            ends = _has_ends(config, files, tokenizer)
+            sizes = {path: size for path, size, _ in files} if ends else {}
+            lengths = _write_tokens(partial / data, pieces, tokenizer, dtype, sizes)
+            if ends and tokenizer.bos_ids:
+                _write_counts(partial / "counts.bin", pieces, lengths, len(tokenizer.bos_ids))
         record = dict(
             hash=content, path=config.path, split=config.split, tokenizer=tokenizer.identity
         )
@@ -429,22 +437,53 @@ def _training_texts(pieces: list[_Piece]) -> Iterator[str]:
             return
 
 
+def _has_ends(config: DataConfig, files: list, tokenizer: Tokenizer | None) -> bool:
+    """Returns whether the files of a folder get BOS and EOS, as lines of JSONL do."""
+    has_ids = tokenizer is not None and bool(tokenizer.bos_ids or tokenizer.eos_ids)
+    # Without a layout a run is of before they got any; a single file is a stream, not a document.
+    return bool(config.layout) and has_ids and len(files) > 1
+
+
 def _write_tokens(
-    path: Path, pieces: list[_Piece], tokenizer: Tokenizer, dtype: np.dtype
+    path: Path,
+    pieces: list[_Piece],
+    tokenizer: Tokenizer,
+    dtype: np.dtype,
+    sizes: dict[str, int],
 ) -> list[int]:
-    """Encodes the pieces into one flat file, block by block, and gives their lengths in tokens."""
+    """Encodes the pieces into one flat file, block by block, and gives their lengths in tokens.
+
+    Where `sizes` has the bytes of a piece's file, BOS and EOS stand at the ends of that file.
+    """
     lengths = []
+    begin_ids = np.array(tokenizer.bos_ids).astype(dtype)
+    end_ids = np.array(tokenizer.eos_ids[:1]).astype(dtype)
     with path.open("wb") as file:
         for piece in pieces:
             begin = file.tell()
+            is_document = piece.path in sizes and piece.start < piece.stop
+            if is_document and piece.start == 0:
+                file.write(begin_ids.tobytes())
             if isinstance(tokenizer, Bytes):
                 file.writelines(block for _, block in _blocks(*piece[:3], _MIB))
             else:
                 file.writelines(
                     tokenizer.encode(text).astype(dtype).tobytes() for text in _texts(piece)
                 )
+            if is_document and piece.stop == sizes[piece.path]:
+                file.write(end_ids.tobytes())
             lengths.append((file.tell() - begin) // dtype.itemsize)
     return lengths
+
+
+def _write_counts(path: Path, pieces: list[_Piece], lengths: list[int], num_bos: int) -> None:
+    """Writes which tokens count as targets: all but the BOS of documents."""
+    with path.open("wb") as file:
+        for piece, length in zip(pieces, lengths, strict=True):
+            counts = np.ones(length, np.uint8)
+            if piece.start == 0:
+                counts[:num_bos] = 0
+            file.write(counts.tobytes())
 
 
 def _check_layout(layout: str, pairs: bool) -> None:
