@@ -439,9 +439,10 @@ def _training_texts(pieces: list[_Piece]) -> Iterator[str]:
 
 def _has_ends(config: DataConfig, files: list, tokenizer: Tokenizer | None) -> bool:
     """Returns whether the files of a folder get BOS and EOS, as lines of JSONL do."""
-    has_ids = tokenizer is not None and bool(tokenizer.bos_ids or tokenizer.eos_ids)
     # Without a layout a run is of before they got any; a single file is a stream, not a document.
-    return bool(config.layout) and has_ids and len(files) > 1
+    if tokenizer is None or not config.layout or len(files) == 1:
+        return False
+    return bool(tokenizer.bos_ids or tokenizer.eos_ids)
 
 
 def _write_tokens(
@@ -456,8 +457,8 @@ def _write_tokens(
     Where `sizes` has the bytes of a piece's file, BOS and EOS stand at the ends of that file.
     """
     lengths = []
-    begin_ids = np.array(tokenizer.bos_ids).astype(dtype)
-    end_ids = np.array(tokenizer.eos_ids[:1]).astype(dtype)
+    begin_ids = np.array(tokenizer.bos_ids if sizes else ()).astype(dtype)
+    end_ids = np.array(tokenizer.eos_ids[:1] if sizes else ()).astype(dtype)
     with path.open("wb") as file:
         for piece in pieces:
             begin = file.tell()
