@@ -30,6 +30,7 @@ from jaxpar.types import UsageError
 __all__ = ["Corpus", "DataConfig", "Tokens", "open_corpus"]
 
 _KIB, _MIB = 2**10, 2**20
+_HASHED = 2**30
 _STDLIB_SKIPS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 LAYOUTS = ("stream", "rows", "packed")
 """Rows of a batch by name; `jaxpar.lm.text.layouts` makes them."""
@@ -177,7 +178,7 @@ def open_corpus(
         if tokenizer is not None and _has_ends(config, files, tokenizer):
             parts += [tokenizer.bos_ids, tokenizer.eos_ids[:1]]
         key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-        entry = Path(cache) / key[:16]
+        entry = _entry_of(Path(cache) / key[:16], [path for path, _, _ in files])
         if not entry.exists():
             _build(entry, files, config, tokenizer)
     except PermissionError as error:
@@ -254,6 +255,7 @@ def _open_shards(
         key = [_FORMAT, str(path), stat.st_size, stat.st_mtime_ns, name, config.split, writes]
         key += ["pairs"] if config.pairs else []
         folder = cache / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+        folder = _entry_of(folder, [str(path)])
         tokenizer = tokenizer or _tokenizer(
             config, folder.with_suffix(".json"), str(path), template
         )
@@ -274,7 +276,7 @@ def _open_shards(
                 f"tokenizer={config.tokenizer!r} is not learnt from tokens; put tokenizer.json beside them"
             )
         tokenizer, folder = tokenizer or Bytes(), path
-    found = open_shards(folder, tokenizer.vocab_size, split)
+    found = open_shards(folder, tokenizer.vocab_size, split, cache, tokenizer.identity)
     train, validation = _streams(
         config, found.tokens, found.lengths, found.validation, counts=found.counts
     )
@@ -435,6 +437,45 @@ def _training_texts(pieces: list[_Piece]) -> Iterator[str]:
         left -= len(text)
         if left <= 0:
             return
+
+
+def _entry_of(entry: Path, paths: list[str]) -> Path:
+    """Returns the cache's folder for files whose paths, sizes and times are those that `entry` is named after.
+
+    It is `entry` for the first content that was seen under these, and has another name for any other
+    content. Beside it lies what the system says of the files, which a change of content changes: they
+    are read again only where that is new. Files of over 1 GiB in all are not read: new numbers are
+    other content, and are tokenised again.
+    """
+    record = entry.with_name(f"{entry.name}.source")
+    stats = [os.stat(path) for path in paths]
+    numbers = [[stat.st_ctime_ns, stat.st_ino] for stat in stats]
+    state = hashlib.sha256(json.dumps(numbers).encode()).hexdigest()
+    try:
+        contents = json.loads(record.read_text())
+    except (OSError, ValueError):
+        contents = {}
+    if state not in contents:
+        is_small = sum(stat.st_size for stat in stats) <= _HASHED
+        contents[state] = _digest_of(paths) if is_small else state
+        partial = record.with_name(f".partial-{uuid.uuid4().hex}")
+        try:
+            record.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(contents))
+            partial.rename(record)
+        except OSError:
+            pass  # a cache that is read alone, or one that cannot be made, which has a sentence later
+    content = contents[state]
+    first = next(iter(contents.values()))
+    return entry if content == first else entry.with_name(f"{entry.name}-{content[:16]}")
+
+
+def _digest_of(paths: list[str]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 def _has_ends(config: DataConfig, files: list, tokenizer: Tokenizer | None) -> bool:
