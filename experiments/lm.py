@@ -42,15 +42,16 @@ from jaxpar.lm import (
     num_params,
 )
 from jaxpar.lm.text import (
+    Corpora,
     Corpus,
     DataConfig,
     Tokenizer,
+    batches_of,
     load_tokenizer,
     open_corpora,
+    open_with_layout,
     training_batches,
 )
-from jaxpar.lm.text.layouts import DocumentRows, batches_of
-from jaxpar.lm.text.mixture import Corpora, open_new
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import named_shardings, partition
 from jaxpar.nn.mixers import Recurrent
@@ -244,7 +245,7 @@ def _open_data(
     """
     cache = folder / "data"
     if config.data.layout or not (folder / "config.yaml").is_file():
-        corpora, data = open_new(config.data, cache, tokenizer, say)
+        corpora, data = open_with_layout(config.data, cache, tokenizer, say)
         return corpora, dataclasses.replace(config, data=data)
     saved = runner.load(folder, Config).data.layout
     data = dataclasses.replace(config.data, layout=saved)
@@ -327,7 +328,7 @@ def evaluate(config: Config, folder: pathlib.Path) -> dict[str, float]:
                          "documents, choices, exact.")  # fmt: skip
     folder = pathlib.Path(config.run)
     if (folder / "config.json").is_file():  # no run, whose layout would be that of its training
-        corpora, data = open_new(config.data, folder / "data", tokenizer)
+        corpora, data = open_with_layout(config.data, folder / "data", tokenizer)
         config = dataclasses.replace(config, data=data)
     else:
         corpora = open_corpora(config.data, folder / "data", tokenizer)
@@ -523,8 +524,8 @@ def _tell_start(
     if data.layout:
         say(f"layout     {data.layout}")
     for rows in getattr(batches, "sources", (batches,)):
-        if isinstance(rows, DocumentRows) and rows.note:
-            say(f"note       {rows.note}")
+        if note := getattr(rows, "note", ""):
+            say(f"note       {note}")
     if (enough := -(-corpus.tokenizer.vocab_size // 64) * 64) < model.vocab_size:
         say(f"note       the tokenizer has {corpus.tokenizer.vocab_size:,} of {model.vocab_size:,} symbols; "
             f"model.vocab_size={enough} leaves the others out")  # fmt: skip

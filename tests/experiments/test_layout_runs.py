@@ -10,7 +10,7 @@ from experiments import lm
 from experiments.app import runner
 from experiments.app.lm import validation
 from jaxpar.lm.text import Windows
-from jaxpar.lm.text.layouts import DocumentRows, Stream
+from jaxpar.lm.text.row_layouts import DocumentRows, Stream
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.types import UsageError
 

@@ -9,8 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.lm import LMConfig, loss, num_pairs, preference_loss
-from jaxpar.lm.text import Corpus, Pairs, check_batch, sweep_pairs, valid_batch
-from jaxpar.lm.text.layouts import batches_of, sweep_batches
+from jaxpar.lm.text import (
+    Corpus,
+    Pairs,
+    batches_of,
+    check_batch,
+    sweep_batches,
+    sweep_pairs,
+    valid_batch,
+)
 from jaxpar.mesh import place_rows
 from jaxpar.nn.attention.context import in_order, padded
 from jaxpar.types import PyTree, UsageError

@@ -33,7 +33,7 @@ _KIB, _MIB = 2**10, 2**20
 _HASHED = 2**30
 _STDLIB_SKIPS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 LAYOUTS = ("stream", "rows", "packed")
-"""Rows of a batch by name; `jaxpar.lm.text.layouts` makes them."""
+"""Rows of a batch by name; `jaxpar.lm.text.row_layouts` makes them."""
 _FORMAT = 1  # part of every cache key: raise it when the meaning of a cached file changes
 
 

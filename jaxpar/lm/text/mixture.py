@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpar.lm.text.data import Corpus, DataConfig, Pairs, open_corpus, permuted
-from jaxpar.lm.text.layouts import Layout, batches_of
+from jaxpar.lm.text.row_layouts import RowBatches, batches_of
 from jaxpar.lm.text.tokenizer import Tokenizer
 from jaxpar.types import UsageError
 
-__all__ = ["open_corpora", "training_batches"]
+__all__ = ["Corpora", "open_corpora", "open_with_layout", "training_batches"]
 
 _SOURCE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(e?)\*(.+)")
 
@@ -80,7 +80,7 @@ class Mixture(NamedTuple):
       seed: Of the order.
     """
 
-    sources: tuple[Layout, ...]
+    sources: tuple[RowBatches, ...]
     counts: tuple[int, ...]
     batch_size: int
     seed: int
@@ -206,7 +206,7 @@ def _has_prompts(corpus: Corpus) -> bool:
     return any(not tokens.counts[start + num_bos : start + size].all() for start, size in spans)
 
 
-def open_new(
+def open_with_layout(
     config: DataConfig,
     cache: str | Path,
     tokenizer: Tokenizer | None = None,
@@ -225,7 +225,9 @@ def open_new(
     return corpora, dataclasses.replace(config, layout=usual)
 
 
-def training_batches(corpora: Corpora, config: DataConfig, seed: int) -> Layout | Mixture | Pairs:
+def training_batches(
+    corpora: Corpora, config: DataConfig, seed: int
+) -> RowBatches | Mixture | Pairs:
     """Returns the training batches of a run, by step and rows.
 
     An empty `config.layout` gives windows as they were before there were layouts.

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpar.lm.text import layouts
+from jaxpar.lm.text import row_layouts
 from jaxpar.lm.text.corpus import DataConfig, Tokens
 from jaxpar.lm.text.data import Windows
-from jaxpar.lm.text.layouts import DocumentRows, Stream, batches_of, first_fit, sweep_batches
-from jaxpar.lm.text.mixture import layouts_of, open_new, training_batches
+from jaxpar.lm.text.mixture import layouts_of, open_with_layout, training_batches
+from jaxpar.lm.text.row_layouts import DocumentRows, Stream, batches_of, first_fit, sweep_batches
 from jaxpar.types import UsageError
 
 
@@ -148,9 +148,9 @@ def test_rows_are_packed_by_first_fit_decreasing():
 
 
 def test_buffers_are_bounded_and_full(monkeypatch):
-    monkeypatch.setattr(layouts, "BUFFER", 16)
-    monkeypatch.setattr(layouts, "_GROUPS", 2)
-    monkeypatch.setattr(layouts, "_SPAN", 7)
+    monkeypatch.setattr(row_layouts, "BUFFER", 16)
+    monkeypatch.setattr(row_layouts, "_GROUPS", 2)
+    monkeypatch.setattr(row_layouts, "_SPAN", 7)
     lengths = np.random.default_rng(0).integers(2, 60, 500)
     tokens = documents(lengths, counted=0.7)
     rows = DocumentRows(tokens, 64, 8, 0, packed=True)
@@ -224,7 +224,7 @@ def test_a_stream_equals_a_plain_loop(lengths, length, seed, counted, pack):
             tuple(zip(*(batch[name][row].tolist() for name in names), strict=True))
             for row in range(stream.num_windows)
         )
-        shift = int(layouts.shifts_of(seed, np.array([epoch]), size)[0])
+        shift = int(row_layouts.shifts_of(seed, np.array([epoch]), size)[0])
         twin = stream_twin(tokens, length, pack, shift)
         width = 5 if pack else len(names)
         assert found == sorted(tuple(step[:width] for step in row) for row in twin)
@@ -364,9 +364,9 @@ def test_the_usual_layout_is_that_of_the_data(tmp_path):
         (f"mix:1*{talk}+2*{plain}", "packed+stream"),
     ):
         config = DataConfig(str(path), seq_len=64, batch_size=6, split="tail:0.1")
-        assert open_new(config, tmp_path / "cache")[1].layout == expected
+        assert open_with_layout(config, tmp_path / "cache")[1].layout == expected
     config = DataConfig(str(pairs), seq_len=64, batch_size=6, pairs=True)
-    corpora, config = open_new(config, tmp_path / "cache")
+    corpora, config = open_with_layout(config, tmp_path / "cache")
     assert config.layout == "rows"
     assert training_batches(corpora, config, 0)(0)["rejected_tokens"].shape == (6, 64)
 
@@ -377,7 +377,7 @@ def test_a_mixture_of_layouts(tmp_path):
     text.write_text("b" * 20_000)
     path = f"mix:1*{talk}+2*{text}"
     config = DataConfig(path, seq_len=64, batch_size=6, split="tail:0.1")
-    corpora, config = open_new(config, tmp_path / "cache")
+    corpora, config = open_with_layout(config, tmp_path / "cache")
     batches = training_batches(corpora, config, 0)
     for step in range(4):
         batch = batches(step)
@@ -407,6 +407,13 @@ def test_a_mixture_of_layouts(tmp_path):
 def test_layouts_that_are_none(changes, sentence):
     with pytest.raises(UsageError, match=sentence):
         DataConfig(**changes)
+
+
+def test_documents_have_one_layout():
+    with pytest.raises(
+        UsageError, match=r"data.layout=rows\+packed: .* one layout; expected stream"
+    ):
+        batches_of(documents([4, 5]), "rows+packed", DataConfig(seq_len=8), 0)
 
 
 def test_layouts_of_sources():

@@ -18,11 +18,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from jaxpar.fields import AtLeast, Finite, check_fields, field
-from jaxpar.lm.text.corpus import DataConfig, Tokens
+from jaxpar.lm.text.corpus import LAYOUTS, DataConfig, Tokens
 from jaxpar.lm.text.data import Windows, permuted, sample_numbers, shifts_of, sweep
 from jaxpar.types import UsageError
 
-__all__ = ["DocumentRows", "Layout", "Stream", "batches_of", "sweep_batches"]
+__all__ = ["batches_of", "sweep_batches"]
 
 BUFFER = 1024
 """Documents that are packed together: what first fit decreasing looks through."""
@@ -32,7 +32,7 @@ _SPAN = 4096
 _ORDER = 2**63  # an epoch that no run reaches: the order in which documents come into buffers
 
 
-class Layout(Protocol):
+class RowBatches(Protocol):
     """Rows of batches, shuffled anew each epoch."""
 
     @property
@@ -420,7 +420,7 @@ def first_fit(sizes: np.ndarray, length: int) -> np.ndarray:
     return bins
 
 
-def batches_of(tokens: Tokens, layout: str, config: DataConfig, seed: int) -> Layout:
+def batches_of(tokens: Tokens, layout: str, config: DataConfig, seed: int) -> RowBatches:
     """Returns batches of documents in one layout.
 
     Args:
@@ -432,6 +432,11 @@ def batches_of(tokens: Tokens, layout: str, config: DataConfig, seed: int) -> La
     Raises:
       UsageError: The documents are too few or too long.
     """
+    if layout and layout not in LAYOUTS:
+        raise UsageError(
+            f"data.layout={layout}: documents of one source have one layout; expected "
+            f"{', '.join(LAYOUTS)}."
+        )
     if layout in ("rows", "packed"):
         return DocumentRows(
             tokens=tokens,
@@ -450,7 +455,7 @@ def batches_of(tokens: Tokens, layout: str, config: DataConfig, seed: int) -> La
     )
 
 
-def sweep_batches(batches: Layout) -> Iterator[dict[str, np.ndarray]]:
+def sweep_batches(batches: RowBatches) -> Iterator[dict[str, np.ndarray]]:
     """Reads documents once, in order, for evaluation, in the layout of `batches`.
 
     Every target of an epoch comes once; the last batch is filled up with rows of weight 0.
