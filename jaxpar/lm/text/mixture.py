@@ -233,7 +233,8 @@ def training_batches(
     An empty `config.layout` gives windows as they were before there were layouts.
     """
     if config.pairs:
-        if config.pack or corpora.sources:
+        # With a layout `pack` has nothing to mark: a row is one document.
+        if corpora.sources or (config.pack and not config.layout):
             raise UsageError(
                 "pairs are neither packed nor mixed; leave data.pack=true and mix: out."
             )
