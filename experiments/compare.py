@@ -62,7 +62,7 @@ class Config(runner.RunConfig):
       model: What is the same for all. With `model.mixer.kind=` one of them, fields of its own may be given, as
         `model.mixer.window`; all that read them take them. Block-recurrent layers otherwise have windows of a quarter
         of a row, and as many states: with one window a row nothing is carried.
-      data: Corpus, window and batch; an empty data.layout is of windows that lie whole in the stream.
+      data: Corpus, window and batch; without data.layout, windows that lie whole in the stream.
       optimizer: By default of a constant rate after the warm-up, so that a loss on the way is that of a shorter budget.
       evaluations: Of each row, at equal distances: the points of its line.
       eval_batches: Of each, random windows that are the same for all rows: the spread of seeds is that of training.

@@ -238,10 +238,10 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
 def _open_data(
     config: Config, folder: pathlib.Path, tokenizer: Tokenizer
 ) -> tuple[Corpora, Config]:
-    """Opens the corpora of the run in `folder`; returns the configuration with the layout of its rows.
+    """Opens the corpora of the run in `folder`; returns the configuration with its layout.
 
-    A run that is resumed keeps the layout that it began with. Runs of before there were layouts have
-    none, and so windows of the stream.
+    A run that is resumed keeps the layout that it began with. Older runs have none, and so windows
+    that lie whole in the stream.
     """
     cache = folder / "data"
     if config.data.layout or not (folder / "config.yaml").is_file():

@@ -1,4 +1,4 @@
-"""Runs in each layout of their data: what a new one takes, what an older one keeps, how it resumes."""
+"""Runs in each layout: defaults of new ones, what older ones keep, resuming, validation."""
 
 import json
 
@@ -30,7 +30,7 @@ def one_device(monkeypatch):
 
 
 @pytest.fixture
-def drawn(monkeypatch):
+def batches_drawn(monkeypatch):
     """The batches of runs by number, and what draws them last."""
     batches, opened = {}, lm.training_batches
 
@@ -59,13 +59,15 @@ def layout_of(folder):
     return runner.load(folder, lm.Config).data.layout
 
 
-def test_a_new_run_of_completions_is_packed_and_resumes(tmp_path, one_device, drawn, capsys):
+def test_a_new_run_of_completions_is_packed_and_resumes(
+    tmp_path, one_device, batches_drawn, capsys
+):
     flags = (*SIZES, f"data.path={completions(tmp_path / 'a.jsonl')}")
     usual = lm.compose(*flags)
     assert "data.layout" not in runner.identity(usual)
     run = tmp_path / "run"
     lm.train(lm.compose(*flags, "train.steps=1"), run)
-    rows = drawn["of"]
+    rows = batches_drawn["of"]
     assert isinstance(rows, DocumentRows) and rows.packed and layout_of(run) == "packed"
     assert "layout     packed" in capsys.readouterr().out
     lm.train(lm.compose(*flags, "train.steps=2"), run)
@@ -76,7 +78,9 @@ def test_a_new_run_of_completions_is_packed_and_resumes(tmp_path, one_device, dr
     assert np.isclose(judged["validation/loss"], found[-1], rtol=1e-5)
 
 
-def test_a_run_of_before_there_were_layouts_keeps_its_windows(tmp_path, one_device, drawn, capsys):
+def test_a_run_of_before_there_were_layouts_keeps_its_windows(
+    tmp_path, one_device, batches_drawn, capsys
+):
     """Its configuration does not have the field, nor does the identity in its checkpoints."""
     path = completions(tmp_path / "a.jsonl")
     flags = (*SIZES, f"data.path={path}")
@@ -92,23 +96,23 @@ def test_a_run_of_before_there_were_layouts_keeps_its_windows(tmp_path, one_devi
     (run / "config.yaml").write_text("\n".join(kept) + "\n")
     assert "  layout:" not in (run / "config.yaml").read_text() and layout_of(run) == ""
     lm.train(older, run)
-    assert type(drawn["of"]) is Windows and layout_of(run) == ""
+    assert type(batches_drawn["of"]) is Windows and layout_of(run) == ""
     lm.train(lm.compose(*flags, "train.steps=2"), run)
-    assert type(drawn["of"]) is Windows and "resuming at step 1" in capsys.readouterr().out
+    assert type(batches_drawn["of"]) is Windows and "resuming at step 1" in capsys.readouterr().out
 
 
-def test_plain_text_is_a_stream_to_its_end(tmp_path, one_device, drawn):
+def test_plain_text_is_a_stream_to_its_end(tmp_path, one_device, batches_drawn):
     path = tmp_path / "text"
     path.write_text("".join(f"word {i}\n" for i in range(60)))
     lm.train(lm.compose(*SIZES, f"data.path={path}", "train.steps=1"), tmp_path / "run")
-    assert type(drawn["of"]) is Stream and layout_of(tmp_path / "run") == "stream"
+    assert type(batches_drawn["of"]) is Stream and layout_of(tmp_path / "run") == "stream"
 
 
-def test_a_layout_by_flag(tmp_path, one_device, drawn):
+def test_a_layout_by_flag(tmp_path, one_device, batches_drawn):
     path = completions(tmp_path / "a.jsonl")
     flags = (*SIZES, f"data.path={path}", "train.steps=1")
     lm.train(lm.compose(*flags, "data.layout=rows"), tmp_path / "rows")
-    assert not drawn["of"].packed and layout_of(tmp_path / "rows") == "rows"
+    assert not batches_drawn["of"].packed and layout_of(tmp_path / "rows") == "rows"
     names = [runner.folder_name(lm.compose(*flags, f"data.layout={x}")) for x in ("rows", "packed")]
     assert len({*names, runner.folder_name(lm.compose(*flags))}) == 3
     with pytest.raises(UsageError, match="document 30 of its split has 21 tokens, .*layout=rows"):

@@ -274,7 +274,7 @@ def snapshot(cache):
 
 
 def entries(cache):
-    """What lies in a cache but for what is known of the sources."""
+    """The folders of a cache, without the records of their sources."""
     return [path for path in cache.iterdir() if path.suffix != ".source"]
 
 

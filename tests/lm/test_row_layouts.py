@@ -1,4 +1,4 @@
-"""Layouts against plain loops: every target once an epoch, whole documents, the same rows on any hosts."""
+"""Layouts against plain loops: every target once an epoch, the same rows on any hosts."""
 
 import json
 from collections import Counter

@@ -53,9 +53,9 @@ class DataConfig:
         template: how the messages of JSONL become text: a file of Jinja, or a folder that has one; empty: ChatML.
         workers: processes that tokenise JSONL.
         pairs: lines of JSONL are preferences, {"prompt", "chosen", "rejected"}; objective.kind=dpo says so.
-        layout: rows of a batch: `stream` (windows of the stream), `rows` (one document each) or `packed` (whole
-            documents, as many as fit); for a mixture one for all, or one for each source, joined by +. Empty:
-            packed where not all tokens count, as in chats and completions, rows for pairs, else stream.
+        layout: `stream` (windows of the stream), `rows` (one document a row) or `packed` (whole documents that
+            share rows). A mixture has one for all sources, or one for each, joined by +. Empty is packed where not
+            all tokens count, such as chats and completions, rows for pairs, and stream for others.
     """
 
     path: str = ""
@@ -174,9 +174,7 @@ def open_corpus(
     try:
         files = _files(config.path)
         name = config.tokenizer if tokenizer is None else tokenizer.identity
-        parts = [_FORMAT, files, name, config.split]
-        if tokenizer is not None and _has_ends(config, files, tokenizer):
-            parts += [tokenizer.bos_ids, tokenizer.eos_ids[:1]]
+        parts = [_FORMAT, files, name, config.split, *_ends_of(config, files, tokenizer)]
         key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
         entry = _entry_of(Path(cache) / key[:16], [path for path, _, _ in files])
         if not entry.exists():
@@ -200,9 +198,7 @@ def open_corpus(
     data = data.view(np.ndarray)  # cheaper to slice
     lengths = np.array(record["lengths"], np.int64)
     is_validation = np.array(record["validation"], bool)
-    counts = None
-    if (entry / "counts.bin").is_file():
-        counts = np.memmap(entry / "counts.bin", np.uint8, "r", shape=data.shape).view(np.ndarray)
+    counts = _map_counts(entry / "counts.bin", len(data))
     train, validation = _streams(config, data, lengths, is_validation, counts)
     return Corpus(hash=record["hash"], tokenizer=tokenizer, train=train, validation=validation)
 
@@ -223,20 +219,25 @@ def _streams(
         streams.append(stream)
         needed = _fewest_tokens(config)
         if len(streams[-1]) < needed:
-            reader = "a target" if config.layout else "one window"
-            remedy = "" if config.layout else f"lower seq_len={config.seq_len}, "
+            reader = "one window"
+            remedy = f"lower seq_len={config.seq_len}, "
+            if config.layout:
+                reader = "a target"
+                remedy = ""
             raise UsageError(
-                f"the corpus has {len(data)} tokens, {len(streams[-1])} of them in the {side} split, but "
-                f"{reader} needs {needed}; {remedy}change split={config.split!r} or add text"
+                f"the corpus has {len(data)} tokens, {len(streams[-1])} of them in the {side} split, "
+                f"but {reader} needs {needed}; {remedy}change split={config.split!r} or add text"
             )
     return streams[0], streams[1]
 
 
 def _fewest_tokens(config: DataConfig) -> int:
-    """Returns the tokens that a split needs: those of a window, or a target where rows are filled up."""
+    """Returns the tokens that a split needs: a window's, or a target's where rows are filled up."""
     if config.pairs:
         return 1
-    return 2 if config.layout else config.seq_len + 1
+    if config.layout:
+        return 2
+    return config.seq_len + 1
 
 
 def _open_shards(
@@ -328,11 +329,10 @@ def _build(entry: Path, files: list, config: DataConfig, tokenizer: Tokenizer | 
             data, lengths = files[0][0], [piece.stop - piece.start for piece in pieces]
         else:
             data = "tokens.bin"
-            ends = _has_ends(config, files, tokenizer)
-            sizes = {path: size for path, size, _ in files} if ends else {}
-            lengths = _write_tokens(partial / data, pieces, tokenizer, dtype, sizes)
-            if ends and tokenizer.bos_ids:
-                _write_counts(partial / "counts.bin", pieces, lengths, len(tokenizer.bos_ids))
+            ends = _ends_of(config, files, tokenizer)
+            sizes = {path: size for path, size, _ in files}
+            lengths = _write_tokens(partial / data, pieces, tokenizer, dtype, sizes, ends)
+            _write_counts(partial / "counts.bin", pieces, lengths, ends)
         record = dict(
             hash=content, path=config.path, split=config.split, tokenizer=tokenizer.identity
         )
@@ -440,12 +440,12 @@ def _training_texts(pieces: list[_Piece]) -> Iterator[str]:
 
 
 def _entry_of(entry: Path, paths: list[str]) -> Path:
-    """Returns the cache's folder for files whose paths, sizes and times are those that `entry` is named after.
+    """Returns the cache's folder for the content of files.
 
-    It is `entry` for the first content that was seen under these, and has another name for any other
-    content. Beside it lies what the system says of the files, which a change of content changes: they
-    are read again only where that is new. Files of over 1 GiB in all are not read: new numbers are
-    other content, and are tokenised again.
+    It is `entry`, named after their paths, sizes and times, for the first content under these, and
+    has another name for any other content. A file next to it keeps the times of change and numbers
+    that the system gives the files: they are read again only where these are new. Files of over
+    1 GiB in all are not read: new numbers are other content, and are tokenised again.
     """
     record = entry.with_name(f"{entry.name}.source")
     stats = [os.stat(path) for path in paths]
@@ -456,18 +456,20 @@ def _entry_of(entry: Path, paths: list[str]) -> Path:
     except (OSError, ValueError):
         contents = {}
     if state not in contents:
-        is_small = sum(stat.st_size for stat in stats) <= _HASHED
-        contents[state] = _digest_of(paths) if is_small else state
+        contents[state] = state
+        if sum(stat.st_size for stat in stats) <= _HASHED:
+            contents[state] = _digest_of(paths)
         partial = record.with_name(f".partial-{uuid.uuid4().hex}")
         try:
             record.parent.mkdir(parents=True, exist_ok=True)
             partial.write_text(json.dumps(contents))
             partial.rename(record)
         except OSError:
-            pass  # a cache that is read alone, or one that cannot be made, which has a sentence later
+            pass  # a cache that is only read; one that cannot be made has a sentence later
     content = contents[state]
-    first = next(iter(contents.values()))
-    return entry if content == first else entry.with_name(f"{entry.name}-{content[:16]}")
+    if content == next(iter(contents.values())):
+        return entry
+    return entry.with_name(f"{entry.name}-{content[:16]}")
 
 
 def _digest_of(paths: list[str]) -> str:
@@ -478,12 +480,20 @@ def _digest_of(paths: list[str]) -> str:
     return digest.hexdigest()
 
 
-def _has_ends(config: DataConfig, files: list, tokenizer: Tokenizer | None) -> bool:
-    """Returns whether the files of a folder get BOS and EOS, as lines of JSONL do."""
+def _ends_of(config: DataConfig, files: list, tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
+    """Returns the BOS and the EOS that files of a folder get, as lines of JSONL do; empty for none."""
     # Without a layout a run is of before they got any; a single file is a stream, not a document.
     if tokenizer is None or not config.layout or len(files) == 1:
-        return False
-    return bool(tokenizer.bos_ids or tokenizer.eos_ids)
+        return []
+    if not tokenizer.bos_ids and not tokenizer.eos_ids:
+        return []
+    return [tokenizer.bos_ids, tokenizer.eos_ids[:1]]
+
+
+def _map_counts(path: Path, size: int) -> np.ndarray | None:
+    if not path.is_file():
+        return None
+    return np.memmap(path, np.uint8, "r", shape=(size,)).view(np.ndarray)
 
 
 def _write_tokens(
@@ -492,19 +502,19 @@ def _write_tokens(
     tokenizer: Tokenizer,
     dtype: np.dtype,
     sizes: dict[str, int],
+    ends: list[tuple[int, ...]],
 ) -> list[int]:
     """Encodes the pieces into one flat file, block by block, and gives their lengths in tokens.
 
-    Where `sizes` has the bytes of a piece's file, BOS and EOS stand at the ends of that file.
+    `ends` are put at the ends of each file, of which `sizes` has the bytes.
     """
     lengths = []
-    begin_ids = np.array(tokenizer.bos_ids if sizes else ()).astype(dtype)
-    end_ids = np.array(tokenizer.eos_ids[:1] if sizes else ()).astype(dtype)
+    begin_ids, end_ids = (np.array(ids).astype(dtype) for ids in ends or ((), ()))
     with path.open("wb") as file:
         for piece in pieces:
             begin = file.tell()
-            is_document = piece.path in sizes and piece.start < piece.stop
-            if is_document and piece.start == 0:
+            is_empty = piece.start == piece.stop
+            if piece.start == 0 and not is_empty:
                 file.write(begin_ids.tobytes())
             if isinstance(tokenizer, Bytes):
                 file.writelines(block for _, block in _blocks(*piece[:3], _MIB))
@@ -512,19 +522,23 @@ def _write_tokens(
                 file.writelines(
                     tokenizer.encode(text).astype(dtype).tobytes() for text in _texts(piece)
                 )
-            if is_document and piece.stop == sizes[piece.path]:
+            if piece.stop == sizes[piece.path] and not is_empty:
                 file.write(end_ids.tobytes())
             lengths.append((file.tell() - begin) // dtype.itemsize)
     return lengths
 
 
-def _write_counts(path: Path, pieces: list[_Piece], lengths: list[int], num_bos: int) -> None:
-    """Writes which tokens count as targets: all but the BOS of documents."""
+def _write_counts(
+    path: Path, pieces: list[_Piece], lengths: list[int], ends: list[tuple[int, ...]]
+) -> None:
+    """Writes which tokens count as targets, all but the BOS of documents, where there is a BOS."""
+    if not ends or not ends[0]:
+        return
     with path.open("wb") as file:
         for piece, length in zip(pieces, lengths, strict=True):
             counts = np.ones(length, np.uint8)
             if piece.start == 0:
-                counts[:num_bos] = 0
+                counts[: len(ends[0])] = 0
             file.write(counts.tobytes())
 
 

@@ -100,7 +100,7 @@ class Mixture(NamedTuple):
     def __call__(self, step: int, rows: slice | np.ndarray = slice(None)) -> dict[str, np.ndarray]:
         """Draws rows of a step, with what any of the sources has.
 
-        Where a source has no weights they are 1, and where it marks no documents its rows are one each.
+        Where a source has no weights they are 1, and where it marks no documents a row is one.
         """
         source, samples = self.places(step, rows)
         whole: dict[str, np.ndarray] = {}
@@ -121,7 +121,10 @@ def _filled(name: str, shape: tuple[int, int]) -> np.ndarray:
     """Returns an array of a batch as it is where a source does not have it."""
     if name == "positions":
         return np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape).copy()
-    return np.ones(shape, np.float32 if name == "weights" else np.int32)
+    dtype = np.int32
+    if name == "weights":
+        dtype = np.float32
+    return np.ones(shape, dtype)
 
 
 class Corpora(NamedTuple):
@@ -175,8 +178,8 @@ def layouts_of(layout: str, count: int) -> list[str]:
     names = layout.split("+")
     if len(names) not in (1, count):
         raise UsageError(
-            f"data.layout={layout}: there are {len(names)} layouts for {count} sources; expected one "
-            "for all, or one for each, joined by +."
+            f"data.layout={layout}: there are {len(names)} layouts for {count} sources; expected "
+            "one for all, or one for each, joined by +."
         )
     return names * (count // len(names))
 
@@ -185,7 +188,7 @@ def usual_layout(corpora: Corpora, pairs: bool = False) -> str:
     """Returns the layout of a new run that names none.
 
     Pairs have rows. A source in which some token behind the BOS of a document does not count, as in
-    chats and completions, is packed; others are a stream. Looks at the first 1,024 documents of each.
+    chats and completions, is packed; others are a stream. Reads the first 1,024 documents of each.
 
     Args:
       corpora: Sources.
@@ -193,8 +196,11 @@ def usual_layout(corpora: Corpora, pairs: bool = False) -> str:
     """
     if pairs:
         return "rows"
-    names = ["packed" if _has_prompts(corpus) else "stream" for corpus in corpora.each]
-    return names[0] if len(set(names)) == 1 else "+".join(names)
+    by_prompts = {True: "packed", False: "stream"}
+    names = [by_prompts[_has_prompts(corpus)] for corpus in corpora.each]
+    if len(set(names)) == 1:
+        return names[0]
+    return "+".join(names)
 
 
 def _has_prompts(corpus: Corpus) -> bool:
@@ -219,7 +225,9 @@ def open_with_layout(
     if config.layout:
         return open_corpora(config, cache, tokenizer, say), config
     # Any layout opens the same tokens; of these, packed needs the fewest.
-    layout = "rows" if config.pairs else "packed"
+    layout = "packed"
+    if config.pairs:
+        layout = "rows"
     corpora = open_corpora(dataclasses.replace(config, layout=layout), cache, tokenizer, say)
     usual = usual_layout(corpora, config.pairs)
     return corpora, dataclasses.replace(config, layout=usual)

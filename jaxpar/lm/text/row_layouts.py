@@ -1,4 +1,4 @@
-"""Layouts of documents: rows of a batch from a stream, from single documents, or from several a row.
+"""Layouts of documents: rows from a stream, from single documents, or from several a row.
 
 | layout | a row holds | targets of an epoch |
 |---|---|---|
@@ -7,7 +7,7 @@
 | `DocumentRows(packed=True)` | whole documents by first fit decreasing | the same |
 
 Each is a pure function of (seed, step): a resumed run needs no saved iterator, and hosts draw their
-rows of one global batch. Windows that lie whole in the stream, without its ends, are `data.Windows`.
+rows of one global batch. Windows that lie whole in the stream, without its ends, are `Windows`.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ _ORDER = 2**63  # an epoch that no run reaches: the order in which documents com
 
 
 class RowBatches(Protocol):
-    """Rows of batches, shuffled anew each epoch."""
+    """Rows of batches, in another order each epoch."""
 
     @property
     def tokens(self) -> Tokens: ...
@@ -58,10 +58,10 @@ class RowBatches(Protocol):
 class Stream:
     """Shuffled windows of a stream, in which every token but the first is a target once an epoch.
 
-    The n - 1 targets of a stream lie on a circle, which an epoch cuts into W = ceil((n - 1) / T)
-    windows from a shift that differs from epoch to epoch. The last window is filled up with the
-    targets behind it, at weight 0. One window goes from the stream's end to its beginning; no target
-    crosses that seam.
+    The n - 1 targets of a stream lie on a circle. An epoch cuts it into W = ceil((n - 1) / T)
+    windows, from a shift that differs from epoch to epoch. The last window is filled up with the
+    targets behind it, at weight 0. One window goes from the stream's end to its beginning; no
+    target crosses that seam.
 
     Attributes:
       tokens: Documents.
@@ -82,7 +82,8 @@ class Stream:
         check_fields(self)
         if len(self.tokens) < 2:
             raise UsageError(
-                f"the stream has {len(self.tokens)} tokens: there is no target; expected at least 2."
+                f"the stream has {len(self.tokens)} tokens: there is no target; expected at least "
+                "2 tokens."
             )
 
     @property
@@ -99,8 +100,9 @@ class Stream:
 
         Returns:
           "tokens" and "targets" int32 [b, T]. With `pack` also "segments" and "positions" int32
-          [b, T], anew at each document. "weights" float32 [b, T] where some target has weight 0: it
-          does not count, was filled up, or with `pack` belongs to the next document.
+          [b, T], from the beginning of each document. "weights" float32 [b, T] where some target
+          has weight 0: it does not count, was filled up, or with `pack` belongs to the next
+          document.
         """
         epochs, slots = np.divmod(samples, self.num_windows)
         shifts = shifts_of(self.seed, epochs, self._num_targets)
@@ -138,7 +140,7 @@ class Stream:
 
     @property
     def _has_weights(self) -> bool:
-        """Whether batches have weights: the same for all, as they are one program's input."""
+        """True where batches have weights; all have the same arrays, as inputs of one program."""
         is_filled = self._num_targets % self.seq_len != 0
         return self.pack or is_filled or self.tokens.counts is not None
 
@@ -191,10 +193,10 @@ class _Pieces(NamedTuple):
 class DocumentRows:
     """Shuffled rows of whole documents: one a row, or packed.
 
-    A document of L tokens has L - 1 targets. With `packed`, documents come in an order keyed by the
-    seed into buffers of 1,024, and each buffer is packed by first fit decreasing (Johnson 1973); those
-    of over T targets are cut into pieces of T, as pieces that go into a row of their own, and a rest.
-    Which documents share a row is the same in each epoch. What has no target that counts is left out,
+    A document of L tokens has L - 1 targets. With `packed`, an order keyed by the seed brings
+    documents into buffers of 1,024, and first fit decreasing (Johnson 1973) packs each buffer.
+    Documents of over T targets are cut into pieces of T, which have rows of their own, and a rest.
+    The same documents share a row in each epoch. Pieces without a target that counts are left out,
     so each target that counts comes once an epoch.
 
     Packing costs about a microsecond and 32 bytes a document, once; a batch costs what it reads.
@@ -220,9 +222,9 @@ class DocumentRows:
         if not self.packed and longest > self.seq_len + 1:
             number = int(self.tokens.lengths.argmax()) + 1
             raise UsageError(
-                f"data.seq_len={self.seq_len}: document {number} of its split has {longest} tokens, "
-                f"and data.layout=rows has one document a row; expected at least {longest - 1}, or "
-                "data.layout=packed, which splits it."
+                f"data.seq_len={self.seq_len}: document {number} of its split has {longest} "
+                "tokens, and data.layout=rows has one document a row; expected at least "
+                f"{longest - 1}, or data.layout=packed, which splits it."
             )
         if not len(self._pieces.starts):
             raise UsageError(
@@ -253,10 +255,10 @@ class DocumentRows:
         """Reads rows by their numbers, int64 [b].
 
         Returns:
-          "tokens" and "targets" int32, "weights" float32, [b, T]: 0 where a target does not count or
-          nothing is there. With `packed` also "segments" (1, 2, ... for the documents of a row, and
-          one more for what is empty) and "positions" (from 0 in each), int32 [b, T]. Rows from number
-          R on have weight 0.
+          "tokens" and "targets" int32, "weights" float32, [b, T]: 0 where a target does not count
+          or nothing is there. With `packed` also "segments" (1, 2, ... for the documents of a row,
+          and one more for what is empty) and "positions" (from 0 in each), int32 [b, T]. Rows from
+          number R on have weight 0.
         """
         shape = (len(numbers), self.seq_len)
         tokens = np.zeros(shape, np.int32)
@@ -334,7 +336,7 @@ class DocumentRows:
 
 
 def _marks(begins: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns segments and positions, int32 [b, T], of which documents begin where, bool [b, T]."""
+    """Returns segments and positions, int32 [b, T], by where documents begin, bool [b, T]."""
     places = np.arange(begins.shape[1])
     first = np.maximum.accumulate(np.where(begins, places, 0), 1)
     return {
@@ -425,7 +427,7 @@ def batches_of(tokens: Tokens, layout: str, config: DataConfig, seed: int) -> Ro
 
     Args:
       tokens: Documents.
-      layout: "stream", "rows" or "packed"; empty for windows as they were before there were layouts.
+      layout: "stream", "rows" or "packed"; empty for windows that lie whole in the stream.
       config: Length, batch and `pack`.
       seed: Seed of the order.
 

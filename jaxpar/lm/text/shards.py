@@ -85,8 +85,22 @@ def read_line(
         return read(place_of(path, offset))
 
 
-def _has_completion(line: bytes) -> bool:
-    return "completion" in json.loads(line)
+def _check_completion(path: str, offset: int, line: bytes) -> None:
+    """Rejects a line without a token that counts, if it is a completion."""
+    if "completion" in json.loads(line):
+        raise UsageError(
+            f"{place_of(path, offset)} has a completion without a token; expected one that is not "
+            "empty."
+        )
+
+
+def _check_pair(path: str, offset: int, documents: list[np.ndarray]) -> None:
+    """Rejects preferences of which both documents have the same tokens."""
+    if len(documents) == 2 and np.array_equal(documents[0], documents[1]):
+        raise UsageError(
+            f"{place_of(path, offset)}: what is chosen and what is rejected are the same tokens; "
+            "expected completions that differ in their tokens."
+        )
 
 
 def tokenise_part(job: PartOfFile) -> str:
@@ -102,20 +116,12 @@ def tokenise_part(job: PartOfFile) -> str:
         for offset, line in lines_of(job.path, job.start, job.stop):
             key = hashlib.sha256(line.strip()).digest()
             digest.update(key)
-            before = None
+            read = []
             for document in read_line(job.path, offset, line, job.template, job.pairs):
                 ids, count = encode_pieces(*document, job.tokenizer)
-                if job.pairs and before is not None and np.array_equal(ids, before):
-                    raise UsageError(
-                        f"{place_of(job.path, offset)}: what is chosen and what is rejected are the "
-                        "same tokens; expected completions that differ in their tokens."
-                    )
-                before = ids
-                if not job.pairs and count.size and not count.any() and _has_completion(line):
-                    raise UsageError(
-                        f"{place_of(job.path, offset)} has a completion without a token; expected one "
-                        "that is not empty."
-                    )
+                read.append(ids)
+                if not job.pairs and not count.any():
+                    _check_completion(job.path, offset, line)
                 if job.pairs and not count[1:].any():
                     raise UsageError(
                         f"{place_of(job.path, offset)} has a completion without a token behind another."
@@ -124,6 +130,7 @@ def tokenise_part(job: PartOfFile) -> str:
                 counts.write(count.tobytes())
                 lengths.append(len(ids))
                 validation.append(int.from_bytes(key[:8], "big") < job.limit)
+            _check_pair(job.path, offset, read)
     np.save(partial / "lengths.npy", np.array(lengths, np.int64))
     np.save(partial / "validation.npy", np.array(validation, bool))
     (partial / "digest").write_bytes(digest.digest())
@@ -369,7 +376,7 @@ def open_shards(
       identity: Identity of the tokenizer.
 
     Raises:
-      UsageError: If a file is absent, of another type or length, or some token is no symbol of the tokenizer.
+      UsageError: If a file is absent, of another type or length, or some token is no symbol.
     """
     paths = {name: folder / f"{name}.npy" for name in ("tokens", "lengths", "counts", "validation")}
     if folder.suffix == ".npy":
