@@ -31,7 +31,7 @@ from rich.table import Column, Table
 from jaxpar.fields import AtLeast, Between, Positive, field, replace_nested
 from jaxpar.io import ProgressLabels, plot_fits, read_jsonl
 from jaxpar.lm import BLOCK_RECURRENT, LMConfig, OptimizerConfig, num_params, with_mixer
-from jaxpar.lm.text import Corpus, DataConfig, Windows, check_batch, open_corpus
+from jaxpar.lm.text import Corpus, DataConfig, batches_of, check_batch, open_corpus
 from jaxpar.loop import Fit, FitResult, compile_step
 from jaxpar.mesh import MeshSpec, named_shardings, place_rows
 from jaxpar.types import UsageError
@@ -62,7 +62,7 @@ class Config(runner.RunConfig):
       model: What is the same for all. With `model.mixer.kind=` one of them, fields of its own may be given, as
         `model.mixer.window`; all that read them take them. Block-recurrent layers otherwise have windows of a quarter
         of a row, and as many states: with one window a row nothing is carried.
-      data: Corpus, window and batch.
+      data: Corpus, window and batch; without data.layout, windows that lie whole in the stream.
       optimizer: By default of a constant rate after the warm-up, so that a loss on the way is that of a shorter budget.
       evaluations: Of each row, at equal distances: the points of its line.
       eval_batches: Of each, random windows that are the same for all rows: the spread of seeds is that of training.
@@ -195,7 +195,7 @@ def _timed(step: Any, key: jax.Array, state: Any, batch: Any, count: int) -> tup
 def _batches(config: Config, seed: int, corpus: Corpus):
     """Returns step -> batch."""
     data = config.data
-    windows = Windows(corpus.train, data.seq_len, data.batch_size, seed, data.pack)
+    windows = batches_of(corpus.train, data.layout, data, seed)
 
     def rows(step: int, part: slice) -> dict[str, np.ndarray]:
         return check_batch(windows(step, part), config.model.vocab_size, first_row=part.start or 0)

@@ -41,12 +41,14 @@ from jaxpar.lm import (
     num_params,
 )
 from jaxpar.lm.text import (
+    Corpora,
     Corpus,
     DataConfig,
     Tokenizer,
-    Windows,
+    batches_of,
     load_tokenizer,
     open_corpora,
+    open_with_layout,
     training_batches,
 )
 from jaxpar.loop import Fit, FitResult
@@ -226,7 +228,8 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
             )
         tokenizer = initial_model.kept_tokenizer(folder, start, config.data.template, config.strict)
     read = initial_model.with_template(config.data, folder if start is not None else None)
-    mixed = open_corpora(read, folder / "data", tokenizer, say)
+    mixed, layout = _open_data(config, read, folder, tokenizer)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, layout=layout))
     corpus = mixed.first
     config = with_vocabulary(config, corpus.tokenizer, is_given=start is not None)
     config = with_solver(config, folder)
@@ -249,7 +252,7 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
         progress=ProgressLabels(
             description="training", tokens_per_step=data.batch_size * data.seq_len
         ),
-        tell_start=functools.partial(_tell_start, config, folder, corpus, trainer),
+        tell_start=functools.partial(_tell_start, config, folder, corpus, trainer, windows),
         checkpoints=dict(
             where=checkpoint_folder(config, folder) if config.checkpoints else "",
             keep=length.keep,
@@ -266,6 +269,22 @@ def train(config: Config, folder: pathlib.Path) -> FitResult:
     )
     _tell_end(config, folder, corpus, result)
     return result
+
+
+def _open_data(
+    config: Config, data: DataConfig, folder: pathlib.Path, tokenizer: Tokenizer
+) -> tuple[Corpora, str]:
+    """Opens the corpora that `data` names for the run in `folder`; returns them and their layout.
+
+    A run that is resumed keeps the layout that it began with. Older runs have none, and so windows
+    that lie whole in the stream.
+    """
+    cache = folder / "data"
+    if config.data.layout or not (folder / "config.yaml").is_file():
+        corpora, data = open_with_layout(data, cache, tokenizer, say)
+        return corpora, data.layout
+    data = dataclasses.replace(data, layout=runner.load(folder, Config).data.layout)
+    return open_corpora(data, cache, tokenizer, say), data.layout
 
 
 def with_solver(config: Config, folder: pathlib.Path) -> Config:
@@ -366,7 +385,13 @@ def evaluate(config: Config, folder: pathlib.Path) -> dict[str, float]:
     if config.data.pairs:
         raise UsageError("mode=eval of a run of preferences knows no start to compare with; give eval.kind, legal are "
                          "documents, choices, exact.")  # fmt: skip
-    corpus = open_corpora(config.data, pathlib.Path(config.run) / "data", tokenizer).first
+    folder = pathlib.Path(config.run)
+    if (folder / "config.json").is_file():  # no run, whose layout would be that of its training
+        corpora, data = open_with_layout(config.data, folder / "data", tokenizer)
+        config = dataclasses.replace(config, data=data)
+    else:
+        corpora = open_corpora(config.data, folder / "data", tokenizer)
+    corpus = corpora.first
     say(corpus.describe())
     whole = dataclasses.replace(config, train=dataclasses.replace(config.train, eval_batches=0))
     metrics = make_evaluate(whole, corpus)(params)
@@ -541,6 +566,7 @@ def _tell_start(
     folder: pathlib.Path,
     corpus: Corpus,
     trainer: Trainer,
+    batches: Any,  # a layout, a mixture or pairs
     start: int,
 ) -> None:
     data, model = config.data, config.model
@@ -561,6 +587,11 @@ def _tell_start(
             f"a base in {config.adapter.base}")  # fmt: skip
     say(f"state      {a_device / 2**20:,.1f} MiB a device (parameters and optimizer)")
     say(corpus.describe().replace("corpus ", "corpus     ", 1))
+    if data.layout:
+        say(f"layout     {data.layout}")
+    for rows in getattr(batches, "sources", (batches,)):
+        if note := getattr(rows, "note", ""):
+            say(f"note       {note}")
     if (enough := -(-corpus.tokenizer.vocab_size // 64) * 64) < model.vocab_size:
         say(f"note       the tokenizer has {corpus.tokenizer.vocab_size:,} of {model.vocab_size:,} symbols; "
             f"model.vocab_size={enough} leaves the others out")  # fmt: skip
@@ -582,13 +613,7 @@ def _tell_end(config: Config, folder: pathlib.Path, corpus: Corpus, result: FitR
     if config.model.experts.num_experts:
         plots["experts"] = plot.with_name("experts.png")
         data = config.data
-        rows = Windows(
-            tokens=corpus.validation,
-            seq_len=data.seq_len,
-            batch_size=data.batch_size,
-            seed=config.seed + 1,
-            pack=data.pack,
-        )
+        rows = batches_of(corpus.validation, data.layout.split("+")[0], data, config.seed + 1)
         batch = place(config, functools.partial(rows, 0))
         expert_loads.draw(
             config.model,

@@ -64,6 +64,7 @@ from jaxpar.lm import (
 )
 from jaxpar.lm.text.corpus import DataConfig, Tokens
 from jaxpar.lm.text.data import Windows
+from jaxpar.lm.text.row_layouts import DocumentRows, Stream
 from jaxpar.loop import Fit
 from jaxpar.mesh import MeshSpec
 from jaxpar.neat import NeatConfig
@@ -270,6 +271,8 @@ TABLE = {
     ModelDraft: {"length block": COUNT},
     DataConfig: {"seq_len batch_size workers": COUNT},
     Windows: {"seq_len batch_size": COUNT, "seed": SIGNED},
+    Stream: {"seq_len batch_size": COUNT, "seed": SIGNED},
+    DocumentRows: {"seq_len batch_size": COUNT, "seed": SIGNED},
     Fit: {"num_steps chunk": COUNT, "eval_every save_every": LEAST_0},
     MeshSpec: {"data fsdp tensor context expert stage": AXIS, "inner": COUNT},
     Rates: {
@@ -492,6 +495,8 @@ BOTH_WAYS = Attention(1, 1, 4, visible=Visible(causal=False))
 PLANE = ((0.0, 0.0),)
 BASIS = {
     Windows: (TOKENS, 8, 2, 0),
+    Stream: (TOKENS, 8, 2, 0),
+    DocumentRows: (TOKENS, 8, 2, 0, True),
     ModelDraft: (None,),
     ModelSizes: (9, 1, 1, 1, 1),
     HiddenTransfer: (0,),

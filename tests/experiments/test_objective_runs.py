@@ -8,6 +8,7 @@ import pytest
 
 from experiments import generate, lm
 from jaxpar.lm import from_hf, to_hf
+from jaxpar.lm.text import open_corpora, training_batches
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.types import UsageError
 
@@ -149,8 +150,27 @@ def test_flags_of_preferences_that_do_not_fit_are_refused(tmp_path, one_device):
         lm.train(
             lm.compose(*SIZES, f"data.path={text(tmp_path)}", "objective.kind=dpo"), tmp_path / "no"
         )
+    mixed = f"data.path='mix:1*{path}+2*{path}'"
     with pytest.raises(UsageError, match="pairs are neither packed nor mixed"):
-        lm.train(lm.compose(*flags, "data.pack=true"), tmp_path / "no")
+        lm.train(lm.compose(*flags, mixed), tmp_path / "no")
+    with pytest.raises(UsageError, match="data.layout=packed: a pair is two rows"):
+        lm.compose(*flags, "data.layout=packed")
+
+
+def test_pairs_of_a_preset_that_marks_documents(tmp_path, one_device):
+    """preset=finetune has data.pack=true; a row of one document has nothing to mark."""
+    path = tmp_path / "pairs.jsonl"
+    lines = [{"prompt": f"{i}?", "chosen": "a" * 9, "rejected": "b"} for i in range(40)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = (*SIZES, f"data.path={path}", "objective.kind=dpo", "train.steps=1")
+    losses = [
+        lm.train(lm.compose(*flags, pack), tmp_path / pack).metrics["validation/loss"]
+        for pack in ("data.pack=true", "data.pack=false")
+    ]
+    assert losses[0] == losses[1]
+    with pytest.raises(UsageError, match="pairs are neither packed nor mixed"):
+        config = lm.compose(*flags, "data.pack=true").data
+        training_batches(open_corpora(config, tmp_path / "cache"), config, 0)
 
 
 def test_a_mixture_that_is_stopped_goes_on_with_the_same_batches_to_the_same_loss(
@@ -200,7 +220,7 @@ def test_a_mixture_that_is_stopped_goes_on_with_the_same_batches_to_the_same_los
     same(again.state.params, whole.state.params)
     assert again.metrics["validation/loss"] == whole.metrics["validation/loss"]
     sources = [
-        bytes(row.tolist()).strip(b"abc") == b""
+        bytes(row.tolist()).strip(b"abc\0") == b""  # rows are padded with 0
         for drawn in batches.values()
         for row in drawn[0]["tokens"]
     ]

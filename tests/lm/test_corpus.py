@@ -14,7 +14,7 @@ import pytest
 
 from jaxpar.lm.text import corpus as corpus_module
 from jaxpar.lm.text.corpus import DataConfig, open_corpus
-from jaxpar.lm.text.tokenizer import Bytes, train_bpe
+from jaxpar.lm.text.tokenizer import Bpe, Bytes, train_bpe
 from jaxpar.types import UsageError
 
 WORDS = "alpha beta gamma delta naïve 日本 epsilon zeta".split()
@@ -76,6 +76,41 @@ def test_folder_equals_a_slow_reading(folder, tmp_path):
     assert corpus.describe().startswith(
         f"corpus {corpus.hash[:12]}: {len(corpus.train):,} training and "
     )
+
+
+@pytest.mark.parametrize("split", ["hash:0.2", "tail:0.2"])
+@pytest.mark.parametrize(("bos", "eos"), [((0,), (1, 2)), ((0, 3), ()), ((), (1,)), ((), ())])
+def test_files_of_a_folder_begin_and_end_as_lines_of_jsonl_do(folder, tmp_path, split, bos, eos):
+    library = train_bpe(iter([text_of(0, 500)]), 300)._tokenizer
+    tokenizer = Bpe(library, bos, eos)
+    older = open_corpus(config_of(folder, split=split), tmp_path / "cache", tokenizer)
+    config = config_of(folder, split=split, layout="packed")
+    corpus = open_corpus(config, tmp_path / "cache", tokenizer)
+    assert older.train.counts is None and older.hash == corpus.hash
+    if not bos:
+        assert corpus.train.counts is None
+
+    wholes = []
+    for tokens, plain in ((corpus.train, older.train), (corpus.validation, older.validation)):
+        assert len(tokens.lengths) == len(plain.lengths)
+        for before, after in zip(documents(plain), documents(tokens), strict=True):
+            begins = after[: len(bos)] == list(bos)
+            ends = not eos or after[-1:] == [eos[0]]
+            wholes.append((begins, ends))
+            inside = after[len(bos) * begins : len(after) - len(eos[:1]) * ends]
+            assert inside == before
+        counts = tokens.read_counts(0, len(tokens))
+        assert (counts == 0).sum() == len(bos) * sum(
+            document[: len(bos)] == list(bos) for document in documents(tokens)
+        )
+    # Of a file that a tail cuts, the first part begins and the second ends.
+    cut = [(True, not eos), (not bos, True)] if split.startswith("tail") and (bos or eos) else []
+    assert [ends for ends in wholes if ends != (True, True)] == [x for x in cut if not all(x)]
+
+
+def documents(tokens):
+    pairs = zip(tokens.begins, tokens.lengths, strict=True)
+    return [tokens.read(begin, size).tolist() for begin, size in pairs]
 
 
 @pytest.mark.parametrize("split", ["hash:0.2", "tail:0.2"])
@@ -234,7 +269,13 @@ def test_documents_without_tokens_are_left_out(folder, tmp_path):
 
 
 def snapshot(cache):
-    return {path: path.stat().st_mtime_ns for path in sorted(cache.rglob("*")) if path.is_file()}
+    files = [path for path in sorted(cache.rglob("*")) if path.is_file()]
+    return {path: path.stat().st_mtime_ns for path in files if path.suffix != ".source"}
+
+
+def entries(cache):
+    """The folders of a cache, without the records of their sources."""
+    return [path for path in cache.iterdir() if path.suffix != ".source"]
 
 
 def test_cache_is_reused_until_the_source_changes(folder, tmp_path, monkeypatch):
@@ -271,13 +312,13 @@ def test_an_interrupted_build_is_never_taken_for_whole(folder, tmp_path, monkeyp
         patch.setattr(os, "fsync", crash)
         with pytest.raises(KeyboardInterrupt):
             open_corpus(config, cache)
-    assert not list(cache.iterdir())
+    assert not entries(cache)
     with monkeypatch.context() as patch:  # a kill does not
         patch.setattr(os, "fsync", crash)
         patch.setattr(corpus_module.shutil, "rmtree", lambda *_, **__: None)
         with pytest.raises(KeyboardInterrupt):
             open_corpus(config, cache)
-    (left,) = cache.iterdir()
+    (left,) = entries(cache)
     (left / "tokens.bin").write_bytes(b"half")
     assert (everything(open_corpus(config, cache).train) == whole).all()
     assert (left / "tokens.bin").read_bytes() == b"half"
@@ -296,7 +337,7 @@ def test_two_processes_may_build_the_same_cache(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(corpus_module, "_content_and_pieces", read_while_another_builds)
     mine = open_corpus(config, cache)
     assert (everything(mine.train) == everything(nested[1].train)).all()
-    assert len(list(cache.iterdir())) == 1
+    assert len(entries(cache)) == 1
 
 
 def test_no_file_stays_open(folder, tmp_path):

@@ -11,13 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxpar.lm.text import corpus as corpus_module
 from jaxpar.lm.text import shards
 from jaxpar.lm.text.chat import open_template
 from jaxpar.lm.text.corpus import DataConfig, open_corpus
 from jaxpar.lm.text.data import Windows, sweep
 from jaxpar.lm.text.examples import chat_ml, documents_of, encode_pieces
 from jaxpar.lm.text.shards import tokenise
-from jaxpar.lm.text.tokenizer import Bytes
+from jaxpar.lm.text.tokenizer import Bytes, train_bpe
 from jaxpar.types import UsageError
 
 CHAT = [
@@ -289,7 +290,7 @@ def test_arrays_of_others(tmp_path):
     corpus = open_corpus(config_of(path, split="tail:0.2"), tmp_path / "cache")
     assert corpus.train.read(0, 80).tolist() == list(range(80)) and len(corpus.validation) == 20
     for bad, says in (
-        (np.arange(100) + 200, "has the token 299; legal are 0 to 255"),
+        (np.arange(100) + 200, "has the token 299 at position 99; legal are 0 to 255"),
         (np.zeros(100), r"is float64 \[100\]"),
         (np.array([{}] * 9), "is not an array of NumPy's"),
     ):
@@ -307,3 +308,89 @@ def test_arrays_of_others(tmp_path):
     np.save(folder / "lengths.npy", np.full(10, 10))
     corpus = open_corpus(config_of(folder, split="tail:0.2"), tmp_path / "cache")
     assert len(corpus.train) == 80 and corpus.train.counts is None
+
+
+@pytest.mark.parametrize("token", [-1, 70_000, 65_536])
+def test_a_token_outside_is_found_anywhere_and_read_once(tmp_path, monkeypatch, token):
+    """65,536 is the first symbol that there is not, and stands behind the first 2^21."""
+    monkeypatch.setattr(shards, "_COPY", 1000)
+    symbols = train_bpe(iter(["a b c"]), 260)
+    symbols.vocab_size = 65_536
+    path = tmp_path / "a.npy"
+    tokens = np.full(100_000, 65_535, np.int32)
+    config = config_of(path, split="tail:0.2")
+    np.save(path, tokens)
+    assert len(open_corpus(config, tmp_path / "cache", symbols).train) == 80_000
+    tokens[98_765] = token
+    np.save(path, tokens)
+    says = rf"a.npy has the token {token} at position 98765; legal are 0 to 65535"
+    for _ in range(2):
+        with pytest.raises(UsageError, match=says):
+            open_corpus(config, tmp_path / "cache", symbols)
+        monkeypatch.setattr(shards, "_read_extremes", None)  # the second time it is known
+
+
+def test_pairs_of_the_same_tokens_are_named(tmp_path):
+    class Lower(Bytes):
+        def encode(self, text):
+            return super().encode(text.lower())
+
+    pair = {"prompt": "a", "chosen": "Yes", "rejected": "No"}
+    path = write(tmp_path / "a.jsonl", [pair, pair, pair | {"rejected": "yes"}])
+    config = config_of(path, pairs=True, split="tail:0.5")
+    with pytest.raises(UsageError, match=r"a.jsonl, line 3: .* are the same tokens; expected"):
+        open_corpus(config, tmp_path / "cache", Lower())
+    write(path, [pair, pair | {"rejected": "yesno"}])
+    assert open_corpus(config, tmp_path / "cache", Lower()).train.lengths.tolist() == [4, 3]
+
+
+def test_an_empty_completion_is_named_unless_its_end_counts(tmp_path):
+    class Ended(Bytes):
+        eos_ids = (0,)
+
+    done = {"prompt": "a", "completion": "b"}
+    path = write(tmp_path / "a.jsonl", [done, done, done | {"completion": ""}])
+    config = config_of(path, split="tail:0.5", layout="packed")
+    with pytest.raises(UsageError, match=r"a.jsonl, line 3 has a completion without a token"):
+        open_corpus(config, tmp_path / "cache")
+    corpus = open_corpus(config, tmp_path / "other", Ended())
+    assert corpus.validation.read_counts(0, 5).tolist() == [0, 1, 1, 0, 1]
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("kind", ["jsonl", "text", "folder"])
+def test_the_cache_is_of_the_content_where_size_and_time_agree(tmp_path, monkeypatch, kind, large):
+    if large:
+        monkeypatch.setattr(corpus_module, "_HASHED", 0)
+    path = tmp_path / ("a.jsonl" if kind == "jsonl" else "a")
+    file = path
+    if kind == "folder":
+        path.mkdir()
+        (path / "y").write_text("constant" * 9)
+        file = path / "x"
+    tokenizer = train_bpe(iter(["ab"]), 257)
+    digested = []
+    digest_of = corpus_module._digest_of
+    monkeypatch.setattr(corpus_module, "_digest_of", lambda x: digested.append(x) or digest_of(x))
+
+    def read(letter):
+        """The training text with this letter in it, and how often content was read for it."""
+        file.write_text((json.dumps({"text": letter * 9}) + "\n") * 20)
+        os.utime(file, ns=(10**18, 10**18))
+        return reading()
+
+    def reading():
+        before = len(digested)
+        config = config_of(path, split="tail:0.1")
+        corpus = open_corpus(config, tmp_path / "cache", tokenizer)
+        found = tokenizer.decode(corpus.train.read(0, len(corpus.train)))
+        return {letter for letter in "QZ" if letter in found}, len(digested) - before
+
+    reads = 0 if large else 1
+    assert read("Q") == ({"Q"}, reads) and reading() == ({"Q"}, 0)
+    assert read("Z") == ({"Z"}, reads) and reading() == ({"Z"}, 0)
+    os.chmod(file, 0o600)  # new numbers, the same content
+    before = set((tmp_path / "cache").iterdir())
+    assert reading() == ({"Z"}, reads)
+    assert large or set((tmp_path / "cache").iterdir()) == before
+    assert read("Q") == ({"Q"}, reads)

@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.lm import LMConfig, loss, num_pairs, preference_loss
-from jaxpar.lm.text import Corpus, Pairs, Windows, check_batch, sweep, sweep_pairs, valid_batch
+from jaxpar.lm.text import (
+    Corpus,
+    Pairs,
+    batches_of,
+    check_batch,
+    sweep_batches,
+    sweep_pairs,
+    valid_batch,
+)
 from jaxpar.mesh import place_rows
 from jaxpar.nn.attention.context import in_order, padded
 from jaxpar.types import PyTree, UsageError
@@ -88,17 +96,19 @@ def make_evaluate(config: Config, corpus: Corpus):
     if data.pairs:
         return _make_preference_evaluate(config, corpus)
 
+    # Validation is that of the first source.
+    layout = data.layout.split("+")[0]
+    drawn = batches_of(corpus.validation, layout, data, config.seed + 1)
+
     def batches():
         if not config.train.eval_batches:
-            for batch in sweep(corpus.validation, data.seq_len, data.batch_size):
+            for batch in sweep_batches(drawn):
                 yield place(
                     config, lambda rows, batch=batch: {k: v[rows] for k, v in batch.items()}
                 )
-        windows = Windows(
-            corpus.validation, data.seq_len, data.batch_size, config.seed + 1, data.pack
-        )
+            return
         for step in range(config.train.eval_batches):
-            yield place(config, functools.partial(windows, step))
+            yield place(config, functools.partial(drawn, step))
 
     def evaluate(state) -> Mapping[str, float]:
         params = judged_weights(config, state) if hasattr(state, "params") else state

@@ -32,7 +32,10 @@ from jaxpar.types import UsageError
 __all__ = ["Corpus", "DataConfig", "Tokens", "open_corpus"]
 
 _KIB, _MIB = 2**10, 2**20
+_HASHED = 2**30
 _STDLIB_SKIPS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+LAYOUTS = ("stream", "rows", "packed")
+"""Rows of a batch by name; `jaxpar.lm.text.row_layouts` makes them."""
 _FORMAT = 2  # part of every cache key: raise it when the meaning of a cached file changes
 
 _TEXT_ALONE = ["special tokens stay text"]
@@ -54,6 +57,9 @@ class DataConfig:
         template: how the messages of JSONL become text: a file of Jinja, or a folder that has one; empty: ChatML.
         workers: processes that tokenise records.
         pairs: records are preferences, {"prompt", "chosen", "rejected"}; objective.kind=dpo says so.
+        layout: `stream` (windows of the stream), `rows` (one document a row) or `packed` (whole documents that
+            share rows). A mixture has one for all sources, or one for each, joined by +. Empty is packed where not
+            all tokens count, such as chats and completions, rows for pairs, and stream for others.
         special_tokens: special tokens that a text, a prompt or a completion spells become tokens;
             false: they stay text. Those of messages always become tokens.
     """
@@ -67,10 +73,12 @@ class DataConfig:
     template: str = field("", identity="changed")
     workers: int = field(1, AtLeast(1), identity=False)
     pairs: bool = field(False, None, identity="changed")
+    layout: str = field("", identity="changed")
     special_tokens: bool = field(True, identity="changed")
 
     def __post_init__(self):
         check_fields(self, "data.")
+        _check_layout(self.layout, self.pairs)
         vocab_size_of(self.tokenizer)
         _split_of(self.split)
 
@@ -173,19 +181,20 @@ def open_corpus(
             raise UsageError(
                 f"data.path={config.path!r} has no pairs; expected records, not tokens."
             )
-        return _open_arrays(config, tokenizer)
+        return _open_arrays(config, Path(cache), tokenizer)
     try:
         files = _files(config.path)
         name = config.tokenizer if tokenizer is None else tokenizer.identity
-        key = [_FORMAT, files, name, config.split]
+        key = [_FORMAT, files, name, config.split, *_ends_of(config, files, tokenizer)]
         key += _TEXT_ALONE * (not config.special_tokens)
-        entry = Path(cache) / _hashed(key)
+        paths = [path for path, _, _ in files]
+        entry = _entry_of(Path(cache) / _hashed(key), paths)
         if config.pairs or not entry.exists():
             opened = _open_sources(config, Path(cache), files, tokenizer, say)
             if isinstance(opened, Corpus):
                 return opened
             if opened:
-                entry = Path(cache) / _hashed([*key, "plain"])
+                entry = _entry_of(Path(cache) / _hashed([*key, "plain"]), paths)
             if not entry.exists():
                 _build(entry, files, config, tokenizer, opened)
     except PermissionError as error:
@@ -207,7 +216,8 @@ def open_corpus(
     data = data.view(np.ndarray)  # cheaper to slice
     lengths = np.array(record["lengths"], np.int64)
     is_validation = np.array(record["validation"], bool)
-    train, validation = _streams(config, data, lengths, is_validation)
+    counts = _map_counts(entry / "counts.bin", len(data))
+    train, validation = _streams(config, data, lengths, is_validation, counts)
     return Corpus(hash=record["hash"], tokenizer=tokenizer, train=train, validation=validation)
 
 
@@ -225,20 +235,34 @@ def _streams(
         chosen &= lengths > 0  # a tokenizer may find nothing in a document
         stream = Tokens(data=data, starts=starts[chosen], lengths=lengths[chosen], counts=counts)
         streams.append(stream)
-        if len(streams[-1]) <= (0 if config.pairs else config.seq_len):
+        needed = _fewest_tokens(config)
+        if len(streams[-1]) < needed:
+            reader = "one window"
+            remedy = f"lower seq_len={config.seq_len}, "
+            if config.layout:
+                reader = "a target"
+                remedy = ""
             raise UsageError(
-                f"the corpus has {len(data)} tokens, {len(streams[-1])} of them in the {side} split, but one "
-                f"window needs {config.seq_len + 1}; lower seq_len={config.seq_len}, change "
-                f"split={config.split!r} or add text"
+                f"the corpus has {len(data)} tokens, {len(streams[-1])} of them in the {side} split, "
+                f"but {reader} needs {needed}; {remedy}change split={config.split!r} or add text"
             )
     return streams[0], streams[1]
+
+
+def _fewest_tokens(config: DataConfig) -> int:
+    """Returns the tokens that a split needs: a window's, or a target's where rows are filled up."""
+    if config.pairs:
+        return 1
+    if config.layout:
+        return 2
+    return config.seq_len + 1
 
 
 def _hashed(key: list) -> str:
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
 
 
-def _open_arrays(config: DataConfig, tokenizer: Tokenizer | None) -> Corpus:
+def _open_arrays(config: DataConfig, cache: Path, tokenizer: Tokenizer | None) -> Corpus:
     """Opens arrays of tokens."""
     path = Path(config.path).expanduser().resolve()
     if tokenizer is None and (path / "tokenizer.json").is_file():
@@ -247,11 +271,12 @@ def _open_arrays(config: DataConfig, tokenizer: Tokenizer | None) -> Corpus:
         raise UsageError(
             f"tokenizer={config.tokenizer!r} is not learnt from tokens; put tokenizer.json beside them"
         )
-    return _open_tokens(config, path, tokenizer or Bytes())
+    return _open_tokens(config, cache, path, tokenizer or Bytes())
 
 
-def _open_tokens(config: DataConfig, folder: Path, tokenizer: Tokenizer) -> Corpus:
-    found = open_shards(folder, tokenizer.vocab_size, _split_of(config.split))
+def _open_tokens(config: DataConfig, cache: Path, folder: Path, tokenizer: Tokenizer) -> Corpus:
+    split = _split_of(config.split)
+    found = open_shards(folder, tokenizer.vocab_size, split, cache, tokenizer.identity)
     train, validation = _streams(
         config, found.tokens, found.lengths, found.validation, counts=found.counts
     )
@@ -274,7 +299,7 @@ def _open_sources(
         key[1:4] = [files]
     key += ["pairs"] if config.pairs else []
     key += _TEXT_ALONE * (not config.special_tokens)
-    folder = cache / _hashed(key)
+    folder = _entry_of(cache / _hashed(key), [path for path, *_ in files])
     learnt = folder.with_suffix(".json")
     sources: tuple[Source, ...] = ()
     is_learnt = tokenizer is not None or config.tokenizer == "bytes" or learnt.is_file()
@@ -311,7 +336,7 @@ def _open_sources(
             raise _not_writable(cache, error) from error
         except OSError as error:
             raise _not_writable(cache, error) from error
-    return _open_tokens(config, folder, tokenizer)
+    return _open_tokens(config, cache, folder, tokenizer)
 
 
 def _not_writable(cache: Path, error: OSError) -> UsageError:
@@ -389,12 +414,13 @@ def _build(
         if len(files) == 1 and isinstance(tokenizer, Bytes) and not wrapped:
             data, lengths = files[0][0], [piece.stop - piece.start for piece in pieces]
         else:
-            data, lengths = (
-                "tokens.bin",
-                _write_tokens(
-                    partial / "tokens.bin", pieces, tokenizer, dtype, config.special_tokens
-                ),
+            data = "tokens.bin"
+            ends = _ends_of(config, files, tokenizer)
+            sizes = {path: size for path, size, _ in files}
+            lengths = _write_tokens(
+                partial / data, pieces, tokenizer, dtype, sizes, ends, config.special_tokens
             )
+            _write_counts(partial / "counts.bin", pieces, lengths, ends)
         record = dict(
             hash=content, path=config.path, split=config.split, tokenizer=tokenizer.identity
         )
@@ -528,21 +554,87 @@ def _training_texts(pieces: list[_Piece]) -> Iterator[str]:
             return
 
 
+def _entry_of(entry: Path, paths: list[str]) -> Path:
+    """Returns the cache's folder for the content of files.
+
+    It is `entry`, named after their paths, sizes and times, for the first content under these, and
+    has another name for any other content. A file next to it keeps the times of change and numbers
+    that the system gives the files: they are read again only where these are new. Files of over
+    1 GiB in all are not read: new numbers are other content, and are tokenised again.
+    """
+    record = entry.with_name(f"{entry.name}.source")
+    stats = [os.stat(path) for path in paths]
+    numbers = [[stat.st_ctime_ns, stat.st_ino] for stat in stats]
+    state = hashlib.sha256(json.dumps(numbers).encode()).hexdigest()
+    try:
+        contents = json.loads(record.read_text())
+    except (OSError, ValueError):
+        contents = {}
+    if state not in contents:
+        contents[state] = state
+        if sum(stat.st_size for stat in stats) <= _HASHED:
+            contents[state] = _digest_of(paths)
+        partial = record.with_name(f".partial-{uuid.uuid4().hex}")
+        try:
+            record.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(contents))
+            partial.rename(record)
+        except OSError:
+            pass  # a cache that is only read; one that cannot be made has a sentence later
+    content = contents[state]
+    if content == next(iter(contents.values())):
+        return entry
+    return entry.with_name(f"{entry.name}-{content[:16]}")
+
+
+def _digest_of(paths: list[str]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _ends_of(config: DataConfig, files: list, tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
+    """Returns the BOS and the EOS that files of a folder get, as lines of JSONL do; empty for none."""
+    # Without a layout a run is of before they got any; a single file is a stream, not a document.
+    if tokenizer is None or not config.layout or len(files) == 1:
+        return []
+    if not tokenizer.bos_ids and not tokenizer.eos_ids:
+        return []
+    return [tokenizer.bos_ids, tokenizer.eos_ids[:1]]
+
+
+def _map_counts(path: Path, size: int) -> np.ndarray | None:
+    if not path.is_file():
+        return None
+    return np.memmap(path, np.uint8, "r", shape=(size,)).view(np.ndarray)
+
+
 def _write_tokens(
     path: Path,
     pieces: list[_Piece],
     tokenizer: Tokenizer,
     dtype: np.dtype,
+    sizes: dict[str, int],
+    ends: list[tuple[int, ...]],
     special_tokens: bool = True,
 ) -> list[int]:
-    """Encodes the pieces into one flat file, block by block, and gives their lengths in tokens."""
+    """Encodes the pieces into one flat file, block by block, and gives their lengths in tokens.
+
+    `ends` are put at the ends of each file, of which `sizes` has the bytes.
+    """
     lengths = []
     options = {"special_tokens": False}
     if special_tokens:  # older tokenizers have no such argument
         options = {}
+    begin_ids, end_ids = (np.array(ids).astype(dtype) for ids in ends or ((), ()))
     with path.open("wb") as file:
         for piece in pieces:
             begin = file.tell()
+            is_empty = piece.start == piece.stop
+            if piece.start == 0 and not is_empty:
+                file.write(begin_ids.tobytes())
             if isinstance(tokenizer, Bytes):
                 file.writelines(block for _, block in _blocks(*piece[:3], _MIB))
             else:
@@ -550,8 +642,38 @@ def _write_tokens(
                     tokenizer.encode(text, **options).astype(dtype).tobytes()
                     for text in _texts(piece)
                 )
+            if piece.stop == sizes[piece.path] and not is_empty:
+                file.write(end_ids.tobytes())
             lengths.append((file.tell() - begin) // dtype.itemsize)
     return lengths
+
+
+def _write_counts(
+    path: Path, pieces: list[_Piece], lengths: list[int], ends: list[tuple[int, ...]]
+) -> None:
+    """Writes which tokens count as targets, all but the BOS of documents, where there is a BOS."""
+    if not ends or not ends[0]:
+        return
+    with path.open("wb") as file:
+        for piece, length in zip(pieces, lengths, strict=True):
+            counts = np.ones(length, np.uint8)
+            if piece.start == 0:
+                counts[: len(ends[0])] = 0
+            file.write(counts.tobytes())
+
+
+def _check_layout(layout: str, pairs: bool) -> None:
+    names = layout.split("+") if layout else []
+    unknown = [name for name in names if name not in LAYOUTS]
+    if unknown:
+        raise UsageError(
+            f"data.layout={layout!r}: {unknown[0]!r} is no layout; expected {', '.join(LAYOUTS)}, "
+            "or one for each source of a mixture, joined by +."
+        )
+    if pairs and layout not in ("", "rows"):
+        raise UsageError(
+            f"data.layout={layout}: a pair is two rows, of one completion each; expected rows."
+        )
 
 
 def _split_of(split: str) -> tuple[str, float]:

@@ -62,6 +62,16 @@ def permuted(slots: np.ndarray, size: int, seed: int, epochs: np.ndarray) -> np.
     return out.astype(np.int64)
 
 
+def sample_numbers(step: int, rows: slice | np.ndarray, batch_size: int) -> np.ndarray:
+    """Returns the numbers of the samples in rows of a step, int64 `[b]`."""
+    return int(step) * batch_size + np.arange(batch_size, dtype=np.int64)[rows]
+
+
+def shifts_of(seed: int, epochs: np.ndarray, size: int) -> np.ndarray:
+    """Returns a shift in `0..size-1` for each epoch, keyed by the seed: int64 `[b]`."""
+    return (_mix(seed % 2**64, epochs, _ROUNDS) % np.uint64(size)).astype(np.int64)
+
+
 @dataclass(frozen=True, eq=False)
 class Windows:
     """Shuffled windows of `seq_len` tokens of a stream, `batch_size` a step over all hosts.
@@ -93,16 +103,20 @@ class Windows:
 
     def starts(self, step: int, rows: slice | np.ndarray = slice(None)) -> np.ndarray:
         """Where the given rows of the global batch begin in the stream: int64 `[b]`."""
-        samples = int(step) * self.batch_size + np.arange(self.batch_size, dtype=np.int64)[rows]
+        return self._starts(sample_numbers(step, rows, self.batch_size))
+
+    def _starts(self, samples: np.ndarray) -> np.ndarray:
         epochs, slots = np.divmod(samples, self.num_windows)
         shifts = min(self.seq_len, len(self.tokens) - self.num_windows * self.seq_len)
-        shift = _mix(self.seed % 2**64, epochs, _ROUNDS) % np.uint64(shifts)
-        return permuted(slots, self.num_windows, self.seed, epochs) * self.seq_len + shift.astype(
-            np.int64
-        )
+        shift = shifts_of(self.seed, epochs, shifts)
+        return permuted(slots, self.num_windows, self.seed, epochs) * self.seq_len + shift
 
     def __call__(self, step: int, rows: slice | np.ndarray = slice(None)) -> dict[str, np.ndarray]:
-        """Draws the given rows of the global batch of a step.
+        """Draws the given rows of the global batch of a step, as `draw` returns them."""
+        return self.draw(sample_numbers(step, rows, self.batch_size))
+
+    def draw(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+        """Draws samples by their numbers, int64 `[b]`.
 
         Returns:
             `tokens` and `targets` (the tokens one later), int32 `[b, T]`. With `pack` also `segments`
@@ -110,7 +124,7 @@ class Windows:
             `pack`, or where not all tokens count, `weights`, float32 `[b, T]`: 0 where the target does not count or,
             with `pack`, belongs to the next document, else 1.
         """
-        starts = self.starts(step, rows)
+        starts = self._starts(samples)
         block = self.tokens.read(starts, self.seq_len + 1)
         batch = {"tokens": block[:, :-1].copy(), "targets": block[:, 1:].copy()}
         if self.tokens.counts is not None:
@@ -149,7 +163,7 @@ class Pairs(NamedTuple):
 
     def __call__(self, step: int, rows: slice | np.ndarray = slice(None)) -> dict[str, np.ndarray]:
         """Draws the given rows of the global batch of a step, as `read` returns them."""
-        samples = int(step) * self.batch_size + np.arange(self.batch_size, dtype=np.int64)[rows]
+        samples = sample_numbers(step, rows, self.batch_size)
         epochs, slots = np.divmod(samples, self.num_windows)
         return self.read(permuted(slots, self.num_windows, self.seed, epochs))
 

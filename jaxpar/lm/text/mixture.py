@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpar.lm.text.data import Corpus, DataConfig, Pairs, Windows, open_corpus, permuted
+from jaxpar.lm.text.data import Corpus, DataConfig, Pairs, open_corpus, permuted
+from jaxpar.lm.text.row_layouts import RowBatches, batches_of
 from jaxpar.lm.text.tokenizer import Tokenizer
 from jaxpar.types import UsageError
 
-__all__ = ["open_corpora", "training_batches"]
+__all__ = ["Corpora", "open_corpora", "open_with_layout", "training_batches"]
 
 _SOURCE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(e?)\*(.+)")
 
@@ -73,13 +74,13 @@ class Mixture(NamedTuple):
     as if it were alone but for the order within a round, and each of its windows comes once an epoch of its own.
 
     Attributes:
-      sources: Windows of each, of one length; their batch sizes are not read.
+      sources: Rows of each, of one length and any layout; their batch sizes are not read.
       counts: Samples of a round of each, positive.
       batch_size: Windows of a step, over all hosts.
       seed: Of the order.
     """
 
-    sources: tuple[Windows, ...]
+    sources: tuple[RowBatches, ...]
     counts: tuple[int, ...]
     batch_size: int
     seed: int
@@ -97,17 +98,33 @@ class Mixture(NamedTuple):
         return source, rounds * counts[source] + slots - (ends - counts)[source]
 
     def __call__(self, step: int, rows: slice | np.ndarray = slice(None)) -> dict[str, np.ndarray]:
-        """Draws rows of a step, with what `Windows` gives; weights are 1 where a source has none."""
+        """Draws rows of a step, with what any of the sources has.
+
+        Where a source has no weights they are 1, and where it marks no documents a row is one.
+        """
         source, samples = self.places(step, rows)
-        drawn = [
-            (place, dataclasses.replace(self.sources[k], batch_size=1)(int(sample)))
-            for place, (k, sample) in enumerate(zip(source, samples, strict=True))
-        ]
-        weighted = any(each.tokens.counts is not None or each.pack for each in self.sources)
-        if weighted:
-            for _, row in drawn:
-                row.setdefault("weights", np.ones(row["targets"].shape, np.float32))
-        return {name: np.concatenate([row[name] for _, row in drawn]) for name in drawn[0][1]}
+        whole: dict[str, np.ndarray] = {}
+        for k in range(len(self.sources)):
+            chosen = np.flatnonzero(source == k)
+            # A source is drawn from even where no row is of it: all batches have the same arrays.
+            drawn = self.sources[k].draw(samples[chosen])
+            for name in drawn:
+                if name not in whole:
+                    whole[name] = _filled(name, (len(samples), drawn[name].shape[1]))
+            for name in whole:
+                if name in drawn:
+                    whole[name][chosen] = drawn[name]
+        return whole
+
+
+def _filled(name: str, shape: tuple[int, int]) -> np.ndarray:
+    """Returns an array of a batch as it is where a source does not have it."""
+    if name == "positions":
+        return np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape).copy()
+    dtype = np.int32
+    if name == "weights":
+        dtype = np.float32
+    return np.ones(shape, dtype)
 
 
 class Corpora(NamedTuple):
@@ -148,10 +165,84 @@ def open_corpora(
     return Corpora(sources=sources, each=tuple(found))
 
 
-def training_batches(corpora: Corpora, config: DataConfig, seed: int) -> Windows | Mixture | Pairs:
-    """Returns the training batches of a run, by step and rows."""
+def layouts_of(layout: str, count: int) -> list[str]:
+    """Returns the layout of each of `count` sources.
+
+    Args:
+      layout: One for all, or one for each, joined by +; empty for windows.
+      count: Number of sources.
+
+    Raises:
+      UsageError: There are neither one nor `count`.
+    """
+    names = layout.split("+")
+    if len(names) not in (1, count):
+        raise UsageError(
+            f"data.layout={layout}: there are {len(names)} layouts for {count} sources; expected "
+            "one for all, or one for each, joined by +."
+        )
+    return names * (count // len(names))
+
+
+def usual_layout(corpora: Corpora, pairs: bool = False) -> str:
+    """Returns the layout of a new run that names none.
+
+    Pairs have rows. A source in which some token behind the BOS of a document does not count, as in
+    chats and completions, is packed; others are a stream. Reads the first 1,024 documents of each.
+
+    Args:
+      corpora: Sources.
+      pairs: Whether they are preferences.
+    """
+    if pairs:
+        return "rows"
+    by_prompts = {True: "packed", False: "stream"}
+    names = [by_prompts[_has_prompts(corpus)] for corpus in corpora.each]
+    if len(set(names)) == 1:
+        return names[0]
+    return "+".join(names)
+
+
+def _has_prompts(corpus: Corpus) -> bool:
+    tokens = corpus.train
+    if tokens.counts is None:
+        return False
+    num_bos = len(corpus.tokenizer.bos_ids)
+    spans = zip(tokens.starts[:1024].tolist(), tokens.lengths[:1024].tolist(), strict=True)
+    return any(not tokens.counts[start + num_bos : start + size].all() for start, size in spans)
+
+
+def open_with_layout(
+    config: DataConfig,
+    cache: str | Path,
+    tokenizer: Tokenizer | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> tuple[Corpora, DataConfig]:
+    """Opens the corpora of a run that begins today, and returns the configuration with its layout.
+
+    Arguments and errors are `open_corpus`'s.
+    """
+    if config.layout:
+        return open_corpora(config, cache, tokenizer, say), config
+    # Any layout opens the same tokens; of these, packed needs the fewest.
+    layout = "packed"
     if config.pairs:
-        if config.pack or corpora.sources:
+        layout = "rows"
+    corpora = open_corpora(dataclasses.replace(config, layout=layout), cache, tokenizer, say)
+    usual = usual_layout(corpora, config.pairs)
+    return corpora, dataclasses.replace(config, layout=usual)
+
+
+def training_batches(
+    corpora: Corpora, config: DataConfig, seed: int
+) -> RowBatches | Mixture | Pairs:
+    """Returns the training batches of a run, by step and rows.
+
+    An empty `config.layout` gives windows as they were before there were layouts.
+    """
+    if config.pairs:
+        # With a layout `pack` has nothing to mark: a row is one document.
+        if corpora.sources or (config.pack and not config.layout):
             raise UsageError(
                 "pairs are neither packed nor mixed; leave data.pack=true and mix: out."
             )
@@ -161,17 +252,12 @@ def training_batches(corpora: Corpora, config: DataConfig, seed: int) -> Windows
             batch_size=config.batch_size,
             seed=seed,
         )
-    windows = tuple(
-        Windows(
-            tokens=corpus.train,
-            seq_len=config.seq_len,
-            batch_size=config.batch_size,
-            seed=seed,
-            pack=config.pack,
-        )
-        for corpus in corpora.each
+    layouts = layouts_of(config.layout, len(corpora.each))
+    rows = tuple(
+        batches_of(corpus.train, layout, config, seed)
+        for corpus, layout in zip(corpora.each, layouts, strict=True)
     )
     if not corpora.sources:
-        return windows[0]
-    counts = counts_of_round(corpora.sources, [each.num_windows for each in windows])
-    return Mixture(sources=windows, counts=tuple(counts), batch_size=config.batch_size, seed=seed)
+        return rows[0]
+    counts = counts_of_round(corpora.sources, [each.num_windows for each in rows])
+    return Mixture(sources=rows, counts=tuple(counts), batch_size=config.batch_size, seed=seed)

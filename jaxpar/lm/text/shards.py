@@ -125,6 +125,23 @@ def read_line(
         return read(where)
 
 
+def _check_completion(where: str, line: bytes) -> None:
+    """Rejects a line without a token that counts, if it is a completion."""
+    if "completion" in json.loads(line):
+        raise UsageError(
+            f"{where} has a completion without a token; expected one that is not empty."
+        )
+
+
+def _check_pair(where: str, documents: list[np.ndarray]) -> None:
+    """Rejects preferences of which both documents have the same tokens."""
+    if len(documents) == 2 and np.array_equal(documents[0], documents[1]):
+        raise UsageError(
+            f"{where}: what is chosen and what is rejected are the same tokens; expected completions "
+            "that differ in their tokens."
+        )
+
+
 def tokenise_part(job: PartOfFile) -> str:
     """Tokenises a part into `job.out`, a folder that appears by one rename. Pure: processes may do the same part."""
     out = Path(job.out)
@@ -138,8 +155,12 @@ def tokenise_part(job: PartOfFile) -> str:
         for offset, line in job.lines():
             key = hashlib.sha256(line.strip()).digest()
             digest.update(key)
+            read = []
             for document in read_line(job.path, offset, line, job.template, job.pairs, job.where):
                 ids, count = _encoded(job, document, offset)
+                read.append(ids)
+                if not job.pairs and not count.any():
+                    _check_completion(job.where(offset), line)
                 if job.pairs and not count[1:].any():
                     raise UsageError(
                         f"{job.where(offset)} has a completion without a token behind another."
@@ -148,6 +169,7 @@ def tokenise_part(job: PartOfFile) -> str:
                 counts.write(count.tobytes())
                 lengths.append(len(ids))
                 validation.append(int.from_bytes(key[:8], "big") < job.limit)
+            _check_pair(job.where(offset), read)
     np.save(partial / "lengths.npy", np.array(lengths, np.int64))
     np.save(partial / "validation.npy", np.array(validation, bool))
     (partial / "digest").write_bytes(digest.digest())
@@ -357,15 +379,111 @@ def _join(parts: list[Path], entry: Path, tokenizer: Tokenizer, tail: float, tog
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def open_shards(folder: Path, vocab_size: int, split: tuple[str, float]) -> Shards:
+class Extremes(NamedTuple):
+    """The smallest and the largest token of an array, and the first position of each."""
+
+    smallest: int
+    smallest_at: int
+    largest: int
+    largest_at: int
+
+
+def extremes_of(path: Path, tokens: np.ndarray, cache: Path) -> Extremes:
+    """Returns the extremes of a file of tokens, which are kept in `cache` for its next use.
+
+    The first time reads the file once, a block at a time, at the rate of the disk.
+
+    Args:
+      path: The file, in NumPy's format.
+      tokens: What it holds, integers [n].
+      cache: A folder; where it cannot be written nothing is kept.
+    """
+    stat = path.stat()
+    key = [str(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+    record = cache / f"extremes-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}.json"
+    try:
+        found = json.loads(record.read_text())
+        return Extremes(
+            smallest=int(found["smallest"]),
+            smallest_at=int(found["smallest_at"]),
+            largest=int(found["largest"]),
+            largest_at=int(found["largest_at"]),
+        )
+    except (OSError, ValueError, TypeError, KeyError):
+        found = _read_extremes(path, tokens)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        partial = cache / f".partial-{uuid.uuid4().hex}"
+        partial.write_text(json.dumps(found._asdict()))
+        partial.rename(record)
+    except OSError:
+        pass
+    return found
+
+
+def _read_extremes(path: Path, tokens: np.ndarray) -> Extremes:
+    # Read, not mapped: pages of a map would count as this process's memory.
+    found = Extremes(smallest=int(tokens[0]), smallest_at=0, largest=int(tokens[0]), largest_at=0)
+    with path.open("rb") as file:
+        file.seek(path.stat().st_size - tokens.nbytes)
+        position = 0
+        while position < len(tokens):
+            count = min(_COPY, len(tokens) - position)
+            block = np.frombuffer(file.read(count * tokens.dtype.itemsize), tokens.dtype)
+            if int(block.min()) < found.smallest:
+                at = int(block.argmin())
+                found = found._replace(smallest=int(block[at]), smallest_at=position + at)
+            if int(block.max()) > found.largest:
+                at = int(block.argmax())
+                found = found._replace(largest=int(block[at]), largest_at=position + at)
+            position += count
+    return found
+
+
+def _check_tokens(
+    path: Path, tokens: np.ndarray, vocab_size: int, cache: Path, identity: str
+) -> None:
+    """Rejects tokens that are no symbols, wherever in the file they are.
+
+    Reads nothing where the type has room for symbols alone, or this very tokenizer made the file.
+    """
+    if tokens.dtype.kind == "u" and np.iinfo(tokens.dtype).max < vocab_size:
+        return
+    record = path.with_name("shards.json")
+    if path.name == "tokens.npy" and record.is_file():
+        if json.loads(record.read_text()).get("tokenizer") == identity:
+            return
+    found = extremes_of(path, tokens, cache)
+    if found.smallest < 0:
+        token = found.smallest
+        position = found.smallest_at
+    elif found.largest >= vocab_size:
+        token = found.largest
+        position = found.largest_at
+    else:
+        return
+    raise UsageError(
+        f"{path} has the token {token} at position {position}; legal are 0 to {vocab_size - 1}."
+    )
+
+
+def open_shards(
+    folder: Path, vocab_size: int, split: tuple[str, float], cache: Path, identity: str
+) -> Shards:
     """Maps a folder of tokens, ours or another's, or a single `.npy` of tokens, which is one document.
 
     A folder without `validation.npy` is split here: "hash" by a hash of each document's number, as its content would
     have to be read; "tail" by the end of the documents, or of the tokens of a single one.
 
+    Args:
+      folder: The folder or the file.
+      vocab_size: V, symbols of the tokenizer.
+      split: Kind and fraction.
+      cache: Folder for what was found of the tokens, so that they are read for it once.
+      identity: Identity of the tokenizer.
+
     Raises:
-      UsageError: If a file is absent, of another type or length, or the tokens are no symbols of the tokenizer by their
-        first 2^16 (the rest is not read).
+      UsageError: If a file is absent, of another type or length, or some token is no symbol.
     """
     paths = {name: folder / f"{name}.npy" for name in ("tokens", "lengths", "counts", "validation")}
     if folder.suffix == ".npy":
@@ -380,11 +498,7 @@ def open_shards(folder: Path, vocab_size: int, split: tuple[str, float]) -> Shar
         raise UsageError(
             f"{paths['tokens']} is {tokens.dtype} {list(tokens.shape)}; legal are integers [n], n > 0."
         )
-    head = tokens[: 2**16]
-    if int(head.min()) < 0 or int(head.max()) >= vocab_size:
-        raise UsageError(
-            f"{paths['tokens']} has the token {int(head.max())}; legal are 0 to {vocab_size - 1}."
-        )
+    _check_tokens(paths["tokens"], tokens, vocab_size, cache, identity)
     kind, fraction = split
     if "lengths" not in arrays:
         cut = int((1 - fraction) * len(tokens))
