@@ -36,13 +36,21 @@ def folder(tmp_path):
 @pytest.fixture
 def opened(monkeypatch):
     """The corpora that commands open, in turn."""
-    found, plain = [], lm.open_corpora
+    found = []
+    plain = lm.open_corpora
+    laid_out = lm.open_with_layout
 
     def open_corpora(*arguments):
         found.append(plain(*arguments))
         return found[-1]
 
+    def open_with_layout(*arguments):
+        corpora, data = laid_out(*arguments)
+        found.append(corpora)
+        return corpora, data
+
     monkeypatch.setattr(lm, "open_corpora", open_corpora)
+    monkeypatch.setattr(lm, "open_with_layout", open_with_layout)
     monkeypatch.setattr(lm, "draw_sample", lambda *_: "")  # a program of its own
     with use_mesh(make_mesh(MeshSpec(), jax.devices()[:1])):
         yield found

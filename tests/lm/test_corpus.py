@@ -429,7 +429,7 @@ def test_text_that_is_not_utf8(folder, tmp_path):
             f"{bad} is not UTF-8 at byte 100000, but perhaps Latin-1; expected UTF-8, "
             f"convert it: iconv -f LATIN1 -t UTF-8 {bad} > utf8.txt."
         )
-        assert not list((tmp_path / "cache").iterdir())
+        assert not entries(tmp_path / "cache")
 
 
 def test_too_little_text(tmp_path):

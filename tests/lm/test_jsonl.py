@@ -375,7 +375,8 @@ def test_the_cache_is_of_the_content_where_size_and_time_agree(tmp_path, monkeyp
 
     def read(letter):
         """The training text with this letter in it, and how often content was read for it."""
-        file.write_text((json.dumps({"text": letter * 9}) + "\n") * 20)
+        line = json.dumps({"text": letter * 9}) if kind == "jsonl" else letter * 18
+        file.write_text((line + "\n") * 20)
         os.utime(file, ns=(10**18, 10**18))
         return reading()
 

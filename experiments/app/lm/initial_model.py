@@ -22,8 +22,14 @@ from jaxpar.lm import (
     read_imported,
     save_imported,
 )
-from jaxpar.lm.text import Bpe, DataConfig, Tokenizer, load_tokenizer
-from jaxpar.lm.text.chat import load_chat, open_template
+from jaxpar.lm.text import (
+    Bpe,
+    DataConfig,
+    Tokenizer,
+    load_chat,
+    load_tokenizer,
+    open_template,
+)
 from jaxpar.mesh import named_shardings
 from jaxpar.types import PyTree, UsageError
 

@@ -11,6 +11,8 @@ from typing import Any
 from jaxpar.lm.hub.keys import brief, read_json
 from jaxpar.types import UsageError
 
+__all__ = ["load_chat", "open_template"]
+
 _BEGIN = "\ufdd0"
 _END = "\ufdd1"
 """Marks around an answer: no characters, by Unicode's rule, so no text has them."""

@@ -4,6 +4,7 @@ Files are cut into *pieces*: stretches of continuous text that lie wholly in one
 where depends on content alone, so every host and every copy of the data agrees.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -188,13 +189,14 @@ def open_corpus(
         key = [_FORMAT, files, name, config.split, *_ends_of(config, files, tokenizer)]
         key += _TEXT_ALONE * (not config.special_tokens)
         paths = [path for path, _, _ in files]
-        entry = _entry_of(Path(cache) / _hashed(key), paths)
+        digest = functools.cache(lambda: _digest_of(paths))
+        entry = _entry_of(Path(cache) / _hashed(key), paths, digest)
         if config.pairs or not entry.exists():
-            opened = _open_sources(config, Path(cache), files, tokenizer, say)
+            opened = _open_sources(config, Path(cache), files, tokenizer, say, digest)
             if isinstance(opened, Corpus):
                 return opened
             if opened:
-                entry = _entry_of(Path(cache) / _hashed([*key, "plain"]), paths)
+                entry = _entry_of(Path(cache) / _hashed([*key, "plain"]), paths, digest)
             if not entry.exists():
                 _build(entry, files, config, tokenizer, opened)
     except PermissionError as error:
@@ -289,6 +291,7 @@ def _open_sources(
     files: list[tuple[str, int, int]],
     tokenizer: Tokenizer | None,
     say: Callable[[str], None],
+    digest: Callable[[], str],
 ) -> Corpus | tuple[Source, ...]:
     """Opens records, tokenising them first; of texts it returns those whose bytes are not their text."""
     name = config.tokenizer if tokenizer is None else tokenizer.identity
@@ -299,7 +302,7 @@ def _open_sources(
         key[1:4] = [files]
     key += ["pairs"] if config.pairs else []
     key += _TEXT_ALONE * (not config.special_tokens)
-    folder = _entry_of(cache / _hashed(key), [path for path, *_ in files])
+    folder = _entry_of(cache / _hashed(key), [path for path, *_ in files], digest)
     learnt = folder.with_suffix(".json")
     sources: tuple[Source, ...] = ()
     is_learnt = tokenizer is not None or config.tokenizer == "bytes" or learnt.is_file()
@@ -554,7 +557,7 @@ def _training_texts(pieces: list[_Piece]) -> Iterator[str]:
             return
 
 
-def _entry_of(entry: Path, paths: list[str]) -> Path:
+def _entry_of(entry: Path, paths: list[str], digest: Callable[[], str]) -> Path:
     """Returns the cache's folder for the content of files.
 
     It is `entry`, named after their paths, sizes and times, for the first content under these, and
@@ -573,7 +576,7 @@ def _entry_of(entry: Path, paths: list[str]) -> Path:
     if state not in contents:
         contents[state] = state
         if sum(stat.st_size for stat in stats) <= _HASHED:
-            contents[state] = _digest_of(paths)
+            contents[state] = digest()
         partial = record.with_name(f".partial-{uuid.uuid4().hex}")
         try:
             record.parent.mkdir(parents=True, exist_ok=True)

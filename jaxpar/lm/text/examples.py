@@ -19,6 +19,8 @@ from jaxpar.lm.text.chat import ChatTemplate, text_of
 from jaxpar.lm.text.tokenizer import Bytes, Tokenizer
 from jaxpar.types import UsageError
 
+__all__ = ["Template", "chat_ml"]
+
 Document = tuple[list[tuple[str, bool]], bool]
 """(text, whether it counts) in order, one text when joined; and whether EOS belongs behind it."""
 
