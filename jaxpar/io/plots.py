@@ -337,6 +337,11 @@ def _draw_optimizer(panel: "Axes", norm: np.ndarray, rate: np.ndarray) -> None:
         steps, norms = norm[0], np.where(norm[1] > 0, norm[1], np.nan)  # a logarithm has no zero
         panel.semilogy(steps, norms, color=GREEN, alpha=0.25, linewidth=0.8)
         panel.semilogy(steps, np.exp(_smoothed(np.log(norms))), color=GREEN, linewidth=1.8)
+        if np.isfinite(norms).any():
+            low = np.nanmin(norms)
+            high = np.nanmax(norms)
+            if high < 1.001 * low:  # of one step: the smoothed one differs by a rounding
+                panel.set_ylim(0.9 * low, 1.1 * high)
         panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         panel.yaxis.set_major_formatter("{x:g}")
         panel.yaxis.set_minor_formatter("")
