@@ -69,6 +69,7 @@ def test_curves_are_the_file_s_numbers(tmp_path, drawn):
         ({"train/loss": np.nan, "validation/loss": np.nan}, 1),
         ({"train/loss": 1.0, "train/grad_norm": 0.0}, 2),
         ({"train/loss": 1.0, "train/learning_rate": 1e-3}, 2),
+        ({"train/loss": 1.0, "train/grad_norm": 6.947221755981446}, 2),
     ],
 )
 def test_what_is_absent_is_left_out(tmp_path, drawn, row, num_axes):
