@@ -105,6 +105,7 @@ def test_lines_are_lines_by_any_name_and_packing(
         ("several.json", b"\n".join(json.dumps(each, indent=2).encode() for each in TEXTS)),
         ("a.json.gz", gzip.compress(json.dumps(TEXTS).encode())),
     ],
+    ids=["plain", "indented", "marked", "several", "packed"],
 )
 @pytest.mark.parametrize("block", [7, 2**20])
 def test_arrays_are_their_records(tmp_path, monkeypatch, name, content, block):
@@ -117,7 +118,11 @@ def test_arrays_are_their_records(tmp_path, monkeypatch, name, content, block):
     assert streams(opened(tmp_path, path)) == streams(plain)
 
 
-@pytest.mark.parametrize("value", [12345.5, 'a\\u00e4"', True, None, [1], {"a": "😀"}, -1e-30])
+@pytest.mark.parametrize(
+    "value",
+    [12345.5, 'a\\u00e4"', True, None, [1], {"a": "😀"}, -1e-30],
+    ids=["float", "text", "flag", "null", "list", "object", "small"],
+)
 def test_values_cut_anywhere_are_whole(monkeypatch, value):
     monkeypatch.setattr(files, "_BLOCK", 1)
     content = json.dumps([{"v": value}, {"w": [value]}]).encode()
@@ -133,6 +138,7 @@ def test_values_cut_anywhere_are_whole(monkeypatch, value):
         ("alpaca.jsonl", lines(ALPACA)),
         ("alpaca.jsonl.gz", gzip.compress(lines(ALPACA))),
     ],
+    ids=["array", "lines", "packed"],
 )
 def test_instructions_are_conversations(tmp_path, name, content):
     """Only what is answered counts, by the same template as any conversation."""
@@ -336,8 +342,13 @@ def test_a_frame_of_zstd_that_is_cut_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("magic", "module", "extra"),
-    [(b"PAR1", "pyarrow", "arrow"), (b"ARROW1", "pyarrow", "arrow"), (b"\x28\xb5\x2f\xfd", "zstandard", "zstd")],
-)  # fmt: skip
+    [
+        (b"PAR1", "pyarrow", "arrow"),
+        (b"ARROW1", "pyarrow", "arrow"),
+        (b"\x28\xb5\x2f\xfd", "zstandard", "zstd"),
+    ],
+    ids=["parquet", "arrow", "zstd"],
+)
 def test_what_is_not_installed_is_named(tmp_path, monkeypatch, magic, module, extra):
     monkeypatch.setitem(sys.modules, module, None)
     path = written(tmp_path / "a", magic + bytes(99))
