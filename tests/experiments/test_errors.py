@@ -29,11 +29,12 @@ FIXED = [
     ("mesh.data=-1 mesh.fsdp=-1", "leaves data and fsdp open; only one axis may be -1"),
     (
         "mesh.data=1 mesh.fsdp=8 model.embed_dim=36",
-        "params.embedding: dimension 1 .embed. of size 36 .* 32 or 40",
+        "mesh.fsdp=8: embed of size 36 of embedding does not divide over 8 devices; "
+        "expected mesh.fsdp of 1, 2, 3, 4, 6",
     ),
     (
         "mesh.data=2 mesh.tensor=4",
-        "params.layers.wk: dimension 2 .kv_heads. of size 2 does not divide over tensor=4",
+        "mesh.tensor=4: kv_heads of size 2 of layers.wk does not divide over 4 devices",
     ),
     (
         "mesh.data=8 data.batch_size=12",
@@ -331,17 +332,17 @@ def test_a_run_folder_of_something_else(main, tmp_path, content, why):
         (
             b"caf\xe9 " * 4000,
             "data.tokenizer=bpe:300",
-            "{path} is not UTF-8 at byte 3, which a BPE needs",
+            "{path} is not UTF-8 at byte 3, but perhaps Latin-1; expected UTF-8",
         ),
         (
             b"short\n" * 5,
-            "data.split=tail:0.1",
-            "3 of them in the validation split, but one window needs 17",
+            "data.split=tail:0.03",
+            "1 of them in the validation split, but a target needs 2",
         ),
         (
             b"short\n" * 5,
-            "data.split=tail:0.9",
-            "2 of them in the training split, but one window needs 17",
+            "data.split=tail:0.97",
+            "0 of them in the training split, but a target needs 2",
         ),
     ],
     ids=["empty", "not UTF-8", "short validation", "short training"],
