@@ -63,7 +63,7 @@ class Config(runner.RunConfig):
       adapter: A folder of adapters in PEFT's files, for the model of `run` or `hf`.
       checkpoint: "best" or "newest", of a run.
       use_ema: Whether to take the running average of a run with tuning.ema.
-      strict: Whether config.json of a Hugging Face folder may hold no key that nobody knows; false names such
+      strict: Whether config.json of a Hugging Face folder may hold no unknown key; false names such
         keys in a warning.
       dtype: Of computation; "auto" is the run's own, and bfloat16 for a Hugging Face folder.
       prompt: One to continue.
@@ -73,7 +73,7 @@ class Config(runner.RunConfig):
       default_seed: Seed of prompts of a file that give none. "prompt" is a hash of prompt, id and
         number of earlier repeats, so that each has noise of its own; "zero" is 0.
       special_tokens: Whether special tokens that a prompt spells, such as <|im_end|>, are read as
-        such; else they stay text. Those of chats are.
+        such; else they stay text. In chats they always are.
       out: A file of JSON objects, one a text; without it texts are printed.
       sampling: How tokens are drawn, and how many at most.
       num_samples: Texts of each prompt, which is read and stored once for them.
@@ -81,7 +81,7 @@ class Config(runner.RunConfig):
       draft: What guesses tokens that one pass of the model then looks at together.
       draft_length: Tokens that it guesses at a time; 0 for its own default.
       draft_run: The folder of a smaller model of the same tokens, for draft=model.
-      rule: "coupled" keeps the tokens that there would be without a draft, "rejection" their law alone.
+      rule: "coupled" keeps the tokens that there would be without a draft, "rejection" their distribution alone.
       beams: Width of a beam search for the most likely texts, which are printed or written the best
         first, in place of num_samples drawn ones; 0 draws.
       length_penalty: A search's texts are ranked by log-probability over (new tokens)^this.
@@ -143,7 +143,7 @@ class Config(runner.RunConfig):
             raise UsageError("metrics= has nothing to write here; leave it out.")
 
     def _check_beams(self) -> None:
-        """Rejects flags of drawing beside a search, which draws nothing."""
+        """Rejects flags of drawing with a search, which draws nothing."""
         usual = dataclasses.replace(
             Sampling(),
             max_new_tokens=self.sampling.max_new_tokens,
@@ -239,7 +239,7 @@ def as_begun(config: Config) -> Config:
 
 
 def template_of(config: Config) -> Template:
-    """Returns the chat template of the folder: a Hugging Face folder's own, that of a run's training."""
+    """Returns the chat template of the folder: a Hugging Face folder's own, or a run's of its training."""
     folder = pathlib.Path(config.hf or config.run)
     if (folder / "config.json").is_file():
         template = load_chat(folder)
@@ -281,7 +281,7 @@ def load(name: str, config: Config, flag: str) -> Saved:
 
 
 def adapted(saved: Saved, folder: str, imported: Imported | None = None) -> Saved:
-    """Returns the model with the adapters of a folder, if one is named, beside its weights.
+    """Returns the model with the adapters of a folder, if one is named.
 
     `imported` is the record of the folder that the model came from, whose tensors have the names
     that the adapters are written for.

@@ -110,10 +110,10 @@ class Config(PipelineConfig):
       data: Corpus, tokenizer, split, window and batch.
       optimizer: Update rule and schedule.
       train: Length and events.
-      adapter: What is trained beside a frozen model, in its place.
+      adapter: Adapters to train of a frozen model, instead of the model.
       objective: What training makes smaller.
-      teacher: hf:folder or run:folder, a frozen model of the same tokens whose laws training takes a share of, as
-        objective.distil says; read anew when a run is resumed.
+      teacher: hf:folder or run:folder, a frozen model of the same tokens, for a share of the training as
+        objective.distil says; read again when a run is resumed.
       tuning: What of the model is frozen, rates by depth, and a running average.
       sampling: How the sample is drawn.
       mode: "train", "sample", "eval" or "export".
@@ -122,11 +122,11 @@ class Config(PipelineConfig):
         tokenizer. Of the flags of `model` those count that say how to compute, and dtype.
       run: A run folder, or for all but train also a Hugging Face folder.
       checkpoint: "best" or "newest", for all but train.
-      use_ema: Whether validation, samples and exports are of the running average of a run with tuning.ema.
+      use_ema: Whether validation, samples and exports take the running average of a run with tuning.ema.
       checkpoints: Where checkpoints live instead of in the run's folder, such as gs://bucket/folder; each run has a
         folder of its own name there.
       prompt: Where the sample begins; by default with the validation text.
-      strict: Whether a Hugging Face folder's config.json may hold no key that nobody knows; false names
+      strict: Whether a Hugging Face folder's config.json may hold no unknown key; false names
         such keys in a warning.
       export: Options of mode=export.
       out: What export writes: a Hugging Face folder, or a file that ends in .safetensors or .npz. With eval.kind a
@@ -301,7 +301,7 @@ def with_solver(config: Config, folder: pathlib.Path) -> Config:
 
 
 def _on_from(config: Config, start: pathlib.Path, folder: pathlib.Path) -> tuple[Config, Tokenizer]:
-    """Returns `config` with the model of the run in `start`, and its tokenizer, of which the new run keeps a copy."""
+    """Returns `config` with the model of the run in `start`, and its tokenizer; the new run keeps a copy."""
     saved = runner.load(start, Config)
     tokenizer = open_corpora(
         initial_model.with_template(saved.data, start),
@@ -386,7 +386,7 @@ def evaluate(config: Config, folder: pathlib.Path) -> dict[str, float]:
         raise UsageError("mode=eval of a run of preferences knows no start to compare with; give eval.kind, legal are "
                          "documents, choices, exact.")  # fmt: skip
     folder = pathlib.Path(config.run)
-    if (folder / "config.json").is_file():  # no run, whose layout would be that of its training
+    if (folder / "config.json").is_file():  # no run, which would have the layout of its training
         corpora, data = open_with_layout(config.data, folder / "data", tokenizer)
         config = dataclasses.replace(config, data=data)
     else:

@@ -1,4 +1,4 @@
-"""Adapters: a small tree beside the parameters, which alone is trained; the base is frozen, and may be rounded.
+"""Adapters: a small tree of changes, which alone is trained; the base is frozen, and may be rounded.
 
 Example:
     import jax, jax.numpy as jnp
@@ -49,7 +49,7 @@ BASES = ("full", "bfloat16", "int8", "nf4")
 
 @dataclasses.dataclass(frozen=True)
 class AdapterConfig:
-    """What is trained beside a frozen model.
+    """Adapters of a frozen model.
 
     Attributes:
       kind: "none" trains the parameters themselves; "lora" a low-rank change of some weights (arXiv:2106.09685).
@@ -65,7 +65,7 @@ class AdapterConfig:
       base: What the frozen weights are kept in: "full" as they came, float32 at least; "bfloat16"; "int8", a scale an
         output; "nf4", four bits and a scale for 64 numbers. With the latter two embedding and head are bfloat16.
       modules_to_save: Patterns, as of tuning.freeze, of parameters that are trained themselves
-        beside the changes, such as embedding, head or *norm*.
+        with the changes, such as embedding, head or *norm*.
       merge: Whether an export holds the model with its adapters merged, instead of the adapters alone.
     """
 
@@ -103,7 +103,7 @@ def num_contracted(leaf: Leaf) -> int:
 
 
 def added_targets(model: LMConfig) -> dict[str, tuple[str, ...]]:
-    """Returns names of weights whose changes are added to them, by the words that mean them.
+    """Returns names of the weights that changes are added to, by the words that mean them.
 
     Nothing else is known of how a model reads these: an embedding by rows, experts in groups.
     """
@@ -160,7 +160,7 @@ def targets(model: LMConfig, patterns: tuple[str, ...]) -> dict[str, Leaf]:
 
 
 def saved_names(model: LMConfig, adapter: AdapterConfig) -> frozenset[str]:
-    """Returns the parameters that are trained themselves beside the adapters, by dotted names.
+    """Returns the parameters that are trained themselves, with the adapters, by dotted names.
 
     Raises:
       UsageError: A pattern means none, or a weight that has an adapter.
@@ -260,7 +260,7 @@ def _at(tree: PyTree, name: str) -> PyTree:
 def begin_adapters(key: PRNGKey, base: PyTree, model: LMConfig, adapter: AdapterConfig) -> PyTree:
     """Draws adapters that change nothing yet: {"layers": {"wq": {"down", "up"[, "magnitude"]}}}. Consumes `key`.
 
-    Of DoRA the magnitudes are those of the base as it is rounded.
+    DoRA takes its magnitudes from the base as it is rounded.
     """
     dtype = jnp.promote_types(model.dtype, jnp.float32)
 
@@ -298,7 +298,7 @@ def _begin_added(key: PRNGKey, leaf: Leaf, rank: int, dtype: DTypeLike) -> dict[
 
 
 def adapter_axes(model: LMConfig, adapters: PyTree) -> PyTree:
-    """Returns the logical axes of a tree of adapters: those of their weights, and none of the rank."""
+    """Returns the logical axes of a tree of adapters: as their weights, and none for the rank."""
 
     def one(leaf: Leaf, arrays: PyTree) -> dict[str, tuple] | tuple:
         if not isinstance(arrays, dict):
@@ -329,7 +329,7 @@ def with_adapters(
     key: PRNGKey | None = None,
     name: str = "",
 ) -> PyTree:
-    """Returns the parameters of the adapted model, whose adapted weights are `Lora`.
+    """Returns the parameters of the adapted model, with adapted weights as `Lora`.
 
     Args:
       base: As from `frozen`, or plain parameters.
@@ -369,7 +369,7 @@ def _added(weight: Array, adapter: dict[str, Array], scale: float) -> Array:
 
 
 def trained_adapters(model: LMConfig, adapter: AdapterConfig) -> Trained:
-    """Returns that adapters are trained, and the parameters that are saved beside them.
+    """Returns that adapters are trained, and the parameters that are saved with them.
 
     Each adapted weight of each layer drops with a key of its own.
     """
@@ -412,7 +412,7 @@ def _dropping(key: PRNGKey | None, adapter: AdapterConfig) -> PRNGKey | None:
 
 
 def base_axes(model: LMConfig, adapter: AdapterConfig) -> PyTree:
-    """Returns the logical axes of the parameters that are kept beside adapters."""
+    """Returns the logical axes of the parameters that are kept with adapters."""
     return without(_frozen_axes(model, adapter.base), saved_names(model, adapter))
 
 

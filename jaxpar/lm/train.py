@@ -105,7 +105,7 @@ class TrainState:
       step: int32 [], steps made, skipped ones included.
       health: Skipped steps and spikes.
       average: Running average of what is not frozen; None where `TuningConfig.ema` is 0.
-      reference: What is not frozen, as it was at the start, where the objective is of preferences; else None.
+      reference: Trained parameters as they were at the start, for preferences; else None.
     """
 
     params: PyTree
@@ -117,7 +117,7 @@ class TrainState:
 
     @property
     def start(self) -> PyTree:
-        """The parameters that preferences are compared with: those of the start."""
+        """The parameters that preferences are compared with, as they were at the start."""
         return laid_over(self.params, self.reference)
 
     @property
@@ -174,7 +174,7 @@ class AdaptedState:
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """Trains `model`, or adapters beside it, with `optimizer`; static and hashable.
+    """Trains `model`, or its adapters, with `optimizer`; static and hashable.
 
     What is trained is one function that parts parameters and one that joins them again: all of
     them, those that `tuning` leaves, or `adapter` beside a frozen base. A step knows nothing else.
@@ -189,8 +189,8 @@ class Trainer:
         `jaxpar.pipeline.accumulation.Accumulation`; by default one after the other.
       tuning: What is frozen, rates by depth, and whether an average is kept.
       objective: What is made smaller.
-      teacher: A model of the same symbols whose laws the objective takes a share of; None for none.
-      adapter: What is trained beside a frozen model, if it is of another kind than "none". All of
+      teacher: Model of the same symbols, for a share of the objective; None for none.
+      adapter: Adapters to train of a frozen model, if it is of another kind than "none". All of
         it decays but magnitudes and norms; of preferences the reference is the base.
     """
 
@@ -380,7 +380,7 @@ class Trainer:
         return state.health.skipped_in_a_row >= self.max_skipped
 
     def make_optimizer(self) -> Optimizer:
-        """Returns the optimizer, whose state is `opt_state` of the state."""
+        """Returns the optimizer; its state is `opt_state` of the state."""
         scales = (
             depth_scales(self.model, self.tuning.layer_decay)
             if self.tuning.layer_decay != 1
@@ -419,7 +419,7 @@ def AdapterTrainer(  # noqa: N802  # an older name, of a class
 
     Args:
       model: The transformer.
-      adapter: What is trained beside it.
+      adapter: Adapters to train.
       optimizer: As `Trainer`'s, like all that follow.
       num_steps: Length of the run.
       accumulate: Microbatches that a batch is cut into.
@@ -429,7 +429,7 @@ def AdapterTrainer(  # noqa: N802  # an older name, of a class
       teacher: A model of the same symbols, or None.
 
     Raises:
-      UsageError: As `Trainer`, and where the adapter is of kind "none".
+      UsageError: As `Trainer`, and for an adapter of kind "none".
     """
     warn_of_older("AdapterTrainer(model, adapter)", "Trainer(model, adapter=adapter)", level=2)
     check_adapter(model, adapter)
@@ -447,7 +447,7 @@ def AdapterTrainer(  # noqa: N802  # an older name, of a class
 
 
 def check_teacher(model: LMConfig, objective: ObjectiveConfig, teacher: LMConfig | None) -> None:
-    """Refuses a teacher of other symbols, and one that nothing heeds."""
+    """Rejects a teacher of other symbols, and one that nothing reads."""
     if teacher is not None and teacher.vocab_size != model.vocab_size:
         raise UsageError(f"the teacher has {teacher.vocab_size} symbols, and the model {model.vocab_size}; "
                          "legal is a teacher of the same.")  # fmt: skip
@@ -458,7 +458,7 @@ def check_teacher(model: LMConfig, objective: ObjectiveConfig, teacher: LMConfig
 def with_teacher(
     inputs: dict[str, PyTree], teacher: LMConfig | None
 ) -> tuple[dict[str, PyTree], Teacher | None]:
-    """Returns a batch without a teacher's parameters, and those beside its model."""
+    """Returns a batch without a teacher's parameters, and the parameters with its model."""
     if teacher is None:
         return inputs, None
     batch = {name: x for name, x in inputs.items() if name != "teacher"}

@@ -42,7 +42,7 @@ class TuningConfig:
         wq or w_up, or of layers.wq. They have neither gradients nor moments.
       layer_decay: d, of rates by depth: layer l of L has d^(L - l) of the rate, embeddings d^(L + 1), final norm and
         head all of it.
-      ema: d, of a running average a <- d a + (1 - d) p of what is trained, kept beside it; 0 keeps none.
+      ema: d, of a running average a <- d a + (1 - d) p of what is trained; 0 keeps none.
     """
 
     freeze: tuple[str, ...] = field((), None, identity="changed")
@@ -119,7 +119,7 @@ def without(tree: PyTree, names: Collection[str], prefix: str = "") -> PyTree:
 
 
 def laid_over(tree: PyTree, over: PyTree) -> PyTree:
-    """Returns nested dicts of the leaves of both; of those that both have, those of `over`."""
+    """Returns nested dicts of the leaves of both; where both have one, that in `over`."""
     if not isinstance(tree, dict):
         return over
     return tree | {
@@ -160,7 +160,7 @@ class Trained(NamedTuple):
 
 
 def trained_but(names: Collection[str]) -> Trained:
-    """Returns that all parameters are trained but those of these dotted names, which are kept."""
+    """Returns that all parameters are trained, except these dotted names, which are kept."""
 
     def split(params: PyTree, key: PRNGKey | None):
         del key
@@ -176,7 +176,7 @@ def trained_but(names: Collection[str]) -> Trained:
 
 
 def trained_stages(plain: Stages, parts: Trained, kept: PyTree) -> Stages:
-    """Returns a model in pieces whose parameters are those that are trained.
+    """Returns a model in pieces, with the trained parameters alone.
 
     Layers' arrays that do not depend on them have no gradient in any schedule.
 

@@ -47,7 +47,7 @@ class OwnModel:
     Attributes:
       init_variables: key -> variables.
       loss: (variables, batch, key) -> scalar, or (scalar, {name: ...}) with metrics, which are scalars, and the new
-        value of each collection beside "params". The key is of the step, for dropout and the like.
+        value of each other collection than "params". The key belongs to the step, for dropout and the like.
       predict: (variables, batch) -> pytree of arrays, the rows of the batch in front.
       optimizer: One of optax's, or `jaxpar.optim.Optimizer` with a schedule.
       collate: list of n examples -> pytree of NumPy arrays with n rows in front; a function of the examples alone.
@@ -95,7 +95,7 @@ class OwnModel:
         return OwnState(params, collections, self.rule().init(params))
 
     def step(self, key: PRNGKey, state: OwnState, inputs: PyTree) -> tuple[OwnState, Info]:
-        """Makes one optimizer step on a batch; one whose loss or parameters would not be finite changes nothing.
+        """Makes one optimizer step on a batch; without a finite loss and parameters it changes nothing.
 
         Nor does one that would write a number that is not finite over a finite one of a collection,
         such as a running mean: all that is predicted later would be of it.
@@ -122,7 +122,7 @@ class OwnModel:
         return OwnState(params, collections, optimizer), info | metrics
 
     def axes(self) -> OwnState:
-        """Logical axes of the state: those of the parameters, of their copies in the optimizer; all else is whole."""
+        """Logical axes of the state: of the parameters and their copies in the optimizer; all else is whole."""
         shapes = jax.eval_shape(self.init, jax.random.key(0))
         axes = self.param_axes(shapes.params)
         whole = jax.tree.map(lambda x: (None,) * len(x.shape), shapes.collections)
@@ -188,7 +188,7 @@ def _stay_finite(new: PyTree, old: PyTree) -> jax.Array:
 def _total_and_rest(
     result: object, name: str
 ) -> tuple[jax.Array, Mapping[str, Any]]:  # metrics and collections, which are read later
-    """Returns the scalar that a user's function made, and what it returned beside it."""
+    """Returns the scalar that a user's function made, and the rest that it returned."""
     total, more = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if (
         not isinstance(total, jax.Array)

@@ -64,7 +64,7 @@ def from_hf(
       folder: As `save_pretrained` or `to_hf` writes it; tensors bfloat16, float16, float32 or float64.
       dtype: Of computation, for `LMConfig.dtype`.
       param_dtype: Of the parameters.
-      strict: Whether keys of `config.json` that nobody knows are rejected; otherwise a warning
+      strict: Whether unknown keys of `config.json` are rejected; otherwise a warning
         names them.
 
     Returns:
@@ -509,7 +509,7 @@ def _find_tensors(folder: Path, of: _Of, config: LMConfig) -> dict[str, Stored]:
 
 
 def _file_names(index: Path) -> list[str]:
-    """Returns the files that an index names, which lie beside it."""
+    """Returns the files that an index names, in its folder."""
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise UsageError(

@@ -62,7 +62,7 @@ def read_imported(folder: str | Path, *, strict: bool = True) -> Imported:
 
     Args:
       folder: Folder of `config.json`, and of a tokenizer and a chat template if it has them.
-      strict: Whether keys of `config.json` that nobody knows are rejected, as by `from_hf`.
+      strict: Whether unknown keys of `config.json` are rejected, as by `from_hf`.
 
     Raises:
       UsageError: `config.json` or another file is absent or damaged, or cannot be honoured.
@@ -132,7 +132,7 @@ def _special_tokens(file: Path) -> dict[str, str]:
 
 
 def _dtype(folder: Path, values: Mapping[str, object]) -> str:
-    """Returns the type of a folder's numbers: that of `config.json`, else of its first tensor."""
+    """Returns the type of a folder's numbers, by `config.json`, else by its first tensor."""
     for key in ("dtype", "torch_dtype"):
         name = values.get(key)
         if name in DTYPES:
@@ -142,7 +142,7 @@ def _dtype(folder: Path, values: Mapping[str, object]) -> str:
             with safe_open(path, framework="numpy"):
                 tensors = stored(path)
         except (OSError, SafetensorError):
-            continue  # whoever reads the parameters names the damage
+            continue  # reading the parameters names the damage
         for tensor in tensors.values():
             if tensor.dtype in FILE_DTYPES:
                 return FILE_DTYPES[tensor.dtype].name

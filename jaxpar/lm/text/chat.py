@@ -215,7 +215,7 @@ def _compiled(
 
 
 def open_template(path: str | Path) -> ChatTemplate:
-    """Returns the template in a file of Jinja text, or that of a Hugging Face folder.
+    """Returns the template in a file of Jinja text, or in a Hugging Face folder.
 
     Raises:
       UsageError: If there is none.

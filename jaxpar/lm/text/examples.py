@@ -28,7 +28,7 @@ Template = Callable[[Sequence[dict], bool], str]
 """(messages, whether the beginning of an answer follows) -> text."""
 
 ROLES = "system", "developer", "user", "assistant", "tool", "function", "ipython"
-"""Whose turns there are. Those of the assistant count: any other name for it would leave a run nothing to learn."""
+"""Roles of turns. The assistant's count: any other name for it would leave a run nothing to learn."""
 
 _REASONING = "reasoning_content", "reasoning", "thinking"
 
@@ -323,7 +323,7 @@ def encode_pieces(
       ends: Whether the tokenizer's EOS comes last, and counts.
       tokenizer: The tokenizer.
       special_tokens: Whether special tokens that a text without a template spells become tokens. In
-        messages they do: the template's own and the contents' are alike once they are rendered.
+        messages they do: the template's own and the contents' look the same once they are rendered.
     """
     ids, counts = encode_prompted(pieces, tokenizer, special_tokens=special_tokens or not ends)
     if not ends and not any(text for text, _ in pieces):

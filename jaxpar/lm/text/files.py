@@ -235,7 +235,7 @@ def sort_sources(
 
 
 def _has_records(source: Source) -> bool:
-    """Returns whether the records are known, or a name promises lines, whose own sentences are better."""
+    """Returns whether the records are known, or a name promises lines, which have better sentences."""
     named = source.kind.form == "lines" and _LINES_NAME.search(source.path) is not None
     return source.kind.is_known or named
 
@@ -247,7 +247,7 @@ def _described(source: Source) -> str:
 
 
 def lines_of_source(source: Source) -> Iterator[bytes]:
-    """Yields the records of a file as lines of JSONL, in order; those of JSONL as they are, blank ones too.
+    """Yields the records of a file as lines of JSONL, in order; lines of JSONL as they are, blank ones too.
 
     Records with "instruction" and "output" become conversations of two turns, an "input" below the instruction.
 

@@ -34,7 +34,7 @@ _COUNTED = "texts, completions and turns of the assistant, of which one has a to
 
 
 class Shards(NamedTuple):
-    """What a folder of tokens holds; `counts` is None where all tokens count, and `hash` is that of the content."""
+    """Content of a folder of tokens, and its `hash`; `counts` is None where all tokens count."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -46,7 +46,7 @@ class Shards(NamedTuple):
 class PartOfFile(NamedTuple):
     """A part of a file to tokenise: the lines that begin in bytes `start:stop`.
 
-    Where a file is not read from any byte on, `content` holds these lines, the first of which has the number `first`.
+    Where a file is not read from any byte on, `content` holds these lines, and `first` is the number of the first one.
     """
 
     path: str
@@ -134,7 +134,7 @@ def _check_completion(where: str, line: bytes) -> None:
 
 
 def _check_pair(where: str, documents: list[np.ndarray]) -> None:
-    """Rejects preferences of which both documents have the same tokens."""
+    """Rejects preferences if both documents have the same tokens."""
     if len(documents) == 2 and np.array_equal(documents[0], documents[1]):
         raise UsageError(
             f"{where}: what is chosen and what is rejected are the same tokens; expected completions "
@@ -209,7 +209,7 @@ def tokenise(
     small part of the time; memory holds 16 MiB of their lines for each of the processes.
 
     Args:
-      path: The file of JSONL, or sources of any kind, whose documents follow each other in this order.
+      path: The file of JSONL, or sources of any kind in the order of their documents.
       entry: The folder, which appears by one rename when it is whole; parts lie beside it until then.
       tokenizer: Of the texts.
       template: Of messages.
@@ -278,7 +278,7 @@ def tokenise(
 def _parts(
     source: Source, tokenizer: Tokenizer, template: Template, limit: float, pairs: bool
 ) -> Iterator[PartOfFile]:
-    """Yields the parts of a file: those of packed lines are the parts of the same lines in a plain file."""
+    """Yields the parts of a file: packed lines have the parts of the same lines in a plain file."""
     part = functools.partial(
         PartOfFile,
         path=source.path,
@@ -314,7 +314,7 @@ def _parts(
 
 
 def _tokenised(jobs: Iterable[PartOfFile], workers: int) -> Iterator[str]:
-    """Yields the folder of each part as it is done, by so many processes, each of which has one part in wait."""
+    """Yields the folder of each part as it is done, by `workers` processes with one part in wait each."""
     if workers < 2:
         yield from map(tokenise_part, jobs)
         return
