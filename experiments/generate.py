@@ -250,7 +250,9 @@ def template_of(config: Config) -> Template:
             )
         return template
     path = with_template(runner.load(folder, lm.Config).data, folder).template
-    return open_template(path) if path else chat_ml
+    if not path:
+        return chat_ml
+    return open_template(path)
 
 
 def load(name: str, config: Config, flag: str) -> Saved:

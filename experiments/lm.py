@@ -507,7 +507,9 @@ def load(
             )
         model = initial_model.with_model(config.model, folder, config.strict)
         default_mesh.check_divides(model)
-        name = config.model.dtype if dtype is None else dtype
+        name = dtype
+        if dtype is None:
+            name = config.model.dtype
         model, params = load_model(folder, name, strict=config.strict)
         data = initial_model.with_template(config.data, folder)
         return dataclasses.replace(config, model=model, data=data), params, load_tokenizer(folder)

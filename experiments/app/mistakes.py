@@ -145,7 +145,9 @@ def _quoted(flag: str) -> str:
     parsed = _parsed(f"{name}={latin}")
     # Otherwise more than letters is wrong, and the sentence about it names what was typed.
     is_text = parsed is not None and not parsed.is_sweep_override() and parsed.value() == latin
-    return f"{name}='{value}'" if is_text else flag
+    if not is_text:
+        return flag
+    return f"{name}='{value}'"
 
 
 def _parsed(flag: str) -> Override | None:

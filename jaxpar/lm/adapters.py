@@ -150,7 +150,9 @@ def targets(model: LMConfig, patterns: tuple[str, ...]) -> dict[str, Leaf]:
             tied = (
                 ", and tied to the head" if pattern == "embedding" and model.embedding.tied else ""
             )
-            more = f", and {', '.join(added)}" if added else ""
+            more = ""
+            if added:
+                more = f", and {', '.join(added)}"
             raise UsageError(
                 f"adapter.target={pattern} {why}{tied}; "
                 f"legal are patterns of {', '.join(names)}{more}."

@@ -324,7 +324,9 @@ class Trainer:
           vocabulary); and what layers and loss told, by its names.
         """
         inputs, teacher = with_teacher(inputs, self.teacher)
-        reference = state.start if self.objective.kind == "dpo" else None
+        reference = None
+        if self.objective.kind == "dpo":
+            reference = state.start
         plain = objective_stages(self.model, self.objective, teacher=teacher, reference=reference)
         trained, kept = self._parted(state)
         pieces = trained_stages(plain, self.parts, kept)

@@ -84,12 +84,16 @@ def write(
     imported = initial_model.imported_of(run, config.strict)
     if adapter.kind != "none" and not adapter.merge:
         is_folder = config.init.startswith("hf:")
-        base = config.init.removeprefix("hf:") if is_folder else ""
+        base = ""
+        if is_folder:
+            base = config.init.removeprefix("hf:")
         to_peft(params, config.model, out, adapter, base, imported=imported)
         say(f"written    {runner.short(out)}")
         return
     with tempfile.TemporaryDirectory() as scratch:
-        file = pathlib.Path(scratch) / "tokenizer.json" if isinstance(tokenizer, Bpe) else None
+        file = None
+        if isinstance(tokenizer, Bpe):
+            file = pathlib.Path(scratch) / "tokenizer.json"
         if isinstance(tokenizer, Bpe):
             tokenizer.save(str(file))
         to_hf(

@@ -87,7 +87,9 @@ def kept_tokenizer(
     if given is not None and kept(run) is None:
         tokenizer = load_tokenizer(given)  # a folder without one leaves nothing behind
         imported = read_imported(given, strict=strict)
-        text = open_template(template).text if template else ""
+        text = ""
+        if template:
+            text = open_template(template).text
         if jax.process_index() == 0:
             (run / "init").mkdir(parents=True, exist_ok=True)
             save_imported(imported, run)
@@ -111,7 +113,9 @@ def keep_of_run(
     if kept(run) is not None or not isinstance(tokenizer, Bpe):
         return
     imported = load_imported(given)
-    text = open_template(template).text if template and imported else ""
+    text = ""
+    if template and imported:
+        text = open_template(template).text
     if jax.process_index() == 0:
         (run / "init").mkdir(parents=True, exist_ok=True)
         if imported is not None:
@@ -162,7 +166,9 @@ def with_template(data: DataConfig, folder: pathlib.Path | None) -> DataConfig:
         return data
     if not is_hf and load_imported(folder) is None:
         return data
-    texts = folder if is_hf else folder / "init"
+    texts = folder / "init"
+    if is_hf:
+        texts = folder
     if load_chat(texts) is None:
         return data
     return dataclasses.replace(data, template=str(texts))
@@ -185,7 +191,9 @@ def write_texts(
         where the folder has none and the file is still there.
       given: Chat template in place of all others.
     """
-    texts = run if (run / "config.json").is_file() else run / "init"
+    texts = run / "init"
+    if (run / "config.json").is_file():
+        texts = run
     _copy(FILES[1:4], texts, out)
     if given:
         (out / TEMPLATE).write_text(open_template(given).text, "utf-8")

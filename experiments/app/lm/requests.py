@@ -103,10 +103,20 @@ def _read(text: str, where: str, template_of: Callable[[], Template]) -> tuple[R
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{where} cannot be read as JSON ({error}).") from None
-    is_chat = isinstance(content, dict) and "messages" in content and "prompt" not in content
-    if not is_chat and (
-        not isinstance(content, dict) or not isinstance(content.get("prompt"), str)
-    ):
+    _check_request(content, where)
+    is_chat = "messages" in content
+    if is_chat:
+        prompt = _rendered(content["messages"], where, template_of)
+    else:
+        prompt = content["prompt"]
+    request = Request(prompt=prompt, id=content.get("id"), where=where, is_chat=is_chat)
+    return request, content.get("seed")
+
+
+def _check_request(content: object, where: str) -> None:
+    """Rejects what is no request: other keys, and values that are none of theirs."""
+    is_object = isinstance(content, dict)
+    if not is_object or not ("messages" in content or isinstance(content.get("prompt"), str)):
         raise UsageError(
             f'{where} must be an object with a text as its "prompt", or with "messages", and may have a "seed" '
             'and an "id".'
@@ -125,9 +135,6 @@ def _read(text: str, where: str, template_of: Callable[[], Template]) -> tuple[R
         )
     if isinstance(name, bool) or not isinstance(name, str | int | None):
         raise UsageError(f"{where} has id={name!r}; legal are texts and whole numbers.")
-    prompt = _rendered(content["messages"], where, template_of) if is_chat else content["prompt"]
-    request = Request(prompt=prompt, id=name, where=where, is_chat=is_chat)
-    return request, content.get("seed")
 
 
 def _rendered(messages: object, where: str, template_of: Callable[[], Template]) -> str:

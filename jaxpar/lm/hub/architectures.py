@@ -370,7 +370,9 @@ def architecture_of(config: LMConfig, kind: str = "") -> Architecture:
     Raises:
       UsageError: No architecture, or not that one, expresses the model.
     """
-    return _architecture_of_kind(config, kind) if kind else _first_architecture(config)
+    if not kind:
+        return _first_architecture(config)
+    return _architecture_of_kind(config, kind)
 
 
 def _first_architecture(config: LMConfig) -> Architecture:

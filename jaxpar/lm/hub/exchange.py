@@ -213,7 +213,9 @@ def to_hf(
         name: math.prod(shape) * jnp.dtype(dtype).itemsize for name, (shape, _) in tensors.items()
     }
     files = _files(sizes, max_shard_bytes)
-    given = imported.config if imported else None
+    given = None
+    if imported:
+        given = imported.config
     writes = jax.process_index() == 0
     try:
         if writes:

@@ -122,10 +122,14 @@ def load_imported(run: str | Path) -> Imported | None:
 
 def _special_tokens(file: Path) -> dict[str, str]:
     """Returns the special tokens of a `tokenizer_config.json`, by name."""
-    settings = read_json(file) if file.is_file() else {}
+    settings = {}
+    if file.is_file():
+        settings = read_json(file)
     found: dict[str, str] = {}
     for key, value in settings.items():
-        text = value.get("content") if isinstance(value, dict) else value
+        text = value
+        if isinstance(value, dict):
+            text = value.get("content")
         if key.endswith("_token") and isinstance(text, str):
             found[key] = text
     return found

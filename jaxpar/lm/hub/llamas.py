@@ -210,7 +210,9 @@ def _needs_phi3(c: LMConfig) -> dict[str, tuple]:
         "embed_dim": (c.attention.num_heads * c.attention.head_dim,),
         "rope.share": (c.rope.share,),
     }
-    factor = c.rope.factor if c.rope.scaling == "yarn" else 1.0
+    factor = 1.0
+    if c.rope.scaling == "yarn":
+        factor = c.rope.factor
     return (
         needs_rms(c)
         | width

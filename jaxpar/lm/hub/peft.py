@@ -96,7 +96,9 @@ def _modules(model: LMConfig, of: _Of) -> dict[tuple[str, int], list[_Part]]:
 
 def _of(model: LMConfig, imported: Imported | None) -> _Of:
     """Returns where the leaves of a model lie in the folder that it came from."""
-    kind = imported.kind if imported else ""
+    kind = ""
+    if imported:
+        kind = imported.kind
     return _Of(arch=architecture_of(model, kind), period=model.stack().period)
 
 

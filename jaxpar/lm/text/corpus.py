@@ -295,7 +295,9 @@ def _open_sources(
 ) -> Corpus | tuple[Source, ...]:
     """Opens records, tokenising them first; of texts it returns those whose bytes are not their text."""
     name = config.tokenizer if tokenizer is None else tokenizer.identity
-    template = open_template(config.template) if config.template else chat_ml
+    template = chat_ml
+    if config.template:
+        template = open_template(config.template)
     writes = [template.text, dict(template.tokens)] if isinstance(template, ChatTemplate) else ""
     key = [_FORMAT, *files[0], name, config.split, writes]
     if len(files) > 1:
@@ -666,7 +668,9 @@ def _write_counts(
 
 
 def _check_layout(layout: str, pairs: bool) -> None:
-    names = layout.split("+") if layout else []
+    names = []
+    if layout:
+        names = layout.split("+")
     unknown = [name for name in names if name not in LAYOUTS]
     if unknown:
         raise UsageError(

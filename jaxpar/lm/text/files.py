@@ -137,7 +137,9 @@ def kind_of(path: str) -> Kind:
 def _packing(magic: bytes) -> str:
     if magic.startswith(_GZIP):
         return "gzip"
-    return "zstd" if magic.startswith(_ZSTD) else ""
+    if magic.startswith(_ZSTD):
+        return "zstd"
+    return ""
 
 
 def _json_form(path: str, head: bytes, rest: BinaryIO, begin: bytes) -> tuple[str, tuple[str, ...]]:
@@ -401,7 +403,9 @@ def _values(path: str, blocks: Iterator[bytes]) -> Iterator[Any]:  # any JSON
 
 def _behind_spaces(text: str, position: int) -> int:
     match = _SPACES.match(text, position)
-    return match.end() if match else position
+    if not match:
+        return position
+    return match.end()
 
 
 _SPACES = re.compile(r"[ \t\r\n]*")

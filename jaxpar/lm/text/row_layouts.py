@@ -447,7 +447,9 @@ def batches_of(tokens: Tokens, layout: str, config: DataConfig, seed: int) -> Ro
             seed=seed,
             packed=layout == "packed",
         )
-    kind = Stream if layout == "stream" else Windows
+    kind = Windows
+    if layout == "stream":
+        kind = Stream
     return kind(
         tokens=tokens,
         seq_len=config.seq_len,
