@@ -185,6 +185,7 @@ TABLE = {
     Hgrn: {"size": COUNT, "eps": LEAST_0},
     Rope: {
         "theta low_freq_factor high_freq_factor": POSITIVE,
+        "score_scale": FRACTION_FROM_0,
         "factor": FACTOR,
         "original_len": COUNT,
         "share": OVER_0,
@@ -217,7 +218,7 @@ TABLE = {
     NormConfig: {"eps": POSITIVE},
     RopeConfig: {
         "theta low_freq_factor high_freq_factor": POSITIVE,
-        "theta_local": FRACTION_FROM_0,
+        "theta_local score_scale": FRACTION_FROM_0,
         "factor": FACTOR,
         "original_len": COUNT,
         "share": OVER_0,

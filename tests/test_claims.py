@@ -331,7 +331,8 @@ def test_the_readme_is_one_screen_and_one_table_of_short_cells():
 
 
 def test_the_run_shown_is_that_of_the_default_flags(monkeypatch, tmp_path):
-    said, config = [], lm.with_vocabulary(lm.compose(), Bytes())
+    # The layout is that of a text, which the command finds when it opens the corpus.
+    said, config = [], lm.with_vocabulary(lm.compose("data.layout=stream"), Bytes())
     monkeypatch.setattr(lm, "say", said.append)
     mesh, corpus = (
         make_mesh(MeshSpec(data=2, fsdp=2, tensor=2)),
@@ -339,10 +340,10 @@ def test_the_run_shown_is_that_of_the_default_flags(monkeypatch, tmp_path):
     )
     said.append(f"mesh       {lm._mesh_text(mesh)}")
     with use_mesh(mesh):
-        lm._tell_start(config, tmp_path, corpus, lm.make_trainer(config), 0)
+        lm._tell_start(config, tmp_path, corpus, lm.make_trainer(config), None, 0)
     shown = (ROOT / "docs" / "quickstart.md").read_text()
     lines = [line for line in said if not line.startswith("run ")]
-    assert len(lines) == 5 and not [line for line in lines if line not in shown]
+    assert len(lines) == 6 and not [line for line in lines if line not in shown]
 
 
 def test_the_layouts_that_verify_judges_are_counted():
