@@ -161,6 +161,7 @@ def test_a_window_guesses_what_training_saw(name, temperature, x64):
         Decoder(config),
         sampling,
         prompt_lengths=lengths,
+        seeds=np.zeros(2, np.int32),
         block=4,
         draft=draft,
         draft_params=own,

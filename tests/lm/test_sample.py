@@ -55,9 +55,9 @@ def slow_filter(logits, sampling):
 
 
 @jit
-def draw(key, place, logits):
-    """The documented rule: noise by seed (0), place and sample (0)."""
-    return (logits + gumbel(key, jnp.int32(0), place, jnp.int32(0), VOCAB)).argmax()
+def draw(key, seed, place, logits):
+    """The documented rule: noise by seed (the row's number), place and sample (0)."""
+    return (logits + gumbel(key, seed, place, jnp.int32(0), VOCAB)).argmax()
 
 
 def slow_generate(key, name, prompt, lengths, sampling):
@@ -76,7 +76,8 @@ def slow_generate(key, name, prompt, lengths, sampling):
                 logits = np.where(
                     np.isin(np.arange(VOCAB), list(allowed)), logits / sampling.temperature, -np.inf
                 )
-                tokens.append(int(draw(key, jnp.int32(len(tokens)), np.float32(logits))))
+                place = jnp.int32(len(tokens))
+                tokens.append(int(draw(key, jnp.int32(row), place, np.float32(logits))))
             if tokens[-1] == sampling.stop_token:
                 break
         out[row, : len(tokens)] = tokens
