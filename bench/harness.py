@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 HERE = pathlib.Path(__file__).resolve().parent
 CACHE = 128e6  # bytes that push everything else out of the second-level cache of today's cards
@@ -217,34 +217,29 @@ def copy_rate(request: dict) -> dict:
     }
 
 
-class CaseWorker:
-    """Answers rows of JAX; keeps what is drawn for the case in hand."""
+class CaseWorker(Protocol):
+    """Programs of the rows of a case, whose arrays it keeps from row to row."""
 
-    def __init__(self):
-        """Starts without a case."""
-        self.key, self.programs = None, Programs(self.program)
-
-    def __call__(self, request: dict) -> dict:
-        """Compiles, checks and times a row."""
-        if request["row"] == "copy":
-            return copy_rate(request)
-        if request["row"] == "prepare":
-            self.load(request["rows"][0])
-            return self.programs.prepare(request["rows"], request["jobs"])
-        self.load(request)
-        return self.measure(request)
+    programs: Programs
 
     def load(self, request: dict) -> None:
         """Draws the case of a row, unless it is in hand."""
-        raise NotImplementedError
-
-    def program(self, request: dict) -> tuple:
-        """Returns the function of a row and its arguments."""
-        raise NotImplementedError
+        ...
 
     def measure(self, request: dict) -> dict:
-        """Times a row of the case in hand."""
-        raise NotImplementedError
+        """Checks and times a row of the case in hand."""
+        ...
+
+
+def answer_row(worker: CaseWorker, request: dict) -> dict:
+    """Compiles, checks and times a row of JAX; or prepares several, or times a copy."""
+    if request["row"] == "copy":
+        return copy_rate(request)
+    if request["row"] == "prepare":
+        worker.load(request["rows"][0])
+        return worker.programs.prepare(request["rows"], request["jobs"])
+    worker.load(request)
+    return worker.measure(request)
 
 
 SPEED_COLUMNS: dict[str, Callable[[dict], str]] = {

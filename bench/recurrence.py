@@ -148,14 +148,19 @@ def solver(request: dict, notes: dict, w, xs):
     return solve
 
 
-class JaxWorker(harness.CaseWorker):
+class JaxWorker:
     """Answers rows of JAX; keeps the arrays and the float64 solution of the case in hand."""
 
     def __init__(self, solver):
         """Takes solver(request, notes, w, xs) -> solve(w, xs) -> (ys, what it says of itself)."""
-        super().__init__()
         self.solver = solver
+        self.key = None
         self.data, self.expected, self.notes = None, None, {}
+        self.programs = harness.Programs(self.program)
+
+    def __call__(self, request: dict) -> dict:
+        """Compiles, checks and times a row."""
+        return harness.answer_row(self, request)
 
     def load(self, request: dict) -> None:
         """Draws the case, and solves a part of it in float64."""
