@@ -77,6 +77,7 @@ def make(request: dict) -> dict:
 
 def answer(request: dict) -> dict:
     """Does what a row asks for."""
+    from jaxpar.lm.text import batches_of
     from jaxpar.lm.text.corpus import DataConfig, open_corpus
     from jaxpar.lm.text.data import Windows
     from jaxpar.lm.text.tokenizer import load_tokenizer
@@ -102,7 +103,11 @@ def answer(request: dict) -> dict:
     start = time.perf_counter()
     corpus = opened()
     again_s = time.perf_counter() - start
-    windows = Windows(corpus.train, length, rows, 0, pack="packed" in request["row"])
+    _, _, layout = request["row"].partition("layout=")
+    if layout:
+        windows = batches_of(corpus.train, layout, config, 0)
+    else:
+        windows = Windows(corpus.train, length, rows, 0, pack="packed" in request["row"])
     if (
         request["row"] == "windows alone"
     ):  # what a loop over the same memory map takes, without an order
