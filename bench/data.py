@@ -12,8 +12,8 @@ processor's seconds are counted, of all its threads: they hold on a machine that
 peer's by `load_dataset` and `map`. "tokenizer alone" encodes the same texts, which are in memory: the limit.
 "read" has batches of shuffled windows of those tokens. "windows alone" copies windows out of a memory map at places
 that are drawn before: the limit. "again" is what opening it takes a second time; "resumed" the first batch of a run
-that goes on at step 10,000. "packed" tells documents apart besides. "layout=" are rows by `data.layout`; the first batch of packed rows waits until
-all documents are packed. grain reads the array that ours has made.
+that goes on at step 10,000. "packed" tells documents apart besides. "layout=" are rows by `data.layout`; the first
+batch of packed rows waits until all documents are packed. grain reads the array that ours has made.
 "memory" tokenises files of growing size, a byte a token: the most that the process has beside mapped files.
 """
 
