@@ -139,12 +139,19 @@ def attend_forest(
 def _turns(
     rule: PositionRule, position: Array, view: View, length: int, width: int
 ) -> tuple[Array, Array]:
-    """Cosines and sines [B, R T, M, K/2] of queries in each segment's coordinates; angles are formed from integers."""
+    """Returns cosines and sines [B, R T, M, K/2] of queries in each segment's coordinates.
+
+    Angles are formed from integers, so that they keep their digits far from a segment's beginning.
+    """
     assert isinstance(rule.positions, Rope)
+    rows, queries = position.shape
+    readers = view.offset.shape[1]
     offset = jnp.repeat(view.offset, length, axis=1)
-    angle = (position[..., None] - offset).astype(jnp.float32)[..., None]
-    angle = angle * rule.positions.frequencies(width)[None, None, None]
-    return jnp.cos(angle), jnp.sin(angle)
+    # A line a reader, as a rule that depends on the length of a text sees it.
+    local = (position[..., None] - offset).reshape(rows * readers, -1)
+    cosine, sine = rule.positions.cosines_and_sines(local, width)
+    shape = (rows, queries, -1, width // 2)
+    return cosine.reshape(shape), sine.reshape(shape)
 
 
 def _needed(

@@ -132,24 +132,46 @@ class Rope:
             freq = freq * stretch ** -power[None, None, None, :]
         return positions[:, :, None, None].astype(dtype) * freq
 
-    def rotate(
-        self, x: Float[Array, "B T H K"], positions: Int[Array, "B T"]
-    ) -> Float[Array, "B T H K"]:
-        """Rotates the pair (x[i], x[i + R/2]) by positions * frequency[i] radians, the pairing of Llama's weights."""
-        wide = wide_dtype(x)
-        width = self.width(x.shape[-1])
-        angle = self._angles(positions, x.shape[-1], wide)
+    def cosines_and_sines(
+        self, positions: Int[Array, "B T"], head_dim: int, dtype: DTypeLike = jnp.float32
+    ) -> tuple[Float[Array, "B T 1 R/2"], Float[Array, "B T 1 R/2"]]:
+        """Returns what the pairs of a head are rotated by, times the factor `scale`."""
+        angle = self._angles(positions, head_dim, dtype)
         scale = self.scale()
         cos = jnp.cos(angle)
         sin = jnp.sin(angle)
         if scale != 1:
             cos = cos * scale
             sin = sin * scale
-        a, b = jnp.split(x[..., :width].astype(wide), 2, axis=-1)
-        turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-        return (
-            turned if width == x.shape[-1] else jnp.concatenate([turned, x[..., width:]], axis=-1)
-        )
+        return cos, sin
+
+    def rotate(
+        self, x: Float[Array, "B T H K"], positions: Int[Array, "B T"]
+    ) -> Float[Array, "B T H K"]:
+        """Rotates the pair (x[i], x[i + R/2]) by positions * frequency[i] radians, the pairing of Llama's weights."""
+        cos, sin = self.cosines_and_sines(positions, x.shape[-1], wide_dtype(x))
+        return self._rotate_pairs(x, cos, sin)
+
+    def shift(
+        self, x: Float[Array, "B T H K"], positions: Int[Array, "B T"]
+    ) -> Float[Array, "B T H K"]:
+        """Rotates what is rotated already by so many positions more; the factor `scale` stays in it once."""
+        if self.depends_on_length:
+            raise UsageError(
+                "scaling=dynamic: rotated keys cannot be shifted, their base depends on the length; "
+                f"expected another of {', '.join(ROPE_SCALINGS)}."
+            )
+        angle = self._angles(positions, x.shape[-1], wide_dtype(x))
+        return self._rotate_pairs(x, jnp.cos(angle), jnp.sin(angle))
+
+    def _rotate_pairs(self, x: Array, cos: Array, sin: Array) -> Array:
+        """Rotates the first R numbers of each head [B, T, H, K]; the others stay."""
+        width = self.width(x.shape[-1])
+        a, b = jnp.split(x[..., :width].astype(cos.dtype), 2, axis=-1)
+        rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+        if width == x.shape[-1]:
+            return rotated
+        return jnp.concatenate([rotated, x[..., width:]], axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)

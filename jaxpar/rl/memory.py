@@ -172,7 +172,7 @@ class StackMemory:
 
             def rotated(layer):
                 return layer.replace(
-                    keys=jnp.swapaxes(rope.rotate(jnp.swapaxes(layer.keys, 1, 2), shift), 1, 2)
+                    keys=jnp.swapaxes(rope.shift(jnp.swapaxes(layer.keys, 1, 2), shift), 1, 2)
                 )
 
             layers = tuple(rotated(layer) for layer in layers)

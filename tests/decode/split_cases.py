@@ -23,6 +23,7 @@ from jaxpar.nn.position import Alibi, Rope
 
 ROWS, GROUPS, HEADS, WIDTH, BLOCK, PROMPT, ROOM = 2, 2, 6, 32, 16, 37, 20
 ROPE = PositionRule(positions=Rope(theta=100.0))
+YARN = Rope(theta=100.0, factor=4.0, scaling="yarn", high_freq_factor=32.0, original_len=32)
 TREE = Tree((-1, 0, 0, 1))
 CASES = {
     "one reader": (ROPE, chain(0), 1, "float32"),
@@ -35,6 +36,7 @@ CASES = {
         2,
         "float32",
     ),
+    "yarn": (PositionRule(positions=YARN), TREE, 3, "float32"),
     "slopes": (PositionRule(Visible(), Alibi()), TREE, 2, "float32"),
     "no positions": (PositionRule(), chain(1), 2, "float16"),
     "float16": (ROPE, chain(1), 2, "float16"),

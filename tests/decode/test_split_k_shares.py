@@ -24,7 +24,14 @@ def on_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["three readers, a tree", "more queries than a tile", "window within a pass", "slopes"]
+    "name",
+    [
+        "three readers, a tree",
+        "more queries than a tile",
+        "window within a pass",
+        "yarn",
+        "slopes",
+    ],
 )
 def test_the_sequential_twin_equals_the_plain_form(name, on_a_gpu, monkeypatch):
     monkeypatch.setattr(split_k, "call_kernel", stand_in)

@@ -65,6 +65,24 @@ def test_yarn_scales_scores_by_the_square_of_its_factor():
     assert given == 0.5 and Rope(scaling="yarn", factor=1.0, score_scale=0.5).scale() == 1
 
 
+@pytest.mark.parametrize(
+    "rope", [Rope(theta=1e2), YARN, Rope(theta=1e2, share=0.5)], ids=["plain", "yarn", "share"]
+)
+def test_a_shift_of_rotated_keys_equals_a_rotation_by_the_sum(rope):
+    x = np.random.default_rng(0).standard_normal((2, 5, 2, 8))
+    positions = np.arange(10).reshape(2, 5)
+    with jax.enable_x64(True):
+        want = np.asarray(rope.rotate(jnp.asarray(x), positions + 7))
+        rotated = rope.rotate(jnp.asarray(x), positions)
+        got = np.asarray(rope.shift(rotated, np.full((2, 5), 7)))
+    np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-14)
+
+
+def test_keys_of_the_dynamic_rule_are_not_shifted():
+    with pytest.raises(UsageError, match="scaling=dynamic: rotated keys cannot be shifted"):
+        DYNAMIC.shift(jnp.ones((1, 2, 1, 8)), np.ones((1, 2), np.int32))
+
+
 def test_one_index_for_both_bounds_is_a_step():
     rope = Rope(
         theta=1e4, factor=2.0, scaling="yarn", low_freq_factor=1.0, high_freq_factor=1.1,
