@@ -105,6 +105,17 @@ def legal_actions(model: Model, states: PyTree) -> Array:
     return jnp.ones((count, num_actions(model.env, model.params)), bool)
 
 
+def root_actions(model: Model, states: PyTree) -> tuple[Array, Array]:
+    """Returns the actions that a root of n drawn states allows, bool `[A]`, and which have ended, bool `[n]`.
+
+    An action is legal where every state that has not ended allows it: the mask of a state that has
+    ended means nothing. Where all have ended every action is.
+    """
+    ended = jax.vmap(lambda state: model.env.terminal(state, model.params))(states)
+    legal = legal_actions(model, states)
+    return jnp.all(legal | ended[:, None], axis=0), ended
+
+
 def _step_keyed(
     key: PRNGKey, model: Model, state: PyTree, action: Array
 ) -> tuple[Transition, Array]:

@@ -12,10 +12,10 @@ from fast import jit
 from plain_pft import Line, LineParams, PlainWidening, RecordedPft, RecordedPomcpow, recorded
 from pomdp_worlds import Bayes, Known, Leaving, Tiger
 
-from jaxpar.env import Transition
+from jaxpar.env import Discrete, Transition
 from jaxpar.pomdp import ParticleBelief, Pft, Pomcpow, simulate_many, summarize
 from jaxpar.pomdp.model import make_model
-from jaxpar.pomdp.planners.tree import EMPTY
+from jaxpar.pomdp.planners.tree import EMPTY, random_order
 from jaxpar.pomdp.planners.widening import drawn_index, filter_step, open_slots, slot_of_visit
 from jaxpar.types import UsageError
 
@@ -170,6 +170,12 @@ def test_short_horizons_of_tiger(kind):
     assert 2.3098 - 1.5 < float(info.value) < 2.3098 + 0.4
 
 
+@dataclasses.dataclass(frozen=True)
+class Weighed(Leaving):
+    def log_likelihood(self, obs, state, action, next_state, params):
+        return jnp.zeros(())
+
+
 @pytest.mark.slow
 @BOTH
 def test_simulations_that_end_early_have_no_future(kind):
@@ -187,18 +193,56 @@ def test_simulations_that_end_early_have_no_future(kind):
     np.testing.assert_allclose(info.values[1], 9.5, atol=0.8)
 
 
-@dataclasses.dataclass(frozen=True)
-class Weighed(Leaving):
-    def log_likelihood(self, obs, state, action, next_state, params):
-        return jnp.zeros(())
-
-
-def test_actions_open_by_the_visits():
+def test_actions_open_by_the_visits_in_a_random_order():
+    """After 30 visits two of three are open, by 0.6 * 29^0.3 = 1.65; over 32 keys each pair, about as often."""
     planner = Pft(
         1, 30, max_depth=2, num_particles=4, leaf="zero", k_actions=0.6, alpha_actions=0.3
     )
-    _, info = planned(planner, jax.random.key(0), LINE, ON_LINE, on_line())
-    assert (np.asarray(info.visits) > 0).tolist() == [True, True, False]  # 0.6 * 29^0.3 = 1.65
+    keys = jax.random.split(jax.random.key(0), 32)
+    plans = jit(jax.vmap(lambda key: planner.plan(key, LINE, ON_LINE, on_line())[1].visits))
+    tried = np.asarray(plans(keys)) > 0
+    assert (tried.sum(axis=1) == 2).all()
+    left_out = np.bincount(np.argmin(tried, axis=1), minlength=3)
+    assert left_out.min() >= 4  # 10.7 expected; fewer than 4 has a probability of 0.4 %
+
+
+@dataclasses.dataclass(frozen=True)
+class ManyDoors(Weighed):
+    """Fifty actions, of which the last but one pays, and the episode ends."""
+
+    def action_space(self, params):
+        return Discrete(50)
+
+    def transition(self, key, state, action, params):
+        return jnp.full((), 9, jnp.int32)
+
+    def reward(self, state, action, next_state, params):
+        return jnp.where(action == 48, 1.0, 0.0)
+
+
+@BOTH
+@pytest.mark.parametrize("rate", [1.0, 4.0])
+def test_a_widened_node_finds_the_one_action_that_pays(kind, rate):
+    """1,600 visits open 40 actions with k = 1, 80 % of them, and all with k = 4."""
+    planner = kind(32, 50, max_depth=1, num_particles=2, leaf="zero", k_actions=rate)
+    env = ManyDoors()
+    belief = ParticleBelief(8).init(jax.random.key(0), env, PARAMS)
+    keys = jax.random.split(jax.random.key(0), 20)
+    actions = jit(jax.vmap(lambda key: planner.plan(key, env, PARAMS, belief)[0]))(keys)
+    found = int((np.asarray(actions) == 48).sum())
+    assert found == 20 if rate == 4 else 10 <= found < 20
+
+
+def test_a_node_opens_legal_actions_alone_and_keeps_its_order():
+    words = np.asarray(random_order(jnp.uint32(7), jnp.asarray([0, 5, 5]), 1000))
+    assert (words[1] == words[2]).all()
+    assert (words[0] != words[1]).any()
+    assert all(len(set(row)) == 1000 for row in words)
+    env = Tiger(mask=(False, True, True))
+    planner = Pft(4, 20, max_depth=2, num_particles=4, leaf="zero", k_actions=0.1, alpha_actions=0)
+    _, info = planned(planner, jax.random.key(0), env, PARAMS, Known(0.5))
+    assert sorted((np.asarray(info.visits) > 0).tolist()) == [False, False, True]
+    assert not info.visits[0]
 
 
 @pytest.mark.parametrize("kind", [Pft, pytest.param(Pomcpow, marks=pytest.mark.slow)])

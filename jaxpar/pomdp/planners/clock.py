@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxpar.env import Environment
 from jaxpar.pomdp.beliefs.belief import Belief
-from jaxpar.pomdp.model import Model, legal_actions, make_model
+from jaxpar.pomdp.model import Model, make_model, root_actions
 from jaxpar.pomdp.planners.planner import PlanInfo, Searcher, State
 from jaxpar.pomdp.planners.simulations import State as TreeState
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
@@ -35,10 +35,8 @@ def inspect_root(
 ) -> tuple[TreeState, Array]:
     """The search with the actions that a first draw of states allows, as `Search.inspect_root`; consumes `key`."""
     states = belief.sample(key, parts.num_simulations)
-    ended = jnp.all(jax.vmap(lambda state: model.env.terminal(state, model.params))(states))
-    legal = jnp.all(legal_actions(model, states), axis=0)
-
-    nothing = jnp.stack([ended, jnp.asarray(belief.weightless)])
+    legal, ended = root_actions(model, states)
+    nothing = jnp.stack([jnp.all(ended), jnp.asarray(belief.weightless)])
     return dataclasses.replace(search, legal=legal), nothing
 
 

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 
 from jaxpar.fields import AtLeast, Between, Finite, OneOf, check_fields, field
 from jaxpar.pomdp.beliefs.belief import Belief
-from jaxpar.pomdp.model import Model, legal_actions, num_actions
+from jaxpar.pomdp.model import Model, legal_actions, num_actions, root_actions
 from jaxpar.pomdp.planners import clock, planner
 from jaxpar.pomdp.planners.adding import add_at
 from jaxpar.pomdp.planners.scenario_tree import (
@@ -158,8 +158,7 @@ class Despot:
         draw_key, scenario_key = jax.random.split(key)
         states = belief.sample(draw_key, count)
         keys = jax.random.split(scenario_key, count)
-        ended = jax.vmap(lambda state: model.env.terminal(state, model.params))(states)
-        legal = jnp.all(legal_actions(model, states) | ended[:, None], axis=0)
+        legal, ended = root_actions(model, states)
 
         column = jax.tree.map(lambda x: x[:, None], states)
         depth = jnp.zeros((count,), jnp.int32)

@@ -161,14 +161,14 @@ class ParticleTreeSearch:
         return HashedChildren() if self.children is None else self.children
 
     def init_search(self, key: PRNGKey, model: Model, belief: Belief) -> ParticleSearchState:
-        """A root, with room for `iterations` batches; does not use the key. `UsageError` without a likelihood."""
+        """A root, with room for `iterations` batches. `UsageError` without a likelihood."""
         env = with_likelihood(model.env)
         # A simulation adds at most one edge a level, and one node in all.
         most = 1 + sum(self.num_simulations * self.depth_of(k) for k in range(self.iterations))
         nodes = min(1 + self.num_simulations * self.iterations, self.max_nodes)
         edges = min(most, nodes if self.max_edges is None else self.max_edges)
         children = self.children_of(env, model.params)
-        search = empty_search(model, belief, children, nodes, edges)
+        search = empty_search(key, model, belief, children, nodes, edges)
 
         def example(key: PRNGKey) -> tuple[PyTree, PyTree]:
             state = jax.tree.map(lambda x: x[0], belief.sample(key, 1))

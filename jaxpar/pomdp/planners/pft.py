@@ -28,7 +28,7 @@ from jaxpar.pomdp.planners.pomcp import (
     upper_confidence,
 )
 from jaxpar.pomdp.planners.simulations import Simulations, is_waiting
-from jaxpar.pomdp.planners.tree import EMPTY, DenseChildren, HashedChildren, Tree
+from jaxpar.pomdp.planners.tree import EMPTY, DenseChildren, HashedChildren, Tree, random_order
 from jaxpar.pomdp.planners.tree_search import Depth
 from jaxpar.pomdp.planners.widening import (
     Descent,
@@ -154,7 +154,8 @@ class Pft:
         exploration: the constant of UCB1, in units of return.
         k_observations: of the widening to #C(ba) <= k N(ba)^alpha; positive.
         alpha_observations: in [0, 1]; k = alpha = 1 draws a new observation at every visit.
-        k_actions: of the widening to #C(b) <= k N(b)^alpha; None opens all legal actions at once.
+        k_actions: of the widening to #C(b) <= k N(b)^alpha, of actions drawn without replacement; None opens all legal
+            actions at once.
         alpha_actions: in [0, 1].
         keyed: whether nodes are those of observation keys, without widening; None: if observations are Discrete.
         discount: in (0, 1]; None takes `params.discount`.
@@ -233,7 +234,10 @@ class Pft:
         return upper_confidence(tree, simulations.node, rank, legal, self.exploration)
 
     def _opened(self, tree: Tree, node: Array, rank: Array, legal: Array) -> Array:
-        """The legal actions that widening has opened at the nodes: the first ones, by number."""
+        """Returns the legal actions that widening has opened at the nodes: drawn without replacement.
+
+        Each node has a random order of its actions, in which they open.
+        """
         if self.k_actions is None:
             return legal
         row = tree.edges.at[node].get(mode="clip")
@@ -242,4 +246,9 @@ class Pft:
             + rank
         )
         opened = open_slots(visits + 1, self.k_actions, self.alpha_actions)
-        return legal & (jnp.cumsum(legal, axis=1) <= opened[:, None])
+        words = random_order(tree.salt, node, legal.shape[1])
+        # Illegal actions have the largest word, so that the opened-th smallest is that of a legal one.
+        words = jnp.where(legal, words, jnp.uint32(2**32 - 1))
+        last = jnp.clip(opened - 1, 0, legal.shape[1] - 1)
+        bound = jnp.take_along_axis(jnp.sort(words, axis=1), last[:, None], axis=1)
+        return legal & (words <= bound)

@@ -164,7 +164,7 @@ def one_deeper(k: Depth, max_depth: int) -> Depth:
 
 
 def best_mean(search: SearchState) -> tuple[Array, PlanInfo]:
-    """The action of the highest mean return, and the report; the policy is the visits' share."""
+    """The action of the highest mean return, and the report; the policy is the legal visits' share."""
     row = search.tree.edges[0]
     tried = row != EMPTY
     visits = jnp.where(tried, search.tree.edge_visits.at[row].get(mode="clip"), 0).astype(
@@ -172,7 +172,9 @@ def best_mean(search: SearchState) -> tuple[Array, PlanInfo]:
     )
     values = jnp.where(tried & search.legal, search.tree.value.at[row].get(mode="clip"), -jnp.inf)
     share = visits / jnp.maximum(visits.sum(), 1.0)
-    return report(search, values.max(), jnp.where(tried, share, -jnp.inf), share, order=values)
+    allowed = jnp.where(search.legal, visits, 0.0)
+    policy = allowed / jnp.maximum(allowed.sum(), 1.0)
+    return report(search, values.max(), jnp.where(tried, share, -jnp.inf), policy, order=values)
 
 
 @dataclasses.dataclass(frozen=True)

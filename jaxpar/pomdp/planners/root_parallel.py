@@ -37,8 +37,8 @@ def merged(infos: PlanInfo, ranked_by: str, legal: Array) -> tuple[Array, PlanIn
 
     Visits are summed. Values and preferences of an action are means over the trees that tried it, weighted by its
     visits there, N_w(a): `Q(a) = sum_w N_w(a) Q_w(a) / sum_w N_w(a)`, the mean of all simulations that took it. The
-    policy is the mean of the trees' policies. Of what is counted, `depth` is the deepest tree's, `iterations` those of
-    each tree, and the rest sums.
+    policy is the mean of the trees' policies, or the share of the visits to legal actions. Of what is counted,
+    `depth` is the deepest tree's, `iterations` those of each tree, and the rest sums.
 
     Args:
         infos: leaves `[W, ...]`.
@@ -63,7 +63,8 @@ def merged(infos: PlanInfo, ranked_by: str, legal: Array) -> tuple[Array, PlanIn
         value = jnp.max(jnp.where(legal, values, -jnp.inf))
         share = total.astype(jnp.float32) / jnp.maximum(total.sum(), 1)
         preferences = jnp.where(tried, share, -jnp.inf)
-        policy = share
+        allowed = jnp.where(legal, total, 0).astype(jnp.float32)
+        policy = allowed / jnp.maximum(allowed.sum(), 1)
     else:
         order = preferences = mean(infos.preferences)
         value = jnp.mean(infos.value)

@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.pomdp.beliefs.belief import Belief
-from jaxpar.pomdp.model import Model, legal_actions, num_actions
+from jaxpar.pomdp.model import Model, num_actions, root_actions
 from jaxpar.pomdp.planners.tree import EMPTY, Children, Tree, add_leaves, empty_tree
 from jaxpar.types import Array, PRNGKey, PyTree, Scalar
 
 __all__ = ["Path", "SearchState", "Simulations"]
+
+SALT = 2**31 - 1
+"""What the key of a plan is folded with for the salt: a number that no batch has."""
 
 
 class Simulations(NamedTuple):
@@ -92,11 +95,15 @@ State = TypeVar("State", bound=SearchState)
 
 
 def empty_search(
-    model: Model, belief: Belief, children: Children, max_nodes: int, max_edges: int
+    key: PRNGKey, model: Model, belief: Belief, children: Children, max_nodes: int, max_edges: int
 ) -> SearchState:
-    """A search that has only its root, with room for so many nodes and edges."""
+    """Returns a search that has only its root, with room for so many nodes and edges.
+
+    The key gives the tree's salt; it may be used for the batches too, which fold it.
+    """
     actions = num_actions(model.env, model.params)
-    tree = empty_tree(actions, max_nodes, max_edges, children)
+    salt = jax.random.bits(jax.random.fold_in(key, SALT), dtype=jnp.uint32)
+    tree = empty_tree(actions, max_nodes, max_edges, children, salt)
     tree = dataclasses.replace(tree, invalid=tree.invalid + invalid_weights(belief))
     zero = jnp.zeros((), jnp.int32)
     return SearchState(tree=tree, legal=jnp.ones((actions,), bool), ended=zero, drawn=zero)
@@ -108,11 +115,10 @@ def start_simulations(
     """`count` simulations at the root, in states drawn from the belief, with an empty path; consumes `key`."""
     tree = search.tree
     states = belief.sample(key, count)
-    ended = jax.vmap(lambda state: model.env.terminal(state, model.params))(states)
-    legal = legal_actions(model, states)
+    legal, ended = root_actions(model, states)
     search = dataclasses.replace(
         search,
-        legal=search.legal & jnp.all(legal | ended[:, None], axis=0),
+        legal=search.legal & legal,
         ended=search.ended + jnp.sum(ended, dtype=jnp.int32),
         drawn=search.drawn + count,
         tree=dataclasses.replace(

@@ -47,6 +47,7 @@ class Tree:
         future_sum: float32 `[E]`, the sum of `weighted` over the nodes below.
         value: float32 `[E]`, Q(b, a) as of the last visit.
         psi: float32 `[E]`, the preference; infinite before its first backup.
+        salt: uint32, a random word of the plan, by which each node orders its actions.
         num_nodes: int32.
         num_edges: int32.
         overflow: int32, simulation steps that found no room for an edge or a node.
@@ -70,6 +71,7 @@ class Tree:
     future_sum: Array
     value: Array
     psi: Array
+    salt: Array
     num_nodes: Array
     num_edges: Array
     overflow: Array
@@ -250,6 +252,16 @@ def _mix(x: Array) -> Array:
     return x ^ (x >> 16)
 
 
+def random_order(salt: Array, nodes: Array, num_actions: int) -> Array:
+    """Returns distinct random words of the actions of n nodes, uint32 `[n, A]`, always the same of one node.
+
+    The actions with the m smallest words are m drawn without replacement. Words are distinct since
+    both mixings are bijections.
+    """
+    node_words = _mix(salt ^ _mix(nodes.astype(jnp.uint32)))
+    return _mix(node_words[:, None] + jnp.arange(num_actions, dtype=jnp.uint32)[None])
+
+
 def insert_edges(tree: Tree, nodes: Array, actions: Array, live: Array) -> tuple[Tree, Array]:
     """The edges of `actions` at `nodes`, made where missing: `(tree, int32 [n])`, `EMPTY` where not live or no room."""
     capacity = tree.edge_visits.shape[0]
@@ -355,8 +367,10 @@ def back_up(tree: Tree, nodes: Array, parents: Array, values: Array) -> Tree:
     )
 
 
-def empty_tree(num_actions: int, max_nodes: int, max_edges: int, children: Children) -> Tree:
-    """A tree that holds its root only."""
+def empty_tree(
+    num_actions: int, max_nodes: int, max_edges: int, children: Children, salt: Array | int = 0
+) -> Tree:
+    """Returns a tree that holds its root only; `salt` is a random word."""
     if max_nodes < 1 or max_edges < 1 or max_nodes * num_actions >= EMPTY:
         raise UsageError(
             f"a tree of {max_nodes} nodes x {num_actions} actions and {max_edges} edges cannot be indexed by int32; "
@@ -379,6 +393,7 @@ def empty_tree(num_actions: int, max_nodes: int, max_edges: int, children: Child
         future_sum=jnp.zeros(edge, jnp.float32),
         value=jnp.zeros(edge, jnp.float32),
         psi=jnp.full(edge, jnp.inf, jnp.float32),
+        salt=jnp.asarray(salt, jnp.uint32),
         num_nodes=zero + 1,
         num_edges=zero,
         overflow=zero,

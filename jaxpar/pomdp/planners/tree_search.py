@@ -169,13 +169,13 @@ class TreeSearch:
     inspect_root = clock.inspect_root
 
     def init_search(self, key: PRNGKey, model: Model, belief: Belief) -> SearchState:
-        """A root, with room for `iterations` batches, within the capacities; does not use the key."""
+        """A root, with room for `iterations` batches, within the capacities."""
         # A simulation adds at most one node and one edge a level.
         most = 1 + sum(self.num_simulations * self.depth_of(k) for k in range(self.iterations))
         max_edges = self.max_nodes if self.max_edges is None else self.max_edges
         children = children_of(self.children, model.env, model.params)
         return empty_search(
-            model, belief, children, min(most, self.max_nodes), min(most, max_edges)
+            key, model, belief, children, min(most, self.max_nodes), min(most, max_edges)
         )
 
     def batch(self, key: PRNGKey, model: Model, belief: Belief, search: SearchState) -> SearchState:
