@@ -230,6 +230,13 @@ def test_weights_are_equal_after_resampling():
     np.testing.assert_allclose(after.log_weights, np.full(8, -np.log(8)), rtol=1e-6)
 
 
+def test_systematic_draws_begin_at_a_random_point():
+    """A single draw of four equal weights takes each of them over 64 keys."""
+    keys = jax.random.split(jax.random.key(0), 64)
+    drawn = jax.vmap(lambda key: systematic(key, jnp.zeros(4), 1)[0])(keys)
+    assert sorted(set(drawn.tolist())) == [0, 1, 2, 3]
+
+
 def test_systematic_counts_are_within_one_and_zero_weights_are_never_drawn():
     weights = jnp.asarray([0.0, 0.2, 0.5, 0.0, 0.3, 0.0])
     for seed in range(20):

@@ -106,12 +106,11 @@ def test_factored_models_are_multiplied_out():
 def test_a_value_persists_only_where_the_diagram_knows_it():
     """Below the edge of one value it is that value's row alone."""
     edited = FACTORED.replace(
-        '<Edge val="good"><SubDAG type="uniform" var="rock_1"/></Edge>',
-        '<Edge val="good"><SubDAG type="persistent" var="rock_1"/></Edge>',
-    ).replace('type="deterministic" var="rock_1" val="bad"', 'type="uniform" var="rock_1"')
+        'type="deterministic" var="rock_1" val="bad"', 'type="persistent" var="rock_1"'
+    )
     model = load_pomdpx(edited)
     stay = np.asarray(model.transition[1]).reshape(2, 2, 2, 2)[0, :, 0, :]
-    np.testing.assert_allclose(stay, [[1, 0], [0.5, 0.5]], rtol=1e-6)
+    np.testing.assert_allclose(stay, [[0.5, 0.5], [0, 1]], rtol=1e-6)
 
 
 @pytest.mark.parametrize(

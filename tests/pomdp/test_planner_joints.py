@@ -146,10 +146,16 @@ class Split(Chain):
         return jnp.stack([jnp.ones((), bool), state == 0])
 
 
-@pytest.mark.parametrize("name", ["vopp", "pomcp", "pft", "pomcpow"])
+def of_one_simulation(name):
+    if name == "trees":
+        return RootParallel(of_one_simulation("pomcp"), 2)
+    return dataclasses.replace(PLANNERS[name], num_simulations=1, iterations=12, max_depth=1)
+
+
+@pytest.mark.parametrize("name", ["vopp", "pomcp", "pft", "pomcpow", "trees"])
 def test_an_action_is_illegal_at_the_root_where_any_batch_drew_a_state_without_it(name):
     """One simulation a batch: half of the keys end with a state that allows both actions."""
-    planner = dataclasses.replace(PLANNERS[name], num_simulations=1, iterations=12, max_depth=1)
+    planner = of_one_simulation(name)
     belief = Particles(jnp.arange(2, dtype=jnp.int32), jnp.full((2,), -jnp.log(2.0)))
     keys = jax.random.split(jax.random.key(0), 8)
     plan = jit(jax.vmap(lambda key: planner.plan(key, Split(2), PARAMS, belief)))
@@ -195,9 +201,14 @@ class Coin(Chain):
         return (action == next_state).astype(jnp.float32)
 
 
+def guess(key, state, params):
+    """Guesses the coin by the key of the step's transition, were it the step's key."""
+    return jax.random.bernoulli(jax.random.split(key)[0]).astype(jnp.int32)
+
+
 def test_the_default_policy_and_the_step_of_a_scenario_have_keys_of_their_own():
-    """One key for both would have a random guess always right, or never."""
-    planner = Despot(400, 1, max_depth=1, max_reward=1.0)
+    """One key for both would have the guess always right."""
+    planner = Despot(400, 1, max_depth=1, max_reward=1.0, default=guess)
     belief = partly_ended(ended=0)
     found = jit(lambda key: planner.search(key, Coin(2), PARAMS, belief))(jax.random.key(0))
     default = float(found.born[0, 1])
