@@ -34,9 +34,9 @@ def episode_stats(trajectory: Trajectory) -> dict[str, Array]:
     run, not for judging a policy. For that, `evaluate`.
 
     Returns:
-        "num_steps" (valid ones), "num_episodes", "truncated" (the share of episodes cut, not terminated), "reward"
-        (mean of a step), and of returns and lengths mean, standard deviation, least and largest: "return_mean", ...
-        For several agents, the mean over agents is one return.
+        "num_steps" (valid ones), "num_episodes", "truncated" (the share of episodes cut, not terminated) and "reward"
+        (mean of a step). Returns and lengths have "mean", "std", "min" and "max", such as "return_mean". For several
+        agents, the mean over agents is one return.
     """
     agents = tuple(range(2, trajectory.reward.ndim))
     returns, rewards = trajectory.episode_return.mean(agents), trajectory.reward.mean(agents)

@@ -599,7 +599,7 @@ BAD_FLAGS = [
     ("hf=MODEL prompt=a draft=model draft_run=WIDER", "384 symbols of the tokenizer bpe:"),
     ("hf=MODEL prompt=a draft=model draft_run=nowhere", "draft_run= must name an existing folder"),
     ("hf=MODEL prompt=a draft=medusa", "draft='medusa' is unknown; legal are none, copy"),
-    ("hf=MODEL prompt=a draft_length=4", "draft_length=4 is that of no draft"),
+    ("hf=MODEL prompt=a draft_length=4", "draft_length=4 belongs to no draft"),
     ("hf=MODEL prompt=a draft=copy rule=rejection", "draft=copy has none; legal are draft=model"),
     ("hf=MODEL prompt=a rule=typical", "rule='typical' is unknown; legal are coupled, rejection"),
     ("hf=MODEL prompt=a num_samples=0", "num_samples=0 must be at least 1"),
