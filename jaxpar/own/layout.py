@@ -122,7 +122,9 @@ def lay_out(model: OwnModel, batch: PyTree, given: Mapping[str, Axes] | None = N
     given_axes = _axes_by_path(paths, leaves, given or {})
     names, notes = [], []
     for path, leaf, dims in zip(paths, leaves, dimensions, strict=True):
-        axes, why = (given_axes[path], "") if path in given_axes else _axes(leaf.shape, dims, chosen)
+        axes, why = (
+            (given_axes[path], "") if path in given_axes else _axes(leaf.shape, dims, chosen)
+        )
         names.append(axes)
         notes.append(why)
     rows = map(_row, paths, leaves, names, notes)
