@@ -402,7 +402,8 @@ def test_special_tokens_that_a_prompt_spells_are_text_unless_asked_for():
 
 @pytest.fixture(scope="module")
 def target(folder):
-    return generate.Saved(*from_hf(folder, dtype="float32"), load_tokenizer(folder))
+    model, params = from_hf(folder, dtype="float32")
+    return generate.Saved(model=model, params=params, tokenizer=load_tokenizer(folder))
 
 
 @pytest.mark.parametrize(
