@@ -130,12 +130,12 @@ class Config(runner.RunConfig):
             )
         if self.draft == "none" and self.draft_length:
             raise UsageError(
-                f"draft_length={self.draft_length} is that of no draft; give draft= as well."
+                f"draft_length={self.draft_length} belongs to no draft; give draft= as well."
             )
         if self.rule == "rejection" and self.draft not in ("none", "model"):
             raise UsageError(
-                f"rule=rejection asks for the law that guesses were drawn from, and draft={self.draft} has none; legal "
-                "are draft=model and rule=coupled."
+                f"rule=rejection needs the distribution of the guesses, and draft={self.draft} has none; "
+                "expected draft=model or rule=coupled."
             )
         if self.beams:
             self._check_beams()
@@ -285,8 +285,7 @@ def load(name: str, config: Config, flag: str) -> Saved:
 def adapted(saved: Saved, folder: str, imported: Imported | None = None) -> Saved:
     """Returns the model with the adapters of a folder, if one is named.
 
-    `imported` is the record of the folder that the model came from, whose tensors have the names
-    that the adapters are written for.
+    `imported` is the record of the folder that the model came from: adapters name its tensors.
     """
     if not folder:
         return saved
@@ -367,7 +366,7 @@ def show(config: Config, job: Job, requests: list[Request]) -> None:
 
 
 def write(config: Config, job: Job, requests: list[Request]) -> None:
-    """Adds the lines that `config.out` lacks, and tells how many there were and how fast."""
+    """Adds the lines that `config.out` lacks, and prints how many there were and how fast."""
     path = pathlib.Path(config.out)
     with open_completions(path, told(config, job), config.resume, OLDER) as out:
         there, tasks = out.done.total(), make_tasks(job, requests, out.done)

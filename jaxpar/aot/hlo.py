@@ -19,6 +19,7 @@ __all__ = [
     "crossings",
     "dependencies",
     "drop_unused",
+    "has_entry",
     "matmul_flops",
     "replica_groups",
     "trip_counts",
@@ -158,8 +159,14 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
     return out
 
 
+def has_entry(text: str) -> bool:
+    """Returns whether the text is that of a module whose entry computes something."""
+    program, entry = _computations(text)
+    return entry is not None and bool(program[entry])
+
+
 def drop_unused(text: str) -> str:
-    """Returns a module without the instructions of which nothing is read, as later passes drop them.
+    """Returns a module without the instructions that nothing reads, as later passes drop them.
 
     Args:
       text: HLO from between two passes.

@@ -1,9 +1,9 @@
 """Decoding: prompts are read once, then a window of tokens a pass, until every row has ended.
 
 A pass reads all weights and each block of the cache once. Its window is the last token that is certain and the drafts
-after it, T tokens in all; plain decoding is the window of one. Sampled tokens are argmax(processed logits + noise), the
-noise being a function of request, lineage and position alone (`jaxpar.decode.noise`), so that they are the same with
-any draft, in any batch.
+after it, T tokens in all; plain decoding is the window of one. Sampled tokens are argmax(processed logits + noise).
+The noise is a function of request, lineage and position alone (`jaxpar.decode.noise`). Tokens are therefore the same
+with any draft and in any batch.
 """
 
 import dataclasses
@@ -351,8 +351,8 @@ def generate(
 ) -> Generated:
     """Continues prompts; pure, so jit it with `model`, `sampling` and `decoding` static.
 
-    By the rule "coupled" the tokens are those of the plain loop, whatever the draft: a function of
-    key, prompt, seed and sample, never of the other rows of the batch. A row's index enters only as
+    By the rule "coupled" the tokens are the plain loop's, whatever the draft. They are a function
+    of key, prompt, seed and sample, never of other rows. A row's index enters only as
     its seed where none is given. Two rows of one prompt and one seed agree; rows of several seeds
     and samples of a prompt are independent. That holds up to rounding:
     where two scores are as near as the logits' own rounding, another batch or window may decide

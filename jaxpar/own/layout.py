@@ -119,10 +119,12 @@ def lay_out(model: OwnModel, batch: PyTree, given: Mapping[str, Axes] | None = N
     ]
     leaves, dimensions = jax.tree.leaves(state.params), _dimensions(model, state, batch)
     chosen = _tensor_dimensions(leaves, dimensions)
-    asked = _asked(paths, leaves, given or {})
+    given_axes = _axes_by_path(paths, leaves, given or {})
     names, notes = [], []
     for path, leaf, dims in zip(paths, leaves, dimensions, strict=True):
-        axes, why = (asked[path], "") if path in asked else _axes(leaf.shape, dims, chosen)
+        axes, why = (
+            (given_axes[path], "") if path in given_axes else _axes(leaf.shape, dims, chosen)
+        )
         names.append(axes)
         notes.append(why)
     rows = map(_row, paths, leaves, names, notes)
@@ -215,11 +217,11 @@ def _name(one: Dimension) -> str:
     return "heads" if one.batched else "vocab" if one.looked_up else "mlp"
 
 
-def _asked(
+def _axes_by_path(
     paths: Sequence[str], leaves: Sequence[jax.ShapeDtypeStruct], given: Mapping[str, Axes]
 ) -> dict[str, Axes]:
     """Returns the axes that the user gave, by path."""
-    asked: dict[str, Axes] = {}
+    by_path: dict[str, Axes] = {}
     for pattern, axes in given.items():
         found = [
             (path, leaf)
@@ -237,8 +239,8 @@ def _asked(
                 raise UsageError(
                     f"{path} of shape {leaf.shape} is given {len(axes)} axes; legal is one a dimension."
                 )
-            asked[path] = tuple(axes)
-    return asked
+            by_path[path] = tuple(axes)
+    return by_path
 
 
 def _row(path: str, leaf: jax.ShapeDtypeStruct, axes: Axes, why: str) -> ParamLayout:

@@ -1,8 +1,8 @@
 """PipeDream as one program: weights change after every microbatch, and a ring of their versions keeps gradients true.
 
-A pipeline that waits for nobody. Stage s of P has P - s microbatches under way; each goes back through the weights that
-it came through (weight stashing), and its gradient changes the newest ones at once. With W_s(j) the weights of stage s
-after j updates and L_j the loss of microbatch j,
+A pipeline in which no stage waits. Stage s of P has P - s microbatches under way. Each goes back through the weights
+that it came through (weight stashing), and its gradient changes the newest ones at once. With W_s(j) the weights of
+stage s after j updates and L_j the loss of microbatch j,
 
     g_j = gradient of L_j at (W_0(v_0), ..., W_(P-1)(v_(P-1))),   v_s = max(0, j - (P - 1 - s))
     W_s(j + 1) = rule(W_s(j), part s of g_j)
@@ -67,8 +67,8 @@ VERSIONS: tuple[str, ...] = (
 class PipeDream:
     """Trains a model by PipeDream over the stages of a mesh, a microbatch an update.
 
-    Each stage updates its own parameters by its own copy of the rule: its layers, the first stage also what the model
-    reads before its layers, the last one all else. A norm that a rule takes is therefore a stage's own.
+    Each stage updates its own parameters by its own copy of the rule. The first stage has its layers and what the
+    model reads before them, the last one its layers and all else. A norm that a rule takes is a stage's own.
 
     Attributes:
       rule: What makes a step of a gradient, as of optax; with a schedule, that of the number of microbatches.

@@ -37,7 +37,7 @@ class Policy(Protocol):
 
 
 class MaskedPolicy(Policy, Protocol):
-    """A policy that is told the legal actions: it declares so by its parameter `action_mask`."""
+    """A policy that reads the legal actions, which its parameter `action_mask` declares."""
 
     def __call__(
         self,
@@ -65,10 +65,9 @@ class Value(Protocol):
 def takes_mask(function: Policy | Value) -> bool:
     """Whether a policy or a value function names a parameter `action_mask`.
 
-    Policies are plain functions as often as objects, and a function has nothing but its signature to declare it by.
-    Giving everyone the mask would put a parameter that nobody reads into each of them; giving it wherever the
-    environment has one would turn those that ignore it, as scripted play does, into errors. So the signature is asked,
-    here alone, once a trace.
+    Policies are plain functions as often as objects, and a function can declare it by its signature alone. A mask for
+    every function would put an unread parameter into each. A mask wherever the environment has one would make errors
+    of functions that ignore it, such as scripted play. So the signature decides, read here once a trace.
     """
     return "action_mask" in inspect.signature(function).parameters
 

@@ -34,9 +34,9 @@ def episode_stats(trajectory: Trajectory) -> dict[str, Array]:
     run, not for judging a policy. For that, `evaluate`.
 
     Returns:
-        "num_steps" (valid ones), "num_episodes", "truncated" (the share of episodes cut, not terminated), "reward"
-        (mean of a step), and of returns and lengths mean, standard deviation, least and largest: "return_mean", ...
-        For several agents, the mean over agents is one return.
+        "num_steps" (valid ones), "num_episodes", "truncated" (the share of episodes cut, not terminated) and "reward"
+        (mean of a step). Returns and lengths have "mean", "std", "min" and "max", such as "return_mean". For several
+        agents, the mean over agents is one return.
     """
     agents = tuple(range(2, trajectory.reward.ndim))
     returns, rewards = trajectory.episode_return.mean(agents), trajectory.reward.mean(agents)
@@ -161,20 +161,13 @@ def evaluate(
     """
     groups = {"options": options or EvaluateOptions()}
     chosen: EvaluateOptions = newer_arguments("evaluate", _OLDER, groups, older)["options"]
-    return _evaluate(key, env, params, policy, policy_params, num_envs, max_steps, chosen)
+    lengths = num_envs, max_steps
+    return _evaluate(env, policy, lengths, key, params, policy_params, chosen)
 
 
-@functools.partial(jax.jit, static_argnames=("env", "policy", "num_envs", "max_steps"))
-def _evaluate(
-    key: PRNGKey,
-    env: Environment | Adapter,
-    params: PyTree,
-    policy: Policy,
-    policy_params: PyTree,
-    num_envs: int,
-    max_steps: int,
-    options: EvaluateOptions,
-) -> EpisodeResults:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _evaluate(env, policy, lengths, key, params, policy_params, options) -> EpisodeResults:
+    num_envs, max_steps = lengths
     env_state = init(key, env, params, num_envs, options.carry, prng=options.prng)
     how = RolloutOptions(reset=NoReset(), prng=options.prng)
     _, trajectory = rollout(key, env_state, env, params, policy, policy_params, max_steps, how)

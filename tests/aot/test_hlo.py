@@ -217,6 +217,40 @@ def test_collectives_of_which_nothing_is_read_are_dropped(form, index, name):
     assert [one.name for one in found] == [name]
 
 
+EFFECT = """
+%inner (t: f32[8]) -> f32[8] {
+  %t = f32[8]{0} parameter(0)
+  ROOT %all-reduce.2 = f32[8]{0} all-reduce(%t), replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%add
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  %all-reduce.1 = f32[8]{0} all-reduce(%p), replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%add
+  %unread.1 = f32[8]{0} OPERATION
+  ROOT %negate.1 = f32[8]{0} negate(%p)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "operation, kept",
+    [
+        ("negate(%all-reduce.1)", []),
+        ("send(%all-reduce.1), channel_id=1", ["all-reduce.1"]),
+        ("outfeed(%all-reduce.1)", ["all-reduce.1"]),
+        ('custom-call(%all-reduce.1), custom_call_target="print"', ["all-reduce.1"]),
+        ("call(%p), to_apply=%inner", ["all-reduce.2"]),
+        ("while(%p), condition=%inner, body=%inner", ["all-reduce.2"]),
+        ("conditional(%p), branch_computations={%inner}", ["all-reduce.2"]),
+    ],
+    ids=["pure", "send", "outfeed", "custom-call", "call", "while", "conditional"],
+)
+def test_what_may_have_an_effect_is_kept_unread(operation, kept):
+    mesh = make_mesh(MeshSpec(data=4, tensor=2), jax.devices())
+    text = hlo.drop_unused(EFFECT.replace("OPERATION", operation))
+    assert [one.name for one in hlo.collectives(text, mesh)] == kept
+
+
 def test_operations_of_a_product():
     assert products_of(jnp.matmul, (8, 4), (4, 6)) == PRODUCT
     assert products_of(lambda x, w: jnp.sin(x) + w.sum(), (8, 4), (4, 6)) == 0

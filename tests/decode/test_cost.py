@@ -16,11 +16,17 @@ from jaxpar.types import UsageError
 COUNT = some.integers(0, 40)
 
 
+def tokens_seen(prompt, token, budget):
+    """Returns how many tokens a new token sees, the number of those before it being `token`."""
+    if budget is None:
+        return prompt + token
+    return min(budget, prompt + token)
+
+
 @given(COUNT, COUNT, some.none() | COUNT)
 def test_tokens_are_summed(prompt, new, budget):
-    assert tokens_read(prompt, new, budget) == sum(
-        prompt + t if budget is None else min(budget, prompt + t) for t in range(new)
-    )
+    want = sum(tokens_seen(prompt, t, budget) for t in range(new))
+    assert tokens_read(prompt, new, budget) == want
 
 
 @given(
@@ -32,34 +38,34 @@ def test_tokens_are_summed(prompt, new, budget):
     some.integers(1, 4),
 )
 def test_costs_are_sums_over_tokens_and_samples(prompt, new, samples, shared, budget, itemsize):
-    layers, heads, kv_heads, width, params, block = 3, 4, 2, 8, 1000, 4
-    found = decoding_cost(
-        ModelSizes(params, layers, heads, kv_heads, width, itemsize),
-        prompt,
-        new,
-        samples=samples,
-        shared=shared,
-        budget=budget,
-        block=block,
+    block = 4
+    options = {"samples": samples, "shared": shared, "budget": budget, "block": block}
+    sizes = ModelSizes(
+        num_params=1000, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, itemsize=itemsize
     )
-    flops = weights = cache = 0.0
+    found = decoding_cost(sizes, prompt, new, **options)
+    query = sizes.num_layers * sizes.num_heads * sizes.head_dim
+    key = sizes.num_layers * sizes.num_kv_heads * sizes.head_dim
+    flops = 0.0
+    cache = 0.0
     for t in range(new):
-        weights += itemsize * params
         for sample in range(samples):
-            seen = prompt + t if budget is None else min(budget, prompt + t)
-            flops += 2 * params + 4 * layers * heads * width * seen
-            read = seen - (prompt if shared and budget is None and sample else 0)
-            cache += layers * kv_heads * width * 2 * itemsize * read
+            seen = tokens_seen(prompt, t, budget)
+            read = seen
+            if shared and budget is None and sample:
+                read = seen - prompt
+            flops += 2 * sizes.num_params + 4 * query * seen
+            cache += 2 * key * itemsize * read
             if budget is not None:
-                flops += 2 * layers * heads * width * (prompt + t) / block
-                cache += layers * kv_heads * width * itemsize * (prompt + t) / block
-    assert (found.flops, found.weight_bytes, found.cache_bytes) == pytest.approx(
-        (flops, weights, cache)
-    )
+                flops += 2 * query * (prompt + t) / block
+                cache += key * itemsize * (prompt + t) / block
+    weights = float(new * itemsize * sizes.num_params)
+    want = flops, weights, cache
+    assert (found.flops, found.weight_bytes, found.cache_bytes) == pytest.approx(want)
     assert found.equivalent_flops(10.0) == pytest.approx(flops + 10 * cache)
-    assert found.seconds(3.0, 5.0) == pytest.approx(
-        max(flops / 3, (weights + cache) / 5)
-    )  # they overlap
+    # Operations and transfers overlap.
+    overlapped = max(flops / 3, (weights + cache) / 5)
+    assert found.seconds(3.0, 5.0) == pytest.approx(overlapped)
     assert found.seconds(2.0, 1e30) == pytest.approx(flops / 2)
     assert found.seconds(1e30, 2.0) == pytest.approx((weights + cache) / 2)
 

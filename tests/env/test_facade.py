@@ -15,23 +15,18 @@ from jaxpar.types import UsageError
 
 
 def test_six_values_with_the_reset_in_the_same_step():
-    env, params = to_gymnax(Corridor()), Params(slip=0.0)
+    env = to_gymnax(Corridor())
+    params = Params(slip=0.0)
     state = Corridor().init(jax.random.key(0), params).replace(place=jnp.int32(5))
     obs, after, reward, terminated, truncated, info = env.step(
         jax.random.key(1), state, jnp.int32(2), params
     )
     step_key, reset_key = jax.random.split(jax.random.key(1))
-    made, fresh = (
-        step(step_key, Corridor(), state, jnp.int32(2), params),
-        reset(reset_key, Corridor(), params),
-    )
-    assert (
-        terminated
-        and reward == 1
-        and not truncated
-        and info["terminated"]
-        and not info["truncated"]
-    )
+    made = step(step_key, Corridor(), state, jnp.int32(2), params)
+    fresh = reset(reset_key, Corridor(), params)
+    assert reward == 1
+    assert (bool(terminated), bool(truncated)) == (True, False)
+    assert (bool(info["terminated"]), bool(info["truncated"])) == (True, False)
     assert info["final_observation"] == made.obs
     jax.tree.map(np.testing.assert_array_equal, (obs, after), fresh)
     _, going, *_ = env.step(jax.random.key(1), state, jnp.int32(1), params)
@@ -39,7 +34,8 @@ def test_six_values_with_the_reset_in_the_same_step():
     _, fresh_state, _, terminated, truncated, info = env.step(
         jax.random.key(1), state.replace(time=jnp.int32(11)), jnp.int32(1), params
     )
-    assert truncated and info["truncated"] and not terminated and fresh_state.time == 0
+    assert (bool(terminated), bool(truncated)) == (False, True)
+    assert info["truncated"] and fresh_state.time == 0
 
 
 def test_equal_by_value():
@@ -83,17 +79,16 @@ def test_there_and_back_again():
     back = adapt(there)
     check_types(back, back.default_params)
     assert back == adapt(to_gymnax(Corridor())) and back.action_space(Params()) == Discrete(3)
-    key, state = (
-        jax.random.key(5),
-        Corridor().init(jax.random.key(0), Params()).replace(time=jnp.int32(11)),
-    )
+    key = jax.random.key(5)
+    state = Corridor().init(jax.random.key(0), Params()).replace(time=jnp.int32(11))
     ours, again = (step(key, env, state, jnp.int32(1), Params()) for env in (Corridor(), back))
     jax.tree.map(np.testing.assert_array_equal, ours[:5], again[:5])
     assert again.truncated and not again.terminated
 
 
 def test_dictionaries_over_agents():
-    team, view = Team(), agents_view(Team())
+    team = Team()
+    view = agents_view(team)
     assert view.agents == ("agent_0", "agent_1", "agent_2") and view.num_agents == 3
     obs, state = view.reset(jax.random.key(0))
     stacked, same = reset(jax.random.key(0), team, Params())
@@ -105,20 +100,22 @@ def test_dictionaries_over_agents():
     obs, state, reward, terminated, truncated, _ = view.step(jax.random.key(1), state, actions)
     assert [float(reward[agent]) for agent in view.agents] == made.reward.tolist() == [1, -1, 0]
     assert [bool(terminated[agent]) for agent in view.agents] == [True, False, False]
-    assert (
-        not terminated["__all__"]
-        and not truncated["__all__"]
-        and not view.over(terminated, truncated)
-    )
+    ends = [terminated["__all__"], truncated["__all__"], view.over(terminated, truncated)]
+    assert list(map(bool, ends)) == [False, False, False]
     _, _, _, terminated, truncated, _ = view.step(
         jax.random.key(1), state.replace(time=jnp.int32(11)), actions
     )
-    assert truncated["__all__"] and not terminated["__all__"] and view.over(terminated, truncated)
+    ends = [terminated["__all__"], truncated["__all__"], view.over(terminated, truncated)]
+    assert list(map(bool, ends)) == [False, True, True]
+
+
+def test_dictionaries_of_masks_and_spaces():
+    view = agents_view(Team())
+    _, state = view.reset(jax.random.key(0))
     masks = view.action_masks(state.replace(places=jnp.asarray([-5, 0, 0])))
     assert not masks["agent_0"][0] and masks["agent_1"].all()
-    assert view.action_space("agent_1") == Discrete(3) and view.observation_space(
-        "agent_0"
-    ).shape == (2,)
+    assert view.action_space("agent_1") == Discrete(3)
+    assert view.observation_space("agent_0").shape == (2,)
 
 
 def test_an_agents_actions_keep_their_names():

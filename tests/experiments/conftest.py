@@ -198,6 +198,17 @@ def compile_once():
     return compile_step
 
 
+@pytest.fixture
+def one_device(monkeypatch):
+    """A mesh of one device, under which runs of the language model draw no sample."""
+    from experiments import lm
+    from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
+
+    monkeypatch.setattr(lm, "draw_sample", lambda *_: "")  # a program of its own
+    with use_mesh(make_mesh(MeshSpec(), jax.devices()[:1])):
+        yield
+
+
 def plain_figure(width, height):
     """A picture that costs half as much to draw; tests/io has those of users."""
     from matplotlib.figure import Figure

@@ -67,6 +67,18 @@ def test_a_run_of_a_folder_is_trained_evaluated_and_exported_as_typed(
         lm.execute(asked, tmp_path)
 
 
+def test_rows_are_split_as_the_table_says():
+    model = with_fields(MODEL, num_heads=3, num_kv_heads=3, head_dim=4)
+    rules = rules_from({"batch": "data"})
+    assert fitting_mesh(runner.SHOWN, model, rules, 2) == MeshSpec(data=2, fsdp=4)
+
+
+def test_weights_are_split_as_the_table_says():
+    whole_heads = rules_from({"heads": "none", "kv_heads": "none"})
+    with use_mesh(make_mesh(MeshSpec(data=4, tensor=2)), whole_heads):
+        check_divides(THREE)
+
+
 def test_the_sentence_names_the_flag():
     with use_mesh(make_mesh(MeshSpec(data=4, tensor=2))):
         check_divides(MODEL)

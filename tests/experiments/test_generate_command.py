@@ -21,6 +21,7 @@ from experiments.app.lm import completions, prompt_batches, text_codec
 from experiments.app.lm.requests import Request, read_requests
 from experiments.app.mistakes import CONF
 from jaxpar.decode import (
+    Beams,
     CopyDraft,
     JacobiDraft,
     LookaheadDraft,
@@ -399,6 +400,70 @@ def test_special_tokens_that_a_prompt_spells_are_text_unless_asked_for():
     assert ids.tolist() == [97] and added == 0
 
 
+@pytest.fixture(scope="module")
+def target(folder):
+    model, params = from_hf(folder, dtype="float32")
+    return generate.Saved(model=model, params=params, tokenizer=load_tokenizer(folder))
+
+
+@pytest.mark.parametrize(
+    "flags, kept",
+    [
+        ("special_tokens=true default_seed=zero", {"special_tokens": True, "default_seed": "zero"}),
+        ("beams=2 length_penalty=0.5", {"beams": 2, "length_penalty": 0.5}),
+        ("draft=copy", {"seed": 0}),
+    ],
+    ids=["prompts", "beams", "draft"],
+)
+def test_flags_that_decide_on_a_text_are_stored_with_it(target, flags, kept):
+    job = prompt_batches.Job(target, None, None, 1, (), None, None, "coupled", 1)
+    stored = generate.told(generate.compose(*FAST, *flags.split()), job)
+    usual = generate.told(generate.compose(*FAST), job)
+    assert {name: stored[name] for name in kept} == kept
+    changed = {name for name in stored if stored[name] != usual.get(name)}
+    assert changed == {name for name in kept if kept[name] != usual.get(name)}
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        (
+            "num_samples=2 stop=[x] batch_size=3 special_tokens=true",
+            {"num_samples": 2, "stop": ("x",), "batch_size": 3, "special_tokens": True},
+        ),
+        (
+            "beams=3 length_penalty=0.5",
+            {"num_samples": 3, "beams": Beams(3, NEW, 0.5), "special_tokens": False},
+        ),
+        ("rule=rejection seed=4", {"rule": "rejection", "draft": NoDraft(), "beams": None}),
+    ],
+    ids=["samples", "beams", "rule"],
+)
+def test_flags_reach_what_continues_prompts(main, folder, monkeypatch, flags, expected):
+    jobs = []
+    monkeypatch.setattr(generate, "show", lambda config, job, requests: jobs.append(job))
+    said = main(f"hf={folder}", "prompt=a", *FAST, *flags.split(), of="generate")
+    assert said.code == 0, said
+    (job,) = jobs
+    assert {name: getattr(job, name) for name in expected} == expected
+
+
+def test_flags_of_a_folder_reach_its_reader(folder, monkeypatch):
+    calls = []
+
+    def load(path, config, dtype):
+        calls.append((path, config.checkpoint, config.use_ema, config.strict, dtype))
+        raise UsageError("nothing is read")
+
+    monkeypatch.setattr(generate.lm, "load", load)
+    flags = {"checkpoint": "newest", "use_ema": True, "strict": False, "dtype": "float16"}
+    for config in (generate.Config(**flags), generate.Config()):
+        with pytest.raises(UsageError, match="nothing is read"):
+            generate.load(str(folder), config, "hf")
+    changed = (folder, "newest", True, False, "float16")
+    assert calls == [changed, (folder, "best", False, True, "bfloat16")]
+
+
 def test_tasks_hold_special_tokens_where_the_flag_says_so():
     target = generate.Saved(lm_config(vocab_size=300, **MODEL), None, Spelling())
     job = prompt_batches.Job(target, None, Sampling(2), 1, (), NoDraft(), None, "coupled", 1)
@@ -599,8 +664,8 @@ BAD_FLAGS = [
     ("hf=MODEL prompt=a draft=model draft_run=WIDER", "384 symbols of the tokenizer bpe:"),
     ("hf=MODEL prompt=a draft=model draft_run=nowhere", "draft_run= must name an existing folder"),
     ("hf=MODEL prompt=a draft=medusa", "draft='medusa' is unknown; legal are none, copy"),
-    ("hf=MODEL prompt=a draft_length=4", "draft_length=4 is that of no draft"),
-    ("hf=MODEL prompt=a draft=copy rule=rejection", "draft=copy has none; legal are draft=model"),
+    ("hf=MODEL prompt=a draft_length=4", "draft_length=4 belongs to no draft"),
+    ("hf=MODEL prompt=a draft=copy rule=rejection", "draft=copy has none; expected draft=model"),
     ("hf=MODEL prompt=a rule=typical", "rule='typical' is unknown; legal are coupled, rejection"),
     ("hf=MODEL prompt=a num_samples=0", "num_samples=0 must be at least 1"),
     ("hf=MODEL prompt=a num_samples=5000", "num_samples=5000 must be at least 1 and at most 1024"),

@@ -2,31 +2,18 @@
 
 import json
 
-import jax
 import numpy as np
 import pytest
+import small_runs
 
 from experiments import lm
 from experiments.app import runner
 from experiments.app.lm import validation
 from jaxpar.lm.text import Windows
 from jaxpar.lm.text.row_layouts import DocumentRows, Stream
-from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.types import UsageError
 
-SIZES = (
-    "model.num_layers=1", "model.embed_dim=16", "model.attention.num_heads=2",
-    "model.attention.num_kv_heads=2", "model.mlp.dim=16",
-    "data.seq_len=32", "data.batch_size=8", "data.split=tail:0.2", "train.eval_every=0", "train.eval_batches=0",
-    "train.save_every=1", "sampling.max_new_tokens=2", "optimizer.learning_rate=0.01", "optimizer.decay_steps=9",
-)  # fmt: skip
-
-
-@pytest.fixture
-def one_device(monkeypatch):
-    monkeypatch.setattr(lm, "draw_sample", lambda *_: "")  # a program of its own
-    with use_mesh(make_mesh(MeshSpec(), jax.devices()[:1])):
-        yield
+SIZES = (*small_runs.SIZES, "data.seq_len=32", "train.eval_batches=0")
 
 
 @pytest.fixture

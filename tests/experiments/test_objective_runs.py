@@ -5,26 +5,12 @@ import json
 import jax
 import numpy as np
 import pytest
+from small_runs import SIZES
 
 from experiments import generate, lm
 from jaxpar.lm import from_hf, to_hf
 from jaxpar.lm.text import open_corpora, training_batches
-from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.types import UsageError
-
-SIZES = (
-    "model.num_layers=1", "model.embed_dim=16", "model.attention.num_heads=2",
-    "model.attention.num_kv_heads=2", "model.mlp.dim=16",
-    "data.seq_len=16", "data.batch_size=8", "data.split=tail:0.2", "train.eval_every=0", "train.eval_batches=1",
-    "train.save_every=1", "sampling.max_new_tokens=2", "optimizer.learning_rate=0.01", "optimizer.decay_steps=9",
-)  # fmt: skip
-
-
-@pytest.fixture
-def one_device(monkeypatch):
-    monkeypatch.setattr(lm, "draw_sample", lambda *_: "")  # a program of its own
-    with use_mesh(make_mesh(MeshSpec(), jax.devices()[:1])):
-        yield
 
 
 def text(tmp_path):

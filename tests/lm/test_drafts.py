@@ -209,6 +209,17 @@ def test_what_is_learned():
     assert Heads(2, chain(1)).tree == Tree((-1, 0, 0, 2, 1, 4))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "wide"), [("bfloat16", "float32"), ("float32", "float32"), ("float64", "float64")]
+)
+def test_weights_are_wide_and_states_are_as_the_tokens(dtype, wide, x64):
+    config = lm_config(**SMALL, dtype=dtype)
+    for draft in (PromptTokens(2), HiddenTransfer(0, 2), Heads(2)):
+        params = DraftTrainer(config, draft).init(KEY).params
+        assert {leaf.dtype for leaf in params.values()} == {np.dtype(wide)}
+        assert draft.states(params, jnp.ones((1, 3, 8), dtype)).dtype == np.dtype(dtype)
+
+
 def test_rates_are_counted_place_by_place(x64):
     draft, params = DRAFTS["hidden"], noisy_params(ROPE, np.float64)
     own, tokens = draft_params(draft, ROPE), np.random.default_rng(2).integers(0, VOCAB, (3, 9))

@@ -35,12 +35,12 @@ FACTORS = [
     (1, 2, 4),
 ]  # (data, context, tensor)
 KINDS = ["rows", "packed", "restarting"]
-# Every move, and the orders, factorisations and kinds of rows that a model has, once at least. Attention itself is
-# covered by moves, orders and factorisations in tests/context/test_context.py.
+# Every move, and each order, factorisation and kind of rows of a model, at least once.
+# tests/context/test_context.py has more pairs of them for attention itself.
 PAIRS = [
     ("gather", "striped", (1, 4, 2), "packed"),
     ("ring", "contiguous", (2, 2, 2), "rows"),
-    # Places and not positions tell who sees whom, where no table says it: positions turn queries and keys alone.
+    # Without a table, a token's index decides what it sees, and its position rotates it alone.
     ("two_way", "striped", (1, 8, 1), "restarting"),
     ("token_ring", "zigzag", (2, 2, 2), "packed"),
     ("swap", "contiguous", (1, 8, 1), "restarting"),
@@ -59,9 +59,9 @@ def model_of(move, order="auto", dtype="float32", **changes):
 
 
 def batch_of(kind="rows", length=LENGTH):
-    """Rows of tokens; packed ones of documents whose borders lie anywhere, in a row of several devices.
+    """Returns rows of tokens; packed ones have borders of documents anywhere on several devices.
 
-    In rows that restart, positions are those of documents, which see each other nevertheless.
+    In rows that restart, positions begin again with each document, and documents see each other.
     """
     rng = np.random.default_rng(length)
     tokens = rng.integers(0, VOCAB, (ROWS, length + 1), dtype=np.int32)
@@ -102,7 +102,7 @@ def program_alone(heads, dtype):
 
 @functools.cache
 def alone(heads, kind, dtype, length=LENGTH):
-    """By one program of rows of every kind, in which each is one document if nothing else is said."""
+    """Returns the gradients of one device, by one program for rows of every kind."""
     shape = ROWS, length
     whole = {
         "segments": np.zeros(shape, np.int32),
@@ -128,7 +128,7 @@ def assert_equals_one_device(move, order, sizes, kind, dtype, tolerance, length=
 
 
 def assert_alike(got, want, tolerance):
-    """The largest error of each leaf relative to its largest entry: only the order of sums differs."""
+    """Compares each leaf relative to its largest entry: only the order of sums differs."""
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * np.abs(y).max()),
         got,
@@ -195,7 +195,7 @@ def test_float32_equals_one_device_and_no_buffer_has_a_whole_sequence(move):
         move, "zigzag", (2, 4, 1), "rows", "float32", 1e-5, LONG
     )
     assert_no_whole_sequence(program.as_text())
-    # Tokens in another order than is promised by giving their places make a loss that no trainer takes.
+    # Tokens in another order than the promised one make a loss that no trainer takes.
     with use_mesh(make_mesh(MeshSpec(data=2, context=4))):
         value, grads = program(params, split(batch_of("rows", LONG), model_of(move, "striped")))
     assert np.isnan(value) and all(
@@ -275,12 +275,10 @@ def assert_declared(found, declared, move, remat):
 
 @functools.cache
 def training_step(move, remat):
-    """A compiled step of training, its mesh, what is declared for it, and what its attention sends by direction."""
+    """Returns a compiled step, its mesh, its declared transfers and attention's by direction."""
     model = trained_model(move, remat)
-    trainer, mesh = (
-        Trainer(model, OptimizerConfig(warmup_steps=1), 10),
-        make_mesh(MeshSpec(data=2, context=4)),
-    )
+    trainer = Trainer(model, OptimizerConfig(warmup_steps=1), 10)
+    mesh = make_mesh(MeshSpec(data=2, context=4))
     with use_mesh(mesh):
         state = jax.eval_shape(trainer.init, jax.random.key(0))
         batch = jax.eval_shape(lambda: in_order(batch_of("packed", LONG), model.order(LONG), 4))
@@ -309,7 +307,7 @@ def test_a_training_step_by_gather_has_keys_alone_of_a_whole_sequence():
 
 
 def test_a_training_step_by_swap_has_a_share_of_the_heads_of_a_whole_sequence():
-    """Of one of the four devices in both layers, and scores; all heads of one layer would be twice as much."""
+    """A device's heads of both layers, and scores; all heads of one layer would be twice as much."""
     shapes = whole_shapes(training_step("swap", "none")[0])
     most = max(math.prod(size for size in shape if size != LONG) for shape in shapes)
     layers, rows, heads, width = (
@@ -342,7 +340,7 @@ def test_a_training_step_sends_what_its_table_says(move, remat):
     )  # of a promised order documents alone
     forward, backward = (table.bytes(sizes, is_back) for is_back in (False, True))
     assert by_link == {link: layers * (again * forward[link] + backward[link]) for link in forward}
-    # The table leaves out of a collective of all what a device has already; a program's arrays are whole.
+    # The table counts what a device lacks; a program's arrays are whole.
     whole = {"up": 1, "down": 1, "all": table.members / (table.members - 1)}
     sent = sum(
         layers * (again * forward[link] + backward[link]) * times for link, times in whole.items()
@@ -388,7 +386,7 @@ def apply_to(batch, model, order=None, **options):
 
 
 def test_positions_alone_tell_any_order(x64):
-    """Where places are not promised: of a batch as it is, and of one in an order that the model knows nothing of."""
+    """Without a promised order: a batch as it is, and one in an order unknown to the model."""
     model, batch = model_of("ring", "zigzag", "float64"), batch_of("packed")
     with use_mesh(make_mesh(MeshSpec(data=2, context=4))):
         params, both = shard(params_of(4, "float64"), axes(model)), jit(gradients(model))

@@ -10,8 +10,10 @@ from fast import jit, noisy_params
 from lm_configs import llama, lm_config
 from tolerance import EXACT_MATHS, assert_close
 
+from jaxpar.nn.auxiliary import NOTHING
 from jaxpar.nn.block import ResidualBlock, dropout
 from jaxpar.nn.mixer import Context
+from jaxpar.nn.norm import Norm
 from jaxpar.nn.position import Rope
 
 B, T, D = 2, 6, 16
@@ -229,6 +231,46 @@ def test_layer_equals_loop(name, packed):
     got, cache, _ = run(positions, segments)
     assert cache is None
     assert_close(got, slow_block(x, layer, config, positions, segments), TOLERANCE)
+
+
+class Doubled:
+    """A branch of tokens and of each token alone, which keeps the contexts that it gets."""
+
+    def __init__(self):
+        self.contexts = []
+
+    def apply(self, params, x, *more):
+        self.contexts.append(more[-1])
+        if len(more) == 1:
+            return 2 * x, NOTHING
+        return 2 * x, None, NOTHING
+
+
+def test_each_branch_has_a_norm_of_its_own_before_and_behind_it():
+    norm = Norm("rms", eps=1e-6)
+    names = ("attn_norm", "attn_post_norm", "mlp_norm", "mlp_post_norm")
+    scales = {name: normal(D, seed=seed) for seed, name in enumerate(names)}
+    params = {name: {"scale": scale} for name, scale in scales.items()}
+    x = normal(B, T, D)
+    got, _, _ = ResidualBlock(Doubled(), Doubled(), norm).apply(
+        params, x, Context(np.zeros((B, T), int))
+    )
+
+    def normed(x, name):
+        return slow_norm(x, params[name], "rms", 1e-6)
+
+    middle = x + normed(2 * normed(x, "attn_norm"), "attn_post_norm")
+    want = middle + normed(2 * normed(middle, "mlp_norm"), "mlp_post_norm")
+    assert_close(got, want, TOLERANCE)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_a_mixer_has_a_key_where_its_layer_drops(rate):
+    mixer = Doubled()
+    params = {name: {"scale": np.ones(D)} for name in ("attn_norm", "mlp_norm")}
+    block = ResidualBlock(mixer, None, Norm("rms"), dropout=rate)
+    block.apply(params, normal(B, T, D), Context(np.zeros((B, T), int), key=jax.random.key(0)))
+    assert [context.key is None for context in mixer.contexts] == [rate == 0]
 
 
 # ---------------------------------------------------------------- dropout

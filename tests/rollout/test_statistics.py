@@ -151,7 +151,7 @@ def test_returns_of_several_agents():
     assert episode_stats(steps)["return_mean"] == 16 and episode_stats(steps)["truncated"] == 1
 
 
-def test_faults_are_told_with_step_and_environment(steps):
+def test_faults_are_named_by_step_and_environment(steps):
     check_trajectory(steps)
     with pytest.raises(
         UsageError,
@@ -167,6 +167,7 @@ def test_faults_are_told_with_step_and_environment(steps):
     clock = rollout(KEY, init(KEY, env, params, 3), env, params, random_policy(env), params, 4)[1]
     check_trajectory(clock, env, params)
     with pytest.raises(
-        UsageError, match=r"at step 1 of environment 2 .* the action 3 is not in Discrete\(n=3"
+        UsageError, match=r"at step 31 of environment 2 .* the action 3 is not in Discrete\(n=3"
     ):
-        check_trajectory(clock.replace(action=clock.action.at[1, 2].set(3)), env, params)
+        wrong = clock.replace(action=clock.action.at[1, 2].set(3))
+        check_trajectory(wrong, env, params, first_step=30)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from plain import column, walk
 from toys import Clock, ClockParams, Gymnax, Pair, Walk, linear
+from traced import equations
 
 from jaxpar.rollout import (
     Chunked,
@@ -278,16 +279,36 @@ def test_older_arguments_are_fields_of_the_options():
         go(resets=NoReset())
 
 
-def test_who_names_the_mask_is_told_it():
-    class Told:
+def traced(policy=linear, num_steps=2, **options):
+    """Returns the program of a rollout, which is not compiled."""
+    env_state = init(KEY, ENV, PARAMS, 4, 0)
+    options = RolloutOptions(**options)
+
+    def run(env_state):
+        return rollout(KEY, env_state, ENV, PARAMS, policy, WEIGHTS, num_steps, options)
+
+    return jax.make_jaxpr(run)(env_state)
+
+
+@pytest.mark.parametrize(("unroll", "steps"), [(3, 3), (None, 1)], ids=["three", "default"])
+def test_an_iteration_of_the_loop_has_as_many_steps_as_its_option_says(unroll, steps):
+    program = traced(num_steps=11, unroll=unroll)
+    loops = [eqn for eqn in equations(program) if eqn.primitive.name == "scan"]
+    assert [loop.params["unroll"] for loop in loops if loop.params["length"] == 11] == [steps]
+
+
+def test_a_function_with_a_parameter_for_the_mask_gets_it():
+    class Masked:
         def __call__(self, key, params, obs, carry, action_mask=None):
-            return obs, carry
+            return obs[0], carry
 
         def value(self, params, obs, carry, *, action_mask):
-            return obs
+            return obs[0]
 
-    told = Told()
-    assert all(
-        map(takes_mask, (told, told.value, random_policy(ENV), functools.partial(told, None)))
-    )
+    masked = Masked()
+    takers = (masked, masked.value, random_policy(ENV), functools.partial(masked, None))
+    assert all(map(takes_mask, takers))
     assert not any(map(takes_mask, (linear, value, functools.partial(linear, KEY))))
+    # Of policy and value each by its own signature: a mask that one does not take is an error.
+    traced(linear, value=masked.value)
+    traced(masked, value=value)

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from jaxpar.aot.verify import program
 from jaxpar.aot.verify.collectives import SLACK, breaches_of, found_transfers
 from jaxpar.aot.verify.compare import count_differences, dead_leaves, leaf_errors, of_live
 from jaxpar.aot.verify.program import Compiled, Outcome
@@ -496,7 +497,7 @@ def test_bytes_on_a_device_are_those_of_its_shares():
     assert held == 2 * (split + whole) + 8 * 4 + 8 * 16 * 8 + 4
 
 
-def judge_program(text="", memory=None, **limits):
+def judge_program(text, memory=None, **limits):
     """Returns the report of a program's text and memory under limits."""
     mesh = make_mesh(MeshSpec(data=8))
     row = LayoutReport(DATA8, "float32")
@@ -550,6 +551,20 @@ def test_memory_has_limits(product):
     assert "memory, of which the compiler says nothing" in judge_program(product).unjudged
 
 
-def test_what_is_not_judged_is_said():
-    row = judge_program(unjudged=("dropout",))
+def test_what_is_not_judged_is_said(product):
+    row = judge_program(product, unjudged=("dropout",))
     assert "dropout" in row.unjudged
+
+
+@pytest.mark.parametrize("text", ["", "HloModule jit_step"], ids=["empty", "head"])
+def test_a_program_without_text_holds_nowhere(text):
+    (breach,) = judge_program(text, flops=100.0).breaches
+    assert breach == "the compiler gave no text of the program, so that nothing was judged"
+
+
+def test_a_partitioned_program_without_text_holds_nowhere(monkeypatch, tmp_path):
+    """As where a compiler writes its passes into files of other names."""
+    assert program._partitioned(str(tmp_path)) == ""
+    monkeypatch.setattr(program, "_partitioned", lambda folder: "")
+    row = row_of(right, dtype="bfloat16")
+    assert any("no text of the program" in breach for breach in row.breaches)

@@ -1,4 +1,4 @@
-"""The mesh of a language model where no flag asks for one: sizes that divide what the model has."""
+"""Default mesh of a language model: sizes that divide its weights."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ SMALLER = (
     MeshSpec(fsdp=2),
     MeshSpec(data=2),
 )
-"""Meshes that are tried after the usual one, none of which splits heads."""
+"""Meshes that are tried after the usual one; none splits heads."""
 
 
 def fitting_mesh(
@@ -56,11 +56,13 @@ def check_divides(model: LMConfig) -> None:
         shares = math.prod(sizes[part] for part in over)
         flags = {"inner": "fsdp"}
         names = dict.fromkeys(flags.get(part, part) for part in over)
-        whole = {part: sizes[part] * (sizes["inner"] if part == "fsdp" else 1) for part in names}
-        asked = " ".join(f"mesh.{part}={count}" for part, count in whole.items())
+        whole = {part: sizes[part] for part in names}
+        if "fsdp" in whole:
+            whole["fsdp"] *= sizes["inner"]
+        given = " ".join(f"mesh.{part}={count}" for part, count in whole.items())
         legal = ", ".join(str(n) for n in range(1, shares) if size % n == 0)
         raise UsageError(
-            f"{asked}: {axis} of size {size} of {name} does not divide over {shares} devices; "
+            f"{given}: {axis} of size {size} of {name} does not divide over {shares} devices; "
             f"expected {' x '.join(f'mesh.{part}' for part in names)} of {legal}."
         )
 
@@ -81,8 +83,9 @@ def _undivided(
     )
     for path, leaf in flat:
         for axis, size in zip(leaf.axes, leaf.shape, strict=True):
-            over = () if axis is None else rules[axis]
-            over = tuple(part for part in over if sizes[part] > 1)
+            if axis is None:
+                continue
+            over = tuple(part for part in rules[axis] if sizes[part] > 1)
             if size % math.prod(sizes[part] for part in over):
                 name = jax.tree_util.keystr(path, simple=True, separator=".")
                 yield name, str(axis), size, over

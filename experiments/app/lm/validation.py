@@ -71,10 +71,10 @@ def place(config: Config, rows: Callable[[slice], dict[str, np.ndarray]]) -> PyT
 
 
 def judged_weights(config: Config, state: Any) -> PyTree:
-    """Returns the parameters of a state that `config.use_ema` asks for.
+    """Returns the parameters of a state: with `config.use_ema` their average.
 
     Raises:
-      UsageError: It asks for an average, and none was kept.
+      UsageError: The state has no average.
     """
     if config.use_ema and state.average is None:
         raise UsageError(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import Mesh
 
-from jaxpar.aot.hlo import matmul_flops
+from jaxpar.aot.hlo import has_entry, matmul_flops
 from jaxpar.aot.verify.collectives import breaches_of, found_transfers
 from jaxpar.aot.verify.layouts import Layout
 from jaxpar.aot.verify.program import Compiled
@@ -100,6 +100,10 @@ def judge(
       limits: What it may do, and must.
       temporaries: Most bytes besides state and batch; None is not judged.
     """
+    if not has_entry(text):
+        # A program without text would show neither a collective nor a product, and break no limit.
+        row.breaches.append("the compiler gave no text of the program, so that nothing was judged")
+        return
     found = found_transfers(text, mesh)
     row.transfers = sum_by_axis(found)
     for transfer in found:

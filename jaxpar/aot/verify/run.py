@@ -48,9 +48,9 @@ class Model(NamedTuple):
       params: Pytree of floating host arrays.
       axes: Logical axes of each, as in `jaxpar.mesh.RULES`.
       loss: (params, batch) -> scalar; pure, and of the params' dtype throughout.
-      optimizer: Optimizer of the steps. Adam's eps should be over the rounding of the gradients (1e-6,
-        say): an entry with a gradient of zero but for rounding moves by a whole learning rate
-        otherwise, either way.
+      optimizer: Optimizer of the steps. Adam's eps should be over the rounding of the gradients, such
+        as 1e-6. Otherwise an entry with a gradient of mere rounding moves by a whole learning rate,
+        either way.
       gradient: (params, batch, layout) -> (loss, its gradient), where it is not `loss` that is
         differentiated; of `Layout(MeshSpec())`, which all are compared with, its plain form.
     """

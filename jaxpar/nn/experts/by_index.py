@@ -89,7 +89,7 @@ def product(
         table = cut_tiles(rows, jnp.append(sizes, rows - sizes.sum()), tile.rows)
         tiles, columns = len(table[0]), -(-width // tile.columns)
         return call_kernel(
-            x, w, _given(of), _given(write), *table,
+            x, w, _index_array(of), _index_array(write), *table,
             text=TEXT,
             name="product",
             out=[jax.ShapeDtypeStruct((rows, width), x.dtype)],
@@ -128,7 +128,7 @@ def weight_gradient(
     @sequential_vmap
     def run(x, g, sizes, of_x, of_g):
         return call_kernel(
-            x, g, _given(of_x), _given(of_g), jnp.cumsum(jnp.append(jnp.zeros_like(sizes[:1]), sizes)),
+            x, g, _index_array(of_x), _index_array(of_g), jnp.cumsum(jnp.append(jnp.zeros_like(sizes[:1]), sizes)),
             text=TEXT,
             name="weight_gradient",
             out=[jax.ShapeDtypeStruct((groups, depth, width), x.dtype)],
@@ -144,8 +144,8 @@ def weight_gradient(
     return varying_as(run(x, g, sizes, read.of, write.of), (x, g, sizes, read.of, write.of))
 
 
-def _given(index: Array | None) -> Array:
-    """An array in any case: the kernel is told when there is nothing."""
+def _index_array(index: Array | None) -> Array:
+    """Returns an array in any case; the kernel ignores one of no index."""
     return jnp.zeros((1,), jnp.int32) if index is None else index.astype(jnp.int32)
 
 
