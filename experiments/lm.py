@@ -63,11 +63,11 @@ from .app.lm.pipeline_flags import PipelineConfig, make_schedule
 from .app.lm.text_codec import decode, draw, encode
 from .app.lm.validation import (
     check_length,
-    judged_adapters,
     judged_weights,
     make_evaluate,
     place,
     row_length,
+    select_adapters,
 )
 from .app.mesh_flags import LM_AXES, check_split, refuse_idle, shares
 from .app.run_folder import owning
@@ -203,7 +203,7 @@ def usual_mesh(config: Config, folder: pathlib.Path) -> MeshSpec:
     elif start is not None and config.init.startswith("hf:"):
         start = initial_model.kept(folder) or start
     if start is not None and (start / "config.json").is_file():
-        model = initial_model.with_model(model, start)
+        model = initial_model.with_model(model, start, config.strict)
     elif start is not None and (start / "config.yaml").is_file():
         saved = runner.load(start, Config)
         model = saved.model
@@ -417,7 +417,7 @@ def export(config: Config, folder: pathlib.Path) -> None:
     else:
         config, state, tokenizer = load_state(run, config)
         params = judged_weights(config, state)
-        adapters = judged_adapters(config, state)
+        adapters = select_adapters(config, state)
     export_files.write(out, config, params, tokenizer, template, adapters=adapters)
 
 

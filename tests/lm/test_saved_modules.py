@@ -1,4 +1,4 @@
-"""PEFT's files of saved modules, embeddings and heads: by their own formula, and against PEFT itself."""
+"""PEFT's files of saved modules, embeddings and heads: by their formula, and against PEFT itself."""
 
 import dataclasses
 import json
@@ -120,7 +120,7 @@ def test_files_hold_what_is_trained_and_give_it_back(name, tmp_path):
 
 
 def test_sums_alone_are_saved_as_modules(tmp_path):
-    """Parameters without the adapters have the sums of embedding and head; they are written whole."""
+    """Parameters without the adapters have the sums of embedding and head: written whole."""
     model, adapter, params, state = written("embedding and head", tmp_path)
     to_peft(state.params, model, tmp_path / "whole", adapter)
     config, tensors = files_of(tmp_path / "whole")
@@ -220,7 +220,7 @@ def test_modules_that_the_model_has_not_are_refused(tmp_path):
         from_peft(tmp_path / "adapter", model)
 
 
-# PEFT itself, of the extra `peers`: a skip in the slow suite would hide wrong files, so its absence fails.
+# PEFT itself, of the extra `peers`: its absence fails, since a skip would hide wrong files.
 @pytest.mark.slow  # 15 s in all
 @pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"

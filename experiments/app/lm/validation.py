@@ -83,11 +83,13 @@ def judged_weights(config: Config, state: Any) -> PyTree:
     return state.averaged if config.use_ema else state.params
 
 
-def judged_adapters(config: Config, state: Any) -> PyTree:
+def select_adapters(config: Config, state: Any) -> PyTree:
     """Returns the adapters of a state that `judged_weights` are of; None without adapters."""
     if not isinstance(state, AdaptedState):
         return None
-    return state.average if config.use_ema else state.adapters
+    if config.use_ema:
+        return state.average
+    return state.adapters
 
 
 @functools.partial(jax.jit, static_argnames="model")

@@ -155,8 +155,8 @@ def to_peft(
     """
     if "experts" in adapter.target and "experts" in added_targets(model):
         raise UsageError(
-            "adapter.target=experts: PEFT's files have no changes of the experts' tensors as folders "
-            "have them; expected other weights in adapter.target, or adapter.merge=true."
+            "adapter.target=experts: PEFT's files have no changes of experts' tensors as "
+            "folders have them; expected other weights in adapter.target, or adapter.merge=true."
         )
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -352,7 +352,8 @@ def _take_added(
         rank, alpha = _ranked(told, module, adapter)
         if rank != given["up"].shape[0]:
             raise UsageError(
-                f"the change of {module} is of rank {given['up'].shape[0]}, but {CONFIG} means {rank}."
+                f"the change of {module} is of rank {given['up'].shape[0]}, but {CONFIG} "
+                f"means {rank}."
             )
         up = given["up"] * (alpha / rank ** (0.5 if adapter.rslora else 1.0) / adapter.scale)
         if "base" in given:

@@ -1,4 +1,4 @@
-"""What PEFT's files hold beside changes of products: whole modules, and changes of embedding and head.
+"""Saved modules, and changes of embedding and head, in PEFT's files.
 
 PEFT names a module that is trained itself in `modules_to_save`, by the end of its name, and writes
 all of its tensors. Of an embedding the change is `lora_embedding_A` [r, V] and `lora_embedding_B`
@@ -85,8 +85,8 @@ def _check_modules(
         if leaf in adapted:
             own = next(other for other in saved if leaves.get(other) == name)
             raise UsageError(
-                f"adapter.modules_to_save={own}: it lies in {name} with {leaf}, which has a change; "
-                f"{instead}"
+                f"adapter.modules_to_save={own}: it lies in {name} with {leaf}, which has a "
+                f"change; {instead}"
             )
         if not name.endswith((".weight", ".bias")):
             raise UsageError(
@@ -95,8 +95,8 @@ def _check_modules(
             )
         if experts and leaf.startswith(("layers.w_", "layers.b_")):
             raise UsageError(
-                f"adapter.modules_to_save={leaf}: routers and experts have other names in PEFT than "
-                f"{name} in folders; {instead}"
+                f"adapter.modules_to_save={leaf}: routers and experts have other names in PEFT "
+                f"than {name} in folders; {instead}"
             )
 
 
@@ -187,7 +187,8 @@ def take_saved(
         if not meant:
             modules = ", ".join(sorted(set(known.values())))
             raise UsageError(
-                f"modules_to_save={end}: the model has no such module; expected an end of {modules}."
+                f"modules_to_save={end}: the model has no such module; expected an end of "
+                f"{modules}."
             )
         if absent := [name for name in meant if name in expected and name not in found]:
             raise UsageError(
@@ -209,8 +210,8 @@ def _take_head(
         return
     if saved is None or head is None or not np.array_equal(head, saved):
         raise UsageError(
-            f"modules_to_save: {embedding} and {HEAD} differ, but the model ties them; expected both "
-            "with the same values, as ensure_weight_tying=true saves them."
+            f"modules_to_save: {embedding} and {HEAD} differ, but the model ties them; expected "
+            "both with the same values, as ensure_weight_tying=true saves them."
         )
 
 
@@ -295,7 +296,7 @@ def take_added(
 
 
 def _check_added(module: str, given: dict[str, np.ndarray], shape: tuple[int, int]) -> None:
-    """Rejects a change of a matrix of this shape whose arrays are missing, misshapen or not finite."""
+    """Rejects a change with arrays that are missing, misshapen or not finite."""
     if not {"down", "up"} <= given.keys():
         raise UsageError(f"{module} lacks A or B of its change; expected both.")
     rank = given["up"].shape[0]
