@@ -18,11 +18,14 @@ from jaxpar.lm import (
     OptimizerConfig,
     Trainer,
     TuningConfig,
+    from_hf,
+    load_model,
     loss,
     merge_adapters,
     num_adapted,
     num_params,
     preference_loss,
+    to_hf,
     with_adapters,
 )
 from jaxpar.lm.adapters import begin_adapters
@@ -207,6 +210,22 @@ def test_preferences_compare_with_saved_parameters_as_they_were():
     value = jit(lambda state: preference_loss(state.params, state.start, PAIRS, MODEL, 0.1)[0])
     _, info = stepped(trainer, after, PAIRS, 1)
     np.testing.assert_allclose(info["loss"], value(after), rtol=1e-5)
+
+
+@pytest.mark.parametrize("adapter", [AdapterConfig(), SAVING], ids=["full", "adapters"])
+def test_parameters_in_bfloat16_train_as_float32_exactly(adapter, tmp_path):
+    model = dataclasses.replace(MODEL, dtype="bfloat16")
+    to_hf(tiny.params_of(MODEL), MODEL, tmp_path / "folder", dtype="bfloat16")
+    narrow = load_model(tmp_path / "folder")[1]
+    assert {x.dtype.name for x in jax.tree.leaves(narrow)} == {"bfloat16"}
+    trainer = Trainer(model, OPTIMIZER, adapter=adapter)
+    state = trainer.begin(narrow, jax.random.key(0))
+    wide = from_hf(tmp_path / "folder")[1]
+    jax.tree.map(np.testing.assert_array_equal, state, trainer.begin(wide, jax.random.key(0)))
+    shapes = jax.eval_shape(trainer.init, jax.random.key(0))
+    assert jax.tree.map(lambda x: x.dtype, state) == jax.tree.map(lambda x: x.dtype, shapes)
+    floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+    assert {x.dtype.name for x in floats} == {"float32"}
 
 
 # -------------------------------------------------- pipelines
