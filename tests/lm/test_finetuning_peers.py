@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import of_peft
 import pytest
+from fast import OPTIMISED
 
 from jaxpar.lm import (
     AdapterConfig,
@@ -54,11 +55,11 @@ def rows(tmp_path_factory):
     turns = [("user", "assistant") * int(rng.integers(1, 3)) for _ in range(200)]
     chats = [{"messages": [{"role": role, "content": text()} for role in each]} for each in turns]
     (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    config = DataConfig(str(folder / "chats.jsonl"), seq_len=256, batch_size=4, layout="packed")
+    config = DataConfig(str(folder / "chats.jsonl"), seq_len=256, batch_size=2, layout="packed")
     corpora, config = open_with_layout(config, folder / "cache")
     batches = training_batches(corpora, config, 0)
     some = batches(0)
-    assert some["segments"].max() > 2 and 0 < some["weights"].mean() < 0.9
+    assert some["segments"].max() > 1 and 0 < some["weights"].mean() < 0.9
     return batches
 
 
@@ -77,7 +78,7 @@ def test_losses_of_twenty_steps_are_those_of_peers(name, rows, tmp_path):
     if adapter.kind != "none":
         to_peft(state.params, model, tmp_path / "adapter", adapter, adapters=state.adapters)
         theirs = of_peft.with_adapter(theirs, tmp_path / "adapter")
-    step = jax.jit(trainer.step)
+    step = jax.jit(trainer.step, compiler_options=OPTIMISED)
     ours = []
     for number in range(NUM_STEPS):
         state, info = step(jax.random.key(number), state, rows(number))

@@ -241,7 +241,9 @@ def test_peft_agrees_both_ways(name, tmp_path):
     logits = jit(apply, static_argnums=2)
     np.testing.assert_allclose(logits(state.params, TOKENS, model), want, atol=1e-5)
     assert np.abs(np.asarray(logits(params, TOKENS, model)) - want).max() > 0.05
-    for save_embeddings in (False, "auto", True):
+    # Asked to write all embeddings, PEFT gives saved ones a second, internal name.
+    twice = {"embedding", "head"} & {*CASES[name][1].get("modules_to_save", ())}
+    for save_embeddings in (False, "auto") if twice else (False, "auto", True):
         folder = tmp_path / f"theirs {save_embeddings}"
         theirs.save_pretrained(folder, save_embedding_layers=save_embeddings)
         found, adapters = from_peft(folder, model)

@@ -96,6 +96,29 @@ def test_parts_of_a_model_are_joined_to_what_they_were():
         adapted.split(params, None)
 
 
+def test_a_pattern_of_one_mixer_adapts_its_layers_alone():
+    """Leaves of the turn's second mixer: every other layer."""
+    model = with_fields(
+        dataclasses.replace(MODEL, num_layers=4), num_kv_heads=4, mixers=("gla", "attention")
+    )
+    adapter = AdapterConfig("lora", target=("1.wq", "0.w_d*"), rank=2, modules_to_save=("1.wv",))
+    parts = Trainer(model, adapter=adapter).parts
+    params = tiny.params_of(model)
+    trained, kept = parts.split(params, jax.random.key(0))
+    shapes = {name: x.shape for name, x in named(trained).items()}
+    assert shapes == {
+        "layers.0.w_down.down": (2, 24, 2),
+        "layers.0.w_down.up": (2, 2, 16),
+        "layers.1.wq.down": (2, 16, 2),
+        "layers.1.wq.up": (2, 2, 4, 4),
+        "layers.1.wv": (2, 16, 4, 4),
+    }
+    assert "layers.1.wv" not in named(kept)
+    joined = named(merge_adapters(parts.join(noisy(trained), kept, None)))
+    changed = {name for name, x in named(params).items() if (joined[name] != x).any()}
+    assert changed == {"layers.0.w_down", "layers.1.wq", "layers.1.wv"}
+
+
 def test_every_weight_of_every_layer_drops_with_a_key_of_its_own():
     params = tiny.params_of(MODEL)
     adapter = AdapterConfig("lora", rank=2, dropout=0.5)
