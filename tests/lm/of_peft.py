@@ -1,4 +1,4 @@
-"""Fine-tuning by transformers, PEFT and torch (extra `peers`), on rows as this library packs them."""
+"""Fine-tuning by transformers, PEFT and torch (extra `peers`), on rows of this library."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

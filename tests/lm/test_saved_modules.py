@@ -1,4 +1,4 @@
-"""PEFT's files of saved modules, embeddings and heads: by their formula, and against PEFT itself."""
+"""Saved modules, embeddings and heads in PEFT's files: by their formula, and against PEFT."""
 
 import dataclasses
 import json

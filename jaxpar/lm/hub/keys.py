@@ -109,7 +109,7 @@ HARMLESS = frozenset(
 # Found by reading which attributes of `config` the modules of transformers 5.24.0 use in `forward`, or in what builds
 # them: models/<name>/configuration_<name>.py beside models/<name>/modeling_<name>.py. Keys that `HARMLESS` or the
 # architecture's own table has are left out here. The keys of time steps draw Mamba-2's first parameters.
-UNREAD = {
+UNREAD: dict[str, frozenset[str]] = {
     "mamba2": frozenset(("time_step_init_scheme", "time_step_scale")),
 }
 """Keys of an architecture's own configuration class that its forward pass does not read, by `model_type`."""
