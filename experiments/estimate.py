@@ -83,6 +83,7 @@ class Config(PipelineConfig):
         is fsdp=all unless it is given.
       hf: A Hugging Face config.json to take the model from; how to compute (remat and the like) stays the flags', in
         bfloat16.
+      strict: Whether that file may hold no unknown key; false names such keys in a warning.
       decode: Estimates one token of sampling for batch_size rows with a cache of seq_len instead of a training step,
         with parameters in model.dtype.
       search: Tries meshes (data, fsdp, tensor, of a mixture expert), remat and train.accumulate, and ranks them.
@@ -104,6 +105,7 @@ class Config(PipelineConfig):
     pipeline: str = field("none", OneOf(("none", *PIPELINES, "search")))
     topology: str = ""
     hf: str = ""
+    strict: bool = True
     decode: bool = False
     search: bool = False
     show: bool = False
@@ -223,7 +225,7 @@ def with_model(config: Config) -> Config:
     """Returns `config` with the model of `hf`, if it names one."""
     if not config.hf:
         return config
-    found = config_from_hf(config.hf)
+    found = config_from_hf(config.hf, strict=config.strict)
     model = dataclasses.replace(found, execution=config.model.execution)
     return dataclasses.replace(config, model=model, name="hf")
 

@@ -61,7 +61,14 @@ from .app.harness import Run
 from .app.lm import benchmark, default_mesh, expert_loads, export_files, initial_model
 from .app.lm.pipeline_flags import PipelineConfig, make_schedule
 from .app.lm.text_codec import decode, draw, encode
-from .app.lm.validation import check_length, judged_weights, make_evaluate, place, row_length
+from .app.lm.validation import (
+    check_length,
+    judged_weights,
+    make_evaluate,
+    place,
+    row_length,
+    select_adapters,
+)
 from .app.mesh_flags import LM_AXES, check_split, refuse_idle, shares
 from .app.run_folder import owning
 from .app.runner import say
@@ -196,7 +203,7 @@ def usual_mesh(config: Config, folder: pathlib.Path) -> MeshSpec:
     elif start is not None and config.init.startswith("hf:"):
         start = initial_model.kept(folder) or start
     if start is not None and (start / "config.json").is_file():
-        model = initial_model.with_model(model, start)
+        model = initial_model.with_model(model, start, config.strict)
     elif start is not None and (start / "config.yaml").is_file():
         saved = runner.load(start, Config)
         model = saved.model
@@ -403,8 +410,15 @@ def export(config: Config, folder: pathlib.Path) -> None:
     """Writes the parameters of a saved run to `config.out`."""
     out = export_files.checked(config.out, config.export.dtype)
     template = config.data.template
-    config, params, tokenizer = _load(config)
-    export_files.write(out, config, params, tokenizer, template)
+    run = _source(config)
+    adapters = None
+    if (run / "config.json").is_file():
+        config, params, tokenizer = load(run, config, config.export.dtype)
+    else:
+        config, state, tokenizer = load_state(run, config)
+        params = judged_weights(config, state)
+        adapters = select_adapters(config, state)
+    export_files.write(out, config, params, tokenizer, template, adapters=adapters)
 
 
 def checkpoint_folder(config: Config, folder: pathlib.Path) -> str:
@@ -477,13 +491,17 @@ def draw_sample(config: Config, params: PyTree, tokenizer: Tokenizer, prompt: st
 
 def _load(config: Config) -> tuple[Config, PyTree, Tokenizer]:
     """Reads the parameters and tokenizer of `config.run`; flags of this call keep their sampling and data."""
+    return load(_source(config), config, config.model.dtype)
+
+
+def _source(config: Config) -> pathlib.Path:
+    """Returns the folder that `config.run` names."""
     folder = pathlib.Path(config.run)
     if not config.run or not folder.is_dir():
         raise UsageError(
             f"mode={config.mode} needs run= to name an existing folder, not {config.run!r}."
         )
-    is_export = config.mode == "export"
-    return load(folder, config, config.export.dtype if is_export else config.model.dtype)
+    return folder
 
 
 def load(
@@ -513,6 +531,15 @@ def load(
         model, params = load_model(folder, name, strict=config.strict)
         data = initial_model.with_template(config.data, folder)
         return dataclasses.replace(config, model=model, data=data), params, load_tokenizer(folder)
+    config, state, tokenizer = load_state(folder, config)
+    return config, judged_weights(config, state), tokenizer
+
+
+def load_state(folder: pathlib.Path, config: Config) -> tuple[Config, PyTree, Tokenizer]:
+    """Returns what a run folder holds: `config` with its model, the state, the tokenizer.
+
+    The state has no moments of the optimizer, and an average only where `config.use_ema` takes it.
+    """
     saved = runner.load(folder, Config)
     data = initial_model.with_template(saved.data, folder)
     corpus = open_corpora(data, folder / "data", initial_model.kept_tokenizer(folder, None)).first
@@ -540,7 +567,7 @@ def load(
         trainer.later_leaves,
         ignored,
     )
-    return config, judged_weights(config, state), corpus.tokenizer
+    return config, state, corpus.tokenizer
 
 
 def _make_check(config: Config):

@@ -253,7 +253,8 @@ class Trainer:
         """Returns the state that training begins with from given parameters, float32 at least.
 
         Args:
-          params: As from `jaxpar.lm.init`.
+          params: As from `jaxpar.lm.init`; narrower ones, as `load_model` reads them, are widened
+            exactly to float32, since small steps would be lost in bfloat16.
           key: Key that draws adapters; consumed, and not read without them. In the older order,
             the key first, both are accepted until the first release.
 
@@ -263,8 +264,9 @@ class Trainer:
         if key is not None and _is_key(params):
             warn_of_older("Trainer.begin(key, params)", "Trainer.begin(params, key)", level=2)
             params, key = key, params
-        trained, kept = self.parts.split(params, key)
         dtype = jnp.promote_types(self.model.dtype, jnp.float32)
+        params = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, dtype)), params)
+        trained, kept = self.parts.split(params, key)
         opt_state = self.make_optimizer().init(trained)
         step = jnp.zeros((), jnp.int32)
         health = Health.start(dtype)

@@ -67,6 +67,31 @@ def test_a_run_of_adapters_begins_with_a_run_resumes_and_is_exported(tmp_path, m
         same(got.params, with_adapters(base.params, adapters, found.scale))
 
 
+@pytest.mark.slow  # 8 s
+def test_saved_modules_and_an_adapted_embedding_are_exported(tmp_path, monkeypatch):
+    """The running average too, whose changes are others."""
+    monkeypatch.setattr(lm, "draw_sample", lambda *_: "")  # a program of its own
+    adapter = (
+        f"init=run:{tmp_path / 'base'}", "adapter=lora", "adapter.target=[wq,embedding]", "adapter.rank=2",
+        "adapter.modules_to_save=[*norm*,head]", "tuning.ema=0.5", "train.steps=2",
+    )  # fmt: skip
+    export = ("mode=export", f"run={tmp_path / 'run'}", "checkpoint=newest")
+    with use_mesh(make_mesh(MeshSpec(), jax.devices()[:1])):
+        base = lm.train(compose(tmp_path, "train.steps=1"), tmp_path / "base").state
+        last = lm.train(compose(tmp_path, *adapter), tmp_path / "run").state
+        model = lm.compose(*SIZES).model
+        for name, flags, want in (
+            ("newest", (), last.adapters),
+            ("average", ("use_ema=true",), last.average),
+        ):
+            lm.export(lm.compose(*export, *flags, f"out={tmp_path / name}"), tmp_path)
+            found, adapters = from_peft(tmp_path / name, model)
+            same(adapters, want)
+            assert found.target == ("*", "embedding") and "head" in found.modules_to_save
+        got = with_adapters(base.params, adapters, found.scale)
+        same(merge_adapters(got), merge_adapters(last.averaged))
+
+
 def test_an_adapter_is_part_of_what_a_run_is():
     plain = folder_name(lm.compose())
     names = {

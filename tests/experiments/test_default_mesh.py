@@ -2,13 +2,15 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 from lm_configs import with_fields
 from word_folders import MODEL, write_folder
 
-from experiments import lm
+from experiments import estimate, generate, lm
 from experiments.app import runner
+from experiments.app.lm import initial_model
 from experiments.app.lm.default_mesh import check_divides, fitting_mesh
 from jaxpar.mesh import RULES, MeshSpec, make_mesh, rules_from, use_mesh
 from jaxpar.types import UsageError
@@ -91,3 +93,39 @@ def test_the_sentence_names_the_flag():
     with use_mesh(make_mesh(MeshSpec(fsdp=8, inner=2))):
         with pytest.raises(UsageError, match="mesh.fsdp=8: embed of size 12 .* of 1, 2, 3, 4, 6."):
             check_divides(THREE)
+
+
+@pytest.mark.parametrize(
+    "flags", [("init=hf:{}",), ("mode=eval", "run={}")], ids=["training", "evaluating"]
+)
+def test_the_default_mesh_reads_folders_with_unknown_keys_where_others_do(flags, folder, tmp_path):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"colour": "blue"}))
+    flags = [flag.format(folder) for flag in flags]
+    with pytest.raises(UsageError, match="colour='blue', which is not honoured"):
+        lm.usual_mesh(lm.compose(*flags), tmp_path / "new")
+    with pytest.warns(UserWarning, match="colour='blue'"):
+        mesh = lm.usual_mesh(
+            lm.compose(*flags, "strict=false", "data.batch_size=4"), tmp_path / "new"
+        )
+    assert mesh == MeshSpec(data=2, fsdp=2)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_every_reader_of_a_folder_takes_unknown_keys_where_it_may(strict, folder):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"colour": "blue"}))
+    config = generate.Config(hf=str(folder), strict=strict)
+    given = estimate.Config(hf=str(folder), strict=strict)
+    readers = (
+        lambda: generate.load(config.hf, config, "hf"),
+        lambda: initial_model.imported_of(folder, strict),
+        lambda: estimate.with_model(given),
+    )
+    with use_mesh(make_mesh(MeshSpec(), jax.devices()[:1])):
+        for read in readers:
+            expected = pytest.warns(UserWarning, match="colour='blue'")
+            if strict:
+                expected = pytest.raises(UsageError, match="colour='blue', which is not honoured")
+            with expected:
+                read()

@@ -11,7 +11,7 @@ from test_imported import MODEL
 
 from jaxpar.lm import Imported, apply, config_from_hf, load_model, read_imported, to_hf
 from jaxpar.lm.hub.architectures import KINDS
-from jaxpar.lm.hub.keys import UNREAD
+from jaxpar.lm.hub.keys import HARMLESS, UNREAD
 from jaxpar.types import UsageError
 
 RING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -46,6 +46,9 @@ def test_keys_that_change_no_number_are_harmless(folder, tmp_path, changes):
 
 def test_keys_of_an_architecture_are_harmless_to_it_alone(folder, tmp_path):
     assert set(UNREAD) <= {arch.model_type for arch in KINDS}
+    for arch in KINDS:  # a key is in one table
+        known = {key for key, *_ in arch.fields.values()} | set(arch.others) | set(arch.fixed)
+        assert not UNREAD.get(arch.model_type, frozenset()) & (known | HARMLESS)
     with pytest.raises(UsageError, match="time_step_init_scheme='random', which is not honoured"):
         read(folder, tmp_path, {"time_step_init_scheme": "random"})
     mamba = lm_config(

@@ -134,7 +134,7 @@ def test_what_is_not_honoured_is_refused(tmp_path):
         ({"peft_type": "IA3"}, "peft_type='IA3'; legal is 'LORA'"),
         ({"r": 0}, "has r=0"),
         ({"bias": "all"}, "bias='all'"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save=.*not honoured"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices=.*not honoured"),
         ({"init_lora_weights": "pissa"}, "changes the base"),
         ({"r": 4}, "lora_A.weight is of shape .3, 24., but the model means .4, 24."),
     ):
@@ -144,8 +144,8 @@ def test_what_is_not_honoured_is_refused(tmp_path):
     config.write_text(json.dumps(told))
     for change, sentence in (
         (
-            {"base_model.model.lm_head.lora_A.weight": np.ones((3, 16))},
-            "lm_head.lora_A.weight, of no product",
+            {"base_model.model.model.norm.lora_A.weight": np.ones((3, 16))},
+            "norm.lora_A.weight, of no product",
         ),
         ({min(arrays): np.full_like(arrays[min(arrays)], np.nan)}, "holds NaN"),
     ):

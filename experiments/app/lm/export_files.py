@@ -63,6 +63,8 @@ def write(
     params: PyTree,
     tokenizer: Tokenizer,
     template: str = "",
+    *,
+    adapters: PyTree = None,
 ) -> None:
     """Writes parameters; those of adapters alone to a folder, unless `adapter.merge` says that they are merged.
 
@@ -73,6 +75,7 @@ def write(
       params: The parameters.
       tokenizer: Tokenizer of the model.
       template: Chat template in place of the one that the run trained with.
+      adapters: What the run trained, if it is one of adapters.
     """
     run = pathlib.Path(config.run)
     adapter = config.adapter
@@ -87,7 +90,7 @@ def write(
         base = ""
         if is_folder:
             base = config.init.removeprefix("hf:")
-        to_peft(params, config.model, out, adapter, base, imported=imported)
+        to_peft(params, config.model, out, adapter, base, imported=imported, adapters=adapters)
         say(f"written    {runner.short(out)}")
         return
     with tempfile.TemporaryDirectory() as scratch:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.lm import LMConfig, loss, num_pairs, preference_loss
+from jaxpar.lm import AdaptedState, LMConfig, loss, num_pairs, preference_loss
 from jaxpar.lm.text import (
     Corpus,
     Pairs,
@@ -81,6 +81,15 @@ def judged_weights(config: Config, state: Any) -> PyTree:
             "use_ema=true asks for an average that this run does not keep; train it with tuning.ema."
         )
     return state.averaged if config.use_ema else state.params
+
+
+def select_adapters(config: Config, state: Any) -> PyTree:
+    """Returns the adapters of a state that `judged_weights` are of; None without adapters."""
+    if not isinstance(state, AdaptedState):
+        return None
+    if config.use_ema:
+        return state.average
+    return state.adapters
 
 
 @functools.partial(jax.jit, static_argnames="model")

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -331,7 +331,7 @@ def _parts(
     turned = tuple(order.index(axis) for axis in ours)
 
     def block_of(tensor: Stored, own: Bounds, shift: int) -> np.ndarray:
-        return exact(_cut(tensor, row, leaf.shape[rest:], own, shift), leaf.dtype)
+        return exact(_cut(tensor.read, row, leaf.shape[rest:], own, shift), leaf.dtype)
 
     def read(tensor: str, own: Bounds) -> np.ndarray:
         block = block_of(tensors[tensor], own, shift)
@@ -373,13 +373,13 @@ def _in_parts(bounds: Bounds, axis: int, itemsize: int, most: int) -> Iterator[B
 
 
 def _cut(
-    tensor: Stored,
+    read: Callable[[tuple[slice, ...]], np.ndarray],
     row: Place,
     shape: tuple[int, ...],
     bounds: tuple[tuple[int, int], ...],
     shift: int,
 ) -> np.ndarray:
-    """Reads a leaf's `bounds` out of a tensor of the files, where it begins at `shift`, of one layer and expert.
+    """Reads a leaf's `bounds` by what cuts a tensor, where it begins at `shift`, of one layer and expert.
 
     The leaf's axes are in the order of the tensor.
     """
@@ -398,7 +398,7 @@ def _cut(
         cuts.append(slice(begin + start * stride, begin + stop * stride))
         lengths += [stop - start, *(sizes[axis] for axis in rest)]
         inner += [slice(None), *(slice(*ranges[axis]) for axis in rest)]
-    return tensor.read(tuple(cuts)).reshape(lengths)[tuple(inner)]
+    return read(tuple(cuts)).reshape(lengths)[tuple(inner)]
 
 
 _pick = jax.jit(lambda leaf, at: leaf[at])

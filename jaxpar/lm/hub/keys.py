@@ -107,19 +107,10 @@ HARMLESS = frozenset(
 """Keys of transformers' common configuration class, `PreTrainedConfig`, and of tools around it."""
 
 # Found by reading which attributes of `config` the modules of transformers 5.24.0 use in `forward`, or in what builds
-# them: models/<name>/configuration_<name>.py beside models/<name>/modeling_<name>.py. The keys of time steps draw
-# Mamba-2's first parameters.
-UNREAD = {
-    "llama": frozenset(("pretraining_tp",)),
-    "gpt2": frozenset(
-        "n_ctx summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj".split()
-    ),
-    "mixtral": frozenset(("max_window_layers",)),
-    "qwen3_moe": frozenset(("max_window_layers",)),
-    "mamba2": frozenset(
-        "chunk_size rescale_prenorm_residual time_step_floor time_step_init_scheme time_step_max "
-        "time_step_min time_step_rank time_step_scale".split()
-    ),
+# them: models/<name>/configuration_<name>.py beside models/<name>/modeling_<name>.py. Keys that `HARMLESS` or the
+# architecture's own table has are left out here. The keys of time steps draw Mamba-2's first parameters.
+UNREAD: dict[str, frozenset[str]] = {
+    "mamba2": frozenset(("time_step_init_scheme", "time_step_scale")),
 }
 """Keys of an architecture's own configuration class that its forward pass does not read, by `model_type`."""
 

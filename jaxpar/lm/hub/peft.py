@@ -5,16 +5,17 @@ rank r are one of three times the rank whose B is zero but for three blocks: the
 weight gets the whole of A, and its own rows of B.
 """
 
+import dataclasses
 import itertools
 import json
 import math
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
@@ -23,13 +24,35 @@ from jaxpar.lm.adapters import (
     added_targets,
     is_product,
     num_contracted,
+    saved_names,
+    targets,
     unflattened,
 )
 from jaxpar.lm.config import LMConfig
 from jaxpar.lm.hub.architectures import architecture_of
 from jaxpar.lm.hub.exchange import _Of
 from jaxpar.lm.hub.imported import Imported
-from jaxpar.lm.hub.keys import FLAG, POSITIVE, SHARE, SIZE, TABLE, Kind, brief, check, read_json
+from jaxpar.lm.hub.keys import (
+    FLAG,
+    NAMES,
+    POSITIVE,
+    SHARE,
+    SIZE,
+    TABLE,
+    Kind,
+    brief,
+    check,
+    read_json,
+)
+from jaxpar.lm.hub.saved_modules import (
+    PREFIX,
+    added_tensors,
+    find,
+    on_host,
+    saved_modules,
+    take_added,
+    take_saved,
+)
 from jaxpar.lm.params import leaves
 from jaxpar.nn.leaf import Leaf
 from jaxpar.nn.linear import Lora, whole_weight
@@ -37,14 +60,13 @@ from jaxpar.types import PyTree, UsageError
 
 __all__ = ["from_peft", "to_peft"]
 
-PREFIX = "base_model.model."
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 KINDS: dict[str, Kind] = {
     "r": SIZE, "lora_alpha": POSITIVE, "lora_dropout": SHARE, "use_rslora": FLAG, "use_dora": FLAG,
-    "rank_pattern": TABLE, "alpha_pattern": TABLE,
+    "rank_pattern": TABLE, "alpha_pattern": TABLE, "modules_to_save": NAMES, "ensure_weight_tying": FLAG,
 }  # fmt: skip
 CHANGES = (
-    "modules_to_save", "trainable_token_indices", "layer_replication", "use_qalora", "alora_invocation_tokens",
+    "trainable_token_indices", "layer_replication", "use_qalora", "alora_invocation_tokens",
     "target_parameters", "lora_bias", "eva_config", "corda_config", "arrow_config", "use_bdlora",
     "kasa_config", "lora_ga_config", "velora_config", "monteclora_config", "loftq_config",
 )  # fmt: skip
@@ -102,17 +124,6 @@ def _of(model: LMConfig, imported: Imported | None) -> _Of:
     return _Of(arch=architecture_of(model, kind), period=model.stack().period)
 
 
-def _host(x: jax.Array) -> np.ndarray:
-    x = x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)
-    return np.asarray(x)
-
-
-def _find(tree: PyTree, name: str) -> PyTree:
-    for part in name.split("."):
-        tree = tree[part]
-    return tree
-
-
 def to_peft(
     params: PyTree,
     model: LMConfig,
@@ -121,6 +132,7 @@ def to_peft(
     base: str = "",
     *,
     imported: Imported | None = None,
+    adapters: PyTree = None,
 ) -> None:
     """Writes the adapters among `params` as PEFT's `PeftModel.from_pretrained` loads them.
 
@@ -133,24 +145,74 @@ def to_peft(
       imported: Record of the folder that the model came from, whose tensors have the names that the
         adapters are written for; without one they are those of the first architecture that
         expresses `model`.
+      adapters: What is trained, as `jaxpar.lm.train.AdaptedState.adapters`. `params` have the sums
+        of embedding or head and its change: without `adapters` these are written as saved modules.
 
     Raises:
-      UsageError: There are no adapters, or more is trained than products of the layers; the folder
-        holds something, or no architecture, or not that of `imported`, can express the model.
+      UsageError: There are no adapters; experts are adapted or saved, or a parameter that no module
+        of PEFT's can hold alone; the folder holds something, or no architecture, or not that of
+        `imported`, can express the model.
     """
-    added = [word for word in adapter.target if word in added_targets(model)]
-    for flag, values in (("target", added), ("modules_to_save", adapter.modules_to_save)):
-        if values:
-            raise UsageError(
-                f"adapter.{flag}={','.join(values)} cannot be written as PEFT's files, which would "
-                "lack it; expected adapters of the layers' products alone, or adapter.merge=true."
-            )
+    if "experts" in adapter.target and "experts" in added_targets(model):
+        raise UsageError(
+            "adapter.target=experts: PEFT's files have no changes of experts' tensors as "
+            "folders have them; expected other weights in adapter.target, or adapter.merge=true."
+        )
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(
             f"{folder} already holds something; give a folder that is absent or empty."
         )
     of = _of(model, imported)
+    found = _changes(params, model, of, adapter)
+    saved = set(saved_names(model, adapter))
+    adapted = targets(model, adapter.target)
+    for module, arrays in added_tensors(adapters or {}, of).items():
+        found.tensors.update({f"{PREFIX}{module}.{name}": x for name, x in arrays.items()})
+        found.ranks[module] = (adapter.rank, adapter.alpha)
+    if not found.tensors:
+        raise UsageError("there is no adapter among the parameters; to_hf writes a model without.")
+    if adapters is None:  # their changes are in the sums alone
+        added = {name for name, leaf in adapted.items() if not is_product(leaf)}
+        saved |= added
+        adapted = {name: leaf for name, leaf in adapted.items() if name not in added}
+    whole = saved_modules(params, model, of, saved, adapted)
+    found.tensors.update(whole.tensors)
+    ranks = found.ranks
+    told = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base or None, "inference_mode": True,
+        "r": adapter.rank, "lora_alpha": adapter.alpha, "lora_dropout": adapter.dropout, "bias": "none",
+        "use_rslora": adapter.rslora, "use_dora": adapter.dora, "fan_in_fan_out": found.turned,
+        "modules_to_save": whole.names or None,
+        "target_modules": sorted(ranks),
+        "rank_pattern": {name: rank for name, (rank, _) in ranks.items() if rank != adapter.rank},
+        "alpha_pattern": {name: alpha for name, (_, alpha) in ranks.items() if alpha != adapter.alpha},
+    }  # fmt: skip
+    if whole.tied:  # of PEFT from 0.18 on; others do not know the key
+        told["ensure_weight_tying"] = True
+    if jax.process_index() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(found.tensors, folder / TENSORS, metadata={"format": "pt"})
+        (folder / TENSORS).chmod(folder.stat().st_mode & 0o666)
+        (folder / CONFIG).write_text(json.dumps(told, indent=2) + "\n")
+
+
+class _Changes(NamedTuple):
+    """Changes of products as files hold them.
+
+    Attributes:
+      tensors: A, B and magnitudes by name.
+      ranks: Rank and alpha by the end of a module's name.
+      turned: Whether the files' weights are [in, out].
+    """
+
+    tensors: dict[str, np.ndarray]
+    ranks: dict[str, tuple[int, float]]
+    turned: bool
+
+
+def _changes(params: PyTree, model: LMConfig, of: _Of, adapter: AdapterConfig) -> _Changes:
+    """Returns the changes of products among the parameters."""
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, tuple[int, float]] = {}
     found: dict[str, dict] = {}
@@ -159,7 +221,7 @@ def to_peft(
         blocks = []
         for part in parts:
             if part.name not in found:
-                found[part.name] = _arrays(_find(params, part.name), adapter.dora)
+                found[part.name] = _arrays(find(params, part.name), adapter.dora)
             blocks.append(
                 {name: x[layer] for name, x in found[part.name].items() if name != "scale"}
             )
@@ -167,47 +229,29 @@ def to_peft(
             continue
         scale = max(found[part.name].get("scale", 0.0) for part in parts)
         down, up = _fused(parts, blocks)
-        tensors[f"{PREFIX}{module}.lora_A.weight"], tensors[f"{PREFIX}{module}.lora_B.weight"] = (
-            down,
-            up,
-        )
+        tensors[f"{PREFIX}{module}.lora_A.weight"] = down
+        tensors[f"{PREFIX}{module}.lora_B.weight"] = up
         if adapter.dora:
             sizes = [block["magnitude"].reshape(-1) for block in blocks]
             tensors[f"{PREFIX}{module}.lora_magnitude_vector"] = np.concatenate(sizes)
         rank = down.shape[0]
-        ranks[parts[0].row.name.removesuffix(".weight")] = (
-            rank,
-            scale * rank ** (0.5 if adapter.rslora else 1.0),
-        )
+        power = 0.5 if adapter.rslora else 1.0
+        ranks[parts[0].row.name.removesuffix(".weight")] = (rank, scale * rank**power)
         turned |= parts[0].fan_in_fan_out
-    if not tensors:
-        raise UsageError("there is no adapter among the parameters; to_hf writes a model without.")
-    told = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base or None, "inference_mode": True,
-        "r": adapter.rank, "lora_alpha": adapter.alpha, "lora_dropout": adapter.dropout, "bias": "none",
-        "use_rslora": adapter.rslora, "use_dora": adapter.dora, "fan_in_fan_out": turned, "modules_to_save": None,
-        "target_modules": sorted(ranks),
-        "rank_pattern": {name: rank for name, (rank, _) in ranks.items() if rank != adapter.rank},
-        "alpha_pattern": {name: alpha for name, (_, alpha) in ranks.items() if alpha != adapter.alpha},
-    }  # fmt: skip
-    if jax.process_index() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
-        (folder / TENSORS).chmod(folder.stat().st_mode & 0o666)
-        (folder / CONFIG).write_text(json.dumps(told, indent=2) + "\n")
+    return _Changes(tensors=tensors, ranks=ranks, turned=turned)
 
 
 def _arrays(w: PyTree, dora: bool) -> dict:
     """Returns the stacked arrays of one weight's adapter on the host, and its scale; of none its magnitudes alone."""
     if isinstance(w, Lora):
-        out = {"down": _host(w.down), "up": _host(w.up), "scale": w.scale}
-        return out | ({"magnitude": _host(w.magnitude)} if w.magnitude is not None else {})
+        out = {"down": on_host(w.down), "up": on_host(w.up), "scale": w.scale}
+        return out | ({"magnitude": on_host(w.magnitude)} if w.magnitude is not None else {})
     return {"magnitude": _norms(w)} if dora else {}
 
 
 def _norms(w: PyTree) -> np.ndarray:
     """Magnitudes of a weight without an adapter, beside others in one tensor: they change nothing."""
-    values = _host(jax.vmap(whole_weight)(w)).astype(np.float32)
+    values = on_host(jax.vmap(whole_weight)(w)).astype(np.float32)
     flat = values.reshape(
         values.shape[0], values.shape[1], -1
     )  # of fused weights only the first axis is contracted
@@ -240,7 +284,7 @@ def from_peft(
 
     Returns:
       Their configuration, and the tree that `with_adapters` takes; changes whose alpha or rank a pattern sets apart are
-      brought to the configuration's scale.
+      brought to the configuration's scale. Modules that PEFT saved whole take the place of the base's.
 
     Raises:
       UsageError: A file is damaged, or the adapter is of another kind or of another model.
@@ -252,6 +296,22 @@ def from_peft(
     except (OSError, SafetensorError) as error:
         raise UsageError(f"{folder / TENSORS} is not a whole safetensors file: {error}") from error
     of = _of(model, imported)
+    changes: dict[str, PyTree] = dict(_take_added(tensors, model, of, told, adapter))
+    ends = told.get("modules_to_save", [])
+    whole = take_saved(tensors, model, of, ends, bool(told.get("ensure_weight_tying")))
+    changes.update(whole)
+    changes.update(_take_changes(tensors, model, of, told, adapter))
+    if tensors:
+        raise UsageError(
+            f"{folder} has tensor {min(tensors)}, of no product of the model's layers."
+        )
+    return _described(adapter, changes, model), unflattened(changes)
+
+
+def _take_changes(
+    tensors: dict[str, np.ndarray], model: LMConfig, of: _Of, told: dict, adapter: AdapterConfig
+) -> dict[str, dict[str, jax.Array]]:
+    """Takes the changes of products out of a file's tensors, by the names of the weights."""
     layers: dict[str, list[dict]] = {}
     for (module, _), parts in _modules(model, of).items():
         names = {
@@ -276,13 +336,48 @@ def from_peft(
                 block["magnitude"] = given["m"][cut].reshape(part.out)
             layers.setdefault(part.name, []).append(block)
             at += part.size
-    if tensors:
-        raise UsageError(
-            f"{folder} has tensor {min(tensors)}, of no product of the model's layers."
-        )
-    return adapter, unflattened(
-        {name: _stacked(name, blocks) for name, blocks in layers.items() if any(blocks)}
-    )
+    return {name: _stacked(name, blocks) for name, blocks in layers.items() if any(blocks)}
+
+
+def _take_added(
+    tensors: dict[str, np.ndarray], model: LMConfig, of: _Of, told: dict, adapter: AdapterConfig
+) -> dict[str, PyTree]:
+    """Takes the changes of embedding and head out of a file's tensors, at the adapter's scale.
+
+    A file that holds the weight besides gives the sum: PEFT replaces the base's by it.
+    """
+    out: dict[str, PyTree] = {}
+    for word, given in take_added(tensors, model, of).items():
+        module = of.tensor(word, ()).removesuffix(".weight")
+        rank, alpha = _ranked(told, module, adapter)
+        if rank != given["up"].shape[0]:
+            raise UsageError(
+                f"the change of {module} is of rank {given['up'].shape[0]}, but {CONFIG} "
+                f"means {rank}."
+            )
+        up = given["up"] * (alpha / rank ** (0.5 if adapter.rslora else 1.0) / adapter.scale)
+        if "base" in given:
+            out[word] = jnp.asarray(given["base"] + adapter.scale * (given["down"] @ up))
+        else:
+            out[word] = {"added_down": jnp.asarray(given["down"]), "added_up": jnp.asarray(up)}
+    return out
+
+
+def _described(
+    adapter: AdapterConfig, changes: dict[str, PyTree], model: LMConfig
+) -> AdapterConfig:
+    """Returns the configuration with what is adapted, and what is saved whole."""
+    saved = tuple(sorted(name for name, change in changes.items() if not isinstance(change, dict)))
+    added = tuple(word for word in added_targets(model) if word in changes and word not in saved)
+    target = ("*", *added)
+    if set(saved) & targets(model, ("*",)).keys():  # a weight has a change, or is saved
+        adapted = [
+            name.removeprefix("layers.")
+            for name, change in changes.items()
+            if isinstance(change, dict) and "down" in change
+        ]
+        target = (*adapted, *added)
+    return dataclasses.replace(adapter, target=target, modules_to_save=saved)
 
 
 _NAMES = {"A": "lora_A.weight", "B": "lora_B.weight", "m": "lora_magnitude_vector"}
