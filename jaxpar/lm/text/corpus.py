@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.lm.text.chat import ChatTemplate, open_template
 from jaxpar.lm.text.examples import Template, chat_ml
 from jaxpar.lm.text.files import Source, copy_text, lines_of_source, sort_sources
+from jaxpar.lm.text.long_texts import encode_texts
 from jaxpar.lm.text.shards import open_shards, read_line, tokenise
 from jaxpar.lm.text.tokenizer import Bytes, Tokenizer, load_tokenizer, train_bpe, vocab_size_of
 from jaxpar.types import UsageError
@@ -190,13 +191,13 @@ def open_corpus(
         key += _TEXT_ALONE * (not config.special_tokens)
         paths = [path for path, _, _ in files]
         digest = functools.cache(lambda: _digest_of(paths))
-        entry = _entry_of(Path(cache) / _hashed(key), paths, digest)
+        entry = _text_entry(config, Path(cache), key, paths, digest)
         if config.pairs or not entry.exists():
             opened = _open_sources(config, Path(cache), files, tokenizer, say, digest)
             if isinstance(opened, Corpus):
                 return opened
             if opened:
-                entry = _entry_of(Path(cache) / _hashed([*key, "plain"]), paths, digest)
+                entry = _text_entry(config, Path(cache), [*key, "plain"], paths, digest)
             if not entry.exists():
                 _build(entry, files, config, tokenizer, opened)
     except PermissionError as error:
@@ -420,12 +421,16 @@ def _build(
             data, lengths = files[0][0], [piece.stop - piece.start for piece in pieces]
         else:
             data = "tokens.bin"
-            ends = _ends_of(config, files, tokenizer)
             sizes = {path: size for path, size, _ in files}
-            lengths = _write_tokens(
-                partial / data, pieces, tokenizer, dtype, sizes, ends, config.special_tokens
+            encoder = _Encoder(
+                tokenizer=tokenizer,
+                dtype=dtype,
+                sizes=sizes,
+                ends=_ends_of(config, files, tokenizer),
+                whole=_reads_whole(config, tokenizer.identity),
+                special_tokens=config.special_tokens,
             )
-            _write_counts(partial / "counts.bin", pieces, lengths, ends)
+            lengths = encoder.write(partial, pieces)
         record = dict(
             hash=content, path=config.path, split=config.split, tokenizer=tokenizer.identity
         )
@@ -592,6 +597,24 @@ def _entry_of(entry: Path, paths: list[str], digest: Callable[[], str]) -> Path:
     return entry.with_name(f"{entry.name}-{content[:16]}")
 
 
+def _text_entry(
+    config: DataConfig, cache: Path, key: list, paths: list[str], digest: Callable[[], str]
+) -> Path:
+    """Returns the cache's folder for texts: an older one that is there, or else one of whole texts.
+
+    Older ones hold the tokens of blocks, which runs that began with them keep.
+    """
+    older = _entry_of(cache / _hashed(key), paths, digest)
+    if older.exists() or not _reads_whole(config, key[2]):
+        return older
+    return _entry_of(cache / _hashed([*key, "whole texts"]), paths, digest)
+
+
+def _reads_whole(config: DataConfig, identity: str) -> bool:
+    """Returns whether texts are encoded whole: else they are bytes, or a run's from before layouts."""
+    return bool(config.layout) and identity != Bytes.identity
+
+
 def _digest_of(paths: list[str]) -> str:
     digest = hashlib.sha256()
     for path in paths:
@@ -616,55 +639,80 @@ def _map_counts(path: Path, size: int) -> np.ndarray | None:
     return np.memmap(path, np.uint8, "r", shape=(size,)).view(np.ndarray)
 
 
-def _write_tokens(
-    path: Path,
-    pieces: list[_Piece],
-    tokenizer: Tokenizer,
-    dtype: np.dtype,
-    sizes: dict[str, int],
-    ends: list[tuple[int, ...]],
-    special_tokens: bool = True,
-) -> list[int]:
-    """Encodes the pieces into one flat file, block by block, and gives their lengths in tokens.
+class _Encoder(NamedTuple):
+    """Encodes pieces of texts into flat files.
 
-    `ends` are put at the ends of each file, of which `sizes` has the bytes.
+    Attributes:
+      tokenizer: The tokenizer.
+      dtype: Type of the tokens on disk.
+      sizes: Bytes of each file.
+      ends: BOS and EOS of each file, or nothing; a BOS that the text spells is not written twice.
+      whole: Whether pieces are encoded whole, or in blocks of 16 KiB, as before there were layouts.
+      special_tokens: Whether special tokens that a text spells become tokens.
     """
-    lengths = []
-    options = {"special_tokens": False}
-    if special_tokens:  # older tokenizers have no such argument
-        options = {}
-    begin_ids, end_ids = (np.array(ids).astype(dtype) for ids in ends or ((), ()))
-    with path.open("wb") as file:
-        for piece in pieces:
-            begin = file.tell()
-            is_empty = piece.start == piece.stop
-            if piece.start == 0 and not is_empty:
-                file.write(begin_ids.tobytes())
-            if isinstance(tokenizer, Bytes):
-                file.writelines(block for _, block in _blocks(*piece[:3], _MIB))
-            else:
-                file.writelines(
-                    tokenizer.encode(text, **options).astype(dtype).tobytes()
-                    for text in _texts(piece)
-                )
-            if piece.stop == sizes[piece.path] and not is_empty:
-                file.write(end_ids.tobytes())
-            lengths.append((file.tell() - begin) // dtype.itemsize)
-    return lengths
+
+    tokenizer: Tokenizer
+    dtype: np.dtype
+    sizes: dict[str, int]
+    ends: list[tuple[int, ...]]
+    whole: bool
+    special_tokens: bool
+
+    def write(self, folder: Path, pieces: list[_Piece]) -> list[int]:
+        """Writes tokens, and which of them count where a BOS does not; returns lengths of pieces."""
+        begin_ids: tuple[int, ...] = ()
+        end_ids: tuple[int, ...] = ()
+        if self.ends:
+            begin_ids, end_ids = self.ends
+        lengths = []
+        counted = []
+        with (folder / "tokens.bin").open("wb") as file:
+            for piece in pieces:
+                is_empty = piece.start == piece.stop
+                length = 0
+                added = 0
+                for number, ids in enumerate(self._encoded(piece)):
+                    if number == 0 and piece.start == 0:
+                        added = len(begin_ids) * (tuple(ids[: len(begin_ids)]) != begin_ids)
+                        length += self._put(file, begin_ids[:added])
+                    length += self._put(file, ids)
+                if piece.stop == self.sizes[piece.path] and not is_empty:
+                    length += self._put(file, end_ids)
+                lengths.append(length)
+                counted.append((added, length - added))
+        if begin_ids:
+            _write_counts(folder / "counts.bin", counted)
+        return lengths
+
+    def _put(self, file: BinaryIO, ids: np.ndarray | Sequence[int]) -> int:
+        """Writes tokens, and returns their number."""
+        file.write(np.asarray(ids).astype(self.dtype).tobytes())
+        return len(ids)
+
+    def _encoded(self, piece: _Piece) -> Iterator[np.ndarray]:
+        """Yields the tokens of a piece; nothing of an empty one."""
+        if isinstance(self.tokenizer, Bytes):
+            for _, block in _blocks(*piece[:3], _MIB):
+                yield np.frombuffer(block, np.uint8)
+        elif self.whole:
+            blocks = _blocks(*piece[:3], _MIB)
+            texts = (_text_of(piece.path, offset, block) for offset, block in blocks)
+            if piece.start < piece.stop:
+                yield from encode_texts(texts, self.tokenizer, special_tokens=self.special_tokens)
+        else:
+            options = {"special_tokens": False}
+            if self.special_tokens:  # older tokenizers have no such argument
+                options = {}
+            for text in _texts(piece):
+                yield self.tokenizer.encode(text, **options)
 
 
-def _write_counts(
-    path: Path, pieces: list[_Piece], lengths: list[int], ends: list[tuple[int, ...]]
-) -> None:
-    """Writes which tokens count as targets, all but the BOS of documents, where there is a BOS."""
-    if not ends or not ends[0]:
-        return
+def _write_counts(path: Path, counted: Sequence[tuple[int, int]]) -> None:
+    """Writes which tokens count: of each piece the first ones do not, and the others do."""
     with path.open("wb") as file:
-        for piece, length in zip(pieces, lengths, strict=True):
-            counts = np.ones(length, np.uint8)
-            if piece.start == 0:
-                counts[: len(ends[0])] = 0
-            file.write(counts.tobytes())
+        for added, rest in counted:
+            file.write(bytes(added))
+            file.write(np.ones(rest, np.uint8).tobytes())
 
 
 def _check_layout(layout: str, pairs: bool) -> None:
