@@ -1,17 +1,17 @@
-"""Token ids of a text of any length, with bounded memory: those of encoding it whole.
+"""Encodes a text of any length in bounded memory, to the ids that it has as a whole.
 
 A long text is encoded in chunks that overlap. Two neighbours are joined where their tokens agree
 over half of the overlap, so neither the beginning of one nor the end of the other has any influence
 there. For byte-pair encoding this is exact, by the following argument.
 
 Let both chunks have a token border at p, with the same token T before it, and let the whole text
-merge something over p. At the first such merge both sides are as they would be alone. What stands
-before p is then part of T, as T has a border at its beginning in the text before p. What stands
-behind p is as in the second chunk. Merges of both are made in the order of their ranks, so the
-second chunk would have merged the same two symbols, and has not.
+merge two symbols over p. At the first such merge both sides are as they would be alone. The left
+symbol is then a part of T, as T has a border at its beginning in the text before p. The right one
+is the second chunk's. Merges of both sides are made in the order of their ranks, so the second
+chunk would have merged the same two symbols, and has not.
 
-Pre-tokenisers that read from left to right go on alike once they agree on a border. The chunks'
-ends, where a normaliser may prepend a symbol or strip a space, are outside of what is compared.
+Pre-tokenisers that read from left to right go on in the same way once they agree on a border. The
+chunks' ends, where a normaliser may prepend a symbol or strip a space, are not compared.
 """
 
 import functools
@@ -49,7 +49,7 @@ def encode_texts(
 ) -> Iterator[np.ndarray]:
     """Encodes the concatenation of texts.
 
-    Memory is bounded: some 200 bytes for each of `WHOLE` characters, beside the longest of the
+    Memory is bounded: some 200 bytes for each of `WHOLE` characters, and the longest of the
     texts. A longer text costs 1.03 times the encoding of its chunks.
 
     Args:
@@ -59,7 +59,7 @@ def encode_texts(
       special_tokens: Whether special tokens that the text spells become tokens.
 
     Yields:
-      Ids int32 [n]; all of them are those of `tokenizer.encode` on the whole text.
+      Ids int32 [n]; joined they are what `tokenizer.encode` returns for the whole text.
 
     Raises:
       UsageError: Neighbours of `LARGEST` characters agree nowhere.
@@ -153,7 +153,7 @@ def _extended(
     text = chunk.text + rest
     if len(text) > LARGEST:
         raise UsageError(
-            f"a text has {len(text):,} characters whose tokens depend on all that comes before; "
+            f"a text has {len(text):,} characters with tokens that depend on all before them; "
             "expected a text that may be encoded in parts, such as one with spaces."
         )
     ids, starts, _ = spans_of(text)
