@@ -541,7 +541,7 @@ BAD_LINES = [
     (b'{"text": "a"}', "line 1 of p.jsonl must be an object"),
     (
         b'{"prompt": "a", "n": 3}',
-        "line 1 of p.jsonl has 'n', which nothing heeds; legal are prompt, messages, seed, id",
+        "line 1 of p.jsonl has 'n', which nothing heeds; legal are prompt, messages, tools, seed, id",
     ),
     (
         b'{"prompt": "a", "seed": -1}',
@@ -568,6 +568,15 @@ BAD_LINES = [
         "ends with a message of the assistant; expected one that it is to answer",
     ),
     (b'{"messages": [{"role": "user", "content": null}]}', "has a content that is no text; ChatML"),
+    (b'{"prompt": "a", "tools": [{}]}', "line 1 of p.jsonl has tools and a prompt; expected messages"),
+    (
+        b'{"messages": [{"role": "user", "content": "a"}], "tools": ["f"]}',
+        "line 1 of p.jsonl has tools=['f']; expected a list of objects",
+    ),
+    (
+        b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f"}]}',
+        "line 1 of p.jsonl has tools, which ChatML does not write; expected a template",
+    ),
     (b'{"prompt": "a", "messages": []}', "line 1 of p.jsonl has a prompt and messages"),
     (b"\n\n", "has no prompt"),
 ]

@@ -220,7 +220,7 @@ def test_moving_a_block_keeps_its_split(tmp_path):
 
 
 def test_default_corpus_is_the_standard_library_without_tests(tmp_path):
-    files = [Path(name) for name, *_ in corpus_module._files("")]
+    files = [Path(name) for name, *_ in corpus_module.files_at("")]
     library = Path(os.__file__).resolve().parent
     assert library / "os.py" in files and library / "json" / "decoder.py" in files
     assert {path.suffix for path in files} == {".py"}
@@ -497,7 +497,7 @@ def test_source_that_cannot_be_read(folder, tmp_path, monkeypatch):
 
 
 def test_source_that_shrinks_meanwhile(folder, tmp_path, monkeypatch):
-    files = corpus_module._files(str(folder))
+    files = corpus_module.files_at(str(folder))
     longer = [(name, size + 1, mtime) for name, size, mtime in files]
-    monkeypatch.setattr(corpus_module, "_files", lambda path: longer)
+    monkeypatch.setattr(corpus_module, "files_at", lambda path: longer)
     assert "became shorter while it was read" in refusal(config_of(folder), tmp_path / "cache")

@@ -139,9 +139,17 @@ def _exact(config: Any, params: PyTree, tokenizer: Tokenizer) -> Found:
     answers, evaluated = evaluation.read_answers(config.eval.path), config.eval
     greedy = dataclasses.replace(config.sampling, temperature=0.0)
     job = Job(
-        Saved(config.model, params, tokenizer), jax.random.key(config.seed), greedy, 1, evaluated.stop, NoDraft(), None,
-        "coupled", evaluated.batch_size,
-    )  # fmt: skip
+        target=Saved(model=config.model, params=params, tokenizer=tokenizer),
+        key=jax.random.key(config.seed),
+        sampling=greedy,
+        num_samples=1,
+        stop=evaluated.stop,
+        draft=NoDraft(),
+        draft_params=None,
+        rule="coupled",
+        batch_size=evaluated.batch_size,
+        special_tokens=config.data.special_tokens,
+    )
     requests = [
         Request(each.prompt, id=number, where=each.where) for number, each in enumerate(answers)
     ]

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import sysconfig
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from jaxpar._encodings import not_utf8
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.lm.text.chat import ChatTemplate, open_template
 from jaxpar.lm.text.examples import Template, chat_ml
-from jaxpar.lm.text.files import Source, copy_text, lines_of_source, sort_sources
+from jaxpar.lm.text.files import Source, copy_text, files_at, lines_of_source, sort_sources
 from jaxpar.lm.text.long_texts import encode_texts
 from jaxpar.lm.text.shards import open_shards, read_line, tokenise
 from jaxpar.lm.text.tokenizer import Bytes, Tokenizer, load_tokenizer, train_bpe, vocab_size_of
@@ -35,7 +34,6 @@ __all__ = ["Corpus", "DataConfig", "Tokens", "open_corpus"]
 
 _KIB, _MIB = 2**10, 2**20
 _HASHED = 2**30
-_STDLIB_SKIPS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 LAYOUTS = ("stream", "rows", "packed")
 """Rows of a batch by name; `jaxpar.lm.text.row_layouts` makes them."""
 _FORMAT = 2  # part of every cache key: raise it when the meaning of a cached file changes
@@ -185,7 +183,7 @@ def open_corpus(
             )
         return _open_arrays(config, Path(cache), tokenizer)
     try:
-        files = _files(config.path)
+        files = files_at(config.path)
         name = config.tokenizer if tokenizer is None else tokenizer.identity
         key = [_FORMAT, files, name, config.split, *_ends_of(config, files, tokenizer)]
         key += _TEXT_ALONE * (not config.special_tokens)
@@ -736,37 +734,3 @@ def _split_of(split: str) -> tuple[str, float]:
     if not match or not float(match[2]):
         raise UsageError(f"split must be 'hash:f' or 'tail:f' with 0 < f < 1, not {split!r}")
     return match[1], float(match[2])
-
-
-def _files(path: str) -> list[tuple[str, int, int]]:
-    """Every document's path, size and modification time: what tells a changed source from an old one."""
-    root = Path(path or sysconfig.get_paths()["stdlib"]).expanduser().resolve()
-    if not root.is_file() and not root.is_dir():
-        raise UsageError(f"data path {path!r} is neither a file nor a folder")
-    names = (
-        [str(root)]
-        if root.is_file()
-        else _regular_files(str(root), set() if path else _STDLIB_SKIPS, set())
-    )
-    stats = ((name, os.stat(name)) for name in names if path or name.endswith(".py"))
-    files = sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats if stat.st_size)
-    if not files:
-        raise UsageError(
-            f"{root} holds no text; give a file or a folder with at least one that is not empty"
-        )
-    return files
-
-
-def _regular_files(folder: str, skips: set[str], seen: set[str]) -> Iterator[str]:
-    """Regular files that are not hidden, each real folder once however links lead to it."""
-    if (real := os.path.realpath(folder)) in seen:
-        return
-    seen.add(real)
-    for name in os.listdir(folder):
-        path = os.path.join(folder, name)
-        if name.startswith(".") or name in skips:
-            continue
-        if os.path.isdir(path):
-            yield from _regular_files(path, skips, seen)
-        elif os.path.isfile(path):
-            yield path

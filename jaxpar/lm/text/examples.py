@@ -10,6 +10,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import numpy as np
 
@@ -101,8 +102,9 @@ def documents_of(line: bytes, where: str, template: Template = chat_ml) -> list[
         return [([(value["text"], True)], True)]
     if "prompt" in value:
         return [([(value["prompt"], False), (value["completion"], True)], True)]
-    _check_messages(value["messages"], value.get("tools"), where)
-    written = _Written(value["messages"], value.get("tools"), where, template)
+    tools = tools_of(value, where)
+    _check_messages(value["messages"], where)
+    written = _Written(value["messages"], tools, where, template)
     return [(pieces, False) for pieces in _conversations(written)]
 
 
@@ -141,16 +143,34 @@ def pair_of(line: bytes, where: str) -> list[Document]:
     ]
 
 
-def _check_messages(messages: object, tools: object, where: str) -> None:
-    """Refuses what are no messages, or no tools."""
+def tools_of(value: Mapping[str, object], where: str) -> list[dict] | None:
+    """Returns the tools of a record, which tables may hold as text in JSON.
+
+    Raises:
+      UsageError: They are something else.
+    """
+    tools = value.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError):
+            pass  # the sentence below shows the text
+    if tools is not None and not _are_objects(tools):
+        raise UsageError(
+            f"{where} has tools={brief(tools)}; legal are a list of objects, in JSON as well, and "
+            "null."
+        )
+    return cast(list[dict] | None, tools)
+
+
+def _check_messages(messages: object, where: str) -> None:
+    """Refuses what are no messages."""
     if not isinstance(messages, list) or not messages:
         raise UsageError(
             f"{where} has messages={brief(messages)}; legal is a list of at least one."
         )
     for message in messages:
         _check_message(message, where)
-    if tools is not None and not _are_objects(tools):
-        raise UsageError(f"{where} has tools={brief(tools)}; legal are a list of objects and null.")
 
 
 def _check_message(message: object, where: str) -> None:
