@@ -29,10 +29,10 @@ class EvalConfig:
     """What mode=eval measures.
 
     Attributes:
-      kind: "split", the loss over the validation split; "documents", the perplexity of each line of JSONL as training
+      kind: "split", the loss over the validation split; "documents", the perplexity of each document as training
         reads it; "choices", how often the likeliest of {"prompt", "choices", "answer"} is right; "exact", how often the
         greedy continuation is that of {"prompt", "answer"}.
-      path: The file, for all but "split".
+      path: File or folder of records, of any kind that data.path reads, for all but "split"; texts for "documents".
       batch_size: Records at once.
       length: Tokens that are predicted of a document before what came before is forgotten; 0 takes documents whole.
       stop: Strings that end a continuation, for "exact".

@@ -129,7 +129,9 @@ def _check_request(content: object, where: str) -> None:
             f"{where} has {unknown[0]!r}, which nothing heeds; legal are {', '.join(KEYS)}."
         )
     if content.get("tools") and "messages" not in content:
-        raise UsageError(f"{where} has tools and a prompt; expected messages, which a template writes.")
+        raise UsageError(
+            f"{where} has tools and a prompt; expected messages, which a template writes."
+        )
     seed = content.get("seed", 0)
     name = content.get("id")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
