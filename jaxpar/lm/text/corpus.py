@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, groupby
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -23,7 +23,7 @@ import numpy as np
 from jaxpar._encodings import not_utf8
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.lm.text.chat import ChatTemplate, open_template
-from jaxpar.lm.text.examples import Template, chat_ml
+from jaxpar.lm.text.examples import Document, Template, chat_ml
 from jaxpar.lm.text.files import Source, copy_text, files_at, lines_of_source, sort_sources
 from jaxpar.lm.text.long_texts import encode_texts
 from jaxpar.lm.text.shards import open_shards, read_line, tokenise
@@ -34,6 +34,7 @@ __all__ = ["Corpus", "DataConfig", "Tokens", "open_corpus"]
 
 _KIB, _MIB = 2**10, 2**20
 _HASHED = 2**30
+_CHECKED = 16  # records by which an older cache is known
 LAYOUTS = ("stream", "rows", "packed")
 """Rows of a batch by name; `jaxpar.lm.text.row_layouts` makes them."""
 _FORMAT = 2  # part of every cache key: raise it when the meaning of a cached file changes
@@ -303,14 +304,20 @@ def _open_sources(
         key[1:4] = [files]
     key += ["pairs"] if config.pairs else []
     key += _TEXT_ALONE * (not config.special_tokens)
-    folder = _entry_of(cache / _hashed(key), [path for path, *_ in files], digest)
+    paths = [path for path, *_ in files]
+    folder = _entry_of(cache / _hashed(key), paths, digest)
+    if tokenizer is not None:
+        ends = [tokenizer.bos_ids, tokenizer.eos_ids[:1]]
+        other = _entry_of(cache / _hashed([*key, ends]), paths, digest)
+        if other.exists() or not _serves(config, folder, tokenizer, paths, template):
+            folder = other
     learnt = folder.with_suffix(".json")
     sources: tuple[Source, ...] = ()
     is_learnt = tokenizer is not None or config.tokenizer == "bytes" or learnt.is_file()
     if not folder.exists() or not is_learnt:
         if not config.path:
             return ()
-        is_records, sources = sort_sources([path for path, *_ in files], config.path, config.pairs)
+        is_records, sources = sort_sources(paths, config.path, config.pairs)
         if len(sources) < len(files):
             say(
                 f"{len(files) - len(sources)} files beside the records of {config.path} are left out"
@@ -341,6 +348,62 @@ def _open_sources(
         except OSError as error:
             raise _not_writable(cache, error) from error
     return _open_tokens(config, cache, folder, tokenizer)
+
+
+def _serves(
+    config: DataConfig,
+    folder: Path,
+    tokenizer: Tokenizer,
+    paths: list[str],
+    template: Template,
+) -> bool:
+    """Returns whether tokens in a folder whose name says nothing of BOS and EOS have this tokenizer's.
+
+    Such a folder is an older one, or that of a tokenizer with neither. The first records decide.
+    """
+    if not folder.exists():
+        return not tokenizer.bos_ids and not tokenizer.eos_ids
+    try:
+        is_records, sources = sort_sources(paths, config.path, config.pairs)
+        if not is_records:
+            return True  # older code read other files as records
+        lines = list(islice(_first_documents(sources, template, config.pairs), _CHECKED))
+    except UsageError:
+        return True
+    tokens = np.load(folder / "tokens.npy", mmap_mode="r")
+    lengths = np.load(folder / "lengths.npy", mmap_mode="r")[: 2 * _CHECKED]
+    bounds = np.cumsum([0, *lengths]).tolist()
+    for number, documents in enumerate(lines):
+        first = number * (1 + config.pairs)
+        ids = tokens[bounds[first] : bounds[first + 1]].tolist()
+        if not _has_ends(ids, documents[0], tokenizer):
+            return False
+        if len(documents) != 1 + config.pairs:
+            break  # older code may have made one document of this line
+    return True
+
+
+def _has_ends(ids: list[int], document: Document, tokenizer: Tokenizer) -> bool:
+    """Returns whether the ids of a document begin with BOS and end with EOS, next to those of its text."""
+    pieces, ends = document
+    texts = [text for text, _ in pieces if text]
+    bos_ids = list(tokenizer.bos_ids)
+    eos_ids = list(tokenizer.eos_ids[: int(ends)])
+    if ids[: len(bos_ids)] != bos_ids or ids[len(ids) - len(eos_ids) :] != eos_ids:
+        return False
+    inside = ids[len(bos_ids) : len(ids) - len(eos_ids)]
+    # Older code encoded each piece by itself, and special tokens may be read as text.
+    bodies = [tokenizer.encode(text) for text in ("".join(texts), *texts[:1], *texts[-1:])]
+    if hasattr(tokenizer, "encode_spans"):
+        bodies.append(tokenizer.encode("".join(texts), special_tokens=False))
+    bodies = [body.tolist() for body in bodies if len(body)]
+    if not bodies or not inside:
+        return True
+    if ends and inside[-1] not in [body[-1] for body in bodies]:
+        return False
+    if bos_ids and any(body[: len(bos_ids)] == bos_ids for body in bodies):
+        return True  # the text spells it
+    return inside[0] in [body[0] for body in bodies]
 
 
 def _not_writable(cache: Path, error: OSError) -> UsageError:
