@@ -432,3 +432,19 @@ def test_the_cache_is_of_the_ends_of_the_tokenizer(tmp_path, monkeypatch, kind, 
             assert first(bos, eos, tmp_path / "cache") == alone
             assert alone[: len(bos)] == list(bos)
             assert alone[-1:] == list(eos) or not eos or kind == "chats"
+
+
+@pytest.mark.parametrize("pairs", [True, False])
+def test_lines_are_counted_for_errors_alone(tmp_path, monkeypatch, pairs):
+    """Or each line would read the file again up to it."""
+    monkeypatch.setattr(shards, "place_of", None)
+    records = [
+        {"text": "a"},
+        {"prompt": "a", "completion": "b"},
+        {"messages": [{"role": "user", "content": "a"}]},
+    ]
+    if pairs:
+        records = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
+    path = write(tmp_path / "a.jsonl", records * 40)
+    config = DataConfig(path=str(path), seq_len=4, split="tail:0.4", pairs=pairs)
+    assert len(open_corpus(config, tmp_path / "cache").train)
