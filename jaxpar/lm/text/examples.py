@@ -348,7 +348,9 @@ def encode_pieces(
     ids, counts = encode_prompted(pieces, tokenizer, special_tokens=special_tokens or not ends)
     if not ends and not any(text for text, _ in pieces):
         return np.zeros(0, np.int32), np.zeros(0, np.uint8)
-    end = np.array(tokenizer.eos_ids[: int(ends)], np.int32)
+    if not ends or not tokenizer.eos_ids:
+        return ids, counts
+    end = np.array(tokenizer.eos_ids[:1], np.int32)
     ids = np.concatenate([ids, end])
     return ids, np.concatenate([counts, np.ones(len(end), np.uint8)])
 
@@ -374,10 +376,10 @@ def encode_prompted(
             )
         ids, counts = _encoded_apart(pieces, tokenizer, options)
     bos_ids = np.array(tokenizer.bos_ids, np.int32)
-    if not np.array_equal(ids[: len(bos_ids)], bos_ids):
+    if len(bos_ids) and not np.array_equal(ids[: len(bos_ids)], bos_ids):
         ids = np.concatenate([bos_ids, ids])
         counts = np.concatenate([np.zeros(len(bos_ids), np.uint8), counts])
-    return ids.astype(np.int32), counts
+    return ids.astype(np.int32, copy=False), counts
 
 
 def _encoded_whole(
@@ -401,6 +403,9 @@ def _encoded_apart(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Encodes each piece by itself, without BOS."""
     parts = [(tokenizer.encode(piece, **options), counts) for piece, counts in pieces if piece]
+    if len(parts) == 1:  # most texts: no copy
+        ((ids, count),) = parts
+        return ids, np.full(len(ids), count, np.uint8)
     counts = [np.full(len(ids), counts, np.uint8) for ids, counts in parts]
     ids = [ids for ids, _ in parts]
     empty = np.zeros(0, np.uint8)
