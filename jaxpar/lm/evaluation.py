@@ -35,7 +35,17 @@ from jaxpar.lm.objectives import token_log_likelihoods
 from jaxpar.lm.text.batches import check_batch
 from jaxpar.lm.text.chat import open_template
 from jaxpar.lm.text.examples import chat_ml, encode_pieces, encode_prompted, object_of
-from jaxpar.lm.text.shards import lines_of, place_of, read_line
+from jaxpar.lm.text.files import (
+    COLUMNS,
+    Source,
+    files_at,
+    kind_of,
+    lines_of_source,
+    sort_sources,
+    texts_of_source,
+)
+from jaxpar.lm.text.long_texts import encode_texts
+from jaxpar.lm.text.shards import read_line
 from jaxpar.lm.text.tokenizer import Tokenizer
 from jaxpar.mesh import constrain, mesh_axes, place_rows
 from jaxpar.nn.attention.context import in_order
@@ -94,15 +104,36 @@ class ShortAnswer(NamedTuple):
     where: str
 
 
-def _records(path: str | Path, legal: str) -> Iterator[tuple[dict, str]]:
-    """Yields the objects of a file of JSONL, each with its place."""
-    path, empty = Path(path).expanduser(), True
-    if not path.is_file():
-        raise UsageError(f"there is no file {path}; {legal}, one a line.")
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
-        if line.strip():
-            empty = False
-            yield object_of(line, f"{path}, line {number}", legal), f"{path}, line {number}"
+def _sources(path: str | Path, legal: str) -> tuple[list[str], Path]:
+    """Returns the files that a path names, and the path; tokens are none."""
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise UsageError(f"there is no file {path}; {legal}.")
+    if path.suffix == ".npy" or (path / "tokens.npy").is_file():
+        raise UsageError(f"{path} has tokens; {legal}.")
+    return [name for name, *_ in files_at(str(path))], path
+
+
+def _lines(sources: Sequence[Source], columns: Sequence[str]) -> Iterator[tuple[bytes, str]]:
+    """Yields the records of files as lines of JSONL that are not blank, each with its name."""
+    for source in sources:
+        unit = "line" if source.kind.form == "lines" else "record"
+        for number, line in enumerate(lines_of_source(source, columns), 1):
+            if line.strip():
+                yield line, f"{source.path}, {unit} {number}"
+
+
+def _records(path: str | Path, legal: str, columns: Sequence[str]) -> Iterator[tuple[dict, str]]:
+    """Yields the records of a file, or of the files of a folder, each with its name."""
+    names, path = _sources(path, f"{legal}, one a line")
+    sources = [Source(path=name, kind=kind_of(name)) for name in names]
+    records = [source for source in sources if source.kind.form != "text"]
+    if not records:
+        raise UsageError(f"{path} is text; {legal}, one a line.")
+    empty = True
+    for line, where in _lines(records, columns):
+        empty = False
+        yield object_of(line, where, legal), where
     if empty:
         raise UsageError(f"{path} has no lines; {legal}, one a line.")
 
@@ -112,13 +143,16 @@ def _text(value: object) -> bool:
 
 
 def read_questions(path: str | Path) -> list[Question]:
-    """Reads {"prompt", "choices": [...], "answer": number from 0}, one a line; other keys are left alone.
+    """Reads {"prompt", "choices": [...], "answer": number from 0}, one a record; other keys are left alone.
+
+    Args:
+      path: A file of JSONL, or other records that training reads, or a folder of these.
 
     Raises:
       UsageError: A line is none of these; it is named by file and number.
     """
     legal, found = 'legal are {"prompt", "choices", "answer"}', []
-    for value, where in _records(path, legal):
+    for value, where in _records(path, legal, ("prompt", "choices", "answer")):
         prompt, choices, answer = (value.get(key) for key in ("prompt", "choices", "answer"))
         if not _text(prompt):
             raise UsageError(
@@ -137,13 +171,16 @@ def read_questions(path: str | Path) -> list[Question]:
 
 
 def read_answers(path: str | Path) -> list[ShortAnswer]:
-    """Reads {"prompt", "answer": text}, one a line; other keys are left alone.
+    """Reads {"prompt", "answer": text}, one a record; other keys are left alone.
+
+    Args:
+      path: A file of JSONL, or other records that training reads, or a folder of these.
 
     Raises:
       UsageError: A line is none of these; it is named by file and number.
     """
     legal, found = 'legal are {"prompt", "answer"}, both strings that are not empty', []
-    for value, where in _records(path, legal):
+    for value, where in _records(path, legal, ("prompt", "answer")):
         for key in ("prompt", "answer"):
             if not _text(value.get(key)):
                 raise UsageError(f"{where} has {key}={brief(value.get(key))}; {legal}.")
@@ -158,39 +195,57 @@ def read_documents(
     *,
     special_tokens: bool = True,
 ) -> list[Row]:
-    """Reads lines as training does, by `jaxpar.lm.text.examples.documents_of`.
+    """Reads documents as training does, by `jaxpar.lm.text.examples.documents_of`.
 
-    What counts there counts here. A line is one document, unless the template writes early messages
-    in another way once others follow.
+    What counts there counts here. A record is one document, unless the template writes early
+    messages in another way once others follow. Of a folder of texts each file is one, with BOS and
+    EOS; a single text has neither, as it is a stream in training.
 
     Args:
-      path: A file of JSONL.
+      path: A file or a folder of records or texts, of any kind that training reads.
       tokenizer: The tokenizer.
       template: Template of messages, as `jaxpar.lm.text.chat.open_template` opens it; by default
         ChatML.
       special_tokens: Whether special tokens that a text spells become tokens.
 
     Raises:
-      UsageError: A line cannot be read, or has no token that counts behind another; it is named by file and number.
+      UsageError: A record cannot be read, or has no token that counts behind another; it is named
+        by file and number.
     """
-    path, found, written = (
-        Path(path).expanduser(),
-        [],
-        open_template(template) if template else chat_ml,
-    )
-    if not path.is_file():
-        raise UsageError(f"there is no file {path}; give one of JSONL.")
-    for offset, line in lines_of(str(path), 0, path.stat().st_size):
-        for pieces, ends in read_line(str(path), offset, line, written):
+    written = open_template(template) if template else chat_ml
+    names, path = _sources(path, "expected texts or records")
+    is_records, sources = sort_sources(names, str(path), flag="eval.path")
+    if not is_records:
+        return [_row_of_text(x, tokenizer, len(names) > 1, special_tokens) for x in sources]
+    found = []
+    for line, where in _lines(sources, COLUMNS):
+        for pieces, ends in read_line(where, 0, line, written, where_of=lambda _, at=where: at):
             ids, counts = encode_pieces(pieces, ends, tokenizer, special_tokens=special_tokens)
             if not counts[1:].any():
-                raise UsageError(
-                    f"{place_of(str(path), offset)} has no token that counts behind another."
-                )
+                raise UsageError(f"{where} has no token that counts behind another.")
             found.append((ids, counts))
     if not found:
         raise UsageError(f"{path} has no lines; give one document a line.")
     return found
+
+
+def _row_of_text(source: Source, tokenizer: Tokenizer, ends: bool, special_tokens: bool) -> Row:
+    """Encodes the text of a file, with `ends` between BOS and EOS."""
+    texts = texts_of_source(source)
+    parts = encode_texts(texts, tokenizer, special_tokens=special_tokens)
+    ids = np.concatenate([np.zeros(0, np.int32), *parts])
+    counts = np.ones(len(ids), np.uint8)
+    bos_ids = np.array(tokenizer.bos_ids * ends, np.int32)
+    if not np.array_equal(ids[: len(bos_ids)], bos_ids):
+        ids = np.concatenate([bos_ids, ids])
+        counts = np.concatenate([np.zeros(len(bos_ids), np.uint8), counts])
+    if ends:
+        end = np.array(tokenizer.eos_ids[:1], np.int32)
+        ids = np.concatenate([ids, end])
+        counts = np.concatenate([counts, np.ones(len(end), np.uint8)])
+    if not counts[1:].any():
+        raise UsageError(f"{source.path} has no token that counts behind another.")
+    return ids, counts
 
 
 def rows_of_questions(

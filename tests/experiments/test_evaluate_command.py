@@ -5,9 +5,11 @@ import json
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from word_folders import MODEL, write_folder
 
 from experiments import lm
+from experiments.app.lm import benchmark
 from jaxpar.lm import apply, from_hf
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.types import UsageError
@@ -69,6 +71,37 @@ def test_each_kind_tells_what_the_model_says(folder, capsys):
         "exact_match            0.5000 ± 0.5000 (standard error of 2 records)"
         in capsys.readouterr().out
     )
+
+
+@pytest.mark.parametrize("special_tokens", [True, False])
+def test_every_kind_reads_special_tokens_as_training_does(folder, monkeypatch, special_tokens):
+    """The prompts of exact answers, the choices and the documents spell w3, a special token."""
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    library.add_special_tokens(["w3"])
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    library.save(str(folder / "tokenizer.json"))
+    rows = []
+    make_tasks, likelihoods = benchmark.make_tasks, benchmark._likelihoods
+
+    def noting_tasks(*given):
+        tasks = make_tasks(*given)
+        rows.extend(task.tokens.tolist() for task in tasks)
+        return tasks
+
+    def noting_rows(config, params, given, *rest):
+        rows.extend(ids.tolist() for ids, _ in given)
+        return likelihoods(config, params, given, *rest)
+
+    monkeypatch.setattr(benchmark, "make_tasks", noting_tasks)
+    monkeypatch.setattr(benchmark, "_likelihoods", noting_rows)
+    flag = f"data.special_tokens={str(special_tokens).lower()}"
+    # Without the token a word that holds it is an unknown one.
+    question = {"prompt": "w2", "choices": [" w1w3", " w4w3"], "answer": 0}
+    evaluate(folder, "documents", [{"text": "w2 w1w3"}], flag)
+    evaluate(folder, "choices", [question], flag)
+    prompt = {"prompt": "w2 w1w3", "answer": "a"}
+    evaluate(folder, "exact", [prompt], flag, "sampling.max_new_tokens=1")
+    assert len(rows) == 4 and all((3 in row) == special_tokens for row in rows)
 
 
 def test_what_cannot_be_measured_is_refused(folder):

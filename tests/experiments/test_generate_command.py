@@ -575,6 +575,11 @@ def test_chats_are_written_by_a_template(tmp_path):
         tmp_path / "p.jsonl", template_of=lambda: ChatTemplate(JINJA, {"bos_token": "<s>"})
     )
     assert written[0].prompt == "<s>[user]alpha[assistant]"
+    tools = [{"name": "f"}]
+    (tmp_path / "t.jsonl").write_text(json.dumps({"messages": CHAT, "tools": tools}) + "\n")
+    reading = ChatTemplate("{{ tools | tojson }}" + JINJA)
+    (request,) = read_requests(tmp_path / "t.jsonl", template_of=lambda: reading)
+    assert request.prompt == '[{"name": "f"}][user]alpha[assistant]'
     with pytest.raises(UsageError, match="line 1 of p.jsonl: the chat template cannot take"):
         refusing = ChatTemplate("{{ raise_exception('no') }}")
         read_requests(tmp_path / "p.jsonl", template_of=lambda: refusing)
@@ -606,7 +611,7 @@ BAD_LINES = [
     (b'{"text": "a"}', "line 1 of p.jsonl must be an object"),
     (
         b'{"prompt": "a", "n": 3}',
-        "line 1 of p.jsonl has 'n', which nothing heeds; legal are prompt, messages, seed, id",
+        "line 1 of p.jsonl has 'n', which nothing heeds; legal are prompt, messages, tools, seed, id",
     ),
     (
         b'{"prompt": "a", "seed": -1}',
@@ -633,6 +638,18 @@ BAD_LINES = [
         "ends with a message of the assistant; expected one that it is to answer",
     ),
     (b'{"messages": [{"role": "user", "content": null}]}', "has a content that is no text; ChatML"),
+    (
+        b'{"prompt": "a", "tools": [{}]}',
+        "line 1 of p.jsonl has tools and a prompt; expected messages",
+    ),
+    (
+        b'{"messages": [{"role": "user", "content": "a"}], "tools": ["f"]}',
+        "line 1 of p.jsonl has tools=['f']; expected a list of objects",
+    ),
+    (
+        b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f"}]}',
+        "line 1 of p.jsonl has tools, which ChatML does not write; expected a template",
+    ),
     (b'{"prompt": "a", "messages": []}', "line 1 of p.jsonl has a prompt and messages"),
     (b"\n\n", "has no prompt"),
 ]

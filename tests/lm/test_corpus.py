@@ -108,6 +108,30 @@ def test_files_of_a_folder_begin_and_end_as_lines_of_jsonl_do(folder, tmp_path, 
     assert [ends for ends in wholes if ends != (True, True)] == [x for x in cut if not all(x)]
 
 
+def test_what_older_runs_read_in_blocks_stays(tmp_path, monkeypatch):
+    """Blocks of 16 KiB without a layout, and where a cache from before whole texts is there."""
+    path = tmp_path / "one.txt"
+    path.write_text("alpha\n\n\n  beta " * 6000, encoding="utf-8")
+    tokenizer = train_bpe(iter(["alpha\n\n\n  beta " * 9]), 300)
+    config = config_of(path, split="tail:0.1")
+    packed = dataclasses.replace(config, layout="packed")
+    older = everything(open_corpus(config, tmp_path / "cache", tokenizer).train)
+    size = int(0.9 * path.stat().st_size)
+    blocks = [text for _, text in corpus_module._blocks(str(path), 0, size, 2**14)]
+    assert len(blocks) == 5
+    apart = np.concatenate([tokenizer.encode(block.decode()) for block in blocks])
+    assert older.tolist() == apart.tolist()
+
+    before = everything(open_corpus(packed, tmp_path / "cache", tokenizer).train)
+    assert before.tolist() == apart.tolist()  # an older run's cache, of the same key
+    now = everything(open_corpus(packed, tmp_path / "other", tokenizer).train)
+    assert now.tolist() == tokenizer.encode(path.read_bytes()[:size].decode()).tolist()
+    assert len(now) < len(apart)
+    for _ in range(2):
+        again = open_corpus(config, tmp_path / "other", tokenizer).train
+        assert everything(again).tolist() == apart.tolist()
+
+
 def documents(tokens):
     pairs = zip(tokens.begins, tokens.lengths, strict=True)
     return [tokens.read(begin, size).tolist() for begin, size in pairs]
@@ -196,7 +220,7 @@ def test_moving_a_block_keeps_its_split(tmp_path):
 
 
 def test_default_corpus_is_the_standard_library_without_tests(tmp_path):
-    files = [Path(name) for name, *_ in corpus_module._files("")]
+    files = [Path(name) for name, *_ in corpus_module.files_at("")]
     library = Path(os.__file__).resolve().parent
     assert library / "os.py" in files and library / "json" / "decoder.py" in files
     assert {path.suffix for path in files} == {".py"}
@@ -473,7 +497,7 @@ def test_source_that_cannot_be_read(folder, tmp_path, monkeypatch):
 
 
 def test_source_that_shrinks_meanwhile(folder, tmp_path, monkeypatch):
-    files = corpus_module._files(str(folder))
+    files = corpus_module.files_at(str(folder))
     longer = [(name, size + 1, mtime) for name, size, mtime in files]
-    monkeypatch.setattr(corpus_module, "_files", lambda path: longer)
+    monkeypatch.setattr(corpus_module, "files_at", lambda path: longer)
     assert "became shorter while it was read" in refusal(config_of(folder), tmp_path / "cache")

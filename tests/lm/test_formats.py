@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from jaxpar.lm.evaluation import Question, rows_of_questions
+from jaxpar.lm.text import long_texts
 from jaxpar.lm.text.chat import ChatTemplate
 from jaxpar.lm.text.corpus import DataConfig, open_corpus
 from jaxpar.lm.text.examples import (
@@ -24,6 +25,7 @@ from jaxpar.lm.text.examples import (
     pair_of,
 )
 from jaxpar.lm.text.tokenizer import Bytes, load_tokenizer
+from jaxpar.types import UsageError
 
 SPECIAL = ["<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>"]
 WORDS = (
@@ -328,6 +330,105 @@ def test_a_corpus_reads_special_tokens_as_asked(tmp_path, suffix):
         shares[kept] = int((read == special).sum())
         assert kind.tokenizer.decode(read).startswith(text)
     assert shares[False] == 0 and shares[True] >= 190
+
+
+RNG = np.random.default_rng(0)
+LONG = {
+    "words": "".join(
+        RNG.choice(WORDS)
+        + RNG.choice([" ", "  ", "\n", "\n\n", ""], p=[0.8, 0.05, 0.05, 0.05, 0.05])
+        for _ in range(500)
+    ),
+    "one word": "the" * 600,
+    "one letter": "a" * 1801,
+    "spaces": "a" + " " * 1500 + "b",
+    "no ascii": "é日 \U0001f642\n" * 300,
+    "special": "the cat</s> it<s>\n" * 100,
+    "numbers": "".join(map(str, range(500))),
+}
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Chunks as short as the longest tokens and runs of a test allow."""
+    for name, value in (("WHOLE", 300), ("CHUNK", 200), ("OVERLAP", 80)):
+        monkeypatch.setattr(long_texts, name, value)
+
+
+@pytest.mark.parametrize("name", list(LONG))
+@pytest.mark.parametrize("block", [97, 10_000])
+def test_long_texts_are_encoded_as_if_whole(kind, small_chunks, name, block):
+    text = LONG[name]
+    blocks = (text[i : i + block] for i in range(0, len(text), block))
+    parts = list(long_texts.encode_texts(blocks, kind.tokenizer))
+    assert np.concatenate(parts).tolist() == kind.ids(text)
+    if name in ("words", "numbers") and kind.lossless:
+        assert len(parts) > 5 and max(map(len, parts)) < 500  # memory is bounded
+
+
+def documents_in(tokens):
+    """Returns ids and counts of each document."""
+    spans = list(zip(tokens.begins, tokens.lengths, strict=True))
+    return [(tokens.read(*x).tolist(), tokens.read_counts(*x).tolist()) for x in spans]
+
+
+@pytest.mark.parametrize("split", ["hash:0.5", "tail:0.45"])
+@pytest.mark.parametrize("chunks", ["whole", "long"])
+def test_texts_of_folders_and_files(kind, tmp_path, request, split, chunks):
+    """Files of a folder have one beginning and one end, however many pieces and chunks they are."""
+    if chunks == "long":
+        request.getfixturevalue("small_chunks")
+    root = tmp_path / "texts"
+    root.mkdir()
+    texts = [f"{i} {LONG['words'][i:]}" for i in range(6)] + ["<s>the cat sat", " a\n\n b "]
+    for i, text in enumerate(texts):
+        (root / f"{i}.txt").write_text(text)
+    config = DataConfig(path=str(root), split=split, seq_len=8, batch_size=1, layout="stream")
+    corpus = open_corpus(config, tmp_path / "cache", kind.tokenizer)
+    found = documents_in(corpus.train) + documents_in(corpus.validation)
+    wanted = []
+    for text in texts:
+        body = kind.ids(text)
+        begun = kind.bos_ids * (body[:1] != kind.bos_ids)
+        ids = begun + body + kind.eos_ids
+        wanted.append((ids, [0.0] * len(begun) + [1.0] * (len(ids) - len(begun))))
+    if split.startswith("hash"):
+        assert sorted(found) == sorted(wanted)
+        return
+    # A tail cuts one file into two texts.
+    assert len(found) == len(texts) + 1
+    (first, _), (second, _) = [each for each in found if each not in wanted]
+    assert first[: len(kind.bos_ids)] == kind.bos_ids
+    assert second[len(second) - len(kind.eos_ids) :] == kind.eos_ids
+    inside = first[len(kind.bos_ids) :] + second[: len(second) - len(kind.eos_ids)]
+    assert not set(kind.bos_ids + kind.eos_ids) & set(inside)
+
+
+def test_a_single_file_is_a_stream_of_whole_pieces(kind, small_chunks, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text(LONG["words"] * 8)
+    config = DataConfig(path=str(path), split="tail:0.3", seq_len=8, batch_size=1, layout="stream")
+    corpus = open_corpus(config, tmp_path / "cache", kind.tokenizer)
+    size = len(LONG["words"]) * 8
+    cut = int((1 - 0.3) * size)
+    for tokens, text in (
+        (corpus.train, path.read_text()[:cut]),
+        (corpus.validation, path.read_text()[cut:]),
+    ):
+        assert tokens.read(0, len(tokens)).tolist() == kind.ids(text)
+
+
+def test_a_text_that_no_cut_leaves_alike_is_refused(small_chunks, monkeypatch):
+    class Backwards(Bytes):
+        def encode_spans(self, text, *, special_tokens=True):
+            ids, starts, stops = super().encode_spans(text)
+            return ids + len(text), starts, stops
+
+    monkeypatch.setattr(long_texts, "LARGEST", 2000)
+    with pytest.raises(
+        UsageError, match="a text has .* characters with tokens that depend on all before"
+    ):
+        list(long_texts.encode_texts(iter(["a" * 5000]), Backwards()))
 
 
 def test_ids_and_masks_are_those_of_transformers(kind, tmp_path):

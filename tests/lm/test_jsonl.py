@@ -1,6 +1,7 @@
 """JSONL to arrays: masks by hand, parts against one reading, kills, resident bytes, every refusal."""
 
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from jaxpar.lm.text.corpus import DataConfig, open_corpus
 from jaxpar.lm.text.data import Windows, sweep
 from jaxpar.lm.text.examples import chat_ml, documents_of, encode_pieces
 from jaxpar.lm.text.shards import tokenise
-from jaxpar.lm.text.tokenizer import Bytes, train_bpe
+from jaxpar.lm.text.tokenizer import Bpe, Bytes, train_bpe
 from jaxpar.types import UsageError
 
 CHAT = [
@@ -395,3 +396,55 @@ def test_the_cache_is_of_the_content_where_size_and_time_agree(tmp_path, monkeyp
     assert reading() == ({"Z"}, reads)
     assert large or set((tmp_path / "cache").iterdir()) == before
     assert read("Q") == ({"Q"}, reads)
+
+
+@pytest.mark.parametrize("kind", ["texts", "completions", "chats", "pairs"])
+@pytest.mark.parametrize("before", list(itertools.product([(), (258,), (258, 259)], [(), (259,)])))
+def test_the_cache_is_of_the_ends_of_the_tokenizer(tmp_path, monkeypatch, kind, before):
+    """Tokenizers of one file differ in BOS and EOS; an older cache serves its own alone."""
+    library = train_bpe(iter(["ab ab"]), 258)._tokenizer
+    library.add_special_tokens(["<s>", "</s>"])
+    record = {
+        "texts": {"text": "ab a"},
+        "completions": {"prompt": "ab", "completion": " a"},
+        "chats": {"messages": [{"role": "assistant", "content": "ab"}]},
+        "pairs": {"prompt": "ab", "chosen": " a", "rejected": " b"},
+    }[kind]
+    path = tmp_path / "a.jsonl"
+    path.write_text((json.dumps(record) + "\n") * 40)
+    config = DataConfig(
+        path=str(path), seq_len=4, split="tail:0.4", pairs=kind == "pairs", layout="rows"
+    )
+
+    def first(bos, eos, cache):
+        tokens = open_corpus(config, cache, Bpe(library, bos, eos)).train
+        return tokens.read(0, int(tokens.lengths[0])).tolist()
+
+    with monkeypatch.context() as older:  # its key says nothing of the ends
+        older.setattr(corpus_module, "_serves", lambda *_: True)
+        begun = first(*before, tmp_path / "cache")
+    with monkeypatch.context() as again:
+        again.setattr(corpus_module, "tokenise", None)
+        assert first(*before, tmp_path / "cache") == begun
+    for _ in range(2):
+        for bos, eos in itertools.product([(), (258,), (258, 259)], [(), (259,)]):
+            alone = first(bos, eos, tmp_path / f"alone {bos} {eos}")
+            assert first(bos, eos, tmp_path / "cache") == alone
+            assert alone[: len(bos)] == list(bos)
+            assert alone[-1:] == list(eos) or not eos or kind == "chats"
+
+
+@pytest.mark.parametrize("pairs", [True, False])
+def test_lines_are_counted_for_errors_alone(tmp_path, monkeypatch, pairs):
+    """Or each line would read the file again up to it."""
+    monkeypatch.setattr(shards, "place_of", None)
+    records = [
+        {"text": "a"},
+        {"prompt": "a", "completion": "b"},
+        {"messages": [{"role": "user", "content": "a"}]},
+    ]
+    if pairs:
+        records = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
+    path = write(tmp_path / "a.jsonl", records * 40)
+    config = DataConfig(path=str(path), seq_len=4, split="tail:0.4", pairs=pairs)
+    assert len(open_corpus(config, tmp_path / "cache").train)

@@ -9,9 +9,13 @@ import types
 import numpy as np
 import pytest
 
+from jaxpar.lm import evaluation
 from jaxpar.lm.text import files, shards
+from jaxpar.lm.text.chat import open_template
 from jaxpar.lm.text.corpus import DataConfig, open_corpus
+from jaxpar.lm.text.examples import documents_of
 from jaxpar.lm.text.files import Source, kind_of, lines_of_source
+from jaxpar.lm.text.tokenizer import Bpe, Bytes, train_bpe
 from jaxpar.types import UsageError
 
 TEXTS = [{"text": f"{i} naïve 日本 " * (1 + i % 7), "id": i} for i in range(60)]
@@ -446,3 +450,134 @@ def test_processes_get_what_no_file_gives_them(tmp_path, monkeypatch):
     many = opened(tmp_path, packed, workers=3)
     assert len(ahead) > 9
     assert np.array_equal(streams(many)[0], streams(opened(tmp_path, plain, workers=1))[0])
+
+
+# ---------------------------------------------------------------- evaluation and tables
+
+TOOLS = [
+    CHATS[i] | {"tools": [{"name": f"add{i}", "parameters": {"a": {"type": "number"}}}]}
+    for i in range(30)
+]
+TEMPLATE = """{{ tools | tojson }}{% for m in messages %}
+{% if m.role == 'assistant' %}={% endif %}{{ m.content }};{% endfor %}
+{% if add_generation_prompt %}={% endif %}"""
+
+
+@pytest.fixture
+def template(tmp_path):
+    path = tmp_path / "tools.jinja"
+    path.write_text(TEMPLATE)
+    return str(path)
+
+
+def texts_of(tmp_path, make):
+    """A folder of texts."""
+    for i in range(20):
+        written(tmp_path / "texts" / f"{i}.txt", make(f"{i} naïve 日本\n".encode() * (1 + i % 3)))
+    return tmp_path / "texts"
+
+
+def shards_of(tmp_path):
+    written(tmp_path / "shards" / "README.md", b"# What this is\n")
+    written(tmp_path / "shards" / "0.jsonl", lines(CHATS[:20]))
+    written(tmp_path / "shards" / "1.json.gz", gzip.compress(json.dumps(CHATS[20:]).encode()))
+    return tmp_path / "shards"
+
+
+KINDS = {
+    "lines": lambda path: written(path / "a.jsonl", lines(TEXTS)),
+    "marked": lambda path: written(path / "a.JSONL", codecs.BOM_UTF8 + lines(TEXTS)),
+    "gzip": lambda path: written(path / "a.jsonl.gz", gzip.compress(lines(TEXTS))),
+    "zstd": lambda path: written(path / "a.zst", zstd(lines(CHATS))),
+    "array": lambda path: written(path / "a.json", json.dumps(TEXTS, indent=1).encode()),
+    "alpaca": lambda path: written(path / "a.json", json.dumps(ALPACA).encode()),
+    "alpaca lines": lambda path: written(path / "a.jsonl", lines(ALPACA)),
+    "parquet": lambda path: write_table(path / "a.parquet", table_of(CHATS)),
+    "arrow": lambda path: write_table(path / "a.arrow", table_of(ALPACA)),
+    "shards": shards_of,
+    "texts": lambda path: texts_of(path, bytes),
+    "packed texts": lambda path: texts_of(path, gzip.compress),
+    "tools": lambda path: written(path / "a.jsonl", lines(TOOLS)),
+    "tools of tables": lambda path: write_table(path / "a.parquet", table_of(TOOLS)),
+}
+
+
+@pytest.mark.parametrize("special_tokens", [True, False])
+@pytest.mark.parametrize("name", list(KINDS))
+def test_evaluation_reads_what_training_reads(tmp_path, template, name, special_tokens):
+    library = train_bpe(iter(["naïve 日本"]), 260)._tokenizer
+    library.add_special_tokens(["naïve", "<s>", "</s>"])
+    begun = Bpe(library, (library.token_to_id("<s>"),), (library.token_to_id("</s>"),))
+    path = KINDS[name](tmp_path)
+    options = {"special_tokens": special_tokens}
+    config = DataConfig(
+        path=str(path), seq_len=8, layout="packed", template=template, split="hash:0.3", **options
+    )
+    corpus = open_corpus(config, tmp_path / "cache", begun)
+    trained = []
+    for tokens in (corpus.train, corpus.validation):
+        for span in zip(tokens.begins, tokens.lengths, strict=True):
+            trained.append((tokens.read(*span).tolist(), tokens.read_counts(*span).tolist()))
+    rows = evaluation.read_documents(path, begun, template, **options)
+    assert sorted((ids.tolist(), counts.tolist()) for ids, counts in rows) == sorted(trained)
+
+
+def test_evaluation_reads_a_single_text_as_a_stream(tmp_path):
+    path = written(tmp_path / "a.txt.gz", gzip.compress(codecs.BOM_UTF8 + "é b".encode()))
+    begun = type("Begun", (Bytes,), {"bos_ids": (1,), "eos_ids": (2,)})()
+    ((ids, counts),) = evaluation.read_documents(path, begun)
+    assert ids.tolist() == list("é b".encode()) and counts.tolist() == [1] * 4
+    with pytest.raises(UsageError, match="tokens.npy has tokens; expected texts or records"):
+        evaluation.read_documents(written(tmp_path / "tokens.npy", b"\x93NUMPY"), begun)
+    written(tmp_path / "b.txt", b"ab\xff")
+    with pytest.raises(UsageError, match="b.txt is not UTF-8 at byte 2"):
+        evaluation.read_documents(tmp_path / "b.txt", begun)
+
+
+@pytest.mark.parametrize("kind", ["lines", "gzip", "zstd", "array", "parquet", "arrow", "folder"])
+def test_questions_and_answers_of_any_kind(tmp_path, kind):
+    questions = [
+        {"prompt": f"{i}+1=", "choices": [f"{i}", f"{i + 1}"], "answer": 1} for i in range(5)
+    ]
+    answers = [{"prompt": f"{i}+1=", "answer": f"{i + 1}"} for i in range(5)]
+    for records, read in (
+        (questions, evaluation.read_questions),
+        (answers, evaluation.read_answers),
+    ):
+        if kind in ("parquet", "arrow"):
+            path = write_table(tmp_path / f"a.{kind}", table_of(records))
+        elif kind == "folder":
+            written(tmp_path / "f" / "0.jsonl", lines(records[:2]))
+            written(tmp_path / "f" / "1.json", json.dumps(records[2:]).encode())
+            path = written(tmp_path / "f" / "README.md", b"# What this is\n").parent
+        else:
+            make = {"lines": bytes, "gzip": gzip.compress, "zstd": zstd}.get(kind)
+            content = make(lines(records)) if make else json.dumps(records).encode()
+            path = written(tmp_path / f"a.{kind}", content)
+        found = read(path)
+        assert [each.prompt for each in found] == [record["prompt"] for record in records]
+        assert found[-1].answer == records[-1]["answer"]
+        assert found[-1].where.endswith(("line 5", "record 5", "1.json, record 3"))
+    with pytest.raises(UsageError, match=r"b.txt is text; legal are \{\"prompt\", \"answer\"\}"):
+        evaluation.read_answers(written(tmp_path / "b.txt", b"some text\n"))
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tools_of_a_table_reach_the_template(tmp_path, template, as_text):
+    records = TOOLS
+    if as_text:  # as tables have tools of different parameters
+        records = [each | {"tools": json.dumps(each["tools"])} for each in TOOLS]
+    path = write_table(tmp_path / "a.parquet", table_of(records))
+    found = documents(opened(tmp_path, path, template=template))
+    plain = written(tmp_path / "plain.jsonl", lines(TOOLS))
+    assert found == documents(opened(tmp_path, plain, template=template))
+    assert all(f'"name": "add{i}"'.encode() in b"".join(x for x, _ in found) for i in range(30))
+
+
+@pytest.mark.parametrize("tools", ["add", '{"name": "add"}', [1], 3])
+def test_tools_that_are_none_are_named(template, tools):
+    line = json.dumps(CHATS[0] | {"tools": tools}).encode()
+    with pytest.raises(
+        UsageError, match="line 1 has tools=.*; legal are a list of objects, in JSON"
+    ):
+        documents_of(line, "line 1", open_template(template))

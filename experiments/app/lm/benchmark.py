@@ -29,10 +29,10 @@ class EvalConfig:
     """What mode=eval measures.
 
     Attributes:
-      kind: "split", the loss over the validation split; "documents", the perplexity of each line of JSONL as training
+      kind: "split", the loss over the validation split; "documents", the perplexity of each document as training
         reads it; "choices", how often the likeliest of {"prompt", "choices", "answer"} is right; "exact", how often the
         greedy continuation is that of {"prompt", "answer"}.
-      path: The file, for all but "split".
+      path: File or folder of records, of any kind that data.path reads, for all but "split"; texts for "documents".
       batch_size: Records at once.
       length: Tokens that are predicted of a document before what came before is forgotten; 0 takes documents whole.
       stop: Strings that end a continuation, for "exact".
@@ -139,9 +139,17 @@ def _exact(config: Any, params: PyTree, tokenizer: Tokenizer) -> Found:
     answers, evaluated = evaluation.read_answers(config.eval.path), config.eval
     greedy = dataclasses.replace(config.sampling, temperature=0.0)
     job = Job(
-        Saved(config.model, params, tokenizer), jax.random.key(config.seed), greedy, 1, evaluated.stop, NoDraft(), None,
-        "coupled", evaluated.batch_size,
-    )  # fmt: skip
+        target=Saved(model=config.model, params=params, tokenizer=tokenizer),
+        key=jax.random.key(config.seed),
+        sampling=greedy,
+        num_samples=1,
+        stop=evaluated.stop,
+        draft=NoDraft(),
+        draft_params=None,
+        rule="coupled",
+        batch_size=evaluated.batch_size,
+        special_tokens=config.data.special_tokens,
+    )
     requests = [
         Request(each.prompt, id=number, where=each.where) for number, each in enumerate(answers)
     ]

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from jaxpar._encodings import decoded
 from jaxpar.lm.text import Template, chat_ml
+from jaxpar.lm.text.chat import ChatTemplate
 from jaxpar.types import UsageError
 
-KEYS = ("prompt", "messages", "seed", "id")
+KEYS = ("prompt", "messages", "tools", "seed", "id")
 DEFAULT_SEEDS = ("prompt", "zero")
 
 
@@ -106,7 +107,7 @@ def _read(text: str, where: str, template_of: Callable[[], Template]) -> tuple[R
     _check_request(content, where)
     is_chat = "messages" in content
     if is_chat:
-        prompt = _rendered(content["messages"], where, template_of)
+        prompt = _rendered(content["messages"], content.get("tools"), where, template_of)
     else:
         prompt = content["prompt"]
     request = Request(prompt=prompt, id=content.get("id"), where=where, is_chat=is_chat)
@@ -127,6 +128,10 @@ def _check_request(content: object, where: str) -> None:
         raise UsageError(
             f"{where} has {unknown[0]!r}, which nothing heeds; legal are {', '.join(KEYS)}."
         )
+    if content.get("tools") and "messages" not in content:
+        raise UsageError(
+            f"{where} has tools and a prompt; expected messages, which a template writes."
+        )
     seed = content.get("seed", 0)
     name = content.get("id")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
@@ -137,7 +142,17 @@ def _check_request(content: object, where: str) -> None:
         raise UsageError(f"{where} has id={name!r}; legal are texts and whole numbers.")
 
 
-def _rendered(messages: object, where: str, template_of: Callable[[], Template]) -> str:
+def _check_tools(tools: object, where: str) -> None:
+    is_list = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    if tools is not None and not is_list:
+        raise UsageError(
+            f"{where} has tools={tools!r:.60}; expected a list of objects, or null for none."
+        )
+
+
+def _rendered(
+    messages: object, tools: object, where: str, template_of: Callable[[], Template]
+) -> str:
     """Returns the text of a conversation to the beginning of the answer."""
     if not isinstance(messages, list) or not messages:
         raise UsageError(f"{where} has messages={messages!r:.60}; expected a list of at least one.")
@@ -151,10 +166,15 @@ def _rendered(messages: object, where: str, template_of: Callable[[], Template])
         raise UsageError(
             f"{where} ends with a message of the assistant; expected one that it is to answer."
         )
+    _check_tools(tools, where)
     template = template_of()
+    if tools and template is chat_ml:
+        raise UsageError(f"{where} has tools, which ChatML does not write; expected a template.")
     if template is chat_ml and not all(isinstance(each["content"], str) for each in messages):
         raise UsageError(f"{where} has a content that is no text; ChatML expects strings.")
     try:
+        if isinstance(template, ChatTemplate):
+            return template.render(messages, tools=tools or None)
         return template(messages, True)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None

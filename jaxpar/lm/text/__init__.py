@@ -4,6 +4,7 @@
 |---|---|---|
 | `tokenizer`, `chat` | text or messages -> token ids and back | all below |
 | `files` | files of any kind -> texts, or records as lines of JSONL | `shards`, `corpus` |
+| `long_texts` | one long text -> the ids of encoding it whole | `corpus`, evaluation |
 | `examples`, `shards` | JSONL -> tokens and which of them count; files of tokens | `corpus` |
 | `corpus` | files -> two streams of tokens, training and validation | `data` |
 | `data`, `row_layouts` | (seed, step) -> batches: windows, streams, rows of documents | `mixture` |

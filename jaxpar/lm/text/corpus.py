@@ -10,22 +10,22 @@ import json
 import os
 import re
 import shutil
-import sysconfig
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, groupby
+from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
 from jaxpar._encodings import not_utf8
 from jaxpar.fields import AtLeast, check_fields, field
 from jaxpar.lm.text.chat import ChatTemplate, open_template
-from jaxpar.lm.text.examples import Template, chat_ml
-from jaxpar.lm.text.files import Source, copy_text, lines_of_source, sort_sources
+from jaxpar.lm.text.examples import Document, Template, chat_ml
+from jaxpar.lm.text.files import Source, copy_text, files_at, lines_of_source, sort_sources
+from jaxpar.lm.text.long_texts import encode_texts
 from jaxpar.lm.text.shards import open_shards, read_line, tokenise
 from jaxpar.lm.text.tokenizer import Bytes, Tokenizer, load_tokenizer, train_bpe, vocab_size_of
 from jaxpar.types import UsageError
@@ -34,7 +34,7 @@ __all__ = ["Corpus", "DataConfig", "Tokens", "open_corpus"]
 
 _KIB, _MIB = 2**10, 2**20
 _HASHED = 2**30
-_STDLIB_SKIPS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_CHECKED = 16  # records by which an older cache is known
 LAYOUTS = ("stream", "rows", "packed")
 """Rows of a batch by name; `jaxpar.lm.text.row_layouts` makes them."""
 _FORMAT = 2  # part of every cache key: raise it when the meaning of a cached file changes
@@ -184,19 +184,19 @@ def open_corpus(
             )
         return _open_arrays(config, Path(cache), tokenizer)
     try:
-        files = _files(config.path)
+        files = files_at(config.path)
         name = config.tokenizer if tokenizer is None else tokenizer.identity
         key = [_FORMAT, files, name, config.split, *_ends_of(config, files, tokenizer)]
         key += _TEXT_ALONE * (not config.special_tokens)
         paths = [path for path, _, _ in files]
         digest = functools.cache(lambda: _digest_of(paths))
-        entry = _entry_of(Path(cache) / _hashed(key), paths, digest)
+        entry = _text_entry(config, Path(cache), key, paths, digest)
         if config.pairs or not entry.exists():
             opened = _open_sources(config, Path(cache), files, tokenizer, say, digest)
             if isinstance(opened, Corpus):
                 return opened
             if opened:
-                entry = _entry_of(Path(cache) / _hashed([*key, "plain"]), paths, digest)
+                entry = _text_entry(config, Path(cache), [*key, "plain"], paths, digest)
             if not entry.exists():
                 _build(entry, files, config, tokenizer, opened)
     except PermissionError as error:
@@ -304,14 +304,20 @@ def _open_sources(
         key[1:4] = [files]
     key += ["pairs"] if config.pairs else []
     key += _TEXT_ALONE * (not config.special_tokens)
-    folder = _entry_of(cache / _hashed(key), [path for path, *_ in files], digest)
+    paths = [path for path, *_ in files]
+    folder = _entry_of(cache / _hashed(key), paths, digest)
+    if tokenizer is not None:
+        ends = [tokenizer.bos_ids, tokenizer.eos_ids[:1]]
+        other = _entry_of(cache / _hashed([*key, ends]), paths, digest)
+        if other.exists() or not _serves(config, folder, tokenizer, paths, template):
+            folder = other
     learnt = folder.with_suffix(".json")
     sources: tuple[Source, ...] = ()
     is_learnt = tokenizer is not None or config.tokenizer == "bytes" or learnt.is_file()
     if not folder.exists() or not is_learnt:
         if not config.path:
             return ()
-        is_records, sources = sort_sources([path for path, *_ in files], config.path, config.pairs)
+        is_records, sources = sort_sources(paths, config.path, config.pairs)
         if len(sources) < len(files):
             say(
                 f"{len(files) - len(sources)} files beside the records of {config.path} are left out"
@@ -342,6 +348,62 @@ def _open_sources(
         except OSError as error:
             raise _not_writable(cache, error) from error
     return _open_tokens(config, cache, folder, tokenizer)
+
+
+def _serves(
+    config: DataConfig,
+    folder: Path,
+    tokenizer: Tokenizer,
+    paths: list[str],
+    template: Template,
+) -> bool:
+    """Returns whether tokens in a folder whose name says nothing of BOS and EOS have this tokenizer's.
+
+    Such a folder is an older one, or that of a tokenizer with neither. The first records decide.
+    """
+    if not folder.exists():
+        return not tokenizer.bos_ids and not tokenizer.eos_ids
+    try:
+        is_records, sources = sort_sources(paths, config.path, config.pairs)
+        if not is_records:
+            return True  # older code read other files as records
+        lines = list(islice(_first_documents(sources, template, config.pairs), _CHECKED))
+    except UsageError:
+        return True
+    tokens = np.load(folder / "tokens.npy", mmap_mode="r")
+    lengths = np.load(folder / "lengths.npy", mmap_mode="r")[: 2 * _CHECKED]
+    bounds = np.cumsum([0, *lengths]).tolist()
+    for number, documents in enumerate(lines):
+        first = number * (1 + config.pairs)
+        ids = tokens[bounds[first] : bounds[first + 1]].tolist()
+        if not _has_ends(ids, documents[0], tokenizer):
+            return False
+        if len(documents) != 1 + config.pairs:
+            break  # older code may have made one document of this line
+    return True
+
+
+def _has_ends(ids: list[int], document: Document, tokenizer: Tokenizer) -> bool:
+    """Returns whether the ids of a document begin with BOS and end with EOS, next to those of its text."""
+    pieces, ends = document
+    texts = [text for text, _ in pieces if text]
+    bos_ids = list(tokenizer.bos_ids)
+    eos_ids = list(tokenizer.eos_ids[: int(ends)])
+    if ids[: len(bos_ids)] != bos_ids or ids[len(ids) - len(eos_ids) :] != eos_ids:
+        return False
+    inside = ids[len(bos_ids) : len(ids) - len(eos_ids)]
+    # Older code encoded each piece by itself, and special tokens may be read as text.
+    bodies = [tokenizer.encode(text) for text in ("".join(texts), *texts[:1], *texts[-1:])]
+    if hasattr(tokenizer, "encode_spans"):
+        bodies.append(tokenizer.encode("".join(texts), special_tokens=False))
+    bodies = [body.tolist() for body in bodies if len(body)]
+    if not bodies or not inside:
+        return True
+    if ends and inside[-1] not in [body[-1] for body in bodies]:
+        return False
+    if bos_ids and any(body[: len(bos_ids)] == bos_ids for body in bodies):
+        return True  # the text spells it
+    return inside[0] in [body[0] for body in bodies]
 
 
 def _not_writable(cache: Path, error: OSError) -> UsageError:
@@ -420,12 +482,16 @@ def _build(
             data, lengths = files[0][0], [piece.stop - piece.start for piece in pieces]
         else:
             data = "tokens.bin"
-            ends = _ends_of(config, files, tokenizer)
             sizes = {path: size for path, size, _ in files}
-            lengths = _write_tokens(
-                partial / data, pieces, tokenizer, dtype, sizes, ends, config.special_tokens
+            encoder = _Encoder(
+                tokenizer=tokenizer,
+                dtype=dtype,
+                sizes=sizes,
+                ends=_ends_of(config, files, tokenizer),
+                whole=_reads_whole(config, tokenizer.identity),
+                special_tokens=config.special_tokens,
             )
-            _write_counts(partial / "counts.bin", pieces, lengths, ends)
+            lengths = encoder.write(partial, pieces)
         record = dict(
             hash=content, path=config.path, split=config.split, tokenizer=tokenizer.identity
         )
@@ -592,6 +658,24 @@ def _entry_of(entry: Path, paths: list[str], digest: Callable[[], str]) -> Path:
     return entry.with_name(f"{entry.name}-{content[:16]}")
 
 
+def _text_entry(
+    config: DataConfig, cache: Path, key: list, paths: list[str], digest: Callable[[], str]
+) -> Path:
+    """Returns the cache's folder for texts: an older one that is there, or else one of whole texts.
+
+    Older ones hold the tokens of blocks, which runs that began with them keep.
+    """
+    older = _entry_of(cache / _hashed(key), paths, digest)
+    if older.exists() or not _reads_whole(config, key[2]):
+        return older
+    return _entry_of(cache / _hashed([*key, "whole texts"]), paths, digest)
+
+
+def _reads_whole(config: DataConfig, identity: str) -> bool:
+    """Returns whether texts are encoded whole: else they are bytes, or a run's from before layouts."""
+    return bool(config.layout) and identity != Bytes.identity
+
+
 def _digest_of(paths: list[str]) -> str:
     digest = hashlib.sha256()
     for path in paths:
@@ -616,55 +700,80 @@ def _map_counts(path: Path, size: int) -> np.ndarray | None:
     return np.memmap(path, np.uint8, "r", shape=(size,)).view(np.ndarray)
 
 
-def _write_tokens(
-    path: Path,
-    pieces: list[_Piece],
-    tokenizer: Tokenizer,
-    dtype: np.dtype,
-    sizes: dict[str, int],
-    ends: list[tuple[int, ...]],
-    special_tokens: bool = True,
-) -> list[int]:
-    """Encodes the pieces into one flat file, block by block, and gives their lengths in tokens.
+class _Encoder(NamedTuple):
+    """Encodes pieces of texts into flat files.
 
-    `ends` are put at the ends of each file, of which `sizes` has the bytes.
+    Attributes:
+      tokenizer: The tokenizer.
+      dtype: Type of the tokens on disk.
+      sizes: Bytes of each file.
+      ends: BOS and EOS of each file, or nothing; a BOS that the text spells is not written twice.
+      whole: Whether pieces are encoded whole, or in blocks of 16 KiB, as before there were layouts.
+      special_tokens: Whether special tokens that a text spells become tokens.
     """
-    lengths = []
-    options = {"special_tokens": False}
-    if special_tokens:  # older tokenizers have no such argument
-        options = {}
-    begin_ids, end_ids = (np.array(ids).astype(dtype) for ids in ends or ((), ()))
-    with path.open("wb") as file:
-        for piece in pieces:
-            begin = file.tell()
-            is_empty = piece.start == piece.stop
-            if piece.start == 0 and not is_empty:
-                file.write(begin_ids.tobytes())
-            if isinstance(tokenizer, Bytes):
-                file.writelines(block for _, block in _blocks(*piece[:3], _MIB))
-            else:
-                file.writelines(
-                    tokenizer.encode(text, **options).astype(dtype).tobytes()
-                    for text in _texts(piece)
-                )
-            if piece.stop == sizes[piece.path] and not is_empty:
-                file.write(end_ids.tobytes())
-            lengths.append((file.tell() - begin) // dtype.itemsize)
-    return lengths
+
+    tokenizer: Tokenizer
+    dtype: np.dtype
+    sizes: dict[str, int]
+    ends: list[tuple[int, ...]]
+    whole: bool
+    special_tokens: bool
+
+    def write(self, folder: Path, pieces: list[_Piece]) -> list[int]:
+        """Writes tokens, and which of them count where a BOS does not; returns lengths of pieces."""
+        begin_ids: tuple[int, ...] = ()
+        end_ids: tuple[int, ...] = ()
+        if self.ends:
+            begin_ids, end_ids = self.ends
+        lengths = []
+        counted = []
+        with (folder / "tokens.bin").open("wb") as file:
+            for piece in pieces:
+                is_empty = piece.start == piece.stop
+                length = 0
+                added = 0
+                for number, ids in enumerate(self._encoded(piece)):
+                    if number == 0 and piece.start == 0:
+                        added = len(begin_ids) * (tuple(ids[: len(begin_ids)]) != begin_ids)
+                        length += self._put(file, begin_ids[:added])
+                    length += self._put(file, ids)
+                if piece.stop == self.sizes[piece.path] and not is_empty:
+                    length += self._put(file, end_ids)
+                lengths.append(length)
+                counted.append((added, length - added))
+        if begin_ids:
+            _write_counts(folder / "counts.bin", counted)
+        return lengths
+
+    def _put(self, file: BinaryIO, ids: np.ndarray | Sequence[int]) -> int:
+        """Writes tokens, and returns their number."""
+        file.write(np.asarray(ids).astype(self.dtype).tobytes())
+        return len(ids)
+
+    def _encoded(self, piece: _Piece) -> Iterator[np.ndarray]:
+        """Yields the tokens of a piece; nothing of an empty one."""
+        if isinstance(self.tokenizer, Bytes):
+            for _, block in _blocks(*piece[:3], _MIB):
+                yield np.frombuffer(block, np.uint8)
+        elif self.whole:
+            blocks = _blocks(*piece[:3], _MIB)
+            texts = (_text_of(piece.path, offset, block) for offset, block in blocks)
+            if piece.start < piece.stop:
+                yield from encode_texts(texts, self.tokenizer, special_tokens=self.special_tokens)
+        else:
+            options = {"special_tokens": False}
+            if self.special_tokens:  # older tokenizers have no such argument
+                options = {}
+            for text in _texts(piece):
+                yield self.tokenizer.encode(text, **options)
 
 
-def _write_counts(
-    path: Path, pieces: list[_Piece], lengths: list[int], ends: list[tuple[int, ...]]
-) -> None:
-    """Writes which tokens count as targets, all but the BOS of documents, where there is a BOS."""
-    if not ends or not ends[0]:
-        return
+def _write_counts(path: Path, counted: Sequence[tuple[int, int]]) -> None:
+    """Writes which tokens count: of each piece the first ones do not, and the others do."""
     with path.open("wb") as file:
-        for piece, length in zip(pieces, lengths, strict=True):
-            counts = np.ones(length, np.uint8)
-            if piece.start == 0:
-                counts[: len(ends[0])] = 0
-            file.write(counts.tobytes())
+        for added, rest in counted:
+            file.write(bytes(added))
+            file.write(np.ones(rest, np.uint8).tobytes())
 
 
 def _check_layout(layout: str, pairs: bool) -> None:
@@ -688,37 +797,3 @@ def _split_of(split: str) -> tuple[str, float]:
     if not match or not float(match[2]):
         raise UsageError(f"split must be 'hash:f' or 'tail:f' with 0 < f < 1, not {split!r}")
     return match[1], float(match[2])
-
-
-def _files(path: str) -> list[tuple[str, int, int]]:
-    """Every document's path, size and modification time: what tells a changed source from an old one."""
-    root = Path(path or sysconfig.get_paths()["stdlib"]).expanduser().resolve()
-    if not root.is_file() and not root.is_dir():
-        raise UsageError(f"data path {path!r} is neither a file nor a folder")
-    names = (
-        [str(root)]
-        if root.is_file()
-        else _regular_files(str(root), set() if path else _STDLIB_SKIPS, set())
-    )
-    stats = ((name, os.stat(name)) for name in names if path or name.endswith(".py"))
-    files = sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats if stat.st_size)
-    if not files:
-        raise UsageError(
-            f"{root} holds no text; give a file or a folder with at least one that is not empty"
-        )
-    return files
-
-
-def _regular_files(folder: str, skips: set[str], seen: set[str]) -> Iterator[str]:
-    """Regular files that are not hidden, each real folder once however links lead to it."""
-    if (real := os.path.realpath(folder)) in seen:
-        return
-    seen.add(real)
-    for name in os.listdir(folder):
-        path = os.path.join(folder, name)
-        if name.startswith(".") or name in skips:
-            continue
-        if os.path.isdir(path):
-            yield from _regular_files(path, skips, seen)
-        elif os.path.isfile(path):
-            yield path

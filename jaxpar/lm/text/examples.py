@@ -10,6 +10,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import numpy as np
 
@@ -101,8 +102,9 @@ def documents_of(line: bytes, where: str, template: Template = chat_ml) -> list[
         return [([(value["text"], True)], True)]
     if "prompt" in value:
         return [([(value["prompt"], False), (value["completion"], True)], True)]
-    _check_messages(value["messages"], value.get("tools"), where)
-    written = _Written(value["messages"], value.get("tools"), where, template)
+    tools = tools_of(value, where)
+    _check_messages(value["messages"], where)
+    written = _Written(value["messages"], tools, where, template)
     return [(pieces, False) for pieces in _conversations(written)]
 
 
@@ -141,16 +143,34 @@ def pair_of(line: bytes, where: str) -> list[Document]:
     ]
 
 
-def _check_messages(messages: object, tools: object, where: str) -> None:
-    """Refuses what are no messages, or no tools."""
+def tools_of(value: Mapping[str, object], where: str) -> list[dict] | None:
+    """Returns the tools of a record, which tables may hold as text in JSON.
+
+    Raises:
+      UsageError: They are something else.
+    """
+    tools = value.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError):
+            pass  # the sentence below shows the text
+    if tools is not None and not _are_objects(tools):
+        raise UsageError(
+            f"{where} has tools={brief(tools)}; legal are a list of objects, in JSON as well, and "
+            "null."
+        )
+    return cast(list[dict] | None, tools)
+
+
+def _check_messages(messages: object, where: str) -> None:
+    """Refuses what are no messages."""
     if not isinstance(messages, list) or not messages:
         raise UsageError(
             f"{where} has messages={brief(messages)}; legal is a list of at least one."
         )
     for message in messages:
         _check_message(message, where)
-    if tools is not None and not _are_objects(tools):
-        raise UsageError(f"{where} has tools={brief(tools)}; legal are a list of objects and null.")
 
 
 def _check_message(message: object, where: str) -> None:
@@ -328,7 +348,9 @@ def encode_pieces(
     ids, counts = encode_prompted(pieces, tokenizer, special_tokens=special_tokens or not ends)
     if not ends and not any(text for text, _ in pieces):
         return np.zeros(0, np.int32), np.zeros(0, np.uint8)
-    end = np.array(tokenizer.eos_ids[: int(ends)], np.int32)
+    if not ends or not tokenizer.eos_ids:
+        return ids, counts
+    end = np.array(tokenizer.eos_ids[:1], np.int32)
     ids = np.concatenate([ids, end])
     return ids, np.concatenate([counts, np.ones(len(end), np.uint8)])
 
@@ -354,10 +376,10 @@ def encode_prompted(
             )
         ids, counts = _encoded_apart(pieces, tokenizer, options)
     bos_ids = np.array(tokenizer.bos_ids, np.int32)
-    if not np.array_equal(ids[: len(bos_ids)], bos_ids):
+    if len(bos_ids) and not np.array_equal(ids[: len(bos_ids)], bos_ids):
         ids = np.concatenate([bos_ids, ids])
         counts = np.concatenate([np.zeros(len(bos_ids), np.uint8), counts])
-    return ids.astype(np.int32), counts
+    return ids.astype(np.int32, copy=False), counts
 
 
 def _encoded_whole(
@@ -381,6 +403,9 @@ def _encoded_apart(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Encodes each piece by itself, without BOS."""
     parts = [(tokenizer.encode(piece, **options), counts) for piece, counts in pieces if piece]
+    if len(parts) == 1:  # most texts: no copy
+        ((ids, count),) = parts
+        return ids, np.full(len(ids), count, np.uint8)
     counts = [np.full(len(ids), counts, np.uint8) for ids, counts in parts]
     ids = [ids for ids, _ in parts]
     empty = np.zeros(0, np.uint8)

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import sysconfig
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,8 +36,9 @@ _FORMS = (
     {"prompt", "chosen", "rejected"},
     {"instruction", "output"},
 )
-_COLUMNS = ("text", "messages", "prompt", "completion", "chosen", "rejected",
-            "instruction", "input", "output")  # fmt: skip
+COLUMNS = ("text", "messages", "tools", "prompt", "completion", "chosen", "rejected",
+           "instruction", "input", "output")  # fmt: skip
+"""Columns of a table that training reads."""
 _HEAD = 2**16
 _BLOCK = 2**20
 _LARGEST = 2**28
@@ -57,6 +59,7 @@ _BINARIES = {
     b"\x7fELF": "a program",
     b"\x93NUMPY": "an array of NumPy's, which needs a name that ends in .npy",
 }
+_STDLIB_SKIPS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _CONTROLS = re.compile(rb"[\x00-\x06\x0e-\x1a\x1c-\x1f]")
 _COMPANIONS = re.compile(
     r"(readme|license|licence|notice|citation)(\.\w+)?|(dataset_infos?|dataset_dict|state)\.json",
@@ -190,8 +193,49 @@ def _binary(path: str, what: str) -> UsageError:
     )
 
 
+def files_at(path: str) -> list[tuple[str, int, int]]:
+    """Returns path, size and modification time of each file that is not empty, in order of paths.
+
+    Args:
+      path: A file or a folder; empty: this Python's standard library, without tests.
+
+    Raises:
+      UsageError: There is none.
+    """
+    root = Path(path or sysconfig.get_paths()["stdlib"]).expanduser().resolve()
+    if not root.is_file() and not root.is_dir():
+        raise UsageError(f"data path {path!r} is neither a file nor a folder")
+    names = (
+        [str(root)]
+        if root.is_file()
+        else _regular_files(str(root), set() if path else _STDLIB_SKIPS, set())
+    )
+    stats = ((name, os.stat(name)) for name in names if path or name.endswith(".py"))
+    files = sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats if stat.st_size)
+    if not files:
+        raise UsageError(
+            f"{root} holds no text; give a file or a folder with at least one that is not empty"
+        )
+    return files
+
+
+def _regular_files(folder: str, skips: set[str], seen: set[str]) -> Iterator[str]:
+    """Regular files that are not hidden, each real folder once however links lead to it."""
+    if (real := os.path.realpath(folder)) in seen:
+        return
+    seen.add(real)
+    for name in os.listdir(folder):
+        path = os.path.join(folder, name)
+        if name.startswith(".") or name in skips:
+            continue
+        if os.path.isdir(path):
+            yield from _regular_files(path, skips, seen)
+        elif os.path.isfile(path):
+            yield path
+
+
 def sort_sources(
-    files: Sequence[str], name: str, pairs: bool = False
+    files: Sequence[str], name: str, pairs: bool = False, *, flag: str = "data.path"
 ) -> tuple[bool, tuple[Source, ...]]:
     """Sorts files into records or texts.
 
@@ -202,6 +246,7 @@ def sort_sources(
       files: A single one, or all in a folder.
       name: The flag's value, for sentences.
       pairs: Whether only preferences are legal.
+      flag: The flag.
 
     Returns:
       (whether they are records, the files with their kinds).
@@ -219,7 +264,7 @@ def sort_sources(
             ):
                 continue
             raise UsageError(
-                f"data.path={name!r}: {records[0].path} has records and {other.path} {_described(other)}; "
+                f"{flag}={name!r}: {records[0].path} has records and {other.path} {_described(other)}; "
                 "expected one or the other, mix: reads both from folders of their own."
             )
         return True, records
@@ -231,7 +276,7 @@ def sort_sources(
             raise UsageError(f"{each.path} is not JSON that holds objects; {LEGAL}.")
     if pairs:
         raise UsageError(
-            f'data.path={name!r} has no pairs; expected records {{"prompt", "chosen", "rejected"}}.'
+            f'{flag}={name!r} has no pairs; expected records {{"prompt", "chosen", "rejected"}}.'
         )
     return False, sources
 
@@ -248,17 +293,21 @@ def _described(source: Source) -> str:
     return f"has records with the keys {', '.join(source.kind.keys) or 'none'}"
 
 
-def lines_of_source(source: Source) -> Iterator[bytes]:
+def lines_of_source(source: Source, columns: Sequence[str] = COLUMNS) -> Iterator[bytes]:
     """Yields the records of a file as lines of JSONL, in order; lines of JSONL as they are, blank ones too.
 
     Records with "instruction" and "output" become conversations of two turns, an "input" below the instruction.
+
+    Args:
+      source: A file of records.
+      columns: Columns that are read where it is a table.
 
     Raises:
       UsageError: The file ends early, is damaged, or a record cannot be read.
     """
     path, kind = source
     if kind.form in ("parquet", "arrow"):
-        for number, row in enumerate(_rows(path, kind), 1):
+        for number, row in enumerate(_rows(path, kind, columns), 1):
             yield _line_of(row, lambda at=number: f"{path}, record {at}")
         return
     with _opened(path, kind.packing) as file:
@@ -284,6 +333,27 @@ def copy_text(source: Source, out: Path) -> None:
     with _opened(source.path, source.kind.packing) as file, out.open("wb") as plain:
         plain.write(file.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8))
         shutil.copyfileobj(file, plain, _BLOCK)
+
+
+def texts_of_source(source: Source) -> Iterator[str]:
+    """Yields the text of a file, unpacked and without a byte-order mark, some MiB at a time.
+
+    Raises:
+      UsageError: The file ends early, is damaged or is not UTF-8.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    offset = 0
+    with _opened(source.path, source.kind.packing) as file:
+        block = file.read(_BLOCK)
+        while block:
+            following = file.read(_BLOCK)
+            held = len(decoder.getstate()[0])  # bytes of a character that the block before cut
+            try:
+                yield decoder.decode(block, final=not following)
+            except UnicodeDecodeError as error:
+                raise not_utf8(source.path, offset - held + error.start) from None
+            offset += len(block)
+            block = following
 
 
 def _is_alpaca(keys: Collection[str]) -> bool:
@@ -422,10 +492,12 @@ def _columns(path: str, form: str) -> tuple[str, ...]:
         raise _damaged(path, error) from None
 
 
-def _rows(path: str, kind: Kind) -> Iterator[dict[str, Any]]:  # values of any JSON
+def _rows(
+    path: str, kind: Kind, columns: Sequence[str]
+) -> Iterator[dict[str, Any]]:  # values of any JSON
     """Yields the rows of a table, of the columns that are read; keys of structs that are null are left out."""
     pyarrow = _pyarrow(path)
-    columns = [name for name in _COLUMNS if name in kind.keys]
+    columns = [name for name in columns if name in kind.keys]
     try:
         if kind.form == "parquet":
             with pyarrow.parquet.ParquetFile(path) as table:

@@ -125,19 +125,19 @@ def read_line(
         return read(where)
 
 
-def _check_completion(where: str, line: bytes) -> None:
+def _check_completion(job: PartOfFile, index: int, line: bytes) -> None:
     """Rejects a line without a token that counts, if it is a completion."""
     if "completion" in json.loads(line):
         raise UsageError(
-            f"{where} has a completion without a token; expected one that is not empty."
+            f"{job.where(index)} has a completion without a token; expected one that is not empty."
         )
 
 
-def _check_pair(where: str, documents: list[np.ndarray]) -> None:
+def _check_pair(job: PartOfFile, index: int, documents: list[np.ndarray]) -> None:
     """Rejects preferences if both documents have the same tokens."""
-    if len(documents) == 2 and np.array_equal(documents[0], documents[1]):
+    if np.array_equal(documents[0], documents[1]):
         raise UsageError(
-            f"{where}: what is chosen and what is rejected are the same tokens; expected completions "
+            f"{job.where(index)}: what is chosen and what is rejected are the same tokens; expected completions "
             "that differ in their tokens."
         )
 
@@ -160,7 +160,7 @@ def tokenise_part(job: PartOfFile) -> str:
                 ids, count = _encoded(job, document, offset)
                 read.append(ids)
                 if not job.pairs and not count.any():
-                    _check_completion(job.where(offset), line)
+                    _check_completion(job, offset, line)
                 if job.pairs and not count[1:].any():
                     raise UsageError(
                         f"{job.where(offset)} has a completion without a token behind another."
@@ -169,7 +169,8 @@ def tokenise_part(job: PartOfFile) -> str:
                 counts.write(count.tobytes())
                 lengths.append(len(ids))
                 validation.append(int.from_bytes(key[:8], "big") < job.limit)
-            _check_pair(job.where(offset), read)
+            if job.pairs:
+                _check_pair(job, offset, read)
     np.save(partial / "lengths.npy", np.array(lengths, np.int64))
     np.save(partial / "validation.npy", np.array(validation, bool))
     (partial / "digest").write_bytes(digest.digest())
