@@ -24,7 +24,7 @@ from jaxpar.lm.config import DTYPES, LMConfig
 from jaxpar.lm.hub.architectures import architecture_of, config_json, read_config
 from jaxpar.lm.hub.folders import Architecture, Place
 from jaxpar.lm.hub.gguf_files import FILE as GGUF
-from jaxpar.lm.hub.gguf_files import Packed, folder_of, packed_tensors
+from jaxpar.lm.hub.gguf_files import PackedTensor, folder_of, packed_tensors
 from jaxpar.lm.hub.imported import Imported, read_imported
 from jaxpar.lm.hub.keys import brief, plain, read_json
 from jaxpar.lm.hub.stored import (
@@ -46,7 +46,7 @@ __all__ = ["from_hf", "load_model", "to_hf"]
 
 
 HEAD = "lm_head.weight"
-Tensor: TypeAlias = Stored | Packed
+Tensor: TypeAlias = Stored | PackedTensor
 Bounds: TypeAlias = tuple[tuple[int, int], ...]
 """Begin and end along each axis."""
 

@@ -7,14 +7,15 @@ Names are those of llama.cpp's `gguf-py/gguf/constants.py`. Metadata that nobody
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from jaxpar.lm.hub.keys import brief
 from jaxpar.types import UsageError
 
-__all__ = ["Contents", "Placed", "config_values", "number_type", "place_tensors"]
+Metadata: TypeAlias = Mapping[str, Any]
+"""What a GGUF file says by name: numbers, texts and lists of either."""
 
 
 class Contents(NamedTuple):
@@ -29,7 +30,7 @@ class Contents(NamedTuple):
     """
 
     path: Path
-    values: Mapping[str, Any]  # numbers, texts and lists of either
+    values: Metadata
     arrays: Mapping[str, np.ndarray]
     kinds: Mapping[str, Any]  # of a package that is not always there
     shapes: Mapping[str, tuple[int, ...]]
@@ -109,7 +110,7 @@ FACTORS = "rope_freqs.weight"
 """Tensor of what the frequencies of Llama 3.1 and later are divided by."""
 
 
-def config_values(contents: Contents) -> dict[str, Any]:
+def config_values(contents: Contents) -> dict[str, object]:
     """Returns what `config.json` would say of a file; the tokenizer's keys are not among it.
 
     Raises:
@@ -130,7 +131,7 @@ def config_values(contents: Contents) -> dict[str, Any]:
     if "token_embd.weight" not in contents.shapes:
         raise UsageError(f"{path} lacks the tensor token_embd.weight; expected a whole model.")
 
-    config = {key: left.pop(name) for name, key in KEYS.items()}
+    config: dict = {key: left.pop(name) for name, key in KEYS.items()}
     rows = contents.shapes["token_embd.weight"][0]
     config["vocab_size"] = rows
     if left.pop("vocab_size", rows) != rows:
@@ -220,7 +221,7 @@ def _kind(contents: Contents) -> Kind:
     return KINDS[name]
 
 
-def _one(path: Path, name: str, value: Any) -> Any:
+def _one(path: Path, name: str, value: Any) -> Any:  # as metadata are
     """Returns a value that may be written once a layer, and floats as they were before float32."""
     if isinstance(value, list):
         if len(set(value)) != 1:

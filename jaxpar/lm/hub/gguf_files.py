@@ -22,13 +22,13 @@ from jaxpar.lm.hub.gguf_headers import read_header
 from jaxpar.lm.hub.gguf_tokenizers import write_tokenizer
 from jaxpar.types import UsageError
 
-__all__ = ["FILE", "Packed", "folder_of", "packed_tensors"]
+__all__ = ["folder_of"]
 
 FILE = "model.gguf"
 """Name of the GGUF file in the folder that `folder_of` makes."""
 
 
-class Packed(NamedTuple):
+class PackedTensor(NamedTuple):
     """A tensor of a GGUF file, of which parts are read and dequantised.
 
     Attributes:
@@ -109,12 +109,12 @@ def folder_of(path: str | Path) -> Path:
     return path
 
 
-def packed_tensors(file: Path) -> dict[str, Packed]:
+def packed_tensors(file: Path) -> dict[str, PackedTensor]:
     """Returns the tensors of a GGUF file by their names in a Hugging Face folder."""
     stat = file.stat()
     contents = _open(file.resolve(), stat.st_size, stat.st_mtime_ns)
     return {
-        placed.name: Packed(
+        placed.name: PackedTensor(
             data=contents.arrays[name],
             kind=contents.kinds[name],
             shape=contents.shapes[name],

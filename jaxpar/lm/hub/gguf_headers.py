@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 from jaxpar.types import UsageError
 
-__all__ = ["Header", "TensorInfo", "read_header"]
-
 SCALARS = {
     0: "B",
     1: "b",
@@ -109,7 +107,7 @@ class _Cursor:
         tensors = {name: info._replace(begin=first + info.begin) for name, info in found.items()}
         return Header(values=values, tensors=tensors)
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int) -> Any:  # a number, a text, or a list of either
         """Reads a value of a type."""
         if kind in SCALARS:
             return self.number(SCALARS[kind])
@@ -123,7 +121,7 @@ class _Cursor:
             return list(self.numbers(SCALARS[inner], count))
         return [self.value(inner) for _ in range(count)]
 
-    def number(self, kind: str) -> Any:
+    def number(self, kind: str) -> Any:  # int, float or bool by `kind`
         """Reads one number."""
         return self.numbers(kind, 1)[0]
 

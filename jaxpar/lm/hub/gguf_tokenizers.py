@@ -12,11 +12,9 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from jaxpar.lm.hub.gguf_architectures import Contents
+from jaxpar.lm.hub.gguf_architectures import Contents, Metadata
 from jaxpar.lm.hub.keys import brief
 from jaxpar.types import UsageError
-
-__all__ = ["write_tokenizer"]
 
 NORMAL = 1
 UNKNOWN = 2
@@ -31,7 +29,7 @@ WORDS = (
 """Split of Llama 3 and of Qwen 2, which differ in how many digits stand together."""
 
 
-class Split(NamedTuple):
+class TextSplit(NamedTuple):
     """How a text is split before BPE, and how the vocabulary is meant.
 
     Attributes:
@@ -49,13 +47,13 @@ class Split(NamedTuple):
     is_composed: bool = False
 
 
-LLAMA3 = Split(digits=3, is_gpt2=False, ignores_merges=True, adds_bos=True)
-QWEN2 = Split(digits=1, is_gpt2=False, is_composed=True)
+LLAMA3 = TextSplit(digits=3, is_gpt2=False, ignores_merges=True, adds_bos=True)
+QWEN2 = TextSplit(digits=1, is_gpt2=False, is_composed=True)
 SPLITS = {
-    "gpt-2": Split(),
-    "smollm": Split(digits=1),
-    "starcoder": Split(digits=1),
-    "refact": Split(digits=1),
+    "gpt-2": TextSplit(),
+    "smollm": TextSplit(digits=1),
+    "starcoder": TextSplit(digits=1),
+    "refact": TextSplit(digits=1),
     "llama-bpe": LLAMA3,
     "llama3": LLAMA3,
     "qwen2": QWEN2,
@@ -72,7 +70,7 @@ SPECIAL = {
 """Names of special tokens in `tokenizer_config.json`, and in the metadata behind `tokenizer.ggml.`."""
 
 
-def write_tokenizer(contents: Contents, folder: Path) -> dict[str, Any]:
+def write_tokenizer(contents: Contents, folder: Path) -> dict[str, object]:
     """Writes a file's tokenizer and its chat template into a folder.
 
     A `tokenizer.json` in the GGUF file's folder is taken in place of the file's own, once its
@@ -97,7 +95,7 @@ def write_tokenizer(contents: Contents, folder: Path) -> dict[str, Any]:
     if not isinstance(tokens, list) or not tokens:
         raise UsageError(f"{contents.path} has no tokenizer.ggml.tokens; expected a tokenizer.")
     beside = contents.path.parent / "tokenizer.json"
-    split = SPLITS.get(values.get("pre", ""), Split())
+    split = SPLITS.get(values.get("pre", ""), TextSplit())
     adds = values.get("add_bos_token", values.get("model") == "llama" or split.adds_bos)
     named = _special_tokens(contents, values, tokens)
     if beside.is_file():
@@ -126,9 +124,9 @@ def write_tokenizer(contents: Contents, folder: Path) -> dict[str, Any]:
     return _ids(values)
 
 
-def _ids(values: Mapping[str, Any]) -> dict[str, Any]:
+def _ids(values: Metadata) -> dict[str, object]:
     """Returns keys of `config.json`: the ends of a text are its last token and that of a turn."""
-    out: dict[str, Any] = {}
+    out: dict[str, object] = {}
     ends = [values[key] for key in ("eos_token_id", "eot_token_id") if key in values]
     ends = list(dict.fromkeys(ends))
     if ends:
@@ -139,9 +137,7 @@ def _ids(values: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _special_tokens(
-    contents: Contents, values: Mapping[str, Any], tokens: Sequence[str]
-) -> dict[str, str]:
+def _special_tokens(contents: Contents, values: Metadata, tokens: Sequence[str]) -> dict[str, str]:
     """Returns the special tokens by their names in `tokenizer_config.json`."""
     found = {}
     for key, name in SPECIAL.items():
@@ -157,7 +153,7 @@ def _special_tokens(
 
 
 def _byte_level(
-    contents: Contents, values: Mapping[str, Any], tokens: Sequence[str]
+    contents: Contents, values: Metadata, tokens: Sequence[str]
 ) -> tokenizers.Tokenizer:
     """Returns a byte-level BPE."""
     name = values.get("pre")
@@ -190,7 +186,7 @@ def _byte_level(
 
 
 def _sentencepiece(
-    contents: Contents, values: Mapping[str, Any], tokens: Sequence[str]
+    contents: Contents, values: Metadata, tokens: Sequence[str]
 ) -> tokenizers.Tokenizer:
     """Returns a BPE of SentencePiece, whose merges are the pairs that make a token, best first."""
     scores = values.get("scores", [])
@@ -257,7 +253,7 @@ def _vocabulary(contents: Contents, tokens: Sequence[str]) -> dict[str, int]:
 def _add_tokens(
     contents: Contents,
     tokenizer: tokenizers.Tokenizer,
-    values: Mapping[str, Any],
+    values: Metadata,
     tokens: Sequence[str],
 ) -> None:
     """Has tokens that no merges make found in texts as they are spelled."""
