@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tokenizers
 from fast import noisy_params
-from gguf_writing import add_bpe, as_read, byte_tokens, write_gguf
+from gguf_writing import add_bpe, as_read, write_gguf
 from lm_configs import lm_config, with_fields
 from safetensors.numpy import save_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -447,4 +447,3 @@ def test_what_is_no_file_of_gguf_stays_as_it_is(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     for path in (tmp_path, tmp_path / "config.json", tmp_path / "absent.gguf"):
         assert folder_of(path) == path
-    assert byte_tokens(3)

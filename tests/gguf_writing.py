@@ -1,6 +1,7 @@
 """GGUF files of Hugging Face folders, written by the package `gguf` as llama.cpp's converter does."""
 
 import json
+import string
 
 import gguf
 import numpy as np
@@ -98,12 +99,11 @@ def write_gguf(folder, path, kind="F32", tokenizer=None, more=(), without=(), fa
 
 
 def byte_tokens(count):
-    """A byte-level BPE of `count` tokens without merges, of which the last is the end of a text."""
+    """A byte-level BPE without merges: a space, letters, others, and last the end of a text."""
+    tokens = ["Ġ", *string.ascii_lowercase, *(f"t{number}" for number in range(count))]
 
     def add(writer):
-        add_bpe(
-            writer, [f"t{number}" for number in range(count - 1)] + ["<end>"], [], {count - 1: 3}
-        )
+        add_bpe(writer, [*tokens[: count - 1], "<end>"], [], {count - 1: 3})
         writer.add_eos_token_id(count - 1)
 
     return add
