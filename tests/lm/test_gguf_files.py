@@ -251,6 +251,33 @@ def test_byte_level_tokens_are_those_of_the_published_tokenizer(small, pre):
     assert read.bos_ids == ((0,) if pre == "llama-bpe" else ())
 
 
+@pytest.mark.parametrize(("pre", "wanted"), [("llama-bpe", [4]), ("gpt-2", [0, 1, 2])])
+def test_a_word_that_is_a_token_is_one_with_llama_3(small, pre, wanted):
+    """Even where no merges make it."""
+
+    def add(writer):
+        add_bpe(writer, [*"abc", "<begin>", "abc"], [], {3: 3}, pre)
+        writer.add_bos_token_id(3)
+
+    assert load_tokenizer(small(f"word-{pre}", add, 5)).encode("abc").tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    ("pre", "wanted"),
+    [("gpt-2", [4]), ("smollm", [0, 1, 0, 1]), ("qwen2", [0, 1, 0, 1]), ("llama-bpe", [5, 1])],
+)
+def test_digits_stand_together_as_the_kind_says(small, pre, wanted):
+    """Merges make 12, 1212 and 121 of them, where the split lets them."""
+
+    def add(writer):
+        tokens = ["1", "2", "<begin>", "12", "1212", "121"]
+        merges = ["1 2", "12 12", "12 1"]
+        add_bpe(writer, tokens, merges, {2: 3}, pre)
+        writer.add_bos_token_id(2)
+
+    assert load_tokenizer(small(f"digits-{pre}", add, 6)).encode("1212").tolist() == wanted
+
+
 def test_special_tokens_and_the_chat_template(small):
     def more(writer):
         writer.add_add_bos_token(True)
