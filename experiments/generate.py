@@ -39,7 +39,7 @@ from jaxpar.types import PyTree, UsageError
 from . import lm
 from .app import runner
 from .app.lm.completions import flags_of, open_completions
-from .app.lm.initial_model import imported_of, with_template
+from .app.lm.initial_model import folder_named, imported_of, with_template
 from .app.lm.prompt_batches import Job, Saved, Task, beyond_training, continued, make_tasks
 from .app.lm.requests import DEFAULT_SEEDS, Request, read_requests
 from .app.lm.text_codec import fingerprint
@@ -59,7 +59,7 @@ class Config(runner.RunConfig):
 
     Attributes:
       run: A run folder of `experiments.lm`, or a Hugging Face folder.
-      hf: A Hugging Face folder, in place of `run`.
+      hf: A Hugging Face folder or a GGUF file, in place of `run`.
       adapter: A folder of adapters in PEFT's files, for the model of `run` or `hf`.
       checkpoint: "best" or "newest", of a run.
       use_ema: Whether to take the running average of a run with tuning.ema.
@@ -178,6 +178,12 @@ def execute(config: Config, folder: pathlib.Path) -> None:
     ):
         raise UsageError(f"out={config.out} is the file of prompts; name another.")
     config = as_begun(config)
+    config = dataclasses.replace(
+        config,
+        run=folder_named(config.run),
+        hf=folder_named(config.hf),
+        draft_run=folder_named(config.draft_run),
+    )
     if config.prompts:
         path = pathlib.Path(config.prompts)
         requests = read_requests(path, config.default_seed, lambda: template_of(config))

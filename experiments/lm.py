@@ -126,8 +126,8 @@ class Config(PipelineConfig):
       mode: "train", "sample", "eval" or "export".
       eval: What mode=eval measures, and on which file.
       init: hf:folder or run:folder to train on from a Hugging Face folder or a run: its model, parameters and
-        tokenizer. Of the flags of `model` those count that say how to compute, and dtype.
-      run: A run folder, or for all but train also a Hugging Face folder.
+        tokenizer; hf:model.gguf is a GGUF file. Of the flags of `model` those count that say how to compute, and dtype.
+      run: A run folder, or for all but train also a Hugging Face folder or a GGUF file.
       checkpoint: "best" or "newest", for all but train.
       use_ema: Whether validation, samples and exports take the running average of a run with tuning.ema.
       checkpoints: Where checkpoints live instead of in the run's folder, such as gs://bucket/folder; each run has a
@@ -179,6 +179,7 @@ def compose(*flags: str) -> Config:
 
 def execute(config: Config, folder: pathlib.Path) -> Any:
     """Does what `config.mode` says."""
+    config = dataclasses.replace(config, run=initial_model.folder_named(config.run))
     modes = {"train": train, "sample": sample, "eval": evaluate, "export": export}
     if config.mode not in modes:
         raise UsageError(f"mode={config.mode!r} is unknown; legal are {', '.join(modes)}.")

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import yaml
 from fast import jit, noisy_params
+from gguf_writing import write_gguf
 from jax.errors import JaxRuntimeError
 from lm_configs import lm_config
 
@@ -886,3 +887,11 @@ def test_beams_are_the_most_likely_texts_the_best_first(ask, folder):
 def test_what_a_search_does_not_take_is_rejected(main, folder, flags, sentence):
     said = main(f"hf={folder}", "prompt=alpha", *FAST, *flags.split(), of="generate")
     assert re.search(sentence, said.sentence())
+
+
+def test_a_gguf_file_is_a_model(folder, main):
+    """Both flags that name a model take one."""
+    path = write_gguf(folder, folder.parent / "words.gguf")
+    for flag in ("hf", "run"):
+        said = main(f"{flag}={path}", "prompt=alpha", *FAST, of="generate")
+        assert said.code == 0 and "\nalpha" in said.out, said

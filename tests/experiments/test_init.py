@@ -7,11 +7,13 @@ import jax
 import numpy as np
 import pytest
 import word_folders
+from fast import noisy_params
+from gguf_writing import write_gguf
 from lm_configs import with_fields
 from word_folders import write_folder
 
 from experiments import lm
-from jaxpar.lm import from_hf
+from jaxpar.lm import from_hf, to_hf
 from jaxpar.lm.text.chat import load_chat
 from jaxpar.lm.text.tokenizer import load_tokenizer
 from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
@@ -79,6 +81,26 @@ def test_a_run_begins_with_the_folder_resumes_without_it_and_is_written_back(
     assert read == MODEL and load_tokenizer(out).eos_ids == (15,)
     assert load_chat(out).render([{"role": "user", "content": "w1"}]) == "<s>w1"
     assert rate < furthest(params) < 3 * rate
+
+
+def test_a_gguf_file_is_a_start_that_a_run_needs_no_longer(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(lm, "draw_sample", lambda *_: "")  # a program of its own
+    model = with_fields(MODEL, windows=())
+    to_hf(noisy_params(model), model, tmp_path / "llama")
+    file = write_gguf(tmp_path / "llama", tmp_path / "a.gguf")
+    (tmp_path / "text.txt").write_text("ab cd " * 200)
+    run = tmp_path / "run"
+    flags = ("optimizer.learning_rate=1e-6", "optimizer.warmup_steps=0")
+    with use_mesh(make_mesh(MeshSpec(), jax.devices()[:1])):
+        lm.train(compose(file, *flags, "train.steps=1"), run)
+        given = from_hf(file, dtype="float32")[1]
+        file.unlink()
+        lm.train(compose(file, *flags, "train.steps=2"), run)
+        lm.export(lm.compose("mode=export", f"run={run}", f"out={tmp_path / 'out'}"), run)
+    read, params = from_hf(tmp_path / "out", dtype="float32")
+    assert read == model and load_tokenizer(tmp_path / "out").eos_ids == (15,)
+    assert load_tokenizer(tmp_path / "out").encode("ab c").tolist() == [1, 2, 0, 3]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), params, given)
 
 
 @pytest.mark.parametrize(

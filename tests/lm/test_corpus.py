@@ -276,6 +276,7 @@ def test_a_given_tokenizer_replaces_the_configured_one(folder, tmp_path):
 def test_documents_without_tokens_are_left_out(folder, tmp_path):
     class Picky:
         vocab_size, identity, decode = 256, "picky", Bytes().decode
+        bos_ids = eos_ids = ()
 
         def encode(self, text):
             return Bytes().encode(text if len(text) % 3 else "")

@@ -22,6 +22,7 @@ from jaxpar.lm import (
     read_imported,
     save_imported,
 )
+from jaxpar.lm.hub import gguf_files
 from jaxpar.lm.text import (
     Bpe,
     DataConfig,
@@ -46,7 +47,10 @@ TEMPLATE = FILES[2]
 
 
 def source(init: str, flag: str = "init") -> pathlib.Path | None:
-    """Returns the folder that `init`, or a flag like it, names; None where there is none."""
+    """Returns the folder that `init`, or a flag like it, names; None where there is none.
+
+    For a GGUF file it is a folder that is made of it.
+    """
     if not init:
         return None
     kind, _, name = init.partition(":")
@@ -54,7 +58,14 @@ def source(init: str, flag: str = "init") -> pathlib.Path | None:
         nothing = "nothing to start from random numbers" if flag == "init" else "nothing"
         raise UsageError(f"{flag}={init} names no {'start' if flag == 'init' else 'model'}; "
                          f"legal are hf:folder, run:folder, or {nothing}.")  # fmt: skip
-    return pathlib.Path(name)
+    return gguf_files.folder_of(name)
+
+
+def folder_named(name: str) -> str:
+    """Returns a folder as a flag names it, for a GGUF file one that is made of it; "" for none."""
+    if not name:
+        return name
+    return str(gguf_files.folder_of(name))
 
 
 def with_model(model: LMConfig, folder: pathlib.Path, strict: bool = True) -> LMConfig:

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxpar._encodings import decoded
-from jaxpar.lm.text import Template, chat_ml
-from jaxpar.lm.text.chat import ChatTemplate
+from jaxpar.lm.text import ChatTemplate, Template, chat_ml
 from jaxpar.types import UsageError
 
 KEYS = ("prompt", "messages", "tools", "seed", "id")

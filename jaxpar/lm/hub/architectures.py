@@ -22,6 +22,7 @@ from jaxpar.lm.hub.folders import (
     read_rope,
     write_rope,
 )
+from jaxpar.lm.hub.gguf_files import folder_of
 from jaxpar.lm.hub.keys import (
     ENDLESS,
     FLAG,
@@ -311,7 +312,7 @@ def config_from_hf(path: str | Path, *, dtype: str = "bfloat16", strict: bool = 
     """Returns the model that a `config.json` describes, or that of the folder it lies in; reads no parameter.
 
     Args:
-      path: The file or its folder.
+      path: The file or its folder, or a GGUF file.
       dtype: Type of computation, for `LMConfig.dtype`.
       strict: Whether keys that nobody knows are rejected; otherwise a warning names them.
 
@@ -323,6 +324,7 @@ def config_from_hf(path: str | Path, *, dtype: str = "bfloat16", strict: bool = 
 
 def read_config(path: Path, dtype: str, strict: bool = True) -> tuple[Architecture, LMConfig]:
     """Translates `config.json`; an absent key means what it means to transformers, and so does null."""
+    path = folder_of(path)
     path = path if path.is_file() else path / "config.json"
     given = read_json(path)
     nulls = [key for key, value in given.items() if value is None]

@@ -23,6 +23,8 @@ from safetensors.numpy import save_file
 from jaxpar.lm.config import DTYPES, LMConfig
 from jaxpar.lm.hub.architectures import architecture_of, config_json, read_config
 from jaxpar.lm.hub.folders import Architecture, Place
+from jaxpar.lm.hub.gguf_files import FILE as GGUF
+from jaxpar.lm.hub.gguf_files import PackedTensor, folder_of, packed_tensors
 from jaxpar.lm.hub.imported import Imported, read_imported
 from jaxpar.lm.hub.keys import brief, plain, read_json
 from jaxpar.lm.hub.stored import (
@@ -44,6 +46,7 @@ __all__ = ["from_hf", "load_model", "to_hf"]
 
 
 HEAD = "lm_head.weight"
+Tensor: TypeAlias = Stored | PackedTensor
 Bounds: TypeAlias = tuple[tuple[int, int], ...]
 """Begin and end along each axis."""
 
@@ -61,7 +64,8 @@ def from_hf(
     its own slices of one leaf besides. Without a mesh the leaves are ordinary arrays.
 
     Args:
-      folder: As `save_pretrained` or `to_hf` writes it; tensors bfloat16, float16, float32 or float64.
+      folder: As `save_pretrained` or `to_hf` writes it; tensors bfloat16, float16, float32 or float64. Or a GGUF
+        file, whose tensors are dequantised.
       dtype: Of computation, for `LMConfig.dtype`.
       param_dtype: Of the parameters.
       strict: Whether unknown keys of `config.json` are rejected; otherwise a warning
@@ -74,7 +78,7 @@ def from_hf(
       UsageError: If a file is absent or damaged, the architecture is unknown, a key of `config.json` is not honoured, a
         tensor is missing, unexpected, misshapen or not finite, or a tied head is not the embedding.
     """
-    return _read(Path(folder), dtype, param_dtype, strict, for_training=True)
+    return _read(folder_of(folder), dtype, param_dtype, strict, for_training=True)
 
 
 def _read(
@@ -154,6 +158,7 @@ def load_model(
     Raises:
       UsageError: As `from_hf`, or `dtype` is unknown, or is float64 where JAX has none.
     """
+    folder = folder_of(folder)
     name = dtype or read_imported(folder, strict=strict).dtype
     if name not in DTYPES:
         raise UsageError(
@@ -166,7 +171,7 @@ def load_model(
     with warnings.catch_warnings():
         if not dtype:  # the record has warned of unknown keys already
             warnings.filterwarnings("ignore", ".*are not honoured")
-        return _read(Path(folder), name, name, strict, for_training=False)
+        return _read(folder, name, name, strict, for_training=False)
 
 
 def to_hf(
@@ -312,13 +317,13 @@ def _shifts(of: _Of, config: LMConfig) -> dict[str, int]:
 
 
 def _parts(
-    tensors: dict[str, Stored],
+    tensors: dict[str, Tensor],
     of: _Of,
     name: str,
     leaf: jax.ShapeDtypeStruct,
     bounds: tuple[tuple[int, int], ...],
     shift: int,
-    head: Stored | None,
+    head: Tensor | None,
     most: int,
 ) -> Iterator[Part]:
     """Returns what is read of each tensor for one block of a leaf; a tied `head` is compared with it.
@@ -330,8 +335,13 @@ def _parts(
     rest, order = len(leaf.shape) - len(ours), theirs.replace(",", "")
     turned = tuple(order.index(axis) for axis in ours)
 
+<<<<<<< HEAD
     def block_of(tensor: Stored, own: Bounds, shift: int) -> np.ndarray:
         return exact(_cut(tensor.read, row, leaf.shape[rest:], own, shift), leaf.dtype)
+=======
+    def block_of(tensor: Tensor, own: Bounds, shift: int) -> np.ndarray:
+        return exact(_cut(tensor, row, leaf.shape[rest:], own, shift), leaf.dtype)
+>>>>>>> part-A
 
     def read(tensor: str, own: Bounds) -> np.ndarray:
         block = block_of(tensors[tensor], own, shift)
@@ -373,7 +383,11 @@ def _in_parts(bounds: Bounds, axis: int, itemsize: int, most: int) -> Iterator[B
 
 
 def _cut(
+<<<<<<< HEAD
     read: Callable[[tuple[slice, ...]], np.ndarray],
+=======
+    tensor: Tensor,
+>>>>>>> part-A
     row: Place,
     shape: tuple[int, ...],
     bounds: tuple[tuple[int, int], ...],
@@ -464,23 +478,10 @@ def _check(
             raise UsageError(f"parameter {name} has shape {here}, but the config means {there}.")
 
 
-def _find_tensors(folder: Path, of: _Of, config: LMConfig) -> dict[str, Stored]:
+def _find_tensors(folder: Path, of: _Of, config: LMConfig) -> dict[str, Tensor]:
     """Opens the files, without reading them, and returns every tensor once names and shapes are right."""
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if not whole.is_file() and not index.is_file():
-        raise UsageError(f"{folder} has neither {whole.name} nor {index.name}.")
-    prefix, found = of.arch.layer.split(".")[0] + ".", {}
-    for path in [whole] if whole.is_file() else [folder / name for name in _file_names(index)]:
-        try:
-            with safe_open(path, framework="numpy"):
-                tensors = stored(path)
-        except (OSError, SafetensorError) as error:
-            raise UsageError(f"{path} is not a whole safetensors file: {error}") from error
-        for name, tensor in tensors.items():
-            full = name if name.startswith((prefix, "lm_head.")) else prefix + name
-            if full in found:
-                raise UsageError(f"{folder} holds tensor {full} twice; legal is once.")
-            found[full] = tensor
+    prefix = of.arch.layer.split(".")[0] + "."
+    found = _open_tensors(folder, prefix)
     expected = {name: shape for name, (shape, _) in _tensors(of, config).items()}
     router = found.get(of.tensor("layers.w_router", (0,))) if config.experts.num_experts else None
     if router is not None and (num := router.shape[0]) != config.experts.num_experts:
@@ -507,6 +508,29 @@ def _find_tensors(folder: Path, of: _Of, config: LMConfig) -> dict[str, Stored]:
             raise UsageError(
                 f"{folder} has tensor {name} of shape {shape}, which its config.json has no place for."
             )
+    return found
+
+
+def _open_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
+    """Opens the files of a folder; a name may lack `prefix`, which it has in what is returned."""
+    whole = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    if (folder / GGUF).is_file():
+        return dict(packed_tensors(folder / GGUF))
+    if not whole.is_file() and not index.is_file():
+        raise UsageError(f"{folder} has neither {whole.name} nor {index.name}.")
+    found: dict[str, Tensor] = {}
+    for path in [whole] if whole.is_file() else [folder / name for name in _file_names(index)]:
+        try:
+            with safe_open(path, framework="numpy"):
+                tensors = stored(path)
+        except (OSError, SafetensorError) as error:
+            raise UsageError(f"{path} is not a whole safetensors file: {error}") from error
+        for name, tensor in tensors.items():
+            full = name if name.startswith((prefix, "lm_head.")) else prefix + name
+            if full in found:
+                raise UsageError(f"{folder} holds tensor {full} twice; legal is once.")
+            found[full] = tensor
     return found
 
 

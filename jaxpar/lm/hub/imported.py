@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from jaxpar.lm.config import DTYPES
 from jaxpar.lm.hub.architectures import KINDS, read_config
+from jaxpar.lm.hub.gguf_files import folder_of
 from jaxpar.lm.hub.keys import NAMED_TEXTS, TABLE, TEXT, brief, check, read_json
 from jaxpar.lm.hub.stored import FILE_DTYPES, stored
 from jaxpar.lm.text.chat import load_chat
@@ -61,13 +62,14 @@ def read_imported(folder: str | Path, *, strict: bool = True) -> Imported:
     """Reads a Hugging Face folder's record; no parameter is read.
 
     Args:
-      folder: Folder of `config.json`, and of a tokenizer and a chat template if it has them.
+      folder: Folder of `config.json`, and of a tokenizer and a chat template if it has them; or a
+        GGUF file.
       strict: Whether unknown keys of `config.json` are rejected, as by `from_hf`.
 
     Raises:
       UsageError: `config.json` or another file is absent or damaged, or cannot be honoured.
     """
-    folder = Path(folder)
+    folder = folder_of(folder)
     arch, _ = read_config(folder, "float32", strict)
     values = read_json(folder / "config.json")
     file = folder / "tokenizer.json"

@@ -126,7 +126,9 @@ def find(tree: PyTree, name: str) -> PyTree:
     return tree
 
 
-def added_tensors(adapters: Mapping[str, Any], of: _Of) -> dict[str, dict[str, np.ndarray]]:
+def added_tensors(
+    adapters: Mapping[str, Any], of: _Of
+) -> dict[str, dict[str, np.ndarray]]:  # leaves, or dicts of them
     """Returns the changes of embedding and head, by their module and by the names in its file.
 
     Args:

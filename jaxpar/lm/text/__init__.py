@@ -13,7 +13,7 @@
 """
 
 from jaxpar.lm.text.batches import check_batch, valid_batch
-from jaxpar.lm.text.chat import load_chat, open_template
+from jaxpar.lm.text.chat import ChatTemplate, load_chat, open_template
 from jaxpar.lm.text.data import Corpus, DataConfig, Pairs, Windows, open_corpus, sweep, sweep_pairs
 from jaxpar.lm.text.examples import Template, chat_ml
 from jaxpar.lm.text.mixture import Corpora, open_corpora, open_with_layout, training_batches
@@ -22,6 +22,7 @@ from jaxpar.lm.text.tokenizer import Bpe, Tokenizer, load_tokenizer
 
 __all__ = [
     "Bpe",
+    "ChatTemplate",
     "Corpora",
     "Corpus",
     "DataConfig",

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxpar.lm.hub.gguf_files import folder_of
 from jaxpar.lm.hub.keys import brief, read_json
 from jaxpar.types import UsageError
 
-__all__ = ["load_chat", "open_template"]
+__all__ = ["ChatTemplate", "load_chat", "open_template"]
 
 _BEGIN = "\ufdd0"
 _END = "\ufdd1"
@@ -215,12 +216,12 @@ def _compiled(
 
 
 def open_template(path: str | Path) -> ChatTemplate:
-    """Returns the template in a file of Jinja text, or in a Hugging Face folder.
+    """Returns the template in a file of Jinja text, a Hugging Face folder or a GGUF file.
 
     Raises:
       UsageError: If there is none.
     """
-    path = Path(path).expanduser()
+    path = folder_of(Path(path).expanduser())
     found = (
         ChatTemplate(path.read_text("utf-8"))
         if path.is_file()
@@ -241,7 +242,7 @@ def load_chat(folder: str | Path) -> ChatTemplate | None:
     Raises:
       UsageError: If what is there is no template.
     """
-    folder = Path(folder)
+    folder = folder_of(folder)
     file = folder / "tokenizer_config.json"
     settings = read_json(file) if file.is_file() else {}
     tokens = {}

@@ -12,6 +12,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from jaxpar.lm.hub.gguf_files import folder_of
 from jaxpar.lm.hub.keys import FLAG, IDS, brief, check, read_json
 from jaxpar.types import UsageError
 
@@ -267,12 +268,12 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> Bpe:
 
 
 def load_tokenizer(path: str | Path) -> Bpe:
-    """Reads a `tokenizer.json`, or the one in a Hugging Face folder, with that folder's BOS and EOS.
+    """Reads a `tokenizer.json`, or the one in a Hugging Face folder or GGUF file, with its BOS and EOS.
 
     Raises:
       UsageError: If there is none, it is damaged, or the folder's special tokens are none of its symbols.
     """
-    path = Path(path)
+    path = folder_of(path)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise UsageError(
