@@ -335,13 +335,8 @@ def _parts(
     rest, order = len(leaf.shape) - len(ours), theirs.replace(",", "")
     turned = tuple(order.index(axis) for axis in ours)
 
-<<<<<<< HEAD
-    def block_of(tensor: Stored, own: Bounds, shift: int) -> np.ndarray:
-        return exact(_cut(tensor.read, row, leaf.shape[rest:], own, shift), leaf.dtype)
-=======
     def block_of(tensor: Tensor, own: Bounds, shift: int) -> np.ndarray:
-        return exact(_cut(tensor, row, leaf.shape[rest:], own, shift), leaf.dtype)
->>>>>>> part-A
+        return exact(_cut(tensor.read, row, leaf.shape[rest:], own, shift), leaf.dtype)
 
     def read(tensor: str, own: Bounds) -> np.ndarray:
         block = block_of(tensors[tensor], own, shift)
@@ -383,11 +378,7 @@ def _in_parts(bounds: Bounds, axis: int, itemsize: int, most: int) -> Iterator[B
 
 
 def _cut(
-<<<<<<< HEAD
     read: Callable[[tuple[slice, ...]], np.ndarray],
-=======
-    tensor: Tensor,
->>>>>>> part-A
     row: Place,
     shape: tuple[int, ...],
     bounds: tuple[tuple[int, int], ...],
