@@ -37,7 +37,7 @@ class Model:
     Attributes:
         env: the environment; static, so hashable where a model crosses `jit`.
         params: its parameters.
-        discount: of one step, in (0, 1].
+        discount: of one step, in [0, 1].
     """
 
     env: Environment = flax.struct.field(pytree_node=False)
@@ -83,15 +83,15 @@ def num_observations(env: Environment, params: PyTree) -> int | None:
 
 
 def discount_of(params: PyTree, discount: Scalar | None = None) -> Scalar:
-    """`discount`, or else `params.discount`; `UsageError` outside (0, 1] where its value can be seen."""
+    """Returns `discount`, or else `params.discount`; `UsageError` outside [0, 1] where its value can be seen."""
     discount = own_discount(params) if discount is None else discount
     if discount is None:
         raise UsageError(
             "the environment's parameters have no discount; give the planner one, as discount=0.95"
         )
     known = concrete_values(discount)
-    if known is not None and not np.all((known[0] > 0) & (known[0] <= 1)):
-        raise UsageError(f"a discount lies in (0, 1], not at {known[0]}")
+    if known is not None and not np.all((known[0] >= 0) & (known[0] <= 1)):
+        raise UsageError(f"discount={known[0]}: out of range; expected 0 to 1.")
     return discount
 
 

@@ -32,7 +32,7 @@ class TabularPomdp:
         reward: `[A, S]`, or `[A, S, S]` by next state.
         start: `[S]`, the first belief.
         terminal: bool `[S]`.
-        discount: `[]`, in (0, 1].
+        discount: `[]`, in [0, 1].
         states: S names.
         actions: A names.
         observations: O names.
@@ -68,7 +68,7 @@ class TabularPomdp:
             observation: `[A, S, O]`, by the next state.
             reward: `[A, S]` or `[A, S, S]`.
             start: `[S]`; uniform if None.
-            discount: in (0, 1].
+            discount: in [0, 1]; 0 counts the next reward alone.
             states: names; the numbers 0, 1, ... if None.
             actions: likewise.
             observations: likewise.
@@ -98,8 +98,8 @@ class TabularPomdp:
                 f"the reward at {list(where)} of {list(reward.shape)} is {reward[where]}, not finite and at most "
                 f"{LARGEST:g} in size"
             )
-        if np.shape(discount) != () or not 0 < float(discount) <= 1:
-            raise UsageError(f"the discount must be a number in (0, 1], not {discount}")
+        if np.shape(discount) != () or not 0 <= float(discount) <= 1:
+            raise UsageError(f"the discount must be a number in [0, 1], not {discount}")
         transition = normalised("transition", transition, named[1], named[0])
         observation = normalised("observation", observation, named[1], named[0])
         start = normalised("start", start[None, None], ("",), ("",))[0, 0]

@@ -218,7 +218,7 @@ def test_actions_of_a_tree_have_room_for_their_names():
         ("belief.kind=exact", "belief.kind='exact' is unknown; legal are particles, rocks"),
         ("belief.kind=rocks", "belief.kind=rocks is for RockSample and MARS, not for Tiger"),
         ("belief.flips=0.1", "belief.flips is for maps of Navigation, not for Tiger"),
-        ("params.discount=2", r"a discount lies in \(0, 1\]"),
+        ("params.discount=2", "discount=2.0: out of range; expected 0 to 1"),
         ("params.acuracy=1", "Tiger has no params.acuracy; the nearest are accuracy"),
     ],
 )

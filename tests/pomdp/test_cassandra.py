@@ -119,7 +119,7 @@ def test_rewards_by_next_state_and_observation():
         (("states: a b c", "states: a 2b c"), "line 3: '2b' cannot be a name among states"),
         (("states: a b c", "states: 0"), "line 3: states must be at least one"),
         (("actions: 2", "actions: 2\nactions: 3"), "line 5: actions is given a second time"),
-        (("observations: 2\n", ""), "line 6: observations must be given before T"),
+        (("observations: 2\n", ""), "line 8: observations must be given before O"),
         (
             ("T: * identity", "T: 5 identity"),
             "line 7: actions are numbered 0 to 1, so there is no 5",

@@ -191,6 +191,7 @@ class ParticleBelief:
 
     When no particle explains the observation the belief is *depleted*: `Evidence.depleted` says so, and unless
     `rejuvenate` offers weight, the belief is the prediction, as if nothing had been seen; it is never reset silently.
+    States that a hook offers without any weight are left out, too: the prediction has its own states.
 
     Attributes:
         num_particles: P.
@@ -204,6 +205,10 @@ class ParticleBelief:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.rejuvenate is not None and not callable(self.rejuvenate):
+            raise UsageError(
+                f"rejuvenate={self.rejuvenate!r}: no hook; expected a function, see Rejuvenate, or None."
+            )
 
     def init(self, key: PRNGKey, env: Environment, params: PyTree) -> Particles:
         """Equal weights on draws of `env.init`; consumes `key`."""
@@ -242,7 +247,13 @@ class ParticleBelief:
         if self.rejuvenate is not None:
             posterior = self.rejuvenate(hook, belief, action, obs, posterior, depleted, env, params)
             offered, more = _weighed(posterior.log_weights)
-            posterior, invalid = Particles(posterior.states, offered), invalid + more
+            invalid = invalid + more
+            # The prediction's weights belong to the states that were predicted, not to the hook's.
+            has_weight = jnp.any(jnp.isfinite(offered))
+            kept = jax.tree.map(
+                lambda new, old: jnp.where(has_weight, new, old), posterior.states, states
+            )
+            posterior = Particles(kept, offered)
         order = _side_by_side(posterior.states)
         posterior, predicted = jax.tree.map(lambda x: x[order], (posterior, predicted))
         weights = _normalised(posterior.log_weights, predicted)

@@ -187,9 +187,9 @@ def _by_vectors(model: TabularPomdp, horizon: int | None, tol: float, max_vector
         alphas = np.asarray(blind(model), np.float64)
         corners = np.asarray(fib(model), np.float64).max(0)
         gap = (corners - alphas).max(1).min()
-        steps = (
-            max(1, math.ceil(math.log(max(gap / tol, 1)) / -math.log(discount))) if gap > 0 else 1
-        )
+        steps = 1
+        if gap > 0 and discount > 0:  # without a discount one step is all
+            steps = max(1, math.ceil(math.log(max(gap / tol, 1)) / -math.log(discount)))
     else:
         alphas, gap, steps = np.zeros((1, len(start))), 0.0, horizon
     actions = np.zeros(len(alphas), np.int32)

@@ -101,6 +101,7 @@ class _Parser:
         ] = ()  # of states, actions and observations, once the preamble is complete
         self.start: np.ndarray | None = None
         self.start_line = self.reset_line = 0
+        self.is_observed = False
         self.rewards: list[tuple[tuple, np.ndarray]] = []
 
     def model(self) -> TabularPomdp:
@@ -159,11 +160,25 @@ class _Parser:
             self.refuse(line, f"expected ':' after {after!r}, not {word!r}")
 
     def body(self) -> list[tuple[str, int]]:
-        """The words up to the next statement."""
+        """Returns the words up to the next statement: a word before a colon, or `start` with a mode."""
         words = []
-        while self.at < len(self.tokens) and self.peek() not in _STATEMENTS:
+        while self.at < len(self.tokens) and not self.begins_statement():
             words.append(self.next())
         return words
+
+    def begins_statement(self) -> bool:
+        """Returns whether the next word begins a statement, known or not.
+
+        It has a colon behind it, or is a word of the format at the beginning of a line.
+        """
+        word, line = self.tokens[self.at]
+        following = ""
+        if self.at + 1 < len(self.tokens):
+            following = self.tokens[self.at + 1][0]
+        if word == "start" and following in ("include", "exclude"):
+            return True
+        is_first = line != self.tokens[self.at - 1][1]
+        return following == ":" or (is_first and word in _STATEMENTS)
 
     def numbers(self, words: list[tuple[str, int]], count: int, what: str, line: int) -> np.ndarray:
         values = [self.number(word, at) for word, at in words]
@@ -194,8 +209,8 @@ class _Parser:
             self.refuse(line, f"{kind} must come before start, T, O and R")
         if kind == "discount":
             self.given[kind] = float(self.numbers(words, 1, kind, line)[0])
-            if not 0 < self.given[kind] <= 1:
-                self.refuse(line, f"the discount must be in (0, 1], not {self.given[kind]:g}")
+            if not 0 <= self.given[kind] <= 1:
+                self.refuse(line, f"the discount must be in [0, 1], not {self.given[kind]:g}")
         elif kind == "values":
             if [word for word, _ in words] not in (["reward"], ["cost"]):
                 self.refuse(
@@ -226,13 +241,20 @@ class _Parser:
         """Makes the arrays once everything that sizes them is known."""
         if self.sizes:
             return
-        if missing := [kind for kind in _PREAMBLE if kind not in self.given]:
+        needed = [kind for kind in _PREAMBLE if kind != "observations"]
+        if missing := [kind for kind in needed if kind not in self.given]:
             self.refuse(line, f"{missing[0]} must be given before {before}")
+        is_observed = "observations" not in self.given
+        if is_observed:  # as pomdp-solve reads such a file: the state itself is seen
+            self.given["observations"] = self.given["states"]
         s, a, o = self.sizes = tuple(
             len(self.given[kind]) for kind in ("states", "actions", "observations")
         )
         self.transition, self.transition_lines = np.zeros((a, s, s)), np.zeros((a, s), int)
         self.observation, self.observation_lines = np.zeros((a, s, o)), np.zeros((a, s), int)
+        if is_observed:
+            self.observation = np.tile(np.eye(s), (a, 1, 1))
+        self.is_observed = is_observed
 
     def read_start(self, line: int) -> None:
         self.need_preamble(line, "start")
@@ -286,6 +308,8 @@ class _Parser:
 
     def entry(self, kind: str, line: int) -> None:
         self.need_preamble(line, kind)
+        if kind == "O" and self.is_observed:
+            self.refuse(line, "observations must be given before O")
         last = {"T": ("states",), "O": ("observations",), "R": ("states", "observations")}[kind]
         axes = ("actions", "states", *last)
         self.colon(kind)

@@ -3,6 +3,7 @@
 Both hold vectors over the states with the number of an action each, in the order of the model's file.
 """
 
+import bisect
 import os
 import re
 from collections.abc import Callable
@@ -82,8 +83,18 @@ def _of_text(text: str, name: str, model: TabularPomdp) -> tuple[list[int], list
     def refuse(line: int, why: str) -> NoReturn:
         raise UsageError(f"{name}, line {line}: {why}")
 
+    blank = [line for line, content in enumerate(text.splitlines(), start=1) if not content.strip()]
     for at in range(0, len(words), size + 1):
         (word, line), row = words[at], words[at + 1 : at + 1 + size]
+        # Vectors are divided by blank lines: words that fill up by chance are of another model.
+        end = row[-1][1] if row else line
+        after = bisect.bisect(blank, line)
+        if after < len(blank) and blank[after] < end:
+            refuse(
+                blank[after],
+                f"a vector ends here, and needs {size} numbers, one a state; expected the policy "
+                "of a model with as many states",
+            )
         if not re.fullmatch(r"\d+", word) or int(word) >= len(model.actions):
             refuse(line, f"expected an action, 0 to {len(model.actions) - 1}, not {word!r}")
         if len(row) < size:

@@ -47,13 +47,14 @@ from jaxpar.pomdp.planners.scenarios import (
     HORIZON,
     UPPER,
     DefaultPolicy,
+    check_default,
     default_actions,
     scenario_bounds,
     scenario_keys,
     scenario_steps,
 )
 from jaxpar.pomdp.planners.simulations import invalid_weights, samples_without_weight
-from jaxpar.pomdp.planners.tree import EMPTY, DenseChildren, HashedChildren
+from jaxpar.pomdp.planners.tree import EMPTY, ROWS, DenseChildren, HashedChildren, check_children
 from jaxpar.pomdp.planners.tree_search import children_of
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
@@ -99,12 +100,14 @@ class Despot:
     gap_ratio: Any = field(0.95, Between(0, 1, "(]"))
     wide: bool = True
     discount: Any = field(None, Between(0, 1, "(]"))
-    max_nodes: int = field(1 << 18, AtLeast(1))
-    max_particles: int = field(1 << 16, AtLeast(1))
+    max_nodes: int = field(1 << 18, ROWS)
+    max_particles: int = field(1 << 16, ROWS)
     children: DenseChildren | HashedChildren | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_children(self.children)
+        check_default(self.default)
         if self.max_particles < self.num_scenarios:
             raise UsageError(
                 f"max_particles must be at least num_scenarios = {self.num_scenarios}, for the root"
@@ -152,9 +155,14 @@ class Despot:
         )
 
     def init_search(self, key: PRNGKey, model: Model, belief: Belief) -> ScenarioTree:
-        """K scenarios and their root; consumes `key`."""
+        """Returns K scenarios and their root; consumes `key`.
+
+        Raises:
+            UsageError: the default policy is an action that there is not.
+        """
         count = self.num_scenarios
         actions = num_actions(model.env, model.params)
+        check_default(self.default, actions)
         draw_key, scenario_key = jax.random.split(key)
         states = belief.sample(draw_key, count)
         keys = jax.random.split(scenario_key, count)

@@ -28,7 +28,15 @@ from jaxpar.pomdp.planners.pomcp import (
     upper_confidence,
 )
 from jaxpar.pomdp.planners.simulations import Simulations, is_waiting
-from jaxpar.pomdp.planners.tree import EMPTY, DenseChildren, HashedChildren, Tree, random_order
+from jaxpar.pomdp.planners.tree import (
+    EMPTY,
+    ROWS,
+    DenseChildren,
+    HashedChildren,
+    Tree,
+    check_children,
+    random_order,
+)
 from jaxpar.pomdp.planners.tree_search import Depth
 from jaxpar.pomdp.planners.widening import (
     Descent,
@@ -40,7 +48,7 @@ from jaxpar.pomdp.planners.widening import (
     is_first_at_node,
     open_slots,
 )
-from jaxpar.types import Array, PRNGKey, PyTree
+from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 __all__ = ["Pft"]
 
@@ -181,12 +189,15 @@ class Pft:
     leaf: str = field("rollout", OneOf(LEAVES))
     rollout_depth: int = field(20, AtLeast(1))
     backup: str = field("mean", OneOf(tuple(BACKUPS)))
-    max_nodes: int = field(1 << 16, AtLeast(1))
-    max_edges: int | None = field(None, AtLeast(1))
+    max_nodes: int = field(1 << 16, ROWS)
+    max_edges: int | None = field(None, ROWS)
     children: DenseChildren | HashedChildren | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_children(self.children)
+        if self.keyed is not None and not isinstance(self.keyed, bool):
+            raise UsageError(f"keyed={self.keyed!r}: unknown; expected True, False or None.")
 
     # Functions that all planners share, as methods (see `planners.planner`).
     plan = planner.plan

@@ -19,7 +19,16 @@ from jaxpar.pomdp.planners.adding import add_at
 from jaxpar.pomdp.planners.leaves import LEAVES, evaluation
 from jaxpar.pomdp.planners.planner import PlanInfo, report
 from jaxpar.pomdp.planners.simulations import Path, SearchState, Simulations
-from jaxpar.pomdp.planners.tree import EMPTY, Children, DenseChildren, HashedChildren, Tree, back_up
+from jaxpar.pomdp.planners.tree import (
+    EMPTY,
+    ROWS,
+    Children,
+    DenseChildren,
+    HashedChildren,
+    Tree,
+    back_up,
+    check_children,
+)
 from jaxpar.pomdp.planners.tree_search import Depth, TreeSearch
 from jaxpar.types import Array, PRNGKey, Scalar
 
@@ -207,12 +216,13 @@ class Pomcp:
     rollout_depth: int = field(30, AtLeast(1))
     expand_after: int = field(1, AtLeast(1))
     backup: str = field("mean", OneOf(tuple(BACKUPS)))
-    max_nodes: int = field(1 << 18, AtLeast(1))
-    max_edges: int | None = field(None, AtLeast(1))
+    max_nodes: int = field(1 << 18, ROWS)
+    max_edges: int | None = field(None, ROWS)
     children: DenseChildren | HashedChildren | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_children(self.children)
 
     # Functions that all planners share, as methods (see `planners.planner`).
     plan = planner.plan

@@ -4,7 +4,7 @@ States come as `[K, A, ...]`: K scenarios, A candidates of each, which share the
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jaxpar.pomdp.model import (
     where_rows,
 )
 from jaxpar.pomdp.planners.leaves import evaluation, leaf_values
+from jaxpar.pomdp.planners.tree import EMPTY
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 if TYPE_CHECKING:
@@ -34,6 +35,27 @@ HORIZON = ("zero", "heuristic")
 
 DefaultPolicy = int | Callable[[PRNGKey, PyTree, PyTree], Array]
 """An action that is always taken, or `(key, state, params) -> action`."""
+
+
+def check_default(default: object, num_actions: int | None = None) -> None:
+    """Rejects what is no default policy; an action is compared with their number where that is known.
+
+    Raises:
+        UsageError: it is neither None, an action nor a function.
+    """
+    if default is None or (callable(default) and not isinstance(default, type)):
+        return
+    most = num_actions or EMPTY
+    is_whole = isinstance(default, int) and not isinstance(default, bool)
+    if is_whole and 0 <= cast(int, default) < most:
+        return
+    actions = "an action from 0"
+    if num_actions is not None:
+        actions = f"an action, 0 to {num_actions - 1}"
+    raise UsageError(
+        f"default={default!r}: no default policy; expected {actions}, a function "
+        "(key, state, params) -> action, or None."
+    )
 
 
 def scenario_keys(keys: PRNGKey, depth: Array) -> PRNGKey:

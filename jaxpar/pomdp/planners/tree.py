@@ -11,13 +11,13 @@ visits gives their future the value 0.
 """
 
 import dataclasses
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxpar.fields import AtLeast, check_fields, field
+from jaxpar.fields import AtLeast, Between, check_fields, field
 from jaxpar.pomdp.planners._loops import while_live
 from jaxpar.pomdp.planners.adding import add_at
 from jaxpar.types import Array, PyTree, Scalar, UsageError
@@ -27,6 +27,9 @@ __all__ = ["EMPTY", "Children", "DenseChildren", "HashedChildren", "Tree"]
 EMPTY = 2**31 - 1
 """What a child table holds where there is no child. The largest int32, so that scatters with it fall outside of every
 table and are dropped, and that `min` prefers any id to it."""
+
+ROWS = Between(1, EMPTY - 1)
+"""Legal capacities: numbers of rows whose ids are int32."""
 
 
 @flax.struct.dataclass
@@ -116,6 +119,7 @@ def insert(
     return table, ids, jnp.minimum(count + so_far[-1], capacity), fits
 
 
+@runtime_checkable
 class Children(Protocol):
     """Where the nodes below edges are looked up: makes a table, and finds or makes nodes in it."""
 
@@ -136,6 +140,19 @@ class Children(Protocol):
     def links(self, table: PyTree) -> tuple[Array, Array, Array]:
         """The edge, observation key and node of every slot, int32 `[M]`; `EMPTY` nodes are unused slots."""
         ...
+
+
+def check_children(children: object) -> None:
+    """Rejects what is no table of children.
+
+    Raises:
+        UsageError: it is neither None nor an object with the methods of `Children`.
+    """
+    if children is not None and (isinstance(children, type) or not isinstance(children, Children)):
+        raise UsageError(
+            f"children={children!r}: no table of children; expected DenseChildren(O), "
+            "HashedChildren() or None."
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,11 +33,13 @@ from jaxpar.pomdp.planners.planner import PlanInfo, report
 from jaxpar.pomdp.planners.simulations import Path, SearchState, Simulations
 from jaxpar.pomdp.planners.tree import (
     EMPTY,
+    ROWS,
     Children,
     DenseChildren,
     HashedChildren,
     Tree,
     back_up,
+    check_children,
     parents,
     representative,
 )
@@ -135,14 +137,15 @@ class Vopp:
     sweep: str = field("visited", OneOf(("visited", "tree")))
     widen: Any = field(8.0, Positive())
     widen_power: Any = field(0.5, Between(0, 1))
-    max_nodes: int = field(1 << 20, AtLeast(1))
-    max_edges: int | None = field(None, AtLeast(1))
+    max_nodes: int = field(1 << 20, ROWS)
+    max_edges: int | None = field(None, ROWS)
     children: DenseChildren | HashedChildren | None = None
 
     iterated: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_children(self.children)
         if self.expand_after > 1 and self.unvisited != "leaf":
             raise UsageError(
                 f'expand_after={self.expand_after} needs unvisited="leaf", where simulations stop at nodes.'
