@@ -7,6 +7,9 @@
     python -m experiments.pomdp env=Tiger planner.leaf=zero planner.eta=1 judge=true    # and what its decisions lose
     python -m experiments.pomdp env=MARS-20-20 belief.kind=rocks budget_s=0.1 episodes=4 max_steps=90
     python -m experiments.pomdp env=Navigation-13 belief.num_particles=20000 belief.flips=0.001 budget_s=0.1 episodes=4
+    python -m experiments.pomdp env=file:tiger.POMDP planner=exact belief.kind=exact gif=false   # and its policy file
+    python -m experiments.pomdp env=file:tiger.POMDP planner=qmdp belief.kind=exact
+    python -m experiments.pomdp env=Tiger planner=exact planner.policy=tiger.policy belief.kind=exact
     python -m experiments.pomdp mode=eval run=runs/pomdp/... seed=1 episodes=200    # the same planner, other episodes
     python -m experiments.pomdp mode=film run=runs/pomdp/... seed=7
 
@@ -34,6 +37,8 @@ from jaxpar.pomdp import (
     Belief,
     BeliefUpdater,
     Despot,
+    Exact,
+    ExactBelief,
     FixedReference,
     ParticleBelief,
     Pft,
@@ -43,6 +48,7 @@ from jaxpar.pomdp import (
     Vopp,
     discount_of,
     dishonesty,
+    save_policy,
     simulate,
 )
 from jaxpar.types import PRNGKey, PyTree, UsageError
@@ -52,6 +58,7 @@ from .app.env.environment import changes, make_world
 from .app.env.pomdp_film import Move, film, moves, planned
 from .app.env.regrets import Judge
 from .app.env.rock_beliefs import BELIEF, make_updater
+from .app.env.solved_policies import ExactPolicy, QmdpPolicy, load_model, tabular_of
 from .app.mesh_flags import refuse_idle
 from .app.run_folder import run_folder
 from .app.runner import identifying, say
@@ -64,7 +71,11 @@ PLANNERS: dict[str, Any] = {
     "despot": Despot,
     "pft": Pft,
     "pomcpow": Pomcpow,
+    "exact": ExactPolicy,
+    "qmdp": QmdpPolicy,
 }
+SOLVED = ("exact", "qmdp")
+"""Planners that solve a finite model before the first episode, and search nothing later."""
 
 
 COUNTED = ("depleted", "overflow", "illegal", "unweighed")
@@ -82,13 +93,14 @@ class Config(runner.RunConfig):
     """The planned episodes.
 
     Attributes:
-      env: Name of an environment.
+      env: Name of an environment, or file:path of a finite model, in .POMDP or .pomdpx format.
       env_fields: Changes to its fields, such as env_fields.layout=3.
       params: Changes to its parameters, such as params.discount=0.9.
       planner: A preset by its name, and changes to the planner's fields, such as planner.num_simulations=512.
       trees: Independent trees on each belief, merged at their roots: less noise, at as many times the
         cost; all planners but despot take them.
-      belief: belief.kind is "particles", or "rocks", which is exact for RockSample and MARS; of particles
+      belief: belief.kind is "particles", "exact" for finite models, or "rocks", which is exact for RockSample and
+        MARS; of particles
         belief.num_particles, belief.resample_below (a share of them, of effective sample size) and, on maps of
         Navigation, belief.flips, the chance with which each unknown cell changes in each particle and step.
       episodes: How many.
@@ -140,7 +152,7 @@ class Setting:
 
     env: Environment
     params: PyTree
-    planner: AnytimePlanner
+    planner: AnytimePlanner | Exact
     updater: BeliefUpdater
 
 
@@ -202,14 +214,15 @@ def play_saved(config: Config, folder: pathlib.Path) -> Results | pathlib.Path |
 
 def make_setting(config: Config) -> Setting:
     """Returns the environment, the planner and the belief updater of the flags."""
-    env, params = make_world(config.env, config.env_fields, config.params)
-    able = capabilities(env)
-    kind, asked = (
-        config.planner.get("kind"),
-        {k: v for k, v in config.planner.items() if k != "kind"},
-    )
+    kind = config.planner.get("kind")
+    asked = {name: value for name, value in config.planner.items() if name != "kind"}
     if kind not in PLANNERS:
         raise UsageError(f"planner.kind={kind!r} is unknown; legal are {', '.join(PLANNERS)}.")
+    env, params = _open_model(config)
+    if kind in SOLVED or config.belief.get("kind") == "exact":
+        params = tabular_of(env, params)
+        env = params.environment
+    able = capabilities(env)
     usual = {field.name: field.default for field in dataclasses.fields(PLANNERS[kind])}
     usual |= {name: value for name, value in UNSET.items() if usual.get(name, value) is None}
     options = changes("planner", kind, usual, asked)
@@ -223,6 +236,9 @@ def make_setting(config: Config) -> Setting:
         )
         options["leaf"] = "rollout"
     planner = PLANNERS[kind](**options)
+    if kind in SOLVED:
+        _check_solved(config)
+        planner = planner.solve(params)
     if config.trees > 1:
         planner = RootParallel(planner, trees=config.trees)
     discount_of(params, planner.discount)
@@ -236,6 +252,31 @@ def make_setting(config: Config) -> Setting:
         planner,
         make_updater(env, **changes("belief", config.env, BELIEF, config.belief)),
     )
+
+
+def _open_model(config: Config) -> tuple[Any, Any]:  # as `make_world`
+    """Returns the environment of the flags and its parameters: a named one, or a model from a file."""
+    model = load_model(config.env)
+    if model is None:
+        return make_world(config.env, config.env_fields, config.params)
+    changes("env_fields", config.env, {}, config.env_fields)
+    own = changes("params", config.env, {"discount": float(model.discount)}, config.params)
+    if own:
+        discount = discount_of(None, own["discount"])
+        changed = jnp.asarray(discount, model.discount.dtype)
+        model = dataclasses.replace(model, discount=changed)
+    return model.environment, model
+
+
+def _check_solved(config: Config) -> None:
+    """Rejects what a planner that searches nothing cannot use."""
+    kind = config.planner["kind"]
+    if config.budget_s:
+        raise UsageError(
+            f"budget_s={config.budget_s:g}: planner={kind} searches nothing; expected budget_s=0."
+        )
+    if config.trees > 1:
+        raise UsageError(f"trees={config.trees}: planner={kind} grows no tree; expected trees=1.")
 
 
 def run(config: Config, folder: pathlib.Path, setting: Setting) -> Results:
@@ -319,6 +360,7 @@ def batched(config: Config, setting: Setting, told: Any) -> Results:
 def clocked(config: Config, setting: Setting, told: Any) -> Results:
     """Episodes one by one, each plan until `budget_s` after its start; the first plan compiles and is made twice."""
     planner, env, params = setting.planner, setting.env, setting.params
+    assert not isinstance(planner, Exact)  # which `make_setting` lets have no budget
     discount, warm = float(discount_of(params, planner.discount)), False
 
     def plan(key: PRNGKey, belief: Belief) -> tuple:
@@ -406,17 +448,26 @@ def _tell_start(config: Config, folder: pathlib.Path, setting: Setting) -> None:
     if isinstance(planner, RootParallel):
         fields = vars(planner.planner) | {"trees": planner.trees}
     shown = "  ".join(f"{name}={value}" for name, value in fields.items() if value is not None)
-    count = setting.updater.num_particles if isinstance(setting.updater, ParticleBelief) else None
-    how = (
-        f"{config.budget_s:g} s a plan"
-        if config.budget_s
-        else f"{setting.planner.iterations} batches a plan"
-    )
+    how = "by vectors over the states"
+    if isinstance(planner, Exact):
+        shown = (
+            f"{len(planner.alphas):,} vectors, value at the start "
+            f"[{float(planner.lower):.6g}, {float(planner.upper):.6g}]"
+        )
+    elif config.budget_s:
+        how = f"{config.budget_s:g} s a plan"
+    else:
+        how = f"{planner.iterations} batches a plan"
+    belief = "exact, rock by rock"
+    if isinstance(setting.updater, ParticleBelief):
+        belief = f"{setting.updater.num_particles:,} particles"
+    elif isinstance(setting.updater, ExactBelief):
+        belief = "exact, state by state"
     say(f"run        {runner.short(folder)}")
     say(f"env        {config.env}: {setting.env.action_space(setting.params).n} actions, discount "
         f"{float(discount_of(setting.params, setting.planner.discount)):g}")  # fmt: skip
     say(f"planner    {config.planner['kind']}: {shown}")
-    say(f"belief     {f'{count:,} particles' if count else 'exact, rock by rock'}")
+    say(f"belief     {belief}")
     say(f"plan       {config.episodes:,} episodes of at most {config.max_steps} steps, {how}, on one "
         f"{jax.devices()[0].device_kind} device")  # fmt: skip
 
@@ -462,7 +513,11 @@ def _draw(config: Config, folder: pathlib.Path, setting: Setting, found: Results
                     counted="episodes")  # fmt: skip
     if config.gif:
         save_film(config, folder, setting)
-    for what, path in (("plot", plot), ("metrics", folder / "metrics.jsonl")):
+    files = {"plot": plot, "metrics": folder / "metrics.jsonl"}
+    if isinstance(setting.planner, Exact):
+        files["policy"] = folder / "policy.alpha"
+        save_policy(setting.planner, files["policy"])
+    for what, path in files.items():
         say(f"{what:10} {runner.short(path)}")
 
 

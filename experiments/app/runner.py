@@ -473,7 +473,14 @@ def _register(name: str, schema: type) -> None:
             )  # Hydra makes the folder, which a typing error is not
         return run or str(pathlib.Path("runs") / name / folder_name(config))
 
+    def stem(name: str) -> str:
+        """Returns the name of a file without folder and suffix, and any other name as it is."""
+        if not name.startswith("file:") and "/" not in name:
+            return name
+        return pathlib.PurePath(name.removeprefix("file:")).stem or "file"
+
     OmegaConf.register_new_resolver("run_folder", folder, replace=True)
+    OmegaConf.register_new_resolver("stem", stem, replace=True)
 
 
 @functools.cache  # a third of what reading flags takes; Hydra and OmegaConf change only copies of it

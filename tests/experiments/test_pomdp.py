@@ -18,6 +18,7 @@ from experiments.app.env.pomdp_film import _draw_tree, moves, planned
 from experiments.app.env.regrets import Judge
 from experiments.app.env.rock_beliefs import RockBelief
 from jaxpar.env import reset, step
+from jaxpar.pomdp import ExactBelief, from_environment, qmdp, save_pomdp
 from jaxpar.pomdp.planners.outline import Branch
 from jaxpar.types import UsageError
 
@@ -193,7 +194,7 @@ def test_actions_of_a_tree_have_room_for_their_names():
         ("judge=true budget_s=1", "leave budget_s=0"),
         (
             "planner=pomcpp",
-            "there is no preset 'pomcpp'; legal for planner= are despot, fixed_reference, pft, pomcp",
+            "there is no preset 'pomcpp'; legal for planner= are despot, exact, fixed_reference, pft",
         ),
         (
             "planner.kind=sarsop",
@@ -215,7 +216,7 @@ def test_actions_of_a_tree_have_room_for_their_names():
             "planner.discount='never' does not fit vopp, where it is 0.95; give a number",
         ),
         ("belief.num_particles=0", "num_particles=0 must be at least 1"),
-        ("belief.kind=exact", "belief.kind='exact' is unknown; legal are particles, rocks"),
+        ("belief.kind=table", "belief.kind='table' is unknown; legal are particles, exact, rocks"),
         ("belief.kind=rocks", "belief.kind=rocks is for RockSample and MARS, not for Tiger"),
         ("belief.flips=0.1", "belief.flips is for maps of Navigation, not for Tiger"),
         ("params.discount=2", "discount=2.0: out of range; expected 0 to 1"),
@@ -224,6 +225,68 @@ def test_actions_of_a_tree_have_room_for_their_names():
 )
 def test_mistakes_end_in_a_sentence(main, flags, sentence):
     assert re.search(sentence, main(*TINY, *flags.split(), of="pomdp").sentence())
+
+
+def test_a_model_from_a_file_is_solved_and_its_policy_is_read_again(main, tmp_path):
+    save_pomdp(from_environment(*envs.make("Tiger")), tmp_path / "two doors.POMDP")
+    flags = [
+        "env=file:two doors.POMDP",
+        "belief.kind=exact",
+        "episodes=4",
+        "max_steps=3",
+        "gif=false",
+        "cpu_devices=8",
+    ]
+    first = main(*flags, "planner=exact", "hydra.run.dir=run", of="pomdp", compiles=True)
+    assert first.code == 0, first
+    assert "value at the start [19.37" in first.out
+    assert "belief     exact, state by state" in first.out
+    read = main(
+        *flags,
+        "planner=exact",
+        "planner.policy=run/policy.alpha",
+        "hydra.run.dir=again",
+        of="pomdp",
+        compiles=True,
+    )
+    returns = [
+        next(line for line in said.out.splitlines() if line.startswith("return"))
+        for said in (first, read)
+    ]
+    assert returns[0] == returns[1]
+    assert (tmp_path / "again" / "policy.alpha").read_text() == (
+        tmp_path / "run" / "policy.alpha"
+    ).read_text()
+
+
+def test_solved_policies_are_those_of_the_library():
+    """QMDP listens never: it takes the tiger to be seen after one step."""
+    model = from_environment(*envs.make("Tiger"))
+    setting = pomdp.make_setting(pomdp.compose("env=Tiger", "planner=qmdp", "belief.kind=exact"))
+    np.testing.assert_allclose(setting.planner.alphas, qmdp(model), rtol=1e-6)
+    assert setting.planner.actions.tolist() == [0, 1, 2]
+    assert isinstance(setting.updater, ExactBelief)
+    assert setting.params.states == model.states
+    loose = pomdp.make_setting(pomdp.compose("env=Tiger", "planner=exact", "planner.tolerance=5"))
+    assert 1e-3 < float(loose.planner.upper - loose.planner.lower) <= 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("env=/data/x.POMDP", "env=/data/x.POMDP: no environment of that name; expected env=file:"),
+        ("env=file:x.txt", "env=file:x.txt: a file of an unknown kind; expected one that ends in"),
+        ("env=file:x.POMDP", "x.POMDP cannot be read"),
+        ("env=Tiger planner=exact budget_s=1", "budget_s=1: planner=exact searches nothing"),
+        ("env=Tiger planner=qmdp trees=2", "trees=2: planner=qmdp grows no tree; expected trees=1"),
+        ("env=LightDark planner=exact", "LightDark has no part tabular"),
+        ("env=Tiger planner=exact planner.tolerance=0", "planner.tolerance=0.0 must be over 0"),
+    ],
+    ids=["path", "kind", "absent", "budget", "trees", "arrays", "tolerance"],
+)
+def test_what_cannot_be_solved_ends_in_a_sentence(flags, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        pomdp.make_setting(pomdp.compose(*flags.split()))
 
 
 def test_how_shown_is_no_part_of_a_runs_identity():

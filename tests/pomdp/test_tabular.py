@@ -28,8 +28,8 @@ ZERO = np.zeros((1, 2))
         ((EYE, HALF, ZERO * np.nan), r"the reward at \[0, 0\] of \[1, 2\] is nan"),
         ((EYE, HALF, ZERO, [0.5, 0.6]), "start sums to 1.1"),
         ((EYE, HALF, ZERO, [1.0]), r"start is \[1\] but must be \[S\] = \[2\]"),
-        ((EYE, HALF, ZERO, None, 0.0), r"discount must be a number in \(0, 1\], not 0"),
-        ((EYE, HALF, ZERO, None, 1.1), r"discount must be a number in \(0, 1\], not 1.1"),
+        ((EYE, HALF, ZERO, None, -0.1), r"discount must be a number in \[0, 1\], not -0.1"),
+        ((EYE, HALF, ZERO, None, 1.1), r"discount must be a number in \[0, 1\], not 1.1"),
     ],
 )
 def test_malformed_arrays_are_named(arrays, message):

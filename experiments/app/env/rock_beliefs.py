@@ -11,7 +11,7 @@ from jaxpar.envs.pomdp.navigation import Navigation
 from jaxpar.envs.pomdp.rocksample import GOOD, NOTHING, SAMPLE, RockSample
 
 from jaxpar.env import Environment
-from jaxpar.pomdp import BeliefUpdater, Evidence, ParticleBelief, Particles
+from jaxpar.pomdp import BeliefUpdater, Evidence, ExactBelief, ParticleBelief, Particles
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 
@@ -128,8 +128,10 @@ def make_updater(
     """Returns the belief updater of the flags; UsageError where it does not fit the environment."""
     if kind == "rocks":
         return RockBelief()
+    if kind == "exact":
+        return ExactBelief()
     if kind != "particles":
-        raise UsageError(f"belief.kind={kind!r} is unknown; legal are particles, rocks.")
+        raise UsageError(f"belief.kind={kind!r} is unknown; legal are particles, exact, rocks.")
     if flips and not isinstance(env, Navigation):
         raise UsageError(f"belief.flips is for maps of Navigation, not for {env.name}.")
     if not 0 <= flips < 0.5:
