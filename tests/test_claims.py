@@ -336,7 +336,7 @@ def test_the_run_shown_is_that_of_the_default_flags(monkeypatch, tmp_path):
     monkeypatch.setattr(lm, "say", said.append)
     mesh, corpus = (
         make_mesh(MeshSpec(data=2, fsdp=2, tensor=2)),
-        SimpleNamespace(describe=lambda: "corpus e124d2ad1937", tokenizer=Bytes()),
+        SimpleNamespace(describe=lambda: "corpus 806ee97a62d4", tokenizer=Bytes()),
     )
     said.append(f"mesh       {lm._mesh_text(mesh)}")
     with use_mesh(mesh):
