@@ -4,7 +4,7 @@
     python -m experiments.life brain=neat                          # their networks grow
     python -m experiments.life agents=1024 robots=256 size=256 births=64
     python -m experiments.life train.steps=200 seed=1              # a first look
-    python -m experiments.life laws.upkeep=0.5 laws.fee=32        # a harder life
+    python -m experiments.life laws.upkeep=0.5 laws.fee=8         # a harder life
     python -m experiments.life mode=film run=runs/life/... frames=300   # what comes after a saved step
 
 The same command resumes a run that was ended, on any mesh; more steps extend it. Every step's book of energy balances
@@ -25,6 +25,7 @@ from jaxpar.env import captioned, gif
 from jaxpar.fields import AtLeast, Between, OneOf, field
 from jaxpar.io import ProgressLabels, plot_metrics
 from jaxpar.life import Brain, Jitter, Laws, Lstm, World, WorldState, draw_world
+from jaxpar.life.laws import FIRST_LAWS
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import MeshSpec
 from jaxpar.types import Array, PRNGKey, UsageError
@@ -43,6 +44,7 @@ PANELS = {
     "agents": ("train/alive", "train/lineages"),
     "diversity": ("train/diversity",),
 }
+USUAL_LAWS = {"first": FIRST_LAWS, "lasting": Laws()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +62,8 @@ class Config(runner.RunConfig):
       hidden: Units of an LSTM.
       mutation: Standard deviation of what a child's weights differ by; in NEAT of a changed weight.
       laws: Changes to the laws, such as laws.upkeep=0.5.
+      usual_laws: Laws where `laws` names none: "lasting", under which populations last, or "first", those of older
+        runs. Empty is what the run in the folder began with, and lasting in a new run.
       train: Length and checkpoints; train.steps are the world's.
       gif: Whether to film what comes after the last step.
       frames: Of the film.
@@ -79,6 +83,7 @@ class Config(runner.RunConfig):
     hidden: int = identifying(64, AtLeast(1))
     mutation: float = identifying(0.02, Between(0, 10))
     laws: dict[str, float] = identifying(default_factory=dict)
+    usual_laws: str = field("", OneOf(("", *USUAL_LAWS)), identity="changed")
     train: TrainConfig = TrainConfig(2000, 50, 500)
     gif: bool = True
     frames: int = field(150, AtLeast(1))
@@ -103,16 +108,30 @@ def compose(*flags: str) -> Config:
     return runner.compose("life", Config, list(flags))
 
 
-def make_world(config: Config) -> World:
-    """Returns the world that a configuration describes."""
+def make_world(config: Config, unnamed: str = "lasting") -> World:
+    """Returns the world that a configuration describes; `unnamed` are its laws where it names no usual ones."""
     brain: Brain = NeatBrain(std=config.mutation)
     if config.brain == "lstm":
         brain = Lstm(config.hidden, mutation=Jitter(config.mutation))
     return World(
         brain, config.agents, num_robots=config.robots, size=config.size, lattice=config.lattice, window=config.window,
         seen_agents=min(8, config.agents), max_births=config.births, newcomers=config.births,
-        laws=Laws(**config.laws),
+        laws=dataclasses.replace(USUAL_LAWS[config.usual_laws or unnamed], **config.laws),
     )  # fmt: skip
+
+
+def with_usual_laws(config: Config, folder: pathlib.Path) -> Config:
+    """Returns the configuration with the usual laws that hold in this folder; empty are those of older runs.
+
+    A run that is resumed keeps the laws that it began with. Older runs have none recorded, nor may
+    they in what identifies them, so that their checkpoints are found.
+    """
+    if config.usual_laws:
+        return config
+    if (folder / "config.yaml").is_file():
+        recorded = runner.load(folder, Config).usual_laws
+        return dataclasses.replace(config, usual_laws=recorded)
+    return dataclasses.replace(config, usual_laws="lasting")
 
 
 def execute(config: Config, folder: pathlib.Path) -> Any:
@@ -129,7 +148,7 @@ def film_saved(config: Config, folder: pathlib.Path) -> pathlib.Path:
     """Films what comes after the newest checkpoint of the run in `config.run`; returns where the film is."""
     run, saved, asked = saved_run(config, ("frames",))
     check_split("agents", saved.agents, "population")
-    world = make_world(saved)
+    world = make_world(saved, unnamed="first")
     step, state = newest_state(run, world, runner.identity(saved), {}, "step")
     return _save_film(asked, folder / "plots", world, state, step)
 
@@ -137,7 +156,9 @@ def film_saved(config: Config, folder: pathlib.Path) -> pathlib.Path:
 @owning
 def evolve(config: Config, folder: pathlib.Path) -> FitResult:
     """Runs the world under the ambient mesh, in `folder`; resumes what is there."""
-    world, length = make_world(config), config.train
+    config = with_usual_laws(config, folder)
+    world = make_world(config, unnamed="first")
+    length = config.train
 
     def tell_start(start: int) -> None:
         say(

@@ -13,7 +13,7 @@ from plain_world import PlainWorld, plain_maps
 from jaxpar.life import Jitter, Laws, Lstm, Reflex, World, bodies
 from jaxpar.life.bodies import nearest
 from jaxpar.life.inhabitants import open_world, see
-from jaxpar.life.laws import Prices
+from jaxpar.life.laws import FIRST_LAWS, Prices
 from jaxpar.life.terrain import base_maps
 from jaxpar.life.units import ONE, wide_sum
 from jaxpar.mesh import MeshSpec, make_mesh, shard, use_mesh
@@ -42,7 +42,7 @@ class Linear(Reflex):
 
 SMALL = World(
     Linear(Jitter(0.1)), num_agents=16, num_robots=5, size=8, lattice=2, window=3, sight=3, seen_agents=4,
-    seen_robots=2, max_births=4, newcomers=4, ticks=2, laws=Laws(fee=1, child=2, start=8),
+    seen_robots=2, max_births=4, newcomers=4, ticks=2, laws=dataclasses.replace(FIRST_LAWS, fee=1, child=2, start=8),
 )  # fmt: skip
 THINKING = dataclasses.replace(SMALL, brain=Lstm(8, 8, 2, Jitter(0.1)))
 
@@ -422,6 +422,6 @@ def test_what_no_world_can_be_is_refused():
     ):
         with pytest.raises(UsageError, match=words):
             World(**changes)
-    with pytest.raises(UsageError, match="laws.stomach=8 must hold laws.start=32"):
+    with pytest.raises(UsageError, match="laws.stomach=8 must hold laws.start=64"):
         Laws(stomach=8)
-    assert Prices(*Laws().prices()).upkeep == 256 and Laws(shape=1e-9).prices().shape == 1
+    assert Prices(*Laws().prices()).upkeep == 128 and Laws(shape=1e-9).prices().shape == 1
