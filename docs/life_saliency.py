@@ -1,5 +1,6 @@
 """Draws _static/life_saliency.png, what agents' actions hang on by compute: `python docs/life_saliency.py`."""
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -10,13 +11,14 @@ import numpy as np
 
 from jaxpar.experimental.action_saliency import HEARD, action_saliency
 from jaxpar.io.figure import COLORS, GRAY, empty_figure, save, tidy
-from jaxpar.life import Jitter, Laws, Lstm, World
+from jaxpar.life import Jitter, Lstm, World
+from jaxpar.life.laws import FIRST_LAWS
 from jaxpar.loop import run
 
 OUT = pathlib.Path(__file__).resolve().parent / "_static" / "life_saliency.png"
 TICKS, SEEDS, STEPS, LOOKS = (1, 4, 16), 3, 2000, 10
-# An easy life, so that its slots are filled, and ground that does not evaporate: heat is what inhabitants spend.
-LAWS = Laws(evaporation=0.0, aging=1 / 1024, fee=2.0, child=8.0)
+# An easier life than by the first laws, and ground that does not evaporate: heat is what inhabitants spend.
+LAWS = dataclasses.replace(FIRST_LAWS, evaporation=0.0, aging=1 / 1024, fee=2.0, child=8.0)
 PANELS = ("heat a step", "|d action / d ground|", "|d action / d message heard|")
 
 

@@ -4,7 +4,7 @@
     python -m experiments.life brain=neat                          # their networks grow
     python -m experiments.life agents=1024 robots=256 size=256 births=64
     python -m experiments.life train.steps=200 seed=1              # a first look
-    python -m experiments.life laws.upkeep=0.5 laws.fee=32        # a harder life
+    python -m experiments.life laws.upkeep=0.5 laws.fee=8         # a harder life
     python -m experiments.life mode=film run=runs/life/... frames=300   # what comes after a saved step
 
 The same command resumes a run that was ended, on any mesh; more steps extend it. Every step's book of energy balances
@@ -21,16 +21,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.env import captioned, gif
 from jaxpar.fields import AtLeast, Between, OneOf, field
 from jaxpar.io import ProgressLabels, plot_metrics
 from jaxpar.life import Brain, Jitter, Laws, Lstm, World, WorldState, draw_world
+from jaxpar.life.laws import FIRST_LAWS
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import MeshSpec
 from jaxpar.types import Array, PRNGKey, UsageError
 
 from .app import runner
 from .app.env.neat_brains import NeatBrain
+from .app.env.world_film import Frame, Frames, frame_interval, plot_lineages, save_film
 from .app.harness import Run, TrainConfig, train
 from .app.mesh_flags import check_split, refuse_idle
 from .app.run_folder import owning
@@ -43,6 +44,7 @@ PANELS = {
     "agents": ("train/alive", "train/lineages"),
     "diversity": ("train/diversity",),
 }
+USUAL_LAWS = {"first": FIRST_LAWS, "lasting": Laws()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +62,12 @@ class Config(runner.RunConfig):
       hidden: Units of an LSTM.
       mutation: Standard deviation of what a child's weights differ by; in NEAT of a changed weight.
       laws: Changes to the laws, such as laws.upkeep=0.5.
+      usual_laws: Laws where `laws` names none: "lasting", under which populations last, or "first", those of older
+        runs. Empty is what the run in the folder began with, and lasting in a new run.
       train: Length and checkpoints; train.steps are the world's.
-      gif: Whether to film what comes after the last step.
-      frames: Of the film.
-      mode: "train", or "film": what comes after the newest checkpoint of the run in run=, of whose settings all but
+      gif: Whether to film the run, from its first to its last chunk, and to draw its lineages.
+      frames: Of the film, at most; the run's folder keeps them.
+      mode: "train", or "film": each step after the newest checkpoint of the run in run=, of whose settings all but
         frames count.
       run: That run's folder; the film goes there, or to hydra.run.dir.
     """
@@ -79,6 +83,7 @@ class Config(runner.RunConfig):
     hidden: int = identifying(64, AtLeast(1))
     mutation: float = identifying(0.02, Between(0, 10))
     laws: dict[str, float] = identifying(default_factory=dict)
+    usual_laws: str = field("", OneOf(("", *USUAL_LAWS)), identity="changed")
     train: TrainConfig = TrainConfig(2000, 50, 500)
     gif: bool = True
     frames: int = field(150, AtLeast(1))
@@ -103,16 +108,30 @@ def compose(*flags: str) -> Config:
     return runner.compose("life", Config, list(flags))
 
 
-def make_world(config: Config) -> World:
-    """Returns the world that a configuration describes."""
+def make_world(config: Config, unnamed: str = "lasting") -> World:
+    """Returns the world that a configuration describes; `unnamed` are its laws where it names no usual ones."""
     brain: Brain = NeatBrain(std=config.mutation)
     if config.brain == "lstm":
         brain = Lstm(config.hidden, mutation=Jitter(config.mutation))
     return World(
         brain, config.agents, num_robots=config.robots, size=config.size, lattice=config.lattice, window=config.window,
         seen_agents=min(8, config.agents), max_births=config.births, newcomers=config.births,
-        laws=Laws(**config.laws),
+        laws=dataclasses.replace(USUAL_LAWS[config.usual_laws or unnamed], **config.laws),
     )  # fmt: skip
+
+
+def with_usual_laws(config: Config, folder: pathlib.Path) -> Config:
+    """Returns the configuration with the usual laws that hold in this folder; empty are those of older runs.
+
+    A run that is resumed keeps the laws that it began with. Older runs have none recorded, nor may
+    they in what identifies them, so that their checkpoints are found.
+    """
+    if config.usual_laws:
+        return config
+    if (folder / "config.yaml").is_file():
+        recorded = runner.load(folder, Config).usual_laws
+        return dataclasses.replace(config, usual_laws=recorded)
+    return dataclasses.replace(config, usual_laws="lasting")
 
 
 def execute(config: Config, folder: pathlib.Path) -> Any:
@@ -129,7 +148,7 @@ def film_saved(config: Config, folder: pathlib.Path) -> pathlib.Path:
     """Films what comes after the newest checkpoint of the run in `config.run`; returns where the film is."""
     run, saved, asked = saved_run(config, ("frames",))
     check_split("agents", saved.agents, "population")
-    world = make_world(saved)
+    world = make_world(saved, unnamed="first")
     step, state = newest_state(run, world, runner.identity(saved), {}, "step")
     return _save_film(asked, folder / "plots", world, state, step)
 
@@ -137,7 +156,11 @@ def film_saved(config: Config, folder: pathlib.Path) -> pathlib.Path:
 @owning
 def evolve(config: Config, folder: pathlib.Path) -> FitResult:
     """Runs the world under the ambient mesh, in `folder`; resumes what is there."""
-    world, length = make_world(config), config.train
+    config = with_usual_laws(config, folder)
+    world = make_world(config, unnamed="first")
+    length = config.train
+    interval = frame_interval(length.steps, length.chunk, config.frames)
+    frames = Frames(folder / "frames", interval, _scale(config))
 
     def tell_start(start: int) -> None:
         say(
@@ -149,15 +172,16 @@ def evolve(config: Config, folder: pathlib.Path) -> FitResult:
     run = Run(
         config,
         folder,
-        Fit(length.steps, length.chunk, save_every=length.save_every),
+        Fit(length.steps, length.chunk, eval_every=frames.interval, save_every=length.save_every),
         ProgressLabels(description="living", shown=("alive", "lineages", "heat")),
         tell_start,
+        watch=frames.keep if config.gif else None,
         check=_check_book,
         extending="goes on with the world as it is",
     )
     result = train(world, lambda _: None, run)
     if not result.interrupted:
-        _tell_end(config, folder, world, result)
+        _tell_end(config, folder, frames, result)
     return result
 
 
@@ -166,17 +190,27 @@ def _check_book(step: int, metrics: Mapping[str, float]) -> None:
         raise AssertionError(f"the book of energy does not balance at step {step}")
 
 
-def _tell_end(config: Config, folder: pathlib.Path, world: World, result: FitResult) -> None:
+def _scale(config: Config) -> int:
+    """Pixels of a cell's side in films."""
+    return max(1, 384 // config.size)
+
+
+def _tell_end(config: Config, folder: pathlib.Path, frames: Frames, result: FitResult) -> None:
     state: WorldState = result.state
     plots = folder / "plots"
-    if config.gif:
-        _save_film(config, plots, world, state, result.step)
+    if config.gif and not frames.has(result.step):  # a finished run of older code
+        frames.keep(result.step, state)
     alive = np.asarray(jax.device_get(state.agents.alive))
     lineages = len(np.unique(np.asarray(state.agents.lineage)[alive]))
     say(f"after      {result.step:,} steps {alive.sum():,} agents live, of {lineages:,} of {int(state.lineages):,} "
         f"lineages; {float(state.ledger.heat.units()):,.1f} units of energy become heat a step")  # fmt: skip
     if jax.process_index():
         return
+    kept = frames.read(result.step)
+    if kept and config.gif:
+        save_film(kept, plots / "life.gif")
+        plot_lineages(kept, plots / "lineages.png", folder.name)
+        say(f"film           {runner.short(plots / 'life.gif')}")
     plot_metrics(folder / "metrics.jsonl", plots / "life.png", PANELS, title=folder.name)
     for what in ("plots", "metrics.jsonl", "checkpoints"):
         say(f"{what:14} {runner.short(folder / what)}")
@@ -185,12 +219,12 @@ def _tell_end(config: Config, folder: pathlib.Path, world: World, result: FitRes
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))
 def _film(
     key: PRNGKey, state: WorldState, start: int, world: World, frames: int, scale: int
-) -> tuple[Array, Array]:
-    """Goes on after step `start`; returns a picture of each step, and how many agents live in it."""
+) -> tuple[Array, Array, Array]:
+    """Goes on after step `start`; returns of each step a picture, who is alive, and lineages."""
 
     def body(state, step):
         state, _ = world.step(jax.random.fold_in(key, step), state, None)
-        return state, (draw_world(state, scale), jnp.sum(state.agents.alive))
+        return state, (draw_world(state, scale), state.agents.alive, state.agents.lineage)
 
     return jax.lax.scan(body, state, start + jnp.arange(frames))[1]
 
@@ -199,17 +233,16 @@ def _save_film(
     config: Config, plots: pathlib.Path, world: World, state: WorldState, start: int
 ) -> pathlib.Path:
     """Films what comes after step `start`, a frame a step, on all processes; the first writes it."""
-    key, scale = jax.random.key(config.seed), max(1, 256 // config.size)
-    frames, alive = jax.device_get(_film(key, state, start, world, config.frames, scale))
-    key = "green: energy; dark: robots\ncoloured: agents, by lineage"
-    texts = [
-        f"step {start + 1 + t:,}, {count:,} agents live\n{key}"
-        for t, count in enumerate(alive.tolist())
-    ]
-    path = plots / "life.gif"
+    key = jax.random.key(config.seed)
+    images, alive, lineages = jax.device_get(
+        _film(key, state, start, world, config.frames, _scale(config))
+    )
+    frames = []
+    for number, image in enumerate(images):
+        frames.append(Frame(start + 1 + number, image, lineages[number][alive[number]]))
+    path = plots / "after.gif"
     if jax.process_index() == 0:
-        plots.mkdir(parents=True, exist_ok=True)
-        gif(captioned(frames, texts), path, fps=20)
+        save_film(frames, path)
         say(f"film           {runner.short(path)}")
     return path
 

@@ -171,6 +171,7 @@ class Hooks:
         "speed/save_stall_s": seconds that training stood still for it.
       progress: What to show them on.
       evaluate: State -> metrics, every `Fit.eval_every` steps and at the end.
+      watch: Called with the step and the state every `Fit.eval_every` steps and at the end; keeps no state.
       check: Called with each step's metrics; may raise to stop the run.
       report: Called once with the compiled program.
       profile_folder: Where the profile goes.
@@ -183,6 +184,7 @@ class Hooks:
     writer: Writer | None = None
     progress: Progress | None = None
     evaluate: Callable[[PyTree], Mapping[str, float]] | None = None
+    watch: Callable[[int, PyTree], None] | None = None
     check: Callable[[int, Mapping[str, float]], None] | None = None
     report: Callable[[jax.stages.Compiled], None] | None = None
     profile_folder: Path | None = None
@@ -293,8 +295,8 @@ def fit(
             interruption.gentle, step = True, step + length
             driver.sent(step, length, infos)
             stop, done = interruption.agreed(step), has_ended()
-            if hooks.evaluate and (done or (counts.eval_every and step % counts.eval_every == 0)):
-                driver.evaluated(step, hooks.evaluate(state))
+            if done or (counts.eval_every and step % counts.eval_every == 0):
+                driver.look(step, state)
             if hooks.checkpoints and (
                 done or stop or (counts.save_every and step % counts.save_every == 0)
             ):
@@ -435,6 +437,13 @@ class _Driver:
         self._pending = (step, length, infos)
         if self._hooks.checkpoints:
             self._hooks.checkpoints.poll()
+
+    def look(self, step: int, state: PyTree) -> None:
+        """Evaluates the state and shows it to who watches, before the next step takes its memory."""
+        if self._hooks.evaluate:
+            self.evaluated(step, self._hooks.evaluate(state))
+        if self._hooks.watch:
+            self._hooks.watch(step, state)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         self.flush()

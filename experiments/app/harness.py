@@ -54,6 +54,7 @@ class Run:
       metadata: Saved with each checkpoint besides the run's identity; other metadata are another run.
       renamed: Names in the state that older checkpoints have under another one, from today's to that.
       evaluate: State -> metrics.
+      watch: Called with the step and the state, when `evaluate` is.
       check: Called with each step's number and metrics; may raise to stop the run.
       extending: What more steps do to a run that had been finished; where given, such a run says how to extend it.
       first: Makes the state that a new run begins with, laid out; by default the algorithm draws it.
@@ -68,6 +69,7 @@ class Run:
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     evaluate: Callable[[PyTree], Mapping[str, float]] | None = None
+    watch: Callable[[int, PyTree], None] | None = None
     check: Callable[[int, Mapping[str, float]], None] | None = None
     extending: str = ""
     first: Callable[[], PyTree] | None = None
@@ -119,6 +121,7 @@ def train(algorithm: Algorithm, batches: BatchFn, run: Run) -> FitResult:
                 open_progress(run.fit.num_steps, start, labels=run.progress)
             ),
             evaluate=run.evaluate,
+            watch=run.watch,
             check=run.check,
             report=lambda _: runner.write_start(folder, config),
             profile_folder=folder / "profile",

@@ -14,7 +14,7 @@
 """
 
 from jaxpar._renamed import renamed
-from jaxpar.life.bodies import NUM_ACTIONS
+from jaxpar.life.bodies import ACTION_WIDTHS, NUM_ACTIONS, action_index, action_slice, join_actions
 from jaxpar.life.brains import Brain, Jitter, Lstm, Reflex, Sight
 from jaxpar.life.gadgets import automaton_ring, ring_bits
 from jaxpar.life.inhabitants import Agents, WorldState
@@ -23,6 +23,7 @@ from jaxpar.life.picture import draw_world
 from jaxpar.life.world import World
 
 __all__ = [
+    "ACTION_WIDTHS",
     "NUM_ACTIONS",
     "Agents",
     "Brain",
@@ -34,8 +35,11 @@ __all__ = [
     "Sight",
     "World",
     "WorldState",
+    "action_index",
+    "action_slice",
     "automaton_ring",
     "draw_world",
+    "join_actions",
     "ring_bits",
 ]
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpar.life.bodies import SIGNALS
+from jaxpar.life.bodies import SHOWN, SIGNALS, action_index
 from jaxpar.life.brains import Brain, Sight
 from jaxpar.life.inhabitants import KIND, LAST, Agents
 from jaxpar.life.laws import Prices
@@ -13,8 +13,8 @@ from jaxpar.life.terrain import Terrain
 from jaxpar.life.units import ONE
 from jaxpar.types import Array, PRNGKey, PyTree
 
-REPRODUCE = 4
-"""Of the actions that others see."""
+REPRODUCE = action_index("reproduce", SHOWN)
+"""Index in `Agents.last`."""
 
 
 class Births(NamedTuple):

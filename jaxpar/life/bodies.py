@@ -4,6 +4,7 @@ Agents and robots are one list of M = N + R bodies here. What a body does lands 
 proportion to M, and every amount is whole, so that no order matters. All amounts are in 1/1024 (`units.py`).
 """
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,13 +15,37 @@ from jaxpar.life.laws import Prices
 from jaxpar.life.terrain import LIMIT, SHAPED, Terrain
 from jaxpar.life.units import ONE, Wide, scaled, wide_sum
 from jaxpar.mesh import platform
-from jaxpar.types import Array
+from jaxpar.types import Array, UsageError
 
-__all__ = ["NUM_ACTIONS", "Actions", "nearest", "read_actions"]
+__all__ = [
+    "ACTION_WIDTHS",
+    "NUM_ACTIONS",
+    "SHOWN",
+    "Actions",
+    "action_index",
+    "action_slice",
+    "join_actions",
+    "nearest",
+    "read_actions",
+]
 
-NUM_ACTIONS = 44
-"""What a brain says: move 2, push, eat, reproduce, hit, strength, its own message 16, one for others 16, terrain 5."""
 SIGNALS = 16
+ACTION_WIDTHS = {
+    "move": 2,
+    "push": 1,
+    "eat": 1,
+    "reproduce": 1,
+    "hit": 1,
+    "strength": 1,
+    "own": SIGNALS,
+    "message": SIGNALS,
+    "shape": 5,
+}
+"""Outputs of a brain, in order: the name of each action, as `Actions` explains it, and its width."""
+NUM_ACTIONS = sum(ACTION_WIDTHS.values())
+"""Width of all outputs of a brain."""
+SHOWN = ("move", "push", "eat", "reproduce", "hit", "shape")
+"""Actions that others see in the next step, in the order of `Agents.last`."""
 FAR = 2**14
 """Differences are cut at 16 cells, so that their squares can be added."""
 _NOBODY = 2**30
@@ -71,21 +96,47 @@ class Neighbours(NamedTuple):
     seen: Array
 
 
+def action_slice(name: str, among: Sequence[str] = tuple(ACTION_WIDTHS)) -> slice:
+    """Returns the slice that an action has of a brain's outputs, or of those of the actions `among`.
+
+    Raises:
+      UsageError: No such action is among them.
+    """
+    if name not in among:
+        raise UsageError(f"action={name!r}: there is none; expected one of {', '.join(among)}.")
+    start = sum(ACTION_WIDTHS[each] for each in among[: among.index(name)])
+    return slice(start, start + ACTION_WIDTHS[name])
+
+
+def action_index(name: str, among: Sequence[str] = tuple(ACTION_WIDTHS)) -> int:
+    """Returns the index of an action's first output, as `action_slice` counts."""
+    return action_slice(name, among).start
+
+
+def join_actions(parts: Mapping[str, Array]) -> Array:
+    """Returns outputs `[M, 44]` from those of some actions, by name, each `[M, width]`; others are 0.
+
+    Raises:
+      UsageError: A name is that of no action.
+    """
+    for name in parts:
+        action_slice(name)
+    first = next(iter(parts.values()))
+    columns = []
+    for name, width in ACTION_WIDTHS.items():
+        columns.append(parts.get(name, jnp.zeros((len(first), width), first.dtype)))
+    return jnp.concatenate(columns, 1)
+
+
 def read_actions(signals: Array) -> Actions:
     """A brain's outputs as signals, int32 `[M, 44]`, as actions."""
-    move, rest, own, message, shape = jnp.split(signals, (2, 7, 23, 39), axis=1)
-    push, eat, reproduce, hit, strength = rest.T
-    return Actions(
-        move,
-        push,
-        jnp.maximum(eat, 0),
-        reproduce,
-        hit,
-        jnp.maximum(strength, 0),
-        own,
-        message,
-        shape,
-    )
+    parts = {}
+    for name, width in ACTION_WIDTHS.items():
+        part = signals[:, action_slice(name)]
+        parts[name] = part if width > 1 else part[:, 0]
+    for name in ("eat", "strength"):
+        parts[name] = jnp.maximum(parts[name], 0)
+    return Actions(**parts)
 
 
 def nearest(

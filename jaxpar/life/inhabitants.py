@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpar.life.bodies import Actions, Neighbours
+from jaxpar.life.bodies import ACTION_WIDTHS, SHOWN, Actions, Neighbours
 from jaxpar.life.brains import Sight
 from jaxpar.life.robots import Robots
 from jaxpar.life.terrain import Terrain, window
@@ -16,8 +16,8 @@ __all__ = ["Agents", "Ledger", "WorldState", "open_world", "see", "total_energy"
 
 KIND = 8
 """Numbers of an identity."""
-LAST = 11
-"""Actions that others see: move, push, eat, reproduce, hit, and the five on the terrain."""
+LAST = sum(ACTION_WIDTHS[name] for name in SHOWN)
+"""Width of the actions that others see."""
 
 
 class Agents(NamedTuple):
@@ -133,8 +133,10 @@ def hear(spoken: Array, strength: Array, near: Neighbours) -> Array:
 
 def shown(actions: Actions) -> Array:
     """The actions that others see, int32 `[N, 11]`."""
-    single = jnp.stack((actions.push, actions.eat, actions.reproduce, actions.hit), 1)
-    return jnp.concatenate((actions.move, single, actions.shape), 1)
+    columns = []
+    for name in SHOWN:
+        columns.append(getattr(actions, name).reshape(-1, ACTION_WIDTHS[name]))
+    return jnp.concatenate(columns, 1)
 
 
 def put(agents: Agents, slots: Array, new: Agents) -> Agents:

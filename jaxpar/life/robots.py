@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxpar.life.bodies import NUM_ACTIONS, Actions, Neighbours, read_actions
+from jaxpar.life.bodies import Actions, Neighbours, join_actions, read_actions
 from jaxpar.life.units import ONE, scaled, whole
 from jaxpar.types import Array
 
@@ -127,8 +127,8 @@ def robot_actions(robots: Robots) -> Actions:
     """What robots do with their bodies: moves and pushes while they have energy, and eating."""
     works = (robots.energy > 0)[:, None]
     body = jnp.where(works, robots.memory[:, :3], 0)
-    signals = jnp.concatenate((body, robots.memory[:, 3:4]), 1)
-    return read_actions(jnp.pad(signals, ((0, 0), (0, NUM_ACTIONS - 4))))
+    parts = {"move": body[:, :2], "push": body[:, 2:], "eat": robots.memory[:, 3:4]}
+    return read_actions(join_actions(parts))
 
 
 def program_of(operation: str, table: tuple[int, ...] = (0,) * 8) -> Array:

@@ -10,10 +10,24 @@ import pytest
 from fast import jit
 from plain_world import PlainWorld, plain_maps
 
-from jaxpar.life import Jitter, Laws, Lstm, Reflex, World, bodies
-from jaxpar.life.bodies import nearest
-from jaxpar.life.inhabitants import open_world, see
-from jaxpar.life.laws import Prices
+from jaxpar.life import (
+    ACTION_WIDTHS,
+    NUM_ACTIONS,
+    Jitter,
+    Laws,
+    Lstm,
+    Reflex,
+    World,
+    action_index,
+    action_slice,
+    bodies,
+    join_actions,
+)
+from jaxpar.life.births import REPRODUCE, newcomers, pair_parents
+from jaxpar.life.bodies import SHOWN, nearest, read_actions
+from jaxpar.life.brains import sight_of_one
+from jaxpar.life.inhabitants import open_world, see, shown
+from jaxpar.life.laws import FIRST_LAWS, Prices
 from jaxpar.life.terrain import base_maps
 from jaxpar.life.units import ONE, wide_sum
 from jaxpar.mesh import MeshSpec, make_mesh, shard, use_mesh
@@ -42,7 +56,7 @@ class Linear(Reflex):
 
 SMALL = World(
     Linear(Jitter(0.1)), num_agents=16, num_robots=5, size=8, lattice=2, window=3, sight=3, seen_agents=4,
-    seen_robots=2, max_births=4, newcomers=4, ticks=2, laws=Laws(fee=1, child=2, start=8),
+    seen_robots=2, max_births=4, newcomers=4, ticks=2, laws=dataclasses.replace(FIRST_LAWS, fee=1, child=2, start=8),
 )  # fmt: skip
 THINKING = dataclasses.replace(SMALL, brain=Lstm(8, 8, 2, Jitter(0.1)))
 
@@ -198,7 +212,9 @@ def test_negative_actions_give_no_energy():
     assert held[1] < held[0]  # gifts stay among bodies; all else costs
     assert (np.asarray(after.terrain.fields) >= 0).all()
     # Either sign of moving, pushing and shaping costs the same; but for gain, which the ground itself turns into heat.
-    signed = jnp.asarray([0, 1, 2, 40, 41, 42, 43])
+    numbers = np.arange(NUM_ACTIONS)
+    parts = [numbers[action_slice(name)] for name in ("move", "push", "shape")]
+    signed = jnp.asarray(np.concatenate(parts)[[0, 1, 2, 4, 5, 6, 7]])
     heats = []
     for size in (0.75, -0.75):
         one_way = acting(state, jnp.zeros_like(bias).at[:, signed].set(size))
@@ -321,9 +337,9 @@ class Shuffled(World):
         return super().children(key, agents, births._replace(parent=anyone), prices)
 
 
-EATER, IDLER = (np.zeros(44, np.float32) for _ in range(2))
-EATER[[3, 4]] = 1
-IDLER[4] = 1
+EATER, IDLER = (np.zeros(NUM_ACTIONS, np.float32) for _ in range(2))
+EATER[[action_index("eat"), action_index("reproduce")]] = 1
+IDLER[action_index("reproduce")] = 1
 
 
 def fixed_worlds(kind, count, steps):
@@ -352,7 +368,7 @@ def fixed_worlds(kind, count, steps):
             state = state._replace(
                 agents=agents._replace(alive=alive, energy=jnp.where(alive, agents.energy, 0))
             )
-            eats = agents.genome[:, 3] > 0
+            eats = agents.genome[:, action_index("eat")] > 0
             left = jnp.stack((jnp.any(alive & eats), jnp.any(alive & ~eats)))
             now = jnp.where(left[0] == left[1], -1, jnp.where(left[0], 0, 1))
             return (state, jnp.where(winner < 0, now, winner)), None
@@ -370,6 +386,100 @@ def test_who_eats_inherits_the_world(kind):
         assert eaters >= 95, (eaters, idlers)
     else:
         assert eaters + idlers >= 90 and 35 <= eaters <= 65, (eaters, idlers)
+
+
+def candidates():
+    """Sixteen slots, of which the first seven could be parents but for one thing each, and prices."""
+    agents = crowd(0).agents
+    number = jnp.arange(16)
+    price = jnp.full(16, 100, jnp.int32).at[5].set(50)
+    energy = jnp.zeros(16, jnp.int32).at[:7].set(jnp.asarray([201, 200, 900, 900, 300, 101, 300]))
+    wants = jnp.zeros(16, jnp.int32).at[:7].set(jnp.asarray([1, ONE, 0, ONE, 7, 1, 1]))
+    alive = ((number < 7) & (number != 3)) | (number == 8)
+    last = agents.last.at[:, REPRODUCE].set(wants)
+    return agents._replace(alive=alive, energy=energy, last=last), price
+
+
+def test_births_need_what_they_need():
+    agents, price = candidates()
+    # 1 has no more than twice the price, 2 does not want to, 3 is dead; 4 and 6 are as rich.
+    found = pair_parents(agents, price, 8)
+    assert found.born.tolist() == [True] * 4 + [False] * 4
+    assert found.parent[:4].tolist() == [4, 6, 0, 5]
+    assert found.slot.tolist() == [3, 7, 9, 10] + [16] * 4
+    assert pair_parents(agents, price, 3).parent.tolist() == [4, 6, 0]
+    negative = agents._replace(last=-agents.last)
+    assert not pair_parents(negative, price, 8).born.any()
+    one_free = agents._replace(alive=agents.alive.at[7:].set(True).at[9].set(False))
+    one_free = one_free._replace(
+        alive=one_free.alive.at[3].set(True), last=one_free.last.at[3].set(0)
+    )
+    found = pair_parents(one_free, price, 8)
+    assert found.parent[:1].tolist() == [4] and found.slot.tolist() == [9] + [16] * 7
+    full = agents._replace(alive=jnp.ones(16, bool))
+    assert not pair_parents(full, price, 8).born.any()
+
+
+@dataclasses.dataclass(frozen=True)
+class Rested(Linear):
+    """A brain whose newborn remember a quarter of everything."""
+
+    def rest(self, count):
+        return jnp.full((count, 44), 0.25)
+
+
+def test_children_begin_without_their_parents_memory():
+    world = dataclasses.replace(SMALL, brain=Rested(Jitter(0.1)))
+    agents, _ = candidates()
+    state = crowd(0)
+    before = agents._replace(
+        energy=agents.energy * ONE, carry=jnp.full((16, 44), 0.75), age=jnp.full(16, 9, jnp.int32)
+    )
+    bear = jit(lambda agents: world.bear(jax.random.key(0), agents, state, usual_prices())[:2])
+    after, born = bear(before)
+    pairs = {3: 4, 7: 6, 9: 0, 10: 1}  # every price is far below half of these energies
+    assert born.tolist() == [True] * 4
+    for child, parent in pairs.items():
+        assert (after.carry[child] == 0.25).all() and after.age[child] == 0
+        for name in ("own", "spoken", "heard", "last"):
+            assert not getattr(after, name)[child].any(), name
+            assert getattr(before, name)[parent].any(), name
+        assert after.alive[child] and after.energy[child] == usual_prices().child
+        assert after.lineage[child] == before.lineage[parent]
+        assert after.position[child].tolist() == before.position[parent].tolist()
+        assert after.energy[parent] <= before.energy[parent] - usual_prices().child
+        np.testing.assert_array_equal(after.carry[parent], before.carry[parent])
+        np.testing.assert_array_equal(after.own[parent], before.own[parent])
+
+
+def test_newcomers_begin_without_a_memory():
+    brain, sight = Rested(Jitter(0.1)), sight_of_one(3, 4, 2)
+    found = newcomers(jax.random.key(0), brain, sight, 3, SMALL.side, 70, jnp.int32(5))
+    assert (found.carry == 0.25).all() and found.lineage.tolist() == [5, 6, 7]
+    for name in ("age", "own", "spoken", "heard", "last"):
+        assert not getattr(found, name).any(), name
+    assert found.energy.tolist() == [70] * 3 and found.alive.all()
+
+
+def test_outputs_have_one_named_layout():
+    assert tuple(ACTION_WIDTHS) == bodies.Actions._fields and NUM_ACTIONS == 44
+    rows = jnp.arange(2 * NUM_ACTIONS).reshape(2, NUM_ACTIONS) - 60
+    parts = {name: rows[:, action_slice(name)] for name in ACTION_WIDTHS}
+    np.testing.assert_array_equal(join_actions(parts), rows)
+    acts = read_actions(rows)
+    for name, width in ACTION_WIDTHS.items():
+        want = parts[name]
+        if name in ("eat", "strength"):
+            want = np.maximum(want, 0)
+        np.testing.assert_array_equal(getattr(acts, name).reshape(2, width), want, name)
+    alone = join_actions({"hit": jnp.ones((3, 1))})
+    assert np.flatnonzero(alone[2]).tolist() == [action_index("hit")] and alone.sum() == 3
+    np.testing.assert_array_equal(shown(acts)[:, REPRODUCE], acts.reproduce)
+    np.testing.assert_array_equal(shown(acts)[:, action_slice("shape", SHOWN)], acts.shape)
+    with pytest.raises(UsageError, match="action='sing': there is none; expected one of move, pu"):
+        action_index("sing")
+    with pytest.raises(UsageError, match="action='strength': there is none"):
+        action_index("strength", SHOWN)
 
 
 def test_leaves_of_one_shape_get_noise_of_their_own():
@@ -422,6 +532,6 @@ def test_what_no_world_can_be_is_refused():
     ):
         with pytest.raises(UsageError, match=words):
             World(**changes)
-    with pytest.raises(UsageError, match="laws.stomach=8 must hold laws.start=32"):
+    with pytest.raises(UsageError, match="laws.stomach=8 must hold laws.start=64"):
         Laws(stomach=8)
-    assert Prices(*Laws().prices()).upkeep == 256 and Laws(shape=1e-9).prices().shape == 1
+    assert Prices(*Laws().prices()).upkeep == 128 and Laws(shape=1e-9).prices().shape == 1

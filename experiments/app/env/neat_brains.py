@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.fields import AtLeast, Between, check_fields, field
-from jaxpar.life import NUM_ACTIONS, Sight
+from jaxpar.life import ACTION_WIDTHS, Sight, action_slice, join_actions
 from jaxpar.neat import (
     Genomes,
     NeatConfig,
@@ -23,8 +23,10 @@ from jaxpar.types import Array, PRNGKey
 
 NUM_INPUTS = 18
 """One, energy, age, the energy of 9 cells, and of the nearest agent and robot whether it is there, and the way."""
-SPOKEN = 12
-"""Outputs: move 2, push, eat, reproduce, hit, strength, terrain 5; such brains say nothing."""
+ACTED = tuple(name for name in ACTION_WIDTHS if name not in ("own", "message"))
+"""Actions that have outputs; such brains say nothing."""
+SPOKEN = sum(ACTION_WIDTHS[name] for name in ACTED)
+"""Outputs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +78,8 @@ class NeatBrain:
     def act(self, genomes: Genomes, carry: Array, sight: Sight) -> tuple[Array, Array]:
         """A step of every network: outputs `[N, 44]`, of which messages are 0."""
         outputs, carry = apply_networks(express(self.config, genomes), carry, _inputs(sight))
-        silent = jnp.zeros((len(outputs), NUM_ACTIONS - SPOKEN))
-        return jnp.concatenate((outputs[:, :7], silent, outputs[:, 7:]), 1), carry
+        parts = {name: outputs[:, action_slice(name, ACTED)] for name in ACTED}
+        return join_actions(parts), carry
 
     def mutate(self, key: PRNGKey, genomes: Genomes) -> Genomes:
         """Changes numbers, or at most one change of structure a child. Consumes `key`."""
