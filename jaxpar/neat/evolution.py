@@ -26,6 +26,7 @@ from jaxpar.neat.species import (
     offspring_counts,
     ordered_sum,
     rank_genomes,
+    safe_scale,
     speciate,
     update_stagnation,
 )
@@ -380,9 +381,10 @@ def _info(
     state: NeatState, species: Species, fitness: Array, valid: Array, population: Genomes
 ) -> Info:
     count = jnp.maximum(jnp.sum(valid), 1)
+    scale = safe_scale(fitness)
     info = {
         "fitness_max": jnp.max(fitness),
-        "fitness_mean": ordered_sum(jnp.where(valid, fitness, 0)) / count,
+        "fitness_mean": ordered_sum(jnp.where(valid, fitness, 0) * scale) / count / scale,
         "best": state.best,
         "species": jnp.sum(species.alive).astype(float),
         "nodes": jnp.mean(jnp.sum(population.node_on, 1).astype(float)),

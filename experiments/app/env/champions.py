@@ -105,6 +105,8 @@ def evaluate_episodes(
 
 
 def _tell_population(fitness: np.ndarray, solved: np.ndarray, over: str) -> None:
+    # In float32 the squares of a large fitness would overflow.
+    fitness = fitness.astype(np.float64)
     say(f"population {len(fitness):,} networks{over}: mean fitness {fitness.mean():.5g}, standard deviation "
         f"{fitness.std(ddof=1):.3g}, best {fitness.max():.5g}, {solved.sum():,} solve it")  # fmt: skip
 
