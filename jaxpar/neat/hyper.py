@@ -13,10 +13,10 @@ from typing import Protocol
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.fields import AtLeast, OneOf, Positive, check_fields, field
+from jaxpar.fields import AtLeast, Between, OneOf, Positive, check_fields, field
 from jaxpar.neat.evolution import Score
 from jaxpar.neat.functions import ACTIVATIONS
-from jaxpar.neat.network import Networks, apply, init_carry
+from jaxpar.neat.network import Networks, evaluate_rows
 from jaxpar.types import Array, PRNGKey, UsageError
 
 __all__ = [
@@ -45,13 +45,13 @@ class Substrate:
     Attributes:
         layers: for each layer, its nodes' coordinates, all of D numbers; a CPPN has 2 D + 1 inputs (with a constant)
             and one output.
-        threshold: weaker outputs of the CPPN make no connection.
+        threshold: weaker outputs of the CPPN make no connection; under 1, the largest output.
         largest: the CPPN's output 1 makes this weight.
         activation: of every node behind the first layer.
     """
 
     layers: tuple[Layer, ...]
-    threshold: float = field(0.2, AtLeast(0))
+    threshold: float = field(0.2, Between(0, 1, "[)"))
     largest: float = field(3.0, Positive())
     activation: str = field("sigmoid", OneOf(ACTIVATIONS))
 
@@ -97,8 +97,7 @@ def substrate_weights(substrate: Substrate, networks: Networks) -> tuple[Array, 
     weights = []
     for layer in range(len(substrate.layers) - 1):
         rows = jnp.asarray(substrate.rows(layer), networks.bias.dtype)
-        x = jnp.broadcast_to(rows[None], (len(networks.bias), *rows.shape))
-        out = jnp.clip(apply(networks, init_carry(networks, len(rows)), x)[0][..., 0], -1, 1)
+        out = jnp.clip(evaluate_rows(networks, rows)[..., 0], -1, 1)
         strength = jnp.maximum(jnp.abs(out) - substrate.threshold, 0) / (1 - substrate.threshold)
         shape = (len(out), len(substrate.layers[layer + 1]), len(substrate.layers[layer]))
         weights.append((substrate.largest * jnp.sign(out) * strength).reshape(shape))

@@ -1,7 +1,7 @@
 """Networks of a whole population: expressed once from genomes, applied often.
 
 All nodes of a level depend on earlier levels alone, so computing *all* nodes from all others, as often as the deepest
-network has levels, gives every feed-forward network at once; a recurrent one makes a single such sweep a call. The
+network has levels, gives every feed-forward network at once; a recurrent one makes `sub_steps` such sweeps a call. The
 matrix form costs w^2 a sweep and network for w node slots, the edge form C gathers and a scatter.
 """
 
@@ -18,7 +18,15 @@ from jaxpar.neat.genome import Genomes
 from jaxpar.neat.graph import sweeps
 from jaxpar.types import Array, PyTree, UsageError
 
-__all__ = ["Networks", "apply", "express", "form_of", "init_carry", "with_networks"]
+__all__ = [
+    "Networks",
+    "apply",
+    "evaluate_rows",
+    "express",
+    "form_of",
+    "init_carry",
+    "with_networks",
+]
 
 _SEGMENTS = {"sum": 0.0, "mean": 0.0, "product": 1.0, "max": -jnp.inf, "min": jnp.inf}
 _KERNEL_ROWS = 64
@@ -192,8 +200,9 @@ def apply(networks: Networks, carry: PyTree, x: Array) -> tuple[Array, PyTree]:
     """One call of every network.
 
     Nodes compute act(bias + response * agg(weight * value)); one without inputs is act(bias), or
-    act(bias + response) where it multiplies. "feedforward": to the end; "recurrent": one step, all nodes from the
-    values before; "ctrnn": `sub_steps` steps y += (1 - exp(-dt / tau)) (act(...) - y), exact while inputs are constant.
+    act(bias + response) where it multiplies. "feedforward": to the end. "recurrent": `sub_steps`
+    steps, in each all nodes from the values before. "ctrnn": as many steps
+    y += (1 - exp(-dt / tau)) (act(...) - y), exact while inputs are constant.
 
     Args:
         networks: G of them.
@@ -228,17 +237,44 @@ def apply(networks: Networks, carry: PyTree, x: Array) -> tuple[Array, PyTree]:
         return (out if x.ndim == 3 else out[:, 0]), ()
     values = carry if x.ndim == 3 else carry[:, None]
     if config.kind == "recurrent":
-        values = placed(_computed(networks, placed(values)))
+
+        def relax(_, values):
+            return placed(_computed(networks, placed(values)))
+
     else:
         rate = -jnp.expm1(-config.time_step / networks.time_constant)[:, None]
 
         def relax(_, values):
             return placed(values + rate * (_computed(networks, placed(values)) - values))
 
+    if config.sub_steps == 1:
+        values = relax(0, values)
+    else:
         values = jax.lax.fori_loop(0, config.sub_steps, relax, values)
     new = values if x.ndim == 3 else values[:, 0]
     out = values[..., config.num_inputs : config.num_io]
     return (out if x.ndim == 3 else out[:, 0]), new
+
+
+def evaluate_rows(networks: Networks, rows: Array) -> Array:
+    """Outputs of every network for every row, each from zero memory: float32 `[G, B, O]`.
+
+    Args:
+        networks: G of them.
+        rows: float32 `[B, I]`.
+
+    Raises:
+        UsageError: networks with memory that make one step a call. In that step nodes read inputs
+            and zeros, so hidden nodes change no output.
+    """
+    config = networks.config
+    if config.kind != "feedforward" and config.sub_steps == 1:
+        raise UsageError(
+            f"sub_steps=1: from zero memory, one step of a {config.kind} network carries no hidden "
+            "node to an output; expected at least 2 for rows without time, such as 10."
+        )
+    x = jnp.broadcast_to(rows[None], (len(networks.bias), *rows.shape))
+    return apply(networks, init_carry(networks, len(rows)), x)[0]
 
 
 def _computed(networks: Networks, values: Array) -> Array:

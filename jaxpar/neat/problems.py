@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxpar.fields import AtLeast, OneOf, check_fields, field
 from jaxpar.neat.evolution import Score
-from jaxpar.neat.network import Networks, apply, init_carry
+from jaxpar.neat.network import Networks, evaluate_rows
 from jaxpar.types import Array, PRNGKey, UsageError
 
 __all__ = ["Table", "multiplexer", "xor"]
@@ -33,8 +33,7 @@ class Table:
     def __call__(self, key: PRNGKey, networks: Networks, inputs: dict[str, Array]) -> Score:
         """Scores G networks; `key` is not needed. Networks with memory are reset for every row."""
         rows, targets = inputs["inputs"], inputs["targets"]
-        x = jnp.broadcast_to(rows[None], (len(networks.bias), *rows.shape))
-        y, _ = apply(networks, init_carry(networks, len(rows)), x)
+        y = evaluate_rows(networks, rows)
         if targets.shape != y.shape[1:]:
             raise UsageError(f"targets have the shape {targets.shape}; legal is {y.shape[1:]}, a row of outputs a row "
                              "of inputs.")  # fmt: skip

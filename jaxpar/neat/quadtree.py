@@ -19,7 +19,7 @@ import numpy as np
 from jaxpar.fields import AtLeast, OneOf, Positive, check_fields, field
 from jaxpar.neat.functions import ACTIVATIONS
 from jaxpar.neat.hyper import Layer
-from jaxpar.neat.network import Networks, apply, init_carry
+from jaxpar.neat.network import Networks, evaluate_rows
 from jaxpar.types import Array, UsageError
 
 __all__ = ["Discovered", "Quadtree", "discover", "discovered_apply"]
@@ -169,8 +169,7 @@ def _connected(
     ends = jnp.broadcast_to(end, points.shape)
     pair = [ends, points] if outgoing else [points, ends]
     rows = jnp.concatenate([*pair, jnp.ones((len(points), 1), end.dtype)], 1)
-    x = jnp.broadcast_to(rows[None], (len(networks.bias), *rows.shape))
-    out = jnp.clip(apply(networks, init_carry(networks, len(rows)), x)[0][..., 0], -1, 1)
+    out = jnp.clip(evaluate_rows(networks, rows)[..., 0], -1, 1)
     parts = jnp.split(out, np.cumsum([(2**depth + 2) ** 2 for depth in depths])[:-1], 1)
     grids = [
         part.reshape(len(out), 2**depth + 2, -1) for depth, part in zip(depths, parts, strict=True)
