@@ -87,7 +87,7 @@ class Config(runner.RunConfig):
         evolved on, or "film", of its champion. Of the flags beside run= those count that say which episodes and how
         many: seed, eval_episodes, frames.
       kind: "feedforward", "recurrent" or "ctrnn".
-      sub_steps: Steps of a recurrent or ctrnn network in one call; a table needs two or more of them.
+      sub_steps: Steps of a recurrent or ctrnn network in one call; tables need two or more.
       population: Genomes, on all devices together.
       train: Length and checkpoints; train.steps are generations, at most.
       max_nodes: Capacity of a genome.

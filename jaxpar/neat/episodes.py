@@ -64,15 +64,38 @@ def io_sizes(env: Environment | Adapter, params: PyTree, constant: bool) -> tupl
     raise UsageError(f"networks act by Discrete numbers or Boxes, not by {space}.")
 
 
-def act(space: Space, y: Array, low: float = 0.0, high: float = 1.0) -> Array:
-    """The action of outputs `[O]` from `low` to `high`: the largest one, the upper half, or a point of the box."""
+def act(
+    space: Space, y: Array, low: float = 0.0, high: float = 1.0, mask: Array | None = None
+) -> Array:
+    """The action of outputs `[O]` from `low` to `high`.
+
+    It is the largest output, the upper half of a single one, or a point of the box.
+
+    Args:
+        space: `Discrete` or `Box`, of which `io_sizes` gives the number of outputs.
+        y: float32 `[O]`.
+        low: the least output.
+        high: the largest output.
+        mask: bool `[A]`, the legal actions of a `Discrete`; None, or none that is legal, allows all.
+    """
     if isinstance(space, Discrete):
-        choice = jnp.argmax(y) if space.n > 2 else (y[0] > (low + high) / 2)
+        if space.n > 2:
+            return jnp.argmax(_legal_outputs(y, mask)).astype(space.dtype)
+        choice = (y[0] > (low + high) / 2) & (space.n > 1)
+        if mask is not None and space.n > 1:
+            choice = jnp.where(mask[0] == mask[1], choice, mask[1])
         return choice.astype(space.dtype)
     assert isinstance(space, Box)  # `io_sizes` refuses others
     share = (jnp.clip(y, low, high) - low) / (high - low)
     least, most = space.bounds()
     return jnp.add(least, share.reshape(space.shape) * (most - least)).astype(space.dtype)
+
+
+def _legal_outputs(y: Array, mask: Array | None) -> Array:
+    if mask is None:
+        return y
+    # An output of minus infinity, too, is more than that of an action which is not legal.
+    return jnp.where(mask, jnp.maximum(y, jnp.finfo(y.dtype).min), -jnp.inf)
 
 
 @flax.struct.dataclass
@@ -137,6 +160,15 @@ class _Player(NamedTuple):
         own = jax.random.fold_in(self.key, self.networks.index[job // self.episodes])
         return jax.random.fold_in(jax.random.fold_in(own, job % self.episodes), time)
 
+    def choose_action(self, y: Array, state: PyTree, params: PyTree) -> Array:
+        """The legal action of one network's outputs in a state."""
+        low, high = self.options.output_range
+        action_mask = capabilities(self.env).action_mask
+        mask = None
+        if action_mask is not None:
+            mask = action_mask(state, params)
+        return act(self.env.action_space(params), y, low, high, mask)
+
     def networks_of(self, job) -> Networks:
         """The networks of these episodes."""
         owner = jnp.minimum(job, self.num_jobs - 1) // self.episodes
@@ -173,9 +205,7 @@ class _Player(NamedTuple):
         rows.append(jnp.ones((num_envs, int(self.options.constant)), dtype))
         y, memory = apply(mine, now.carry, jnp.concatenate(rows, 1))
 
-        space = self.env.action_space(self.params)
-        low, high = self.options.output_range
-        action = jax.vmap(lambda y: act(space, y, low, high))(y)
+        action = jax.vmap(lambda y, state: self.choose_action(y, state, self.params))(y, now.state)
         keys = jax.vmap(self.key_of)(jnp.minimum(now.job, self.num_jobs - 1), now.time + 1)
         one = lambda key, state, action: step(key, self.env, state, action, self.params)  # noqa: E731
         after = jax.vmap(one)(keys, now.state, action)
@@ -243,8 +273,7 @@ class _Player(NamedTuple):
         """A step of one episode as a function of scalars; raises `NotScalar`."""
 
         def move(state, params, y):
-            low, high = self.options.output_range
-            action = act(self.env.action_space(params), y, low, high)
+            action = self.choose_action(y, state, params)
             # `NotScalar` if it uses the key.
             after = step(jax.random.key(0), self.env, state, action, params)
             return after.state, after.obs, after.reward, after.terminated | after.truncated
