@@ -6,10 +6,12 @@ matrix form costs w^2 a sweep and network for w node slots, the edge form C gath
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxpar.neat._kernels import feedforward_kernel, use_kernels
 from jaxpar.neat.config import NeatConfig
@@ -20,6 +22,7 @@ from jaxpar.types import Array, PyTree, UsageError
 
 __all__ = [
     "Networks",
+    "Players",
     "apply",
     "evaluate_rows",
     "express",
@@ -75,6 +78,54 @@ class Networks:
     def width(self) -> int:
         """Node slots, w."""
         return self.bias.shape[1]
+
+    @property
+    def io_sizes(self) -> tuple[int, int]:
+        """Numbers of inputs and of outputs."""
+        return self.config.num_inputs, self.config.num_outputs
+
+    @property
+    def dtype(self) -> DTypeLike:
+        """Type of all numbers."""
+        return self.bias.dtype
+
+    def init_carry(self, *batch: int) -> PyTree:
+        """Returns `init_carry` of these networks."""
+        return init_carry(self, *batch)
+
+    def apply(self, carry: PyTree, x: Array) -> tuple[Array, PyTree]:
+        """Returns `apply` of these networks."""
+        return apply(self, carry, x)
+
+
+class Players(Protocol):
+    """G networks that can be called step by step: `Networks`, or those that CPPNs give.
+
+    A pytree whose arrays have a leading axis G, unless they are scalars.
+    """
+
+    @property
+    def index(self) -> Array:
+        """Numbers of the genomes in the whole population, int32 `[G]`."""
+        ...
+
+    @property
+    def io_sizes(self) -> tuple[int, int]:
+        """Numbers of inputs and of outputs."""
+        ...
+
+    @property
+    def dtype(self) -> DTypeLike:
+        """Type of all numbers."""
+        ...
+
+    def init_carry(self, *batch: int) -> PyTree:
+        """Returns the memory before the first call."""
+        ...
+
+    def apply(self, carry: PyTree, x: Array) -> tuple[Array, PyTree]:
+        """Returns outputs `[G, O]` or `[G, B, O]` for `[G, I]` or `[G, B, I]`, and the memory."""
+        ...
 
 
 def form_of(config: NeatConfig, width: int) -> str:
