@@ -87,6 +87,7 @@ class Config(runner.RunConfig):
         evolved on, or "film", of its champion. Of the flags beside run= those count that say which episodes and how
         many: seed, eval_episodes, frames.
       kind: "feedforward", "recurrent" or "ctrnn".
+      sub_steps: Steps of a recurrent or ctrnn network in one call; tables need two or more.
       population: Genomes, on all devices together.
       train: Length and checkpoints; train.steps are generations, at most.
       max_nodes: Capacity of a genome.
@@ -124,6 +125,7 @@ class Config(runner.RunConfig):
     goal: float = identifying(float("inf"), Between(-math.inf, math.inf))
     episodes: int = identifying(1, AtLeast(1))
     max_steps: int = identifying(0, AtLeast(0))
+    sub_steps: int = field(1, AtLeast(1), identity="changed")
     num_seeds: int = field(1, AtLeast(1))
     together: int = field(0, AtLeast(0))
     run: str = ""
@@ -178,6 +180,7 @@ def make_search(config: Config) -> tuple[Neat, PyTree]:
         max_species=config.max_species,
         mode=config.mode,
         kind=config.kind,
+        sub_steps=config.sub_steps,
         activations=tuple(config.activations) or None,
         aggregations=tuple(config.aggregations),
         rates=rates,

@@ -32,6 +32,7 @@ from experiments import (
     verify,
 )
 from experiments.app.env import neat_brains
+from experiments.app.env.solved_policies import ExactPolicy, QmdpPolicy
 from experiments.app.harness import TrainConfig
 from experiments.app.lm import benchmark
 from experiments.app.lm.pipeline_flags import PipelineConfig
@@ -129,6 +130,8 @@ EXPERIMENTS = {
         "std": ((-1, 11), (0, 10)),
     },
     own.Config: {"width": ((3,), (4,)), "layers batch_size": COUNT, "learning_rate": POSITIVE},
+    ExactPolicy: {"tolerance": POSITIVE, "max_iterations": COUNT},
+    QmdpPolicy: {"tolerance": POSITIVE},
     pomdp.Config: {"episodes max_steps at_once trees": COUNT, "budget_s": FRACTION_FROM_0},
     env.Config: {"num_envs num_steps frames": COUNT},
     generate.Config: {

@@ -70,8 +70,8 @@ from jaxpar.mesh import MeshSpec
 from jaxpar.neat import NeatConfig
 from jaxpar.neat.config import Rates
 from jaxpar.neat.episodes import Episodes, GeneralizationTest, PlayOptions
-from jaxpar.neat.hyper import Substrate, SubstrateTable
-from jaxpar.neat.problems import Table
+from jaxpar.neat.hyper import Substrate
+from jaxpar.neat.problems import SubstrateTable, Table
 from jaxpar.neat.quadtree import Quadtree
 from jaxpar.nn.attention import Attention, Dropout, Visibility, Visible
 from jaxpar.nn.cells.aaren import Aaren

@@ -34,11 +34,11 @@ from jaxpar.neat.episodes import (
 from jaxpar.neat.evolution import RENAMED, Neat, NeatState, Problem, Score
 from jaxpar.neat.exchange import expressions, from_json, to_dot, to_json
 from jaxpar.neat.genome import Genomes, check_genomes, initial
-from jaxpar.neat.hyper import Substrate, SubstrateTable, grid, substrate_apply, substrate_weights
-from jaxpar.neat.mutate import apply_edit, choose_edit, mutate_numbers
+from jaxpar.neat.hyper import Substrate, grid, substrate_apply, substrate_weights
+from jaxpar.neat.mutate import apply_edit, choose_edit, mutate, mutate_numbers
 from jaxpar.neat.network import Networks, apply, express, init_carry, with_networks
 from jaxpar.neat.picture import draw_network
-from jaxpar.neat.problems import Table, multiplexer, xor
+from jaxpar.neat.problems import SubstrateTable, Table, multiplexer, xor
 from jaxpar.neat.quadtree import Quadtree, discover, discovered_apply
 from jaxpar.neat.uniforms import Uniforms
 
@@ -81,6 +81,7 @@ __all__ = [
     "initial",
     "io_sizes",
     "multiplexer",
+    "mutate",
     "mutate_numbers",
     "play",
     "substrate_apply",

@@ -100,11 +100,13 @@ class _Net(NamedTuple):
         return jnp.where(_slots(values) < config.num_inputs, inputs, new)
 
     def call(self, config: NeatConfig, memory: Array, inputs: Array) -> Array:
-        """The nodes after a call: swept once if recurrent, else until none changes."""
+        """The nodes after a call: `sub_steps` sweeps if recurrent, else until none changes."""
         if config.kind == "recurrent":
-            return self.sweep(
-                config, jnp.where(_slots(memory) < config.num_inputs, inputs, memory), inputs
-            )
+            begun = jnp.where(_slots(memory) < config.num_inputs, inputs, memory)
+            if config.sub_steps == 1:
+                return self.sweep(config, begun, inputs)
+            sweep = lambda _, values: self.sweep(config, values, inputs)  # noqa: E731
+            return jax.lax.fori_loop(0, config.sub_steps, sweep, begun)
 
         def go_on(carry):
             return carry[1] & (carry[2] < len(inputs))

@@ -7,7 +7,14 @@ import numbers
 import flax.struct
 
 from jaxpar.fields import AtLeast, Between, Each, OneOf, Positive, check_fields, field
-from jaxpar.neat.functions import ACTIVATIONS, AGGREGATIONS, Activation, check_names, check_own
+from jaxpar.neat.functions import (
+    ACTIVATIONS,
+    AGGREGATIONS,
+    Activation,
+    check_distinct,
+    check_names,
+    check_own,
+)
 from jaxpar.neat.modes import MODES, ModeRules
 from jaxpar.types import Scalar, UsageError
 
@@ -133,7 +140,8 @@ class NeatConfig:
             constant input.
         initial: "full" connects every input with every output, "none" nothing.
         time_step: seconds of one step of a "ctrnn".
-        sub_steps: steps of a "ctrnn" in one call.
+        sub_steps: steps of a "recurrent" or "ctrnn" network in one call; more reach deeper nodes. A
+            "feedforward" network is computed to its end in one.
         rates: first values of the state's rates; None means the mode's.
         widths: node slots of the compiled forms of a network, ascending; the last must be N. () chooses them.
         own_activations: pairs (name, function) that `activations` may name beside those of `jaxpar.neat.functions`. A
@@ -176,6 +184,7 @@ class NeatConfig:
         self._check_functions()
         self._check_evolved()
         self._check_sizes()
+        self._check_steps()
         self._check_rates()
 
     def _fill(self, name: str, value: object) -> None:
@@ -196,11 +205,19 @@ class NeatConfig:
             )
 
     def _check_evolved(self) -> None:
+        check_distinct("evolved", self.evolved or ())
         for name in self.evolved or ():
             if name not in ATTRIBUTES:
                 raise UsageError(
                     f"evolved: {name!r} is no attribute; legal are {', '.join(ATTRIBUTES)}."
                 )
+
+    def _check_steps(self) -> None:
+        if self.kind == "feedforward" and self.sub_steps > 1:
+            raise UsageError(
+                f"sub_steps={self.sub_steps}: a feedforward network is computed to its end in one "
+                "step; expected 1, or kind='recurrent' or 'ctrnn'."
+            )
 
     def _check_rates(self) -> None:
         for name, value in vars(self.rates).items():

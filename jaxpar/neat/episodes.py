@@ -36,7 +36,8 @@ from jaxpar.fields import AtLeast, Between, Each, Finite, check_fields, field
 from jaxpar.mesh import mesh_axes
 from jaxpar.neat._kernels import NotScalar, ScalarStep, episode_kernel, use_kernels
 from jaxpar.neat.evolution import Score
-from jaxpar.neat.network import Networks, apply, init_carry
+from jaxpar.neat.hyper import CppnDecoder
+from jaxpar.neat.network import Networks, Players
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
 __all__ = [
@@ -64,15 +65,38 @@ def io_sizes(env: Environment | Adapter, params: PyTree, constant: bool) -> tupl
     raise UsageError(f"networks act by Discrete numbers or Boxes, not by {space}.")
 
 
-def act(space: Space, y: Array, low: float = 0.0, high: float = 1.0) -> Array:
-    """The action of outputs `[O]` from `low` to `high`: the largest one, the upper half, or a point of the box."""
+def act(
+    space: Space, y: Array, low: float = 0.0, high: float = 1.0, mask: Array | None = None
+) -> Array:
+    """The action of outputs `[O]` from `low` to `high`.
+
+    It is the largest output, the upper half of a single one, or a point of the box.
+
+    Args:
+        space: `Discrete` or `Box`, of which `io_sizes` gives the number of outputs.
+        y: float32 `[O]`.
+        low: the least output.
+        high: the largest output.
+        mask: bool `[A]`, the legal actions of a `Discrete`; None, or none that is legal, allows all.
+    """
     if isinstance(space, Discrete):
-        choice = jnp.argmax(y) if space.n > 2 else (y[0] > (low + high) / 2)
+        if space.n > 2:
+            return jnp.argmax(_legal_outputs(y, mask)).astype(space.dtype)
+        choice = (y[0] > (low + high) / 2) & (space.n > 1)
+        if mask is not None and space.n > 1:
+            choice = jnp.where(mask[0] == mask[1], choice, mask[1])
         return choice.astype(space.dtype)
     assert isinstance(space, Box)  # `io_sizes` refuses others
     share = (jnp.clip(y, low, high) - low) / (high - low)
     least, most = space.bounds()
     return jnp.add(least, share.reshape(space.shape) * (most - least)).astype(space.dtype)
+
+
+def _legal_outputs(y: Array, mask: Array | None) -> Array:
+    if mask is None:
+        return y
+    # An output of minus infinity, too, is more than that of an action which is not legal.
+    return jnp.where(mask, jnp.maximum(y, jnp.finfo(y.dtype).min), -jnp.inf)
 
 
 @flax.struct.dataclass
@@ -122,7 +146,7 @@ class _Player(NamedTuple):
     """Arguments of `play` that all slots share."""
 
     key: PRNGKey
-    networks: Networks
+    networks: Players
     env: Environment | Adapter
     params: PyTree
     episodes: int
@@ -131,13 +155,22 @@ class _Player(NamedTuple):
 
     @property
     def num_jobs(self) -> int:
-        return len(self.networks.bias) * self.episodes
+        return len(self.networks.index) * self.episodes
 
     def key_of(self, job, time):
         own = jax.random.fold_in(self.key, self.networks.index[job // self.episodes])
         return jax.random.fold_in(jax.random.fold_in(own, job % self.episodes), time)
 
-    def networks_of(self, job) -> Networks:
+    def choose_action(self, y: Array, state: PyTree, params: PyTree) -> Array:
+        """The legal action of one network's outputs in a state."""
+        low, high = self.options.output_range
+        action_mask = capabilities(self.env).action_mask
+        mask = None
+        if action_mask is not None:
+            mask = action_mask(state, params)
+        return act(self.env.action_space(params), y, low, high, mask)
+
+    def networks_of(self, job) -> Players:
         """The networks of these episodes."""
         owner = jnp.minimum(job, self.num_jobs - 1) // self.episodes
         return jax.tree.map(lambda leaf: leaf[owner] if jnp.ndim(leaf) else leaf, self.networks)
@@ -159,23 +192,21 @@ class _Player(NamedTuple):
 
         obs, state = jax.vmap(one)(jnp.minimum(job, self.num_jobs - 1))
         memory = jax.tree.map(
-            lambda x: jnp.zeros((len(job), *x.shape[1:]), x.dtype), init_carry(self.networks)
+            lambda x: jnp.zeros((len(job), *x.shape[1:]), x.dtype), self.networks.init_carry()
         )
         return _Slots(
             job, jnp.zeros_like(job), state, obs, memory, jnp.zeros(len(job), jnp.float32)
         )
 
-    def step_slots(self, mine: Networks, now: _Slots, table: _Table) -> tuple[_Slots, _Table]:
+    def step_slots(self, mine: Players, now: _Slots, table: _Table) -> tuple[_Slots, _Table]:
         """One step of every slot; one whose episode ends has none afterwards."""
         num_envs = len(now.job)
-        dtype = self.networks.bias.dtype
+        dtype = self.networks.dtype
         rows = [leaf.reshape(num_envs, -1).astype(dtype) for leaf in jax.tree.leaves(now.obs)]
         rows.append(jnp.ones((num_envs, int(self.options.constant)), dtype))
-        y, memory = apply(mine, now.carry, jnp.concatenate(rows, 1))
+        y, memory = mine.apply(now.carry, jnp.concatenate(rows, 1))
 
-        space = self.env.action_space(self.params)
-        low, high = self.options.output_range
-        action = jax.vmap(lambda y: act(space, y, low, high))(y)
+        action = jax.vmap(lambda y, state: self.choose_action(y, state, self.params))(y, now.state)
         keys = jax.vmap(self.key_of)(jnp.minimum(now.job, self.num_jobs - 1), now.time + 1)
         one = lambda key, state, action: step(key, self.env, state, action, self.params)  # noqa: E731
         after = jax.vmap(one)(keys, now.state, action)
@@ -236,29 +267,29 @@ class _Player(NamedTuple):
             else:
                 num_envs = 0
             now, table = self.play_until_few_left(now, table, num_envs)
-        returns, lengths = table.results.T.reshape(2, len(self.networks.bias), self.episodes)
+        returns, lengths = table.results.T.reshape(2, len(self.networks.index), self.episodes)
         return PlayResult(returns, lengths.astype(jnp.int32), table.steps)
 
     def scalar_step(self) -> ScalarStep:
         """A step of one episode as a function of scalars; raises `NotScalar`."""
 
         def move(state, params, y):
-            low, high = self.options.output_range
-            action = act(self.env.action_space(params), y, low, high)
+            action = self.choose_action(y, state, params)
             # `NotScalar` if it uses the key.
             after = step(jax.random.key(0), self.env, state, action, params)
             return after.state, after.obs, after.reward, after.terminated | after.truncated
 
         state = jax.eval_shape(lambda: self.fresh_slots(jnp.zeros(1, jnp.int32)).state)
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
-        return ScalarStep.of(move, one, self.params, self.networks.config.num_outputs)
+        return ScalarStep.of(move, one, self.params, self.networks.io_sizes[1])
 
     def by_kernel(self, interpret: bool = False) -> Callable[[], PlayResult] | None:
         """A function that plays every episode inside one kernel.
 
         None without a GPU or a deterministic environment.
         """
-        if not (interpret or use_kernels(self.networks)):
+        networks = self.networks
+        if not isinstance(networks, Networks) or not (interpret or use_kernels(networks)):
             return None
         try:
             scalar_step = self.scalar_step()
@@ -269,7 +300,7 @@ class _Player(NamedTuple):
             slots = self.fresh_slots(jnp.arange(self.num_jobs, dtype=jnp.int32))
             returns, lengths = episode_kernel(
                 scalar_step,
-                self.networks,
+                networks,
                 slots.state,
                 slots.obs,
                 self.episodes,
@@ -277,7 +308,7 @@ class _Player(NamedTuple):
                 self.options.constant,
                 interpret=interpret,
             )
-            shape = len(self.networks.bias), self.episodes
+            shape = len(self.networks.index), self.episodes
             return PlayResult(returns.reshape(shape), lengths.reshape(shape), jnp.sum(lengths))
 
         return run
@@ -285,7 +316,7 @@ class _Player(NamedTuple):
 
 def play(
     key: PRNGKey,
-    networks: Networks,
+    networks: Players,
     env: Environment | Adapter,
     params: PyTree,
     episodes: int,
@@ -319,7 +350,7 @@ def play(
     options = cast(PlayOptions, newer_arguments("play", paths, groups, older)["options"])
 
     needed = io_sizes(env, params, options.constant)
-    ends = (networks.config.num_inputs, networks.config.num_outputs)
+    ends = networks.io_sizes
     if needed != ends:
         raise UsageError(
             f"networks have {ends[0]} inputs and {ends[1]} outputs; the environment takes "
@@ -365,6 +396,8 @@ class Episodes:
         max_steps: of an episode.
         constant: whether a last input of 1 follows the observation.
         output_range: what outputs lie in.
+        decoder: the `Substrate` or `Quadtree` on which networks, as CPPNs, give those that play;
+            None has networks play themselves.
     """
 
     env: Environment | Adapter
@@ -374,15 +407,23 @@ class Episodes:
     max_steps: int = field(1000, AtLeast(1))
     constant: bool = True
     output_range: tuple[float, float] = field((0.0, 1.0), Each(Finite()))
+    decoder: CppnDecoder | None = None
 
     __post_init__ = check_fields
 
+    def express(self, networks: Networks) -> Players:
+        """The networks that play."""
+        if self.decoder is None:
+            return networks
+        return self.decoder.express(networks)
+
     def __call__(self, key: PRNGKey, networks: Networks, inputs: PyTree) -> Score:
         """Scores G networks; consumes `key`."""
-        num_envs = self.num_envs or len(networks.bias)
+        num_envs = self.num_envs or len(networks.index)
         options = PlayOptions(constant=self.constant, output_range=self.output_range)
+        players = self.express(networks)
         result = play(
-            key, networks, self.env, inputs, self.episodes, num_envs, self.max_steps, options
+            key, players, self.env, inputs, self.episodes, num_envs, self.max_steps, options
         )
         fitness = jnp.mean(result.returns, 1)
         return Score(fitness, fitness >= self.goal)
@@ -456,13 +497,14 @@ class GeneralizationTest:
         training = self.training
         options = PlayOptions(constant=training.constant, output_range=training.output_range)
         long_key, short_key = jax.random.split(key)
-        usual = play(long_key, network, env, params, 1, 1, self.long_steps, options)
+        player = training.express(network)
+        usual = play(long_key, player, env, params, 1, 1, self.long_steps, options)
         long = usual.returns[0, 0]
         count = len(jax.tree.leaves(inputs.levels)[0])
 
         def from_levels():
             each = dataclasses.replace(options, levels=inputs.levels, compacts=False)
-            result = play(short_key, network, env, params, count, count, self.short_steps, each)
+            result = play(short_key, player, env, params, count, count, self.short_steps, each)
             return jnp.sum(result.returns >= self.short_steps, dtype=jnp.int32)
 
         passed = jax.lax.cond(long >= self.long_steps, from_levels, lambda: jnp.int32(0))

@@ -26,6 +26,7 @@ from jaxpar.neat.species import (
     offspring_counts,
     ordered_sum,
     rank_genomes,
+    safe_scale,
     speciate,
     update_stagnation,
 )
@@ -68,8 +69,8 @@ class NeatState:
         solved: bool `[]`, whether some genome solved the problem.
         solved_after: int32 `[]`, evaluations up to and with the generation of the first that did; 0 before.
         champion: the best genome so far, `[1]`; from the first solution on, the best of those that solve it.
-        best: float32 `[]`, the best fitness so far.
-        improved: int32 `[]`, the generation when it grew, or when all last stood still for `rates.stall`.
+        best: float32 `[]`, the champion's fitness.
+        improved: int32 `[]`, the generation of the champion, or when all last stood still for `rates.stall`.
         refused: int32 `[]`, changes of structure that capacity forbade so far.
         invalid: int32 `[]`, fitnesses so far that were not finite.
     """
@@ -355,11 +356,15 @@ def _update_best(
     solves: Array,
     invalid: Array,
 ) -> NeatState:
-    best, grew = jnp.max(fitness), jnp.max(fitness) > state.best
-    solves |= fitness >= state.rates.target
+    # What has no finite fitness solves nothing.
+    solves = jnp.isfinite(fitness) & (solves | (fitness >= state.rates.target))
     solved = jnp.any(solves)
     first = jnp.argmax(jnp.where(solves | ~solved, fitness, -jnp.inf))
-    is_champion = jnp.where(state.solved, solved & grew, solved | grew)
+
+    # A solution beats all that are none; of either kind, the fitter. `best` and `improved` follow.
+    is_champion = fitness[first] > state.best
+    is_champion &= solved | ~state.solved
+    is_champion |= solved & ~state.solved
     newest = population.rows(config, first[None])
     evaluations = state.evaluations + len(fitness)
     return dataclasses.replace(
@@ -370,8 +375,8 @@ def _update_best(
         champion=jax.tree.map(
             lambda new, old: jnp.where(is_champion, new, old), newest, state.champion
         ),
-        best=jnp.where(grew, best, state.best),
-        improved=jnp.where(grew, state.generation, state.improved),
+        best=jnp.where(is_champion, fitness[first], state.best),
+        improved=jnp.where(is_champion, state.generation, state.improved),
         invalid=state.invalid + invalid,
     )
 
@@ -380,9 +385,10 @@ def _info(
     state: NeatState, species: Species, fitness: Array, valid: Array, population: Genomes
 ) -> Info:
     count = jnp.maximum(jnp.sum(valid), 1)
+    scale = safe_scale(fitness)
     info = {
         "fitness_max": jnp.max(fitness),
-        "fitness_mean": ordered_sum(jnp.where(valid, fitness, 0)) / count,
+        "fitness_mean": ordered_sum(jnp.where(valid, fitness, 0) * scale) / count / scale,
         "best": state.best,
         "species": jnp.sum(species.alive).astype(float),
         "nodes": jnp.mean(jnp.sum(population.node_on, 1).astype(float)),

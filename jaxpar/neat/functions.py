@@ -13,6 +13,7 @@ __all__ = [
     "Activation",
     "activate",
     "aggregate",
+    "check_distinct",
     "check_names",
     "check_own",
     "is_bounded",
@@ -60,7 +61,7 @@ AGGREGATIONS = ("sum", "product", "max", "min", "maxabs", "median", "mean")
 
 
 def check_names(names: tuple[str, ...], known: tuple[str, ...], what: str) -> None:
-    """Refuses an empty or unknown choice of functions."""
+    """Rejects an empty, unknown or repeated choice of functions."""
     wrong = [name for name in names if name not in known]
     if wrong or not names or isinstance(names, str):
         which = (
@@ -69,6 +70,16 @@ def check_names(names: tuple[str, ...], known: tuple[str, ...], what: str) -> No
             else f"{names!r} names no {what}s"
         )
         raise UsageError(f"{which}; legal are tuples of {', '.join(known)}.")
+    check_distinct(f"{what}s", names)
+
+
+def check_distinct(field: str, names: tuple[str, ...]) -> None:
+    """Rejects a choice in which a name stands twice: it would be drawn twice as often."""
+    repeated = [name for place, name in enumerate(names) if name in names[:place]]
+    if repeated:
+        raise UsageError(
+            f"{field}={names!r}: {repeated[0]!r} stands there twice; expected distinct names."
+        )
 
 
 def check_own(own: object) -> None:

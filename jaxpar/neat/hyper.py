@@ -10,19 +10,20 @@ networks", Artificial Life 15(2), 2009.
 import dataclasses
 from typing import Protocol
 
+import flax.struct
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
-from jaxpar.fields import AtLeast, OneOf, Positive, check_fields, field
-from jaxpar.neat.evolution import Score
+from jaxpar.fields import Between, OneOf, Positive, check_fields, field
 from jaxpar.neat.functions import ACTIVATIONS
-from jaxpar.neat.network import Networks, apply, init_carry
-from jaxpar.types import Array, PRNGKey, UsageError
+from jaxpar.neat.network import Networks, Players, evaluate_rows
+from jaxpar.types import Array, PyTree, UsageError
 
 __all__ = [
     "CppnDecoder",
     "Substrate",
-    "SubstrateTable",
+    "SubstrateNetworks",
     "grid",
     "substrate_apply",
     "substrate_weights",
@@ -45,13 +46,13 @@ class Substrate:
     Attributes:
         layers: for each layer, its nodes' coordinates, all of D numbers; a CPPN has 2 D + 1 inputs (with a constant)
             and one output.
-        threshold: weaker outputs of the CPPN make no connection.
+        threshold: weaker outputs of the CPPN make no connection; under 1, the largest output.
         largest: the CPPN's output 1 makes this weight.
         activation: of every node behind the first layer.
     """
 
     layers: tuple[Layer, ...]
-    threshold: float = field(0.2, AtLeast(0))
+    threshold: float = field(0.2, Between(0, 1, "[)"))
     largest: float = field(3.0, Positive())
     activation: str = field("sigmoid", OneOf(ACTIVATIONS))
 
@@ -75,13 +76,57 @@ class Substrate:
         pairs = [np.repeat(targets, len(sources), 0), np.tile(sources, (len(targets), 1))]
         return np.concatenate([pairs[1], pairs[0], np.ones((len(pairs[0]), 1))], 1)
 
+    def express(self, networks: Networks) -> "SubstrateNetworks":
+        """The networks that G CPPNs give."""
+        return SubstrateNetworks(networks.index, substrate_weights(self, networks), substrate=self)
+
     def apply_networks(self, networks: Networks, x: Array) -> Array:
         """Outputs `[G, B, outputs]` of the substrates that G CPPNs give, for `[G, B, inputs]`."""
-        return substrate_apply(self, substrate_weights(self, networks), x)
+        return self.express(networks).apply((), x)[0]
+
+
+@flax.struct.dataclass
+class SubstrateNetworks:
+    """Networks that G CPPNs give on a substrate, as `jaxpar.neat.network.Players`.
+
+    Attributes:
+        index: int32 `[G]`, numbers of the genomes.
+        weights: results of `substrate_weights`.
+        substrate: static.
+    """
+
+    index: Array
+    weights: tuple[Array, ...]
+    substrate: Substrate = flax.struct.field(pytree_node=False)
+
+    @property
+    def io_sizes(self) -> tuple[int, int]:
+        """Numbers of nodes in the first and in the last layer."""
+        return len(self.substrate.layers[0]), len(self.substrate.layers[-1])
+
+    @property
+    def dtype(self) -> DTypeLike:
+        """Type of all numbers."""
+        return self.weights[0].dtype
+
+    def init_carry(self, *batch: int) -> PyTree:
+        """Returns `()`: layers have no memory."""
+        del batch
+        return ()
+
+    def apply(self, carry: PyTree, x: Array) -> tuple[Array, PyTree]:
+        """Returns outputs `[G, O]` or `[G, B, O]` for `[G, I]` or `[G, B, I]`, and `carry`."""
+        if x.ndim == 3:
+            return substrate_apply(self.substrate, self.weights, x), carry
+        return substrate_apply(self.substrate, self.weights, x[:, None])[:, 0], carry
 
 
 class CppnDecoder(Protocol):
     """A network from a CPPN: `Substrate`, whose nodes are given, and `Quadtree`, whose nodes are found."""
+
+    def express(self, networks: Networks) -> Players:
+        """The networks that G CPPNs give."""
+        ...
 
     def apply_networks(self, networks: Networks, x: Array) -> Array:
         """Outputs `[G, B, outputs]` of what G CPPNs give, for `[G, B, inputs]`."""
@@ -97,8 +142,7 @@ def substrate_weights(substrate: Substrate, networks: Networks) -> tuple[Array, 
     weights = []
     for layer in range(len(substrate.layers) - 1):
         rows = jnp.asarray(substrate.rows(layer), networks.bias.dtype)
-        x = jnp.broadcast_to(rows[None], (len(networks.bias), *rows.shape))
-        out = jnp.clip(apply(networks, init_carry(networks, len(rows)), x)[0][..., 0], -1, 1)
+        out = jnp.clip(evaluate_rows(networks, rows)[..., 0], -1, 1)
         strength = jnp.maximum(jnp.abs(out) - substrate.threshold, 0) / (1 - substrate.threshold)
         shape = (len(out), len(substrate.layers[layer + 1]), len(substrate.layers[layer]))
         weights.append((substrate.largest * jnp.sign(out) * strength).reshape(shape))
@@ -112,26 +156,3 @@ def substrate_apply(substrate: Substrate, weights: tuple[Array, ...], x: Array) 
             jnp.einsum("pts,pbs->pbt", matrix, x, precision="highest")
         )
     return x
-
-
-@dataclasses.dataclass(frozen=True)
-class SubstrateTable:
-    """A table fitted by the substrates of CPPNs; scores as `Table` does.
-
-    Attributes:
-        substrate: its first layer has the table's inputs, its last the targets; or a `Quadtree` with such ends.
-        tolerance: it is solved when no error is as large.
-    """
-
-    substrate: CppnDecoder
-    tolerance: float = field(0.5, AtLeast(0))
-
-    __post_init__ = check_fields
-
-    def __call__(self, key: PRNGKey, networks: Networks, inputs: dict[str, Array]) -> Score:
-        """Scores G networks; `key` is not needed."""
-        rows, targets = inputs["inputs"], inputs["targets"]
-        x = jnp.broadcast_to(rows[None], (len(networks.bias), *rows.shape))
-        error = jnp.abs(self.substrate.apply_networks(networks, x) - targets[None])
-        fitness = jnp.maximum(targets.size - jnp.sum(error, (1, 2)), 0) ** 2
-        return Score(fitness, jnp.all(error < self.tolerance, (1, 2)))

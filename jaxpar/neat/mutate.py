@@ -14,9 +14,32 @@ from jaxpar.neat.graph import reachable, singleton, unpack_set
 from jaxpar.neat.innovation import NOTHING, SPLIT, Requests
 from jaxpar.neat.modes import normal
 from jaxpar.neat.uniforms import Uniforms
-from jaxpar.types import Array, Scalar
+from jaxpar.types import Array, PRNGKey, Scalar
 
-__all__ = ["Edit", "apply_edit", "choose_edit", "mutate_numbers", "noise"]
+__all__ = ["Edit", "apply_edit", "choose_edit", "mutate", "mutate_numbers", "noise"]
+
+
+def mutate(key: PRNGKey, config: NeatConfig, genomes: Genomes) -> Genomes:
+    """Mutates G genomes, each on its own; consumes `key`.
+
+    A genome gets at most one change of structure, or else new numbers, by the chances of
+    `config.rates`. New nodes and connections continue the genome's own identities. These do not
+    agree between genomes, as `Neat.tell` has them: such genomes have one parent each.
+
+    Args:
+        key: consumed; genome g has the key folded with g.
+        config: static; its population may be another number.
+        genomes: G of them.
+    """
+    rates = config.rates
+    assert rates is not None
+    count = len(genomes.on)
+    uniforms = Uniforms(key, config, jnp.arange(count))
+    may = jnp.ones(count, bool)
+    edit = choose_edit(config, rates, uniforms, genomes, may)
+    children = mutate_numbers(config, rates, uniforms, genomes, may & ~edit.is_change)
+    node = jnp.maximum(jnp.max(children.node_id, 1), config.num_io - 1) + 1
+    return apply_edit(children, edit, node, jnp.max(children.innovation, 1) + 1)
 
 
 def noise(config: NeatConfig, uniform: Array) -> Array:

@@ -1,15 +1,17 @@
 """Networks of a whole population: expressed once from genomes, applied often.
 
 All nodes of a level depend on earlier levels alone, so computing *all* nodes from all others, as often as the deepest
-network has levels, gives every feed-forward network at once; a recurrent one makes a single such sweep a call. The
+network has levels, gives every feed-forward network at once; a recurrent one makes `sub_steps` such sweeps a call. The
 matrix form costs w^2 a sweep and network for w node slots, the edge form C gathers and a scatter.
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxpar.neat._kernels import feedforward_kernel, use_kernels
 from jaxpar.neat.config import NeatConfig
@@ -18,7 +20,16 @@ from jaxpar.neat.genome import Genomes
 from jaxpar.neat.graph import sweeps
 from jaxpar.types import Array, PyTree, UsageError
 
-__all__ = ["Networks", "apply", "express", "form_of", "init_carry", "with_networks"]
+__all__ = [
+    "Networks",
+    "Players",
+    "apply",
+    "evaluate_rows",
+    "express",
+    "form_of",
+    "init_carry",
+    "with_networks",
+]
 
 _SEGMENTS = {"sum": 0.0, "mean": 0.0, "product": 1.0, "max": -jnp.inf, "min": jnp.inf}
 _KERNEL_ROWS = 64
@@ -67,6 +78,54 @@ class Networks:
     def width(self) -> int:
         """Node slots, w."""
         return self.bias.shape[1]
+
+    @property
+    def io_sizes(self) -> tuple[int, int]:
+        """Numbers of inputs and of outputs."""
+        return self.config.num_inputs, self.config.num_outputs
+
+    @property
+    def dtype(self) -> DTypeLike:
+        """Type of all numbers."""
+        return self.bias.dtype
+
+    def init_carry(self, *batch: int) -> PyTree:
+        """Returns `init_carry` of these networks."""
+        return init_carry(self, *batch)
+
+    def apply(self, carry: PyTree, x: Array) -> tuple[Array, PyTree]:
+        """Returns `apply` of these networks."""
+        return apply(self, carry, x)
+
+
+class Players(Protocol):
+    """G networks that can be called step by step: `Networks`, or those that CPPNs give.
+
+    A pytree whose arrays have a leading axis G, unless they are scalars.
+    """
+
+    @property
+    def index(self) -> Array:
+        """Numbers of the genomes in the whole population, int32 `[G]`."""
+        ...
+
+    @property
+    def io_sizes(self) -> tuple[int, int]:
+        """Numbers of inputs and of outputs."""
+        ...
+
+    @property
+    def dtype(self) -> DTypeLike:
+        """Type of all numbers."""
+        ...
+
+    def init_carry(self, *batch: int) -> PyTree:
+        """Returns the memory before the first call."""
+        ...
+
+    def apply(self, carry: PyTree, x: Array) -> tuple[Array, PyTree]:
+        """Returns outputs `[G, O]` or `[G, B, O]` for `[G, I]` or `[G, B, I]`, and the memory."""
+        ...
 
 
 def form_of(config: NeatConfig, width: int) -> str:
@@ -192,8 +251,9 @@ def apply(networks: Networks, carry: PyTree, x: Array) -> tuple[Array, PyTree]:
     """One call of every network.
 
     Nodes compute act(bias + response * agg(weight * value)); one without inputs is act(bias), or
-    act(bias + response) where it multiplies. "feedforward": to the end; "recurrent": one step, all nodes from the
-    values before; "ctrnn": `sub_steps` steps y += (1 - exp(-dt / tau)) (act(...) - y), exact while inputs are constant.
+    act(bias + response) where it multiplies. "feedforward": to the end. "recurrent": `sub_steps`
+    steps, in each all nodes from the values before. "ctrnn": as many steps
+    y += (1 - exp(-dt / tau)) (act(...) - y), exact while inputs are constant.
 
     Args:
         networks: G of them.
@@ -228,17 +288,44 @@ def apply(networks: Networks, carry: PyTree, x: Array) -> tuple[Array, PyTree]:
         return (out if x.ndim == 3 else out[:, 0]), ()
     values = carry if x.ndim == 3 else carry[:, None]
     if config.kind == "recurrent":
-        values = placed(_computed(networks, placed(values)))
+
+        def relax(_, values):
+            return placed(_computed(networks, placed(values)))
+
     else:
         rate = -jnp.expm1(-config.time_step / networks.time_constant)[:, None]
 
         def relax(_, values):
             return placed(values + rate * (_computed(networks, placed(values)) - values))
 
+    if config.sub_steps == 1:
+        values = relax(0, values)
+    else:
         values = jax.lax.fori_loop(0, config.sub_steps, relax, values)
     new = values if x.ndim == 3 else values[:, 0]
     out = values[..., config.num_inputs : config.num_io]
     return (out if x.ndim == 3 else out[:, 0]), new
+
+
+def evaluate_rows(networks: Networks, rows: Array) -> Array:
+    """Outputs of every network for every row, each from zero memory: float32 `[G, B, O]`.
+
+    Args:
+        networks: G of them.
+        rows: float32 `[B, I]`.
+
+    Raises:
+        UsageError: networks with memory that make one step a call. In that step nodes read inputs
+            and zeros, so hidden nodes change no output.
+    """
+    config = networks.config
+    if config.kind != "feedforward" and config.sub_steps == 1:
+        raise UsageError(
+            f"sub_steps=1: from zero memory, one step of a {config.kind} network carries no hidden "
+            "node to an output; expected at least 2 for rows without time, such as 10."
+        )
+    x = jnp.broadcast_to(rows[None], (len(networks.bias), *rows.shape))
+    return apply(networks, init_carry(networks, len(rows)), x)[0]
 
 
 def _computed(networks: Networks, values: Array) -> Array:

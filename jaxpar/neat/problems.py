@@ -7,10 +7,11 @@ import numpy as np
 
 from jaxpar.fields import AtLeast, OneOf, check_fields, field
 from jaxpar.neat.evolution import Score
-from jaxpar.neat.network import Networks, apply, init_carry
+from jaxpar.neat.hyper import CppnDecoder
+from jaxpar.neat.network import Networks, evaluate_rows
 from jaxpar.types import Array, PRNGKey, UsageError
 
-__all__ = ["Table", "multiplexer", "xor"]
+__all__ = ["SubstrateTable", "Table", "multiplexer", "xor"]
 
 MEASURES = ("paper", "squared")
 
@@ -23,18 +24,24 @@ class Table:
         measure: "paper": the squared difference of the number of outputs, B O, and the sum of absolute errors (2002,
             section 4.1); "squared": minus the mean squared error.
         tolerance: it is solved when no error is as large. 0.5 means that every rounded output is right.
+        decoder: the `Substrate` or `Quadtree` on which networks, as CPPNs, give those that are scored; None scores
+            networks themselves.
     """
 
     measure: str = field("paper", OneOf(MEASURES))
     tolerance: float = field(0.5, AtLeast(0))
+    decoder: CppnDecoder | None = None
 
     __post_init__ = check_fields
 
     def __call__(self, key: PRNGKey, networks: Networks, inputs: dict[str, Array]) -> Score:
         """Scores G networks; `key` is not needed. Networks with memory are reset for every row."""
         rows, targets = inputs["inputs"], inputs["targets"]
-        x = jnp.broadcast_to(rows[None], (len(networks.bias), *rows.shape))
-        y, _ = apply(networks, init_carry(networks, len(rows)), x)
+        if self.decoder is None:
+            y = evaluate_rows(networks, rows)
+        else:
+            x = jnp.broadcast_to(rows[None], (len(networks.bias), *rows.shape))
+            y = self.decoder.apply_networks(networks, x)
         if targets.shape != y.shape[1:]:
             raise UsageError(f"targets have the shape {targets.shape}; legal is {y.shape[1:]}, a row of outputs a row "
                              "of inputs.")  # fmt: skip
@@ -44,6 +51,25 @@ class Table:
         else:
             fitness = -jnp.mean(error**2, (1, 2))
         return Score(fitness, jnp.all(error < self.tolerance, (1, 2)))
+
+
+@dataclasses.dataclass(frozen=True)
+class SubstrateTable:
+    """A table fitted by the substrates of CPPNs; scores as `Table` does.
+
+    Attributes:
+        substrate: its first layer has the table's inputs, its last the targets; or a `Quadtree` with such ends.
+        tolerance: it is solved when no error is as large.
+    """
+
+    substrate: CppnDecoder
+    tolerance: float = field(0.5, AtLeast(0))
+
+    __post_init__ = check_fields
+
+    def __call__(self, key: PRNGKey, networks: Networks, inputs: dict[str, Array]) -> Score:
+        """Scores G networks; `key` is not needed."""
+        return Table(tolerance=self.tolerance, decoder=self.substrate)(key, networks, inputs)
 
 
 def xor() -> dict[str, Array]:

@@ -21,8 +21,10 @@ __all__ = [
     "cumulative",
     "empty_species",
     "offspring_counts",
+    "offspring_worth",
     "ordered_sum",
     "rank_genomes",
+    "safe_scale",
     "speciate",
     "update_stagnation",
 ]
@@ -277,8 +279,9 @@ def offspring_counts(
     """Numbers of children of each species: int32 `[S]`, G together.
 
     Explicit sharing: every member's fitness is divided by the size of its species. So a species has
-    children in proportion to the share that counts of its mean fitness, minus the least fitness of
-    all where that is negative. Fractions are rounded by running sums, in the order of the slots.
+    children in proportion to the share that counts of the mean of its members' `offspring_worth`.
+    Fractions are rounded by running sums, in the order of the slots. So a species may have one
+    child less than one that is worse.
 
     Args:
         config: static.
@@ -287,10 +290,9 @@ def offspring_counts(
         fitness: float32, of all G genomes, -inf for invalid ones.
         member: int32, of all.
     """
-    valid = jnp.isfinite(fitness)
-    lowest = jnp.minimum(jnp.min(jnp.where(valid, fitness, 0)), 0)
+    worth = offspring_worth(fitness)
     mine = member[None] == jnp.arange(config.max_species)[:, None]
-    total = ordered_sum(jnp.where(mine & valid[None], fitness[None] - lowest, 0))
+    total = ordered_sum(jnp.where(mine, worth[None], 0))
     mean = standing.share * total / jnp.maximum(species.size, 1)
     # Where every mean is 0, species share equally instead of dividing 0 by 0.
     mean = jnp.where(jnp.sum(mean) > 0, mean, standing.share)
@@ -298,3 +300,49 @@ def offspring_counts(
     sums = ordered_sum(jnp.where(slot[None] <= slot[:, None], mean[None], 0))
     until = jnp.round(config.population * (sums / sums[-1])).astype(jnp.int32)
     return jnp.diff(until, prepend=0)
+
+
+_NEGLIGIBLE = 1e-4
+"""Differences below this part of the range move no child, up to some 10,000 children a species."""
+
+
+def offspring_worth(fitness: Array) -> Array:
+    """Fitness as it counts for offspring, float32 `[G]`, at least 0, of sums that do not overflow.
+
+    It is the fitness, minus the least of all where that is negative, times a power of two
+    (`safe_scale`). One hugely negative fitness would make all others equal by that. So ranks count
+    instead, 0 for the least, where the better half of all genomes differ by less than
+    `_NEGLIGIBLE` of the whole range.
+
+    Args:
+        fitness: float32 `[G]`; one that is not finite is worth 0.
+
+    Cost: a sort of G where ranks count.
+    """
+    valid = jnp.isfinite(fitness)
+    scaled = jnp.where(valid, fitness, 0) * safe_scale(fitness)
+    lowest = jnp.minimum(jnp.min(scaled), 0)
+    highest = jnp.max(jnp.where(valid, scaled, -jnp.inf))
+    gap = highest - scaled
+    near = valid & (gap < _NEGLIGIBLE * (highest - lowest))
+    is_hidden = 2 * jnp.sum(near, dtype=jnp.int32) >= jnp.sum(valid, dtype=jnp.int32)
+    is_hidden &= (lowest < 0) & jnp.any(near & (gap > 0))
+
+    def ranks():
+        ordered = jnp.sort(jnp.where(valid, fitness, jnp.inf))
+        return jnp.searchsorted(ordered, fitness, method="sort").astype(fitness.dtype)
+
+    worth = jax.lax.cond(is_hidden, ranks, lambda: scaled - lowest)
+    return jnp.where(valid, worth, 0)
+
+
+def safe_scale(fitness: Array) -> Array:
+    """A power of two, `[]`, times which finite `fitness` and its sums neither overflow nor vanish.
+
+    It is 1 unless the largest magnitude is over 2^62 or under 2^-62, of float32.
+    """
+    half = jnp.finfo(fitness.dtype).maxexp // 2
+    largest = jnp.max(jnp.where(jnp.isfinite(fitness), jnp.abs(fitness), 0))
+    scale = jnp.where(largest > 2.0 ** (half - 2), 2.0**-half, 1.0)
+    scale = jnp.where(largest < 2.0 ** (2 - half), 2.0**half, scale)
+    return scale.astype(fitness.dtype)

@@ -124,7 +124,7 @@ class Network:
                 return values[n]
 
             return [value(n) for n in range(config.num_inputs, config.num_io)]
-        for _ in range(config.sub_steps if config.kind == "ctrnn" else 1):
+        for _ in range(config.sub_steps):
             before = self.values | inputs
             after = {n: self.node(n, before) for n in self.into}
             if config.kind == "ctrnn":

@@ -37,9 +37,10 @@ def made(name):
     return adapt(env, params), params
 
 
-def game_of(name, kind, nodes=14, episodes=2, max_steps=30):
+def game_of(name, kind, nodes=14, episodes=2, max_steps=30, sub_steps=1):
     env, params = made(name)
-    config = NeatConfig(*io_sizes(env, params, True), 6, nodes, 3 * nodes, 4, "fast", kind=kind)
+    sizes = io_sizes(env, params, True)
+    config = NeatConfig(*sizes, 6, nodes, 3 * nodes, 4, "fast", kind=kind, sub_steps=sub_steps)
     genomes = random_genomes(np.random.default_rng(8), config, config.population)
     networks = expressed(config, genomes)
     return _Player(
@@ -53,10 +54,12 @@ def game_of(name, kind, nodes=14, episodes=2, max_steps=30):
     )
 
 
-@pytest.mark.parametrize("name, kind", [("CartPole-v1", "feedforward"), ("DoublePole", "recurrent"),
-                                        ("Pendulum-v1", "feedforward")])  # fmt: skip
-def test_a_kernel_plays_what_slots_play(name, kind):
-    game = game_of(name, kind)
+@pytest.mark.parametrize(
+    "name, kind, sub_steps",
+    [("CartPole-v1", "feedforward", 1), ("DoublePole", "recurrent", 3), ("Pendulum-v1", "feedforward", 1)],
+)  # fmt: skip
+def test_a_kernel_plays_what_slots_play(name, kind, sub_steps):
+    game = game_of(name, kind, sub_steps=sub_steps)
     whole, slots = (
         jax.jit(game.by_kernel(interpret=True))(),
         jax.jit(lambda: game.play_in_slots(12))(),

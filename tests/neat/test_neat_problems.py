@@ -1,5 +1,7 @@
 """Tables, episodes in slots that are refilled, and substrates: each against its loop."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from jaxpar.neat import (
     Table,
     apply,
     express,
+    from_json,
     grid,
     init_carry,
     io_sizes,
@@ -53,6 +56,44 @@ def test_the_papers_fitness():
     np.testing.assert_array_equal(score.solved, (error < 0.5).all(1))
     with pytest.raises(UsageError, match="measure='cubed'"):
         Table("cubed")
+
+
+def gate(sub_steps, kind="recurrent"):
+    """A network with one hidden node that computes exclusive or once that has settled."""
+    inputs, hidden, output = (-1, -2, -3), 1, 0
+    into = {hidden: (8, 8, -12), output: (8, 8, -4)}
+    document = {
+        "format_version": "1.0",
+        "network_type": kind,
+        "topology": {"input_keys": inputs, "output_keys": [output]},
+        "nodes": [
+            {"id": node, "type": "hidden", "activation": {"name": "steep_sigmoid"},
+             "aggregation": {"name": "sum"}, "bias": 0.0, "response": 1.0}
+            for node in (output, hidden)
+        ],
+        "connections": [
+            {"from": one, "to": node, "weight": float(weight)}
+            for node, weights in into.items()
+            for one, weight in zip(inputs, weights, strict=True)
+        ] + [{"from": hidden, "to": output, "weight": -16.0}],
+    }  # fmt: skip
+    return express(*from_json(json.dumps(document), sub_steps=sub_steps))
+
+
+@pytest.mark.parametrize("kind", ["recurrent", "ctrnn"])
+def test_networks_with_memory_settle_on_tables(kind):
+    """A step from zero memory reaches no hidden node, two do; so one is refused."""
+    score = jit(Table())
+    with pytest.raises(UsageError, match=f"sub_steps=1: from zero memory, one step of a {kind}"):
+        Table()(jax.random.key(0), gate(1, kind), xor())
+    assert score(jax.random.key(0), gate(60, kind), xor()).solved.all()
+    with pytest.raises(UsageError, match="sub_steps=1: from zero"):
+        substrate_weights(Substrate((grid(2), grid(1))), gate(1, kind))
+    if kind == "recurrent":
+        plain = score(jax.random.key(0), gate(1, "feedforward"), xor())
+        np.testing.assert_allclose(
+            score(jax.random.key(0), gate(2), xor()).fitness, plain.fitness, rtol=1e-6
+        )
 
 
 def test_the_multiplexer_is_a_multiplexer():
@@ -175,3 +216,8 @@ def test_substrates_are_scored_as_tables():
     )
     with pytest.raises(UsageError, match="two layers"):
         Substrate((grid(3),))
+
+
+def test_a_substrate_without_any_weight_is_refused():
+    with pytest.raises(UsageError, match="threshold=1.0 must be at least 0 and under 1"):
+        Substrate((grid(3), grid(1)), threshold=1.0)

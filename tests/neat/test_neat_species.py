@@ -274,7 +274,7 @@ def test_a_score_may_end_the_search():
     after, _ = jit(neat.tell)(
         jax.random.key(1), state, Score(jnp.arange(12.0) / 9, jnp.arange(12) == 3)
     )
-    assert after.solved and after.best == jnp.float32(11 / 9)
+    assert after.solved and after.best == jnp.float32(3 / 9)
     # The champion is the one that solves it, until a better one does.
     np.testing.assert_array_equal(after.champion.weight[0], np.asarray(state.genomes.weight)[3])
     for solves, champion in (
@@ -283,3 +283,41 @@ def test_a_score_may_end_the_search():
     ):
         last, _ = jit(neat.tell)(jax.random.key(2), after, Score(jnp.arange(12.0) / 4, solves))
         np.testing.assert_array_equal(last.champion.weight, champion.weight)
+
+
+def test_champion_best_and_improved_are_of_one_genome():
+    """A solution beats what is none, of either kind the fitter; NaN solves nothing."""
+    neat = Neat(dataclasses.replace(SMALL, rates=FAST.replace(target=50.0)))
+    tell = jit(neat.tell)
+    state = jit(neat.init)(jax.random.key(0), None)
+    champion, held = None, (False, module.LOWEST, 0)
+    generations = [  # (fitness, solves) of genomes 0, 1, ...; the champion's index, or None
+        ([(4.0, False), (np.nan, True)], 0),
+        ([(4.0, False), (6.0, False)], 1),
+        ([(2.0, True), (3.0, True), (5.5, False)], 1),
+        ([(10.0, False), (1.0, True)], None),
+        ([(3.0, True), (11.0, False)], None),
+        ([(12.0, False), (2.5, True)], None),
+        ([(3.5, True), (20.0, False)], 0),
+        ([(60.0, False), (40.0, True)], 0),
+    ]
+    for number, (told, index) in enumerate(generations):
+        fitness = np.full(12, -1.0, np.float32)
+        solved = np.zeros(12, bool)
+        for place, (value, solves) in enumerate(told):
+            fitness[place] = value
+            solved[place] = solves
+        before = state
+        state, info = tell(jax.random.key(number), state, Score(fitness, solved))
+        solved_now = bool((solved & np.isfinite(fitness)).any() or np.nanmax(fitness) >= 50)
+        if index is not None:
+            champion = jax.device_get(before.genomes.rows(slice(index, index + 1)))
+            held = (held[0], fitness[index], number)
+        if solved_now and not held[0]:
+            assert state.solved_after == 12 * (number + 1)
+            first = state.solved_after
+        held = (held[0] or solved_now, *held[1:])
+        assert (bool(state.solved), float(state.best), int(state.improved)) == held, number
+        assert info["best"] == state.best
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.champion), champion)
+    assert state.solved_after == first == 36 and state.evaluations == 12 * len(generations)

@@ -34,16 +34,22 @@ class NetworkPolicy:
     problem: Episodes
 
     def __call__(
-        self, key: PRNGKey, params: tuple[Networks, PyTree], obs: PyTree, carry: PyTree
+        self,
+        key: PRNGKey,
+        params: tuple[Networks, PyTree],
+        obs: PyTree,
+        carry: PyTree,
+        action_mask: Array | None = None,
     ) -> tuple:
-        """Returns `(action, carry)`."""
+        """Returns `(action, carry)`, of the legal actions if there is a mask."""
         networks, env_params = params
         dtype, problem = networks.bias.dtype, self.problem
         rows = [leaf.reshape(-1).astype(dtype) for leaf in jax.tree.leaves(obs)]
         y, carry = apply(
             networks, carry, jnp.concatenate([*rows, jnp.ones(int(problem.constant), dtype)])[None]
         )
-        return act(problem.env.action_space(env_params), y[0], *problem.output_range), carry
+        space = problem.env.action_space(env_params)
+        return act(space, y[0], *problem.output_range, action_mask), carry
 
 
 def evaluate_table(neat: Neat, problem: Table, state: NeatState, inputs: PyTree) -> np.ndarray:
@@ -105,6 +111,8 @@ def evaluate_episodes(
 
 
 def _tell_population(fitness: np.ndarray, solved: np.ndarray, over: str) -> None:
+    # In float32 the squares of a large fitness would overflow.
+    fitness = fitness.astype(np.float64)
     say(f"population {len(fitness):,} networks{over}: mean fitness {fitness.mean():.5g}, standard deviation "
         f"{fitness.std(ddof=1):.3g}, best {fitness.max():.5g}, {solved.sum():,} solve it")  # fmt: skip
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.fields import AtLeast, Between, check_fields, field
+<<<<<<< HEAD
 from jaxpar.life import ACTION_WIDTHS, Sight, action_slice, join_actions
 from jaxpar.neat import (
     Genomes,
@@ -18,7 +19,12 @@ from jaxpar.neat import (
     initial,
     mutate_numbers,
 )
+=======
+from jaxpar.life import NUM_ACTIONS, Sight
+from jaxpar.neat import Genomes, NeatConfig, Rates, express, initial
+>>>>>>> part-E
 from jaxpar.neat import apply as apply_networks
+from jaxpar.neat import mutate as mutate_genomes
 from jaxpar.types import Array, PRNGKey
 
 NUM_INPUTS = 18
@@ -83,14 +89,7 @@ class NeatBrain:
 
     def mutate(self, key: PRNGKey, genomes: Genomes) -> Genomes:
         """Changes numbers, or at most one change of structure a child. Consumes `key`."""
-        config, rates = self.config, self.config.rates
-        assert rates is not None
-        count = len(genomes.on)
-        uniforms, may = Uniforms(key, config, jnp.arange(count)), jnp.ones(count, bool)
-        edit = choose_edit(config, rates, uniforms, genomes, may)
-        children = mutate_numbers(config, rates, uniforms, genomes, may & ~edit.is_change)
-        node = jnp.maximum(jnp.max(children.node_id, 1), config.num_io - 1) + 1
-        return apply_edit(children, edit, node, jnp.max(children.innovation, 1) + 1)
+        return mutate_genomes(key, self.config, genomes)
 
 
 def _inputs(sight: Sight) -> Array:

@@ -127,8 +127,9 @@ def find(tree: PyTree, name: str) -> PyTree:
 
 
 def added_tensors(
-    adapters: Mapping[str, Any], of: _Of
-) -> dict[str, dict[str, np.ndarray]]:  # leaves, or dicts of them
+    adapters: Mapping[str, Any],  # leaves, or dicts of them
+    of: _Of,
+) -> dict[str, dict[str, np.ndarray]]:
     """Returns the changes of embedding and head, by their module and by the names in its file.
 
     Args:
