@@ -6,23 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.fields import AtLeast, Between, check_fields, field
-<<<<<<< HEAD
 from jaxpar.life import ACTION_WIDTHS, Sight, action_slice, join_actions
-from jaxpar.neat import (
-    Genomes,
-    NeatConfig,
-    Rates,
-    Uniforms,
-    apply_edit,
-    choose_edit,
-    express,
-    initial,
-    mutate_numbers,
-)
-=======
-from jaxpar.life import NUM_ACTIONS, Sight
 from jaxpar.neat import Genomes, NeatConfig, Rates, express, initial
->>>>>>> part-E
 from jaxpar.neat import apply as apply_networks
 from jaxpar.neat import mutate as mutate_genomes
 from jaxpar.types import Array, PRNGKey
