@@ -9,7 +9,8 @@ from jaxpar.decode import Tree, coupled
 from jaxpar.decode import forest as tables
 
 COLOURS = {-1: "white", 0: BLUE, 1: GREEN, 2: ORANGE}
-PROMPT, ENDS = ["The", "cat", "sat", "on", "the", "mat"], [["and"], ["until", "noon"]]
+PROMPT = ["The", "cat", "sat", "on", "the", "mat"]
+ENDS = [["and"], ["until", "noon"]]
 NEXT = ["purred", "."]  # certain, and not yet read: the roots of the next windows
 TREE, GUESSES = Tree((-1, 0, 1, 0, 3)), ["purred", ".", "Then", "and", "slept"]
 CHOSEN = ["and", "Then", "it", "slept", "."]  # what the model chooses after each node

@@ -126,7 +126,8 @@ class Config(PipelineConfig):
       mode: "train", "sample", "eval" or "export".
       eval: What mode=eval measures, and on which file.
       init: hf:folder or run:folder to train on from a Hugging Face folder or a run: its model, parameters and
-        tokenizer; hf:model.gguf is a GGUF file. Of the flags of `model` those count that say how to compute, and dtype.
+        tokenizer; hf:model.gguf is a GGUF file. Flags of `model` for the computation count then,
+        and dtype.
       run: A run folder, or for all but train also a Hugging Face folder or a GGUF file.
       checkpoint: "best" or "newest", for all but train.
       use_ema: Whether validation, samples and exports take the running average of a run with tuning.ema.

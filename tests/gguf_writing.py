@@ -1,4 +1,4 @@
-"""GGUF files of Hugging Face folders, written by the package `gguf` as llama.cpp's converter does."""
+"""Writes GGUF files of Hugging Face folders by the package `gguf`, as llama.cpp's converter does."""
 
 import json
 import string
@@ -37,13 +37,13 @@ def stored_tensor(name, tensor, config):
 
 
 def write_gguf(folder, path, kind="F32", tokenizer=None, more=(), without=(), factors=None):
-    """Writes the model of a folder; matrices are of a type of numbers, all else is float32.
+    """Writes the model of a folder; matrices have a type of numbers, all else is float32.
 
     Args:
       folder: As `to_hf` writes it.
       path: File to write.
       kind: Type of matrices.
-      tokenizer: Function that adds a tokenizer to the writer; None for that of `byte_tokens`.
+      tokenizer: Function that adds a tokenizer to the writer; None for `byte_tokens`.
       more: Functions that add metadata.
       without: Names of keys that are left out.
       factors: Tensor of rope factors.
@@ -81,14 +81,7 @@ def write_gguf(folder, path, kind="F32", tokenizer=None, more=(), without=(), fa
     names = gguf.get_tensor_name_map(known, config["num_hidden_layers"])
     for name, tensor in load_file(folder / "model.safetensors").items():
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        numbers = stored_tensor(name, tensor, config)
-        if numbers.ndim == 1 or kind == "F32":
-            writer.add_tensor(found, numbers)
-        elif kind == "F16":
-            writer.add_tensor(found, numbers.astype(np.float16))
-        else:
-            packed = gguf.quants.quantize(numbers, KINDS[kind])
-            writer.add_tensor(found, packed, raw_dtype=KINDS[kind])
+        add_tensor(writer, found, stored_tensor(name, tensor, config), kind)
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", np.asarray(factors, np.float32))
     writer.write_header_to_file()
@@ -96,6 +89,17 @@ def write_gguf(folder, path, kind="F32", tokenizer=None, more=(), without=(), fa
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def add_tensor(writer, name, numbers, kind):
+    """Adds a tensor to a file; a matrix in a type of numbers."""
+    if numbers.ndim == 1 or kind == "F32":
+        writer.add_tensor(name, numbers)
+    elif kind == "F16":
+        writer.add_tensor(name, numbers.astype(np.float16))
+    else:
+        packed = gguf.quants.quantize(numbers, KINDS[kind])
+        writer.add_tensor(name, packed, raw_dtype=KINDS[kind])
 
 
 def byte_tokens(count):
@@ -110,7 +114,7 @@ def byte_tokens(count):
 
 
 def add_bpe(writer, tokens, merges, types=(), pre="gpt-2"):
-    """Adds a byte-level BPE; `types` are those of tokens that are not normal ones."""
+    """Adds a byte-level BPE; `types` has the types of tokens that are not normal ones."""
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
@@ -119,7 +123,7 @@ def add_bpe(writer, tokens, merges, types=(), pre="gpt-2"):
 
 
 def as_read(folder, kind):
-    """The tensors of a folder as they are once quantised, by name: quantised in the file's order."""
+    """Tensors of a folder by name, quantised in the file's order and dequantised."""
     config = json.loads((folder / "config.json").read_text())
     out = {}
     for name, tensor in load_file(folder / "model.safetensors").items():

@@ -18,7 +18,7 @@ SLOW = [pytest.param(page, marks=pytest.mark.slow) for page in BESIDE]
 
 
 def run(page):
-    """Runs a page's snippets in turn, sharing names; those that print have a block of text behind them."""
+    """Runs a page's snippets one by one, sharing names; what they print is the block behind them."""
     names = {}
     found = re.findall(
         r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", page.read_text(), re.M | re.S

@@ -160,7 +160,7 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
 
 
 def has_entry(text: str) -> bool:
-    """Returns whether the text is that of a module whose entry computes something."""
+    """Returns whether the text is a module with an entry that computes something."""
     program, entry = _computations(text)
     return entry is not None and bool(program[entry])
 

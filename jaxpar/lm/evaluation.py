@@ -212,7 +212,9 @@ def read_documents(
       UsageError: A record cannot be read, or has no token that counts behind another; it is named
         by file and number.
     """
-    written = open_template(template) if template else chat_ml
+    written = chat_ml
+    if template:
+        written = open_template(template)
     names, path = _sources(path, "expected texts or records")
     is_records, sources = sort_sources(names, str(path), flag="eval.path")
     if not is_records:

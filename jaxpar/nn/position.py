@@ -155,11 +155,11 @@ class Rope:
     def shift(
         self, x: Float[Array, "B T H K"], positions: Int[Array, "B T"]
     ) -> Float[Array, "B T H K"]:
-        """Rotates what is rotated already by so many positions more; the factor `scale` stays in it once."""
+        """Rotates again by more positions what is rotated; the factor `scale` stays in it once."""
         if self.depends_on_length:
             raise UsageError(
-                "scaling=dynamic: rotated keys cannot be shifted, their base depends on the length; "
-                f"expected another of {', '.join(ROPE_SCALINGS)}."
+                "scaling=dynamic: rotated keys cannot be shifted, their base depends on the "
+                f"length; expected another of {', '.join(ROPE_SCALINGS)}."
             )
         angle = self._angles(positions, x.shape[-1], wide_dtype(x))
         return self._rotate_pairs(x, jnp.cos(angle), jnp.sin(angle))

@@ -23,7 +23,7 @@ MODELS = {
     "recurrent": lm_config(**SMALL, mixer="min_lstm"),
     "learned": lm_config(**SMALL, num_heads=2, positions="learned", max_seq_len=4 + NEW),
 }
-# With states of smaller weights no beam's order changes where another beam's state is taken for its own.
+# Of smaller weights no beam's order changes where another beam's state replaces its own.
 STDS = {"attention": 0.6, "recurrent": 1.0, "learned": 0.6}
 PROMPT, LENGTHS = np.random.default_rng(1).integers(0, VOCAB, (3, 4)), np.array([4, 1, 3])
 search = jit(beam_search, static_argnums=(2, 3), static_argnames=("block",))

@@ -210,7 +210,7 @@ def one_device(monkeypatch):
 
 
 def plain_figure(width, height):
-    """A picture that costs half as much to draw; tests/io has those of users."""
+    """A picture that costs half as much to draw; tests/io draws the users' ones."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=30)
@@ -258,7 +258,7 @@ def main(monkeypatch, capfd, tmp_path, cache, text, compile_once):
     call.flags = base
     yield call
     jax.config.update("jax_compilation_cache_dir", before)
-    compilation_cache.reset_cache()  # JAX asks for the folder once a process: later tests would go on writing there
+    compilation_cache.reset_cache()  # JAX reads it once: later tests would still write there
 
 
 @pytest.fixture

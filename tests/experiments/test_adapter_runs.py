@@ -69,11 +69,11 @@ def test_a_run_of_adapters_begins_with_a_run_resumes_and_is_exported(tmp_path, m
 
 @pytest.mark.slow  # 8 s
 def test_saved_modules_and_an_adapted_embedding_are_exported(tmp_path, monkeypatch):
-    """The running average too, whose changes are others."""
+    """The running average too, with other changes."""
     monkeypatch.setattr(lm, "draw_sample", lambda *_: "")  # a program of its own
     adapter = (
-        f"init=run:{tmp_path / 'base'}", "adapter=lora", "adapter.target=[wq,embedding]", "adapter.rank=2",
-        "adapter.modules_to_save=[*norm*,head]", "tuning.ema=0.5", "train.steps=2",
+        f"init=run:{tmp_path / 'base'}", "adapter=lora", "adapter.target=[wq,embedding]",
+        "adapter.rank=2", "adapter.modules_to_save=[*norm*,head]", "tuning.ema=0.5", "train.steps=2",
     )  # fmt: skip
     export = ("mode=export", f"run={tmp_path / 'run'}", "checkpoint=newest")
     with use_mesh(make_mesh(MeshSpec(), jax.devices()[:1])):

@@ -81,7 +81,8 @@ def test_every_kind_reads_special_tokens_as_training_does(folder, monkeypatch, s
     library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     library.save(str(folder / "tokenizer.json"))
     rows = []
-    make_tasks, likelihoods = benchmark.make_tasks, benchmark._likelihoods
+    make_tasks = benchmark.make_tasks
+    likelihoods = benchmark._likelihoods
 
     def noting_tasks(*given):
         tasks = make_tasks(*given)

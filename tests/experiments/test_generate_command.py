@@ -44,7 +44,7 @@ FAST = f"cpu_devices=8 dtype=float32 sampling.max_new_tokens={NEW}".split()
 
 
 def hf_folder(path, vocab_size, text="alpha beta gamma delta " * 40, **changes):
-    """Writes a Hugging Face folder whose tokenizer has fewer symbols than the model."""
+    """Writes a Hugging Face folder with fewer symbols in its tokenizer than in its model."""
     config = lm_config(vocab_size=vocab_size, **MODEL | changes)
     path.parent.mkdir(exist_ok=True)
     train_bpe(iter([text]), 270).save(path.with_suffix(".json"))
@@ -87,7 +87,7 @@ def oracle(folder):
 
 @pytest.fixture
 def ask(main, tmp_path, folder):
-    """`ask(*flags)` continues the file of prompts into `texts.jsonl`, and returns its lines in order of their names."""
+    """`ask(*flags)` continues prompts into `texts.jsonl`, and returns its lines in order of names."""
 
     def call(*flags, prompts=PROMPTS, out="texts.jsonl"):
         lines = [json.dumps({"prompt": prompt, "seed": seed}) for prompt, seed in prompts]
@@ -587,7 +587,7 @@ def test_chats_are_written_by_a_template(tmp_path):
 
 
 def test_the_folders_own_template_writes_chats(main, tmp_path, folder):
-    """The text of a chat is that of the prompt which the template makes of it."""
+    """The text of a chat equals the text of its prompt, which the template writes."""
     asked = {"messages": CHAT, "seed": 1}
     (tmp_path / "p.jsonl").write_text(json.dumps(asked) + "\n")
     given = ["prompts=p.jsonl", *FAST]
@@ -612,7 +612,8 @@ BAD_LINES = [
     (b'{"text": "a"}', "line 1 of p.jsonl must be an object"),
     (
         b'{"prompt": "a", "n": 3}',
-        "line 1 of p.jsonl has 'n', which nothing heeds; legal are prompt, messages, tools, seed, id",
+        "line 1 of p.jsonl has 'n', which nothing heeds; legal are prompt, messages, tools, seed, "
+        "id",
     ),
     (
         b'{"prompt": "a", "seed": -1}',

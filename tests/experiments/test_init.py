@@ -1,4 +1,4 @@
-"""`init=hf:folder` and preset=finetune: a run that begins with a folder's model, goes on, and is written back."""
+"""`init=hf:folder` and preset=finetune: a run from a folder's model, its resumption and export."""
 
 import json
 import shutil

@@ -109,7 +109,7 @@ def test_a_layout_by_flag(tmp_path, one_device, batches_drawn):
 
 
 def test_validation_has_the_layout_of_training(tmp_path, one_device, monkeypatch):
-    """Its loss is a mean over held-out completions, none of which sees another."""
+    """Its loss is a mean over held-out completions; none sees another."""
     path = completions(tmp_path / "a.jsonl")
     placed, place = [], validation.place
 

@@ -1,4 +1,4 @@
-"""Runs whose objective or part is not the usual: begun, stopped, resumed, and what is written back."""
+"""Runs with other objectives or parts than usual: begun, stopped, resumed and written back."""
 
 import json
 

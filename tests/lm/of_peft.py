@@ -45,7 +45,7 @@ def with_adapter(model, folder: Path):
 
 
 def packed_loss(model, batch: dict[str, np.ndarray]):
-    """Mean loss over the targets that count; a token sees those of its segment up to itself."""
+    """Mean loss over the targets that count; a token sees its segment up to itself."""
     import torch
 
     segments = torch.from_numpy(batch["segments"])

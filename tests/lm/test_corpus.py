@@ -207,7 +207,7 @@ def test_hash_split_of_one_file_is_by_blocks_in_place(ascii_file, tmp_path):
 
 
 def test_moving_a_block_keeps_its_split(tmp_path):
-    """The split of a block depends on its bytes, not on where it stands."""
+    """The split of a block depends on its bytes, not on its position."""
     lines = [f"{i:04d}" + "x" * 4092 + "\n" for i in range(40)]  # one block each
     held = {}
     for name, order in (("a", lines), ("b", lines[::-1])):

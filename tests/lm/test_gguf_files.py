@@ -1,4 +1,4 @@
-"""GGUF files: the same model, parameters, tokens and texts as of the folder that one was written of."""
+"""GGUF files: the same model, parameters, tokens and texts as in the folder they are written from."""
 
 import json
 import sys
@@ -23,22 +23,40 @@ from jaxpar.mesh import MeshSpec, make_mesh, use_mesh
 from jaxpar.types import UsageError
 
 SIZES = dict(
-    vocab_size=40, max_seq_len=64, num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=2, mlp_dim=96,
-    rope_theta=5000.0, norm_eps=1e-5, dtype="float32",
-)  # fmt: skip
+    vocab_size=40,
+    max_seq_len=64,
+    num_layers=2,
+    embed_dim=64,
+    num_heads=4,
+    num_kv_heads=2,
+    mlp_dim=96,
+    rope_theta=5000.0,
+    norm_eps=1e-5,
+    dtype="float32",
+)
 GEMMA = dict(
-    activation="geglu", post_norms=True, embed_scale=True, norm_plus_one=True, tied=True, head_dim=32, score_dim=32.0
-)  # fmt: skip
+    activation="geglu",
+    post_norms=True,
+    embed_scale=True,
+    norm_plus_one=True,
+    tied=True,
+    head_dim=32,
+    score_dim=32.0,
+)
 CONFIGS = {
     "llama": lm_config(**SIZES),
     "qwen2": lm_config(**SIZES, qkv_bias=True, tied=True),
     "qwen3": lm_config(**SIZES, head_dim=32, qk_norm=True),
     "gemma2": lm_config(**SIZES, **GEMMA, windows=(3, 0), score_cap=2.0, logit_cap=3.0),
     "gemma3_text": lm_config(
-        **SIZES | dict(num_layers=3), **GEMMA, windows=(3, 3, 0), qk_norm=True, rope_theta_local=10000.0
+        **SIZES | dict(num_layers=3),
+        **GEMMA,
+        windows=(3, 3, 0),
+        qk_norm=True,
+        rope_theta_local=10000.0,
     ),
     "phi3": lm_config(**SIZES, rope_share=0.5, windows=(5,)),
-}  # fmt: skip
+}
 MORE = {"gemma3_text": [lambda writer: writer.add_sliding_window_pattern(3)]}
 TEXT = "the cat sat on the mat. 12 cats, 345 mats!\n\n  It's a cat's mat; don't sit.\té中 "
 
@@ -123,7 +141,7 @@ def test_a_header_is_read_as_the_package_reads_it(folders, tmp_path):
 
 
 def factors_of(size, theta, factor, length=8192):
-    """What llama.cpp's converter writes of Llama 3's rule, one frequency after the other."""
+    """Factors of Llama 3's rule as llama.cpp's converter writes them, by frequency."""
     found = []
     for i in range(0, size, 2):
         wavelength = 2 * np.pi * theta ** (i / size)
@@ -206,7 +224,7 @@ QWEN2 = LLAMA3.replace("{1,3}", "")
 
 
 def adding(tokenizer, pre, more=lambda writer: None):
-    """What adds a learned tokenizer to a file."""
+    """Returns a function that adds a learned tokenizer to a file, and the number of tokens."""
     parts = json.loads(tokenizer.to_str())["model"]
     tokens = sorted(parts["vocab"], key=parts["vocab"].get)
 
@@ -248,7 +266,10 @@ def test_byte_level_tokens_are_those_of_the_published_tokenizer(small, pre):
         if pre != "qwen2":
             assert read.decode(ids) == tokenizer.decode(ids, skip_special_tokens=False)
     assert read.eos_ids == (1,)
-    assert read.bos_ids == ((0,) if pre == "llama-bpe" else ())
+    bos_ids = ()
+    if pre == "llama-bpe":
+        bos_ids = (0,)
+    assert read.bos_ids == bos_ids
 
 
 @pytest.mark.parametrize(("pre", "wanted"), [("llama-bpe", [4]), ("gpt-2", [0, 1, 2])])
@@ -302,7 +323,7 @@ def test_special_tokens_and_the_chat_template(small):
 
 
 def slow_pieces(text, scores):
-    """SentencePiece's BPE: of all neighbours the pair of the best score is joined, again and again."""
+    """SentencePiece's BPE: the two neighbours of the best score are joined, until none have one."""
     pieces = list(text)
     while True:
         found = [
@@ -339,7 +360,9 @@ def test_tokens_of_sentencepiece(small, is_led):
     read = load_tokenizer(small(f"pieces-{is_led}", add, len(tokens)))
     table = dict(zip(normal, scores[259:], strict=True))
     for text in ("the cat sat", " the  cats", "cat on mat", "tttt", "a  cat"):
-        spelled = ("▁" if is_led else "") + text.replace(" ", "▁")
+        spelled = text.replace(" ", "▁")
+        if is_led:
+            spelled = "▁" + spelled
         ids = read.encode(text)
         assert [tokens[number] for number in ids] == slow_pieces(spelled, table), text
         assert read.decode(ids) == text
@@ -367,9 +390,18 @@ def test_a_tokenizer_beside_the_file_is_taken_if_it_is_the_same(small):
 
 
 WRONG = {
-    "another architecture": (dict(arch="mamba"), "is of architecture 'mamba'; expected a GGUF file of llama, qwen2"),
-    "a part": (dict(more=[lambda writer: writer.add_uint16("split.count", 3)]), "is one of 3 files; expected the one"),
-    "an adapter": (dict(more=[lambda writer: writer.add_type("adapter")]), "general.type='adapter'; expected a model"),
+    "another architecture": (
+        dict(arch="mamba"),
+        "is of architecture 'mamba'; expected a GGUF file of llama, qwen2",
+    ),
+    "a part": (
+        dict(more=[lambda writer: writer.add_uint16("split.count", 3)]),
+        "is one of 3 files; expected the one",
+    ),
+    "an adapter": (
+        dict(more=[lambda writer: writer.add_type("adapter")]),
+        "general.type='adapter'; expected a model",
+    ),
     "no layers": (dict(without=["block_count"]), "lacks llama.block_count"),
     "layers that differ": (
         dict(without=["feed_forward_length"], more=[lambda w: w.add_feed_forward_length([96, 64])]),
@@ -380,30 +412,47 @@ WRONG = {
         "llama.expert_count=8, which is not honoured here",
     ),
     "another vocabulary": (
-        dict(without=["vocab_size"], more=[lambda writer: writer.add_uint32("llama.vocab_size", 41)]),
+        dict(
+            without=["vocab_size"], more=[lambda writer: writer.add_uint32("llama.vocab_size", 41)]
+        ),
         "llama.vocab_size differs from the 40 rows",
     ),
     "wide values": (
-        dict(without=["attention.value_length"], more=[lambda w: w.add_uint32("llama.attention.value_length", 8)]),
+        dict(
+            without=["attention.value_length"],
+            more=[lambda w: w.add_uint32("llama.attention.value_length", 8)],
+        ),
         "attention.value_length=8; expected 16",
     ),
     "half-turned heads": (
-        dict(without=["rope.dimension_count"], more=[lambda writer: writer.add_rope_dimension_count(8)]),
+        dict(
+            without=["rope.dimension_count"],
+            more=[lambda writer: writer.add_rope_dimension_count(8)],
+        ),
         "rope.dimension_count=8 of heads of 16; expected the same",
     ),
     "another tokenizer": (
-        dict(tokenizer=lambda writer: (writer.add_tokenizer_model("bert"), writer.add_token_list(["a"]))),
+        dict(
+            tokenizer=lambda writer: (
+                writer.add_tokenizer_model("bert"),
+                writer.add_token_list(["a"]),
+            )
+        ),
         "tokenizer.ggml.model='bert'; expected gpt2, llama, or the model's tokenizer.json",
     ),
-    "no tokenizer": (dict(tokenizer=lambda writer: None), "has no tokenizer.ggml.tokens; expected a tokenizer"),
+    "no tokenizer": (
+        dict(tokenizer=lambda writer: None),
+        "has no tokenizer.ggml.tokens; expected a tokenizer",
+    ),
     "a token twice": (
-        dict(tokenizer=lambda writer: add_bpe(writer, ["a", "a"], [])), "has a token twice; expected tokens that differ"
+        dict(tokenizer=lambda writer: add_bpe(writer, ["a", "a"], [])),
+        "has a token twice; expected tokens that differ",
     ),
     "an end that is no token": (
         dict(tokenizer=lambda w: (add_bpe(w, ["a", "b"], []), w.add_eos_token_id(2))),
         "eos_token_id=2; expected one of the 2 tokens",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -97,7 +97,7 @@ def test_a_folders_template(tmp_path):
 
 
 def test_special_tokens_of_a_template_are_part_of_what_is_kept(tmp_path):
-    """Two folders with one template and other tokens: the second run must not find the first one's tokens."""
+    """Two folders of one template and other tokens: the second run must not find the first's tokens."""
     path = write(tmp_path / "a.jsonl", [{"messages": CHAT}] * 40)
     read = []
     for token in ("<s>", "<begin>"):
@@ -313,7 +313,7 @@ def test_arrays_of_others(tmp_path):
 
 @pytest.mark.parametrize("token", [-1, 70_000, 65_536])
 def test_a_token_outside_is_found_anywhere_and_read_once(tmp_path, monkeypatch, token):
-    """65,536 is the first symbol that there is not, and stands behind the first 2^21."""
+    """65,536 is the first symbol out of range, at an index behind the first 2^21."""
     monkeypatch.setattr(shards, "_COPY", 1000)
     symbols = train_bpe(iter(["a b c"]), 260)
     symbols.vocab_size = 65_536

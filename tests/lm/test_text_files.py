@@ -552,7 +552,9 @@ def test_questions_and_answers_of_any_kind(tmp_path, kind):
             path = written(tmp_path / "f" / "README.md", b"# What this is\n").parent
         else:
             make = {"lines": bytes, "gzip": gzip.compress, "zstd": zstd}.get(kind)
-            content = make(lines(records)) if make else json.dumps(records).encode()
+            content = json.dumps(records).encode()
+            if make:
+                content = make(lines(records))
             path = written(tmp_path / f"a.{kind}", content)
         found = read(path)
         assert [each.prompt for each in found] == [record["prompt"] for record in records]

@@ -34,7 +34,9 @@ def slow_norm(x, weights, kind, eps):
     out = np.zeros(x.shape)
     for place in np.ndindex(x.shape[:-1]):
         row = [float(value) for value in x[place]]
-        mean = sum(row) / len(row) if kind == "layer" else 0.0
+        mean = 0.0
+        if kind == "layer":
+            mean = sum(row) / len(row)
         variance = sum((value - mean) ** 2 for value in row) / len(row)
         for i, value in enumerate(row):
             bias = float(weights["bias"][i]) if "bias" in weights else 0.0

@@ -1,4 +1,4 @@
-"""Rotary positions scaled by yarn and by the dynamic rule, against their formulas derived anew."""
+"""Rotary positions scaled by yarn and by the dynamic rule, against their formulas derived again."""
 
 import math
 

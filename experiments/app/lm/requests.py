@@ -1,11 +1,11 @@
-"""What is to be continued, from a file: one prompt a line, as text or as JSON."""
+"""Requests for continuations, from a file: one prompt a line, as text or as JSON."""
 
 import collections
 import hashlib
 import json
 import pathlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxpar._encodings import decoded
 from jaxpar.lm.text import ChatTemplate, Template, chat_ml
@@ -131,6 +131,11 @@ def _check_request(content: object, where: str) -> None:
         raise UsageError(
             f"{where} has tools and a prompt; expected messages, which a template writes."
         )
+    _check_labels(content, where)
+
+
+def _check_labels(content: dict, where: str) -> None:
+    """Rejects a seed or an id of another type."""
     seed = content.get("seed", 0)
     name = content.get("id")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
@@ -149,10 +154,8 @@ def _check_tools(tools: object, where: str) -> None:
         )
 
 
-def _rendered(
-    messages: object, tools: object, where: str, template_of: Callable[[], Template]
-) -> str:
-    """Returns the text of a conversation to the beginning of the answer."""
+def _check_messages(messages: object, where: str) -> None:
+    """Rejects conversations that no template can write up to an answer."""
     if not isinstance(messages, list) or not messages:
         raise UsageError(f"{where} has messages={messages!r:.60}; expected a list of at least one.")
     for message in messages:
@@ -165,6 +168,11 @@ def _rendered(
         raise UsageError(
             f"{where} ends with a message of the assistant; expected one that it is to answer."
         )
+
+
+def _rendered(messages: Any, tools: Any, where: str, template_of: Callable[[], Template]) -> str:
+    """Returns the text of a conversation to the beginning of the answer."""
+    _check_messages(messages, where)
     _check_tools(tools, where)
     template = template_of()
     if tools and template is chat_ml:

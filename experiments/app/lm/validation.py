@@ -84,7 +84,7 @@ def judged_weights(config: Config, state: Any) -> PyTree:
 
 
 def select_adapters(config: Config, state: Any) -> PyTree:
-    """Returns the adapters of a state that `judged_weights` are of; None without adapters."""
+    """Returns the adapters that `judged_weights` contain; None without adapters."""
     if not isinstance(state, AdaptedState):
         return None
     if config.use_ema:

@@ -65,7 +65,7 @@ def from_hf(
 
     Args:
       folder: As `save_pretrained` or `to_hf` writes it; tensors bfloat16, float16, float32 or float64. Or a GGUF
-        file, whose tensors are dequantised.
+        file: its tensors are dequantised.
       dtype: Of computation, for `LMConfig.dtype`.
       param_dtype: Of the parameters.
       strict: Whether unknown keys of `config.json` are rejected; otherwise a warning

@@ -1,7 +1,7 @@
-"""Architectures of GGUF files: which `config.json` their metadata mean, and where their tensors lie.
+"""Architectures of GGUF files: the `config.json` of their metadata, and where their tensors lie.
 
-Names are those of llama.cpp's `gguf-py/gguf/constants.py`. Metadata that nobody here knows go into
-`config.json` under their own names, where they are judged as any other unknown key is.
+Names are from llama.cpp's `gguf-py/gguf/constants.py`. Unknown metadata are written to
+`config.json` under their own names, and are checked there as any other unknown key is.
 """
 
 import re
@@ -41,7 +41,7 @@ class Placed(NamedTuple):
 
     Attributes:
       name: Its name there.
-      num_heads: Heads whose rows the file has in another order; 0 for none.
+      num_heads: Number of heads, if the file has their rows in another order; 0 otherwise.
       added: Number that the file has added to each of its numbers.
     """
 
@@ -54,10 +54,11 @@ class Kind(NamedTuple):
     """An architecture of GGUF files.
 
     Attributes:
-      model_type: That of `config.json`.
+      model_type: `model_type` in `config.json`.
       name: Class of transformers.
       layer: Names of a layer's tensors in the file, and in the folder.
-      read: Returns keys of `config.json` besides `KEYS`, and takes what it reads out of the metadata.
+      read: Function that returns keys of `config.json` besides `KEYS`, and removes from the
+        metadata all that it reads.
       is_permuted: Whether rows of queries and keys are in llama.cpp's order.
       norms_added: Number that the file has added to the scales of norms.
     """
@@ -114,7 +115,7 @@ def config_values(contents: Contents) -> dict[str, object]:
     """Returns what `config.json` would say of a file; the tokenizer's keys are not among it.
 
     Raises:
-      UsageError: The file is of another architecture, is a part of a model, or lacks something.
+      UsageError: The architecture is another one, or the file has a part of a model or lacks a key.
     """
     path = contents.path
     kind = _kind(contents)
@@ -152,7 +153,7 @@ def config_values(contents: Contents) -> dict[str, object]:
 
 
 def place_tensors(contents: Contents) -> dict[str, Placed]:
-    """Returns where each tensor of a file lies; those that nobody knows keep their names."""
+    """Returns where each tensor of a file lies; unknown tensors keep their names."""
     kind = _kind(contents)
     values = contents.values
     prefix = values["general.architecture"] + "."
@@ -172,22 +173,26 @@ def place_tensors(contents: Contents) -> dict[str, Placed]:
         if match is None:
             continue
         layer, piece, end = match.groups()
-        table = OUTER if layer is None else kind.layer
+        table = kind.layer
+        if layer is None:
+            table = OUTER
         if piece not in table:
             continue
         place = f"{table[piece]}.{end}"
         if layer is not None:
             place = f"model.layers.{layer}.{place}"
-        found[name] = Placed(
-            name=place,
-            num_heads=groups.get(piece, 0) if kind.is_permuted else 0,
-            added=kind.norms_added if place.endswith("norm.weight") else 0.0,
-        )
+        num_heads = 0
+        if kind.is_permuted:
+            num_heads = groups.get(piece, 0)
+        added = 0.0
+        if place.endswith("norm.weight"):
+            added = kind.norms_added
+        found[name] = Placed(name=place, num_heads=num_heads, added=added)
     return found
 
 
 def number_type(contents: Contents) -> str:
-    """Returns the type that holds a file's matrices: float16, bfloat16, and float32 for all others."""
+    """Returns the type of a file's matrices: float16, bfloat16, or float32 for all others."""
     sizes: dict[str, int] = {}
     for name, shape in contents.shapes.items():
         if len(shape) > 1:
@@ -273,10 +278,10 @@ def _rope_scaling(contents: Contents, config: dict, left: dict) -> dict:
 
 
 def _llama3(contents: Contents, config: dict) -> dict:
-    """Returns the rule of Llama 3.1 whose factors the file has, once it gives the same ones.
+    """Returns the rule of Llama 3.1, after a check that it gives the factors in the file.
 
-    The file holds what the rule made and not its numbers. The factor is the largest one; the
-    others are those of all published models.
+    The file holds the factors that the rule computes and not its settings. `factor` is the
+    largest of them; the other settings are the same in all published models.
     """
     if contents.kinds[FACTORS].name != "F32":
         raise UsageError(f"{contents.path}: {FACTORS} are no floats; expected F32.")
@@ -304,7 +309,7 @@ def _llama3(contents: Contents, config: dict) -> dict:
 
 
 def _check_rotated(contents: Contents, config: dict, left: dict) -> None:
-    """Rejects heads of which a part alone is rotated."""
+    """Rejects heads that are rotated in part."""
     size = left.pop("rope.dimension_count", config["head_dim"])
     if size != config["head_dim"]:
         raise UsageError(
@@ -339,8 +344,8 @@ def _read_gemma3(contents: Contents, config: dict, left: dict) -> dict:
 def _read_gemma(contents: Contents, config: dict, left: dict, largest: int) -> dict:
     """Reads what both Gemmas have.
 
-    Scores are divided by the root of the head's width, but in the model of `largest` layers by that
-    of embed_dim / num_heads, as llama.cpp does; the files do not say it.
+    Scores are divided by the root of the head's width. In the model of `largest` layers it is the
+    root of embed_dim / num_heads, as in llama.cpp; the files have no key for it.
     """
     _check_rotated(contents, config, left)
     scale = config["head_dim"]
@@ -400,4 +405,4 @@ KINDS = {
         read=_read_phi3,
     ),
 }
-"""Architectures that are read, by `general.architecture`. Mistral's files are those of llama."""
+"""Architectures that are read, by `general.architecture`. Mistral's files have llama's."""

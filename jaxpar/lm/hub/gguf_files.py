@@ -1,4 +1,4 @@
-"""GGUF files of llama.cpp, read as Hugging Face folders are: their numbers are dequantised part by part."""
+"""GGUF files of llama.cpp, read as Hugging Face folders are and dequantised part by part."""
 
 import atexit
 import functools
@@ -29,7 +29,7 @@ FILE = "model.gguf"
 
 
 class PackedTensor(NamedTuple):
-    """A tensor of a GGUF file, of which parts are read and dequantised.
+    """A tensor of a GGUF file that is read and dequantised in parts.
 
     Attributes:
       data: Bytes of the file by rows, [..., bytes].
@@ -77,8 +77,8 @@ class PackedTensor(NamedTuple):
             numbers = quants.dequantize(np.ascontiguousarray(data), self.kind)
         except NotImplementedError:
             raise UsageError(
-                f"tensor {self.placed.name} is of type {self.kind.name}, which the package gguf does "
-                "not dequantise; expected floats or a type that it does, such as Q4_K."
+                f"tensor {self.placed.name} is of type {self.kind.name}, which the package gguf "
+                "does not dequantise; expected floats or a type that it does, such as Q4_K."
             ) from None
         return numbers - np.float32(self.placed.added)
 
@@ -86,8 +86,9 @@ class PackedTensor(NamedTuple):
 def folder_of(path: str | Path) -> Path:
     """Returns a Hugging Face folder of a GGUF file, and any other path as it is.
 
-    The folder holds `config.json`, the files of the tokenizer and a link to the GGUF file, whose
-    tensors are read from there. It is made once a process, in a few seconds, and removed at its end.
+    The folder holds `config.json`, the files of the tokenizer and a link to the GGUF file, from
+    which tensors are read. It is written once a process, in a few seconds, and removed at its
+    end.
 
     Args:
       path: A GGUF file, known by its first bytes, or anything else.
@@ -126,7 +127,7 @@ def packed_tensors(file: Path) -> dict[str, PackedTensor]:
 
 @functools.cache
 def _unpack(path: Path, size: int, changed: int) -> Path:
-    """Writes the folder of a file; its size and time tell it from one of the same name."""
+    """Writes the folder of a file; its size and time distinguish it from others of its name."""
     contents = _open(path, size, changed)
     config = config_values(contents)
     config["torch_dtype"] = number_type(contents)
@@ -160,13 +161,14 @@ def _open(path: Path, size: int, changed: int) -> Contents:
             kind = gguf.GGMLQuantizationType(info.kind)
         except ValueError:
             raise UsageError(
-                f"{path}: tensor {name} is of type {info.kind}, which the package gguf does not know; "
-                "expected floats or a type that it does, such as Q4_K."
+                f"{path}: tensor {name} is of type {info.kind}, which the package gguf does "
+                "not know; expected floats or a type that it does, such as Q4_K."
             ) from None
         block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
         if info.shape[-1] % block:
             raise UsageError(
-                f"{path}: rows of tensor {name} have {info.shape[-1]} numbers; expected blocks of {block}."
+                f"{path}: rows of tensor {name} have {info.shape[-1]} numbers; "
+                f"expected blocks of {block}."
             )
         shape = (*info.shape[:-1], info.shape[-1] // block * num_bytes)
         if info.begin + math.prod(shape) > size:

@@ -1,7 +1,7 @@
 """Header of a GGUF file: its metadata, and where its tensors lie.
 
-The format is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3,
-little endian. The package `gguf` reads a header of 100,000 strings in ten seconds, this in a tenth
+The format is https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little
+endian. The package `gguf` reads a header of 100,000 strings in ten seconds, this in a tenth
 of one; the numbers of tensors are left to the package.
 """
 
@@ -47,7 +47,7 @@ class TensorInfo(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What stands before the numbers.
+    """The part of a file before the numbers.
 
     Attributes:
       values: Metadata by name: numbers, texts, and lists of either.
@@ -62,7 +62,7 @@ def read_header(path: Path) -> Header:
     """Reads the header of a GGUF file.
 
     Raises:
-      UsageError: The file is damaged, ends too early, or is of another version or byte order.
+      UsageError: The file is damaged, ends too early, or has another version or byte order.
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

@@ -1,7 +1,7 @@
 """Tokenizers of GGUF files as `tokenizer.json`, of byte-level BPE and of SentencePiece's BPE.
 
-The metadata are those of llama.cpp's `gguf-py`, the splits of texts those that `llama-vocab.cpp`
-has for each kind, which are the splits of the models' own `tokenizer.json`.
+Names of metadata are from llama.cpp's `gguf-py`. Texts are split as in `llama-vocab.cpp`, which
+splits them as the models' own `tokenizer.json`.
 """
 
 import json
@@ -26,14 +26,14 @@ WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Split of Llama 3 and of Qwen 2, which differ in how many digits stand together."""
+"""Split of Llama 3 and of Qwen 2, which differ in the number of digits of a piece."""
 
 
 class TextSplit(NamedTuple):
-    """How a text is split before BPE, and how the vocabulary is meant.
+    """Rule by which a text is split before BPE, and the use of the vocabulary.
 
     Attributes:
-      digits: Digits that stand together, 0 for those of GPT-2's rule.
+      digits: Largest number of digits of a piece; 0 leaves digits to GPT-2's rule.
       is_gpt2: Whether GPT-2's rule splits, behind single digits if `digits` is 1.
       ignores_merges: Whether a word that is a token is never put together.
       adds_bos: Whether texts begin with BOS where the file does not say it.
@@ -67,7 +67,7 @@ SPECIAL = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
-"""Names of special tokens in `tokenizer_config.json`, and in the metadata behind `tokenizer.ggml.`."""
+"""Special tokens: names in `tokenizer_config.json`, and in the metadata after `tokenizer.ggml.`."""
 
 
 def write_tokenizer(contents: Contents, folder: Path) -> dict[str, object]:
@@ -84,7 +84,7 @@ def write_tokenizer(contents: Contents, folder: Path) -> dict[str, object]:
       Keys of `config.json` about special tokens.
 
     Raises:
-      UsageError: The tokenizer is of another kind, or its tokens are not those of the model.
+      UsageError: The tokenizer has another kind, or other tokens than the model.
     """
     values = {
         name.removeprefix("tokenizer.ggml."): value
@@ -105,8 +105,9 @@ def write_tokenizer(contents: Contents, folder: Path) -> dict[str, object]:
     elif values.get("model") == "llama":
         tokenizer = _sentencepiece(contents, values, tokens)
     else:
+        kind = brief(values.get("model"))
         raise UsageError(
-            f"{contents.path}: tokenizer.ggml.model={brief(values.get('model'))}; expected gpt2, llama, "
+            f"{contents.path}: tokenizer.ggml.model={kind}; expected gpt2, llama, "
             "or the model's tokenizer.json in the folder of the file."
         )
     if adds and not beside.is_file():
@@ -125,12 +126,14 @@ def write_tokenizer(contents: Contents, folder: Path) -> dict[str, object]:
 
 
 def _ids(values: Metadata) -> dict[str, object]:
-    """Returns keys of `config.json`: the ends of a text are its last token and that of a turn."""
+    """Returns keys of `config.json`: a text ends with EOS or with the end of a turn."""
     out: dict[str, object] = {}
     ends = [values[key] for key in ("eos_token_id", "eot_token_id") if key in values]
     ends = list(dict.fromkeys(ends))
     if ends:
-        out["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+        out["eos_token_id"] = ends
+        if len(ends) == 1:
+            out["eos_token_id"] = ends[0]
     for key, name in (("bos_token_id", "bos_token_id"), ("pad_token_id", "padding_token_id")):
         if name in values:
             out[key] = values[name]
@@ -159,8 +162,8 @@ def _byte_level(
     name = values.get("pre")
     if name not in SPLITS:
         raise UsageError(
-            f"{contents.path}: tokenizer.ggml.pre={brief(name)}; expected one of {', '.join(SPLITS)}, "
-            "or the model's tokenizer.json in the folder of the file."
+            f"{contents.path}: tokenizer.ggml.pre={brief(name)}; expected one of "
+            f"{', '.join(SPLITS)}, or the model's tokenizer.json in the folder of the file."
         )
     split = SPLITS[name]
     tokenizer = tokenizers.Tokenizer(
@@ -188,13 +191,13 @@ def _byte_level(
 def _sentencepiece(
     contents: Contents, values: Metadata, tokens: Sequence[str]
 ) -> tokenizers.Tokenizer:
-    """Returns a BPE of SentencePiece, whose merges are the pairs that make a token, best first."""
+    """Returns SentencePiece's BPE; its merges are the pairs that make a token, best first."""
     scores = values.get("scores", [])
     types = values.get("token_type", [])
     if len(scores) != len(tokens) or len(types) != len(tokens):
         raise UsageError(
-            f"{contents.path} has {len(scores)} scores and {len(types)} types of {len(tokens)} tokens; "
-            "expected one of each."
+            f"{contents.path} has {len(scores)} scores and {len(types)} types of "
+            f"{len(tokens)} tokens; expected one of each."
         )
     vocab = _vocabulary(contents, tokens)
     # Of one score the pair of the smaller numbers comes first, as transformers orders them.
@@ -205,12 +208,14 @@ def _sentencepiece(
         for cut in range(1, len(token))
         if token[:cut] in vocab and token[cut:] in vocab
     ]
-    unknown = values.get("unknown_token_id")
+    unknown = None
+    if "unknown_token_id" in values:
+        unknown = tokens[values["unknown_token_id"]]
     tokenizer = tokenizers.Tokenizer(
         models.BPE(
             vocab=vocab,
             merges=[(tokens[left], tokens[right]) for _, left, right in sorted(pairs)],
-            unk_token=None if unknown is None else tokens[unknown],
+            unk_token=unknown,
             fuse_unk=True,
             byte_fallback=True,
         )
@@ -228,7 +233,7 @@ def _sentencepiece(
 
 
 def _beside(file: Path, contents: Contents, tokens: Sequence[str]) -> tokenizers.Tokenizer:
-    """Returns the tokenizer of a file, once its tokens are those of the model."""
+    """Returns the tokenizer of a file, after a check that it has the model's tokens."""
     try:
         tokenizer = tokenizers.Tokenizer.from_str(file.read_text("utf-8"))
     except Exception as error:  # the library raises no narrower class
@@ -256,7 +261,7 @@ def _add_tokens(
     values: Metadata,
     tokens: Sequence[str],
 ) -> None:
-    """Has tokens that no merges make found in texts as they are spelled."""
+    """Adds the tokens that no merges make, so that they are found in texts as they are spelled."""
     types = values.get("token_type", [])
     for number, kind in enumerate(types):
         if kind not in (UNKNOWN, CONTROL, USER):
@@ -269,7 +274,7 @@ def _add_tokens(
             tokenizer.add_tokens([added])
     if tokenizer.get_vocab_size() != len(tokens):
         raise UsageError(
-            f"{contents.path} has token types of more than its tokens; expected as many."
+            f"{contents.path} has token types of more than its tokens; expected one of each token."
         )
 
 
@@ -278,7 +283,8 @@ def _add_bos(contents: Contents, tokenizer: tokenizers.Tokenizer, named: Mapping
     bos = named.get("bos_token")
     if bos is None:
         raise UsageError(
-            f"{contents.path}: texts begin with BOS, and tokenizer.ggml.bos_token_id is absent; expected it."
+            f"{contents.path}: texts begin with BOS, and tokenizer.ggml.bos_token_id is absent; "
+            "expected it."
         )
     number = tokenizer.token_to_id(bos)
     tokenizer.post_processor = processors.TemplateProcessing(

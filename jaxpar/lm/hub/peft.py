@@ -150,8 +150,8 @@ def to_peft(
 
     Raises:
       UsageError: There are no adapters; experts are adapted or saved, or a parameter that no module
-        of PEFT's can hold alone; the folder holds something, or no architecture, or not that of
-        `imported`, can express the model.
+        of PEFT's can hold alone; the folder holds something; or the model has no architecture,
+        or another one than `imported`.
     """
     if "experts" in adapter.target and "experts" in added_targets(model):
         raise UsageError(
@@ -284,7 +284,7 @@ def from_peft(
 
     Returns:
       Their configuration, and the tree that `with_adapters` takes; changes whose alpha or rank a pattern sets apart are
-      brought to the configuration's scale. Modules that PEFT saved whole take the place of the base's.
+      brought to the configuration's scale. Modules that PEFT saved whole replace the base's.
 
     Raises:
       UsageError: A file is damaged, or the adapter is of another kind or of another model.

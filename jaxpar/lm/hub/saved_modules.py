@@ -168,7 +168,7 @@ def take_saved(
     """Takes modules that were trained themselves out of a file's tensors, as parameters by name.
 
     Args:
-      tensors: Those of the file by name; what is found is taken out.
+      tensors: Tensors of the file by name; what is found is taken out.
       model: The model.
       of: Where its leaves lie in files.
       ends: Ends of the modules' names, as of `modules_to_save`.
@@ -264,11 +264,11 @@ def take_added(
     """Takes the changes of embedding and head out of a file's tensors.
 
     Returns:
-      For each of the two that has a change: `down` [V, r], `up` [r, D], unscaled, and `base` [V, D]
-      where the file has the weight that they are added to, as `save_embedding_layers` writes it.
+      For each of the two that has a change: `down` [V, r] and `up` [r, D], unscaled. `base` [V, D]
+      is there if the file has the weight itself, as `save_embedding_layers` writes it.
 
     Raises:
-      UsageError: One is missing or misshapen, or is of a tied embedding.
+      UsageError: One is missing or misshapen, or belongs to a tied embedding.
     """
     out = {}
     for word in WORDS:

@@ -169,11 +169,11 @@ def open_corpus(
     times, the tokenizer and the split. That folder appears by one rename, so it is whole or absent;
     `cache` may serve any number of corpora and processes at once. Memory stays bounded.
 
-    Files are told by content, `jaxpar.lm.text.files`. What `cache` holds of the same files counts as it was read
-    then, so that runs from before go on.
+    Files are distinguished by content, `jaxpar.lm.text.files`. Tokens of the same files in `cache`
+    are used as they were read then, so that older runs can be resumed.
 
-    A `tokenizer` replaces `config.tokenizer`, as for the one that belongs to given weights. `say` is told how far
-    records are tokenised. A `UsageError`
+    A `tokenizer` replaces `config.tokenizer`, such as the one of loaded weights. `say` is called
+    with the progress of tokenisation. A `UsageError`
     says: no text there, not UTF-8, binary, records of no known form, damaged, a split under `seq_len + 1` tokens, a
     cache that is not writable.
     """
@@ -357,9 +357,9 @@ def _serves(
     paths: list[str],
     template: Template,
 ) -> bool:
-    """Returns whether tokens in a folder whose name says nothing of BOS and EOS have this tokenizer's.
+    """Returns whether tokens in a folder without BOS and EOS in its name have this tokenizer's.
 
-    Such a folder is an older one, or that of a tokenizer with neither. The first records decide.
+    Such a folder is an older one, or its tokenizer has neither. The first records decide.
     """
     if not folder.exists():
         return not tokenizer.bos_ids and not tokenizer.eos_ids
@@ -384,26 +384,31 @@ def _serves(
 
 
 def _has_ends(ids: list[int], document: Document, tokenizer: Tokenizer) -> bool:
-    """Returns whether the ids of a document begin with BOS and end with EOS, next to those of its text."""
+    """Returns whether a document's ids are its text's between BOS and EOS, by the outermost ones."""
     pieces, ends = document
-    texts = [text for text, _ in pieces if text]
     bos_ids = list(tokenizer.bos_ids)
     eos_ids = list(tokenizer.eos_ids[: int(ends)])
     if ids[: len(bos_ids)] != bos_ids or ids[len(ids) - len(eos_ids) :] != eos_ids:
         return False
     inside = ids[len(bos_ids) : len(ids) - len(eos_ids)]
-    # Older code encoded each piece by itself, and special tokens may be read as text.
-    bodies = [tokenizer.encode(text) for text in ("".join(texts), *texts[:1], *texts[-1:])]
-    if hasattr(tokenizer, "encode_spans"):
-        bodies.append(tokenizer.encode("".join(texts), special_tokens=False))
-    bodies = [body.tolist() for body in bodies if len(body)]
+    bodies = _encodings(pieces, tokenizer)
     if not bodies or not inside:
         return True
     if ends and inside[-1] not in [body[-1] for body in bodies]:
         return False
-    if bos_ids and any(body[: len(bos_ids)] == bos_ids for body in bodies):
+    if bos_ids and bos_ids in [body[: len(bos_ids)] for body in bodies]:
         return True  # the text spells it
     return inside[0] in [body[0] for body in bodies]
+
+
+def _encodings(pieces: list[tuple[str, bool]], tokenizer: Tokenizer) -> list[list[int]]:
+    """Returns the ids that a document's text, its first and its last piece may have."""
+    texts = [text for text, _ in pieces if text]
+    # Older code encoded each piece by itself, and special tokens may be read as text.
+    bodies = [tokenizer.encode(text) for text in ("".join(texts), *texts[:1], *texts[-1:])]
+    if hasattr(tokenizer, "encode_spans"):
+        bodies.append(tokenizer.encode("".join(texts), special_tokens=False))
+    return [body.tolist() for body in bodies if len(body)]
 
 
 def _not_writable(cache: Path, error: OSError) -> UsageError:
@@ -672,7 +677,7 @@ def _text_entry(
 
 
 def _reads_whole(config: DataConfig, identity: str) -> bool:
-    """Returns whether texts are encoded whole: else they are bytes, or a run's from before layouts."""
+    """Returns whether texts are encoded whole; others are bytes, or from a run before layouts."""
     return bool(config.layout) and identity != Bytes.identity
 
 
@@ -720,7 +725,7 @@ class _Encoder(NamedTuple):
     special_tokens: bool
 
     def write(self, folder: Path, pieces: list[_Piece]) -> list[int]:
-        """Writes tokens, and which of them count where a BOS does not; returns lengths of pieces."""
+        """Writes tokens, and which of them count if a BOS does not; returns lengths of pieces."""
         begin_ids: tuple[int, ...] = ()
         end_ids: tuple[int, ...] = ()
         if self.ends:

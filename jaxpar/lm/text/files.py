@@ -205,11 +205,12 @@ def files_at(path: str) -> list[tuple[str, int, int]]:
     root = Path(path or sysconfig.get_paths()["stdlib"]).expanduser().resolve()
     if not root.is_file() and not root.is_dir():
         raise UsageError(f"data path {path!r} is neither a file nor a folder")
-    names = (
-        [str(root)]
-        if root.is_file()
-        else _regular_files(str(root), set() if path else _STDLIB_SKIPS, set())
-    )
+    skips = _STDLIB_SKIPS
+    if path:
+        skips = set()
+    names: Iterator[str] = iter([str(root)])
+    if not root.is_file():
+        names = _regular_files(str(root), skips, set())
     stats = ((name, os.stat(name)) for name in names if path or name.endswith(".py"))
     files = sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats if stat.st_size)
     if not files:

@@ -70,14 +70,14 @@ def encode_texts(
     if not hasattr(tokenizer, "encode_spans"):
         yield from (tokenizer.encode(text, **options) for text in texts)
         return
-    head = _taken(texts, "", WHOLE + 1)
+    head = _read_until(texts, "", WHOLE + 1)
     if len(head) <= WHOLE:
         yield tokenizer.encode(head, **options)
         return
     yield from _joined(head, texts, tokenizer, options)
 
 
-def _taken(texts: Iterator[str], begun: str, size: int) -> str:
+def _read_until(texts: Iterator[str], begun: str, size: int) -> str:
     """Returns a text with what follows it, until it has `size` characters or nothing follows."""
     parts = [begun]
     length = len(begun)
@@ -99,7 +99,7 @@ def _joined(
     ids, starts, _ = spans_of(head[:CHUNK])
     chunk = _Chunk(text=head[:CHUNK], ids=ids, starts=starts, done=0)
     size = CHUNK
-    while rest := _taken(texts, rest, size):
+    while rest := _read_until(texts, rest, size):
         begin = _begin_of_overlap(chunk)
         text = chunk.text[begin:] + rest[:size]
         ids, starts, _ = spans_of(text)
