@@ -23,8 +23,7 @@ import numpy as np
 
 from jaxpar.fields import AtLeast, Between, OneOf, field
 from jaxpar.io import ProgressLabels, plot_metrics
-from jaxpar.life import Brain, Jitter, Laws, Lstm, World, WorldState, draw_world
-from jaxpar.life.laws import FIRST_LAWS
+from jaxpar.life import FIRST_LAWS, Brain, Jitter, Laws, Lstm, World, WorldState, draw_world
 from jaxpar.loop import Fit, FitResult
 from jaxpar.mesh import MeshSpec
 from jaxpar.types import Array, PRNGKey, UsageError

@@ -94,7 +94,7 @@ EXPERIMENTS = {
         "num_envs num_steps epochs minibatches exploit_every eval_every": LEAST_0,
     },
     neat.Config: {
-        "max_nodes max_conns max_species episodes num_seeds eval_episodes frames": COUNT,
+        "max_nodes max_conns max_species episodes num_seeds eval_episodes frames sub_steps": COUNT,
         "population": PAIR,
         "max_steps together": LEAST_0,
         "goal": UNBOUNDED,

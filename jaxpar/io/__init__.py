@@ -24,6 +24,7 @@ from jaxpar.io.graphs import plot_graph, plot_seeds, plot_stream
 from jaxpar.io.lock import LOCK, lock_folder, unlock_folder
 from jaxpar.io.metrics import Writer, open_writers, read_jsonl
 from jaxpar.io.plots import (
+    plot_areas,
     plot_experts,
     plot_fits,
     plot_frames,
@@ -64,6 +65,7 @@ __all__ = [
     "plot_fits",
     "plot_frames",
     "plot_graph",
+    "plot_areas",
     "plot_histograms",
     "plot_layouts",
     "plot_loss",

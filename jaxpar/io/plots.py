@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxpar.io.figure import BLUE, COLORS, GREEN, PURPLE, VERMILION, empty_figure, save, tidy
+from jaxpar.io.figure import BLUE, COLORS, GRAY, GREEN, PURPLE, VERMILION, empty_figure, save, tidy
 from jaxpar.io.metrics import read_jsonl
 from jaxpar.types import UsageError
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:  # matplotlib is an extra
     from matplotlib.axes import Axes
 
 __all__ = [
-    "plot_experts", "plot_fits", "plot_frames", "plot_histograms", "plot_layouts", "plot_loss", "plot_memory",
-    "plot_metrics",
+    "plot_areas", "plot_experts", "plot_fits", "plot_frames", "plot_histograms", "plot_layouts", "plot_loss",
+    "plot_memory", "plot_metrics",
 ]  # fmt: skip
 
 
@@ -399,6 +399,40 @@ def plot_memory(
     panel.set_xlabel("GiB a device")
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     tidy(panel, "x")
+    save(figure, out, title)
+
+
+def plot_areas(
+    x: ArrayLike,
+    areas: Mapping[str, ArrayLike],
+    out: Path,
+    *,
+    colours: Sequence[Sequence[float] | None],
+    labels: tuple[str, str],
+    title: str = "",
+) -> None:
+    """Draws into the PNG `out` how amounts add up over time, as stacked areas with a legend beside them.
+
+    Args:
+      x: Increasing numbers `[N]`.
+      areas: Name -> amounts `[N]`, at least 0, the lowest area first.
+      out: A path.
+      colours: Red, green and blue of each area, from 0 to 1; None for gray.
+      labels: Labels of the two axes.
+      title: Text above the panel.
+
+    Raises:
+      UsageError: matplotlib is missing.
+    """
+    figure = empty_figure(8, 3.5)
+    panel = figure.subplots()
+    shown = [GRAY if colour is None else tuple(colour) for colour in colours]
+    rows = [np.asarray(amounts) for amounts in areas.values()]
+    panel.stackplot(np.asarray(x), rows, colors=shown, labels=list(areas))
+    panel.set(xlabel=labels[0], ylabel=labels[1], ylim=(0, None))
+    panel.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), reverse=True)
+    tidy(panel)
+    panel.margins(x=0)
     save(figure, out, title)
 
 

@@ -18,12 +18,13 @@ from jaxpar.life.bodies import ACTION_WIDTHS, NUM_ACTIONS, action_index, action_
 from jaxpar.life.brains import Brain, Jitter, Lstm, Reflex, Sight
 from jaxpar.life.gadgets import automaton_ring, ring_bits
 from jaxpar.life.inhabitants import Agents, WorldState
-from jaxpar.life.laws import Laws, Prices
-from jaxpar.life.picture import draw_world
+from jaxpar.life.laws import FIRST_LAWS, Laws, Prices
+from jaxpar.life.picture import draw_world, lineage_colours
 from jaxpar.life.world import World
 
 __all__ = [
     "ACTION_WIDTHS",
+    "FIRST_LAWS",
     "NUM_ACTIONS",
     "Agents",
     "Brain",
@@ -40,6 +41,7 @@ __all__ = [
     "automaton_ring",
     "draw_world",
     "join_actions",
+    "lineage_colours",
     "ring_bits",
 ]
 

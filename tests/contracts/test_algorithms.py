@@ -186,7 +186,16 @@ ROWS = {
     "neat-canonical": Row(
         Neat(
             NeatConfig(
-                3, 1, 12, 8, 10, 4, "canonical", "recurrent", rates=CANONICAL.replace(add_node=0.5)
+                3,
+                1,
+                12,
+                8,
+                10,
+                4,
+                "canonical",
+                "recurrent",
+                sub_steps=3,
+                rates=CANONICAL.replace(add_node=0.5),
             ),
             Table(),
         ),

@@ -6,7 +6,9 @@ import re
 import shlex
 from pathlib import Path
 
+import envs
 from experiments import pomdp
+from jaxpar.pomdp import from_environment, save_policy, save_pomdp, solve_exact
 
 PAGE = (Path(__file__).parents[2] / "docs" / "pomdp.md").read_text()
 
@@ -23,7 +25,12 @@ def test_snippets_print_what_they_show():
         assert out.getvalue() == shown, snippet
 
 
-def test_flags_exist():
+def test_flags_exist(tmp_path, monkeypatch):
+    model = from_environment(*envs.make("Tiger"))
+    save_pomdp(model, tmp_path / "tiger.POMDP")
+    for name in ("policy.alpha", "tiger.policy"):
+        save_policy(solve_exact(model, tol=1.0), tmp_path / name)
+    monkeypatch.chdir(tmp_path)
     root = Path(__file__).parents[2]
     found = [
         flags

@@ -10,9 +10,8 @@ import jax
 import numpy as np
 
 from jaxpar.env import captioned, gif
-from jaxpar.io.figure import GRAY, empty_figure, save, tidy
-from jaxpar.life import WorldState, draw_world
-from jaxpar.life.picture import lineage_colours
+from jaxpar.io import plot_areas
+from jaxpar.life import WorldState, draw_world, lineage_colours
 
 NAMED_LINEAGES = 10
 """Lineages that have an area of their own; all others share one."""
@@ -118,13 +117,15 @@ def count_lineages(frames: list[Frame], most: int) -> tuple[list[int], np.ndarra
 def plot_lineages(frames: list[Frame], path: pathlib.Path, title: str = "") -> None:
     """Draws agents alive by lineage, all who descend from one newcomer, as stacked areas over time."""
     numbers, counts = count_lineages(frames, NAMED_LINEAGES)
-    colours = [*np.asarray(lineage_colours(np.asarray(numbers))) / 255, GRAY]
-    labels = [*(f"lineage {number}" for number in numbers), "all others"]
-    figure = empty_figure(8, 3.5)
-    panel = figure.subplots()
-    panel.stackplot([frame.step for frame in frames], counts, colors=colours, labels=labels)
-    panel.set(xlabel="step", ylabel="agents alive, by lineage", ylim=(0, None))
-    panel.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), reverse=True)
-    tidy(panel)
-    panel.margins(x=0)
-    save(figure, path, title)
+    colours = np.asarray(lineage_colours(np.asarray(numbers))) / 255
+    areas = dict(zip((f"lineage {number}" for number in numbers), counts[:-1], strict=True))
+    areas["all others"] = counts[-1]
+    steps = np.asarray([frame.step for frame in frames])
+    plot_areas(
+        steps,
+        areas,
+        path,
+        colours=[*colours.tolist(), None],
+        labels=("step", "agents alive, by lineage"),
+        title=title,
+    )
