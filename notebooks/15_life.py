@@ -64,9 +64,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from jaxpar.env import Animation
-from jaxpar.life import (
-    NUM_ACTIONS, Jitter, Laws, Lstm, Reflex, World, action_index, automaton_ring, draw_world, ring_bits,
-)  # fmt: skip
+from jaxpar.life import Jitter, Laws, Lstm, Reflex, World, automaton_ring, draw_world, ring_bits
 from jaxpar.loop import run
 from jaxpar.processes import keep_programs
 
@@ -127,8 +125,7 @@ print(f"steps at which the book does not balance: {int((info['imbalance'] != 0).
 
 # %%
 WORLDS, LIFE = (10, 150) if FAST else (100, 400)
-idler = jnp.zeros(NUM_ACTIONS).at[action_index("reproduce")].set(1.0)
-eater = idler.at[action_index("eat")].set(1.0)
+eater, idler = (jnp.zeros(44).at[jnp.asarray(does)].set(1.0) for does in ([3, 4], [4]))
 LAWS = Laws(start=1, child=0.5, fee=0, upkeep=0, aging=0, drift=0)
 SIZES = dict(num_agents=10, num_start=10, num_robots=2, size=4, lattice=1, window=1, seen_agents=1, seen_robots=1)
 
@@ -155,7 +152,7 @@ def winners(kind):
             alive = state.agents.alive & (jax.random.uniform(jax.random.fold_in(now, 1), (10,)) > 0.05)
             energy = jnp.where(alive, state.agents.energy, 0)
             state = state._replace(agents=state.agents._replace(alive=alive, energy=energy))
-            eats = state.agents.genome[:, action_index("eat")] > 0
+            eats = state.agents.genome[:, 3] > 0
             left = jnp.any(alive & eats), jnp.any(alive & ~eats)
             alone = jnp.where(left[0] == left[1], -1, jnp.where(left[0], 1, 0))
             return (state, jnp.where(winner < 0, alone, winner)), None

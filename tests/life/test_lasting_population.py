@@ -14,8 +14,8 @@ def bench():
         yield modules["life_laws"]
 
 
-@pytest.mark.slow  # 4 min on a busy core, of which compiling takes two
-def test_a_small_population_lasts_by_the_default_laws_alone(bench, optimised):
+@pytest.mark.slow  # minutes on a busy core, most of them compiling
+def test_a_small_population_lasts_by_the_default_laws_alone(bench):
     found = bench.live(bench.small_world(), [Laws(), FIRST_LAWS], [20], 1000)
     assert found.arrivals.sum(0)[0] == 0
     assert found.arrivals.sum(0)[1] >= 3, "all died under the first laws, many times"
