@@ -131,7 +131,7 @@ def test_a_model_is_read_adapted_exported_and_read_by_transformers(file, judge, 
             out.write(json.dumps({"messages": turns}) + "\n")
     printed = typed(
         tmp_path, "lm", "name=sums", "init=hf:smollm2.gguf", "adapter=lora", "data.path=chats.jsonl",
-        "data.seq_len=128", "data.batch_size=4", "train.steps=12", "train.eval_every=12",
+        "data.seq_len=128", "data.batch_size=4", "train.steps=4", "train.eval_every=4",
         "train.eval_batches=4", "optimizer.learning_rate=1e-3", "optimizer.warmup_steps=0",
         "model.dtype=float32", "cpu_devices=1",
     )  # fmt: skip
