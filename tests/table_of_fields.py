@@ -475,7 +475,8 @@ RESULTS = {
     "solve.carries.Division",
     "solve.blindness.Entry", "solve.carries.Loop", "solve.default.CostModel",
     "solve.problem.Problem", "solve.program.Recurrence", "solve.structure.Structure",
-    "solve.solution.Solve", "aot.verify.judge.Limits", "estimate.Candidate", "pomdp.Results", "app.env.world_film.Frames",
+    "solve.solution.Solve", "aot.verify.judge.Limits", "estimate.Candidate", "pomdp.Results",
+    "app.env.world_film.Frames",
     "app.env.rock_beliefs.Flips", "app.env.policies.PolicyRun", "app.lm.judged_trainings.Training",
 }  # fmt: skip
 """Frozen dataclasses with numbers that the library makes, or an environment says, and that no user configures."""

@@ -407,7 +407,7 @@ def plot_areas(
     areas: Mapping[str, ArrayLike],
     out: Path,
     *,
-    colours: Sequence[Sequence[float] | None],
+    colours: Sequence[tuple[float, float, float] | None],
     labels: tuple[str, str],
     title: str = "",
 ) -> None:
@@ -426,7 +426,7 @@ def plot_areas(
     """
     figure = empty_figure(8, 3.5)
     panel = figure.subplots()
-    shown = [GRAY if colour is None else tuple(colour) for colour in colours]
+    shown = [GRAY if colour is None else colour for colour in colours]
     rows = [np.asarray(amounts) for amounts in areas.values()]
     panel.stackplot(np.asarray(x), rows, colors=shown, labels=list(areas))
     panel.set(xlabel=labels[0], ylabel=labels[1], ylim=(0, None))

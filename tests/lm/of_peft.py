@@ -72,8 +72,8 @@ def losses(
     rate: Callable[[int], float],
     clip_norm: float,
     weight_decay: float,
-) -> Iterator[tuple[float, float]]:
-    """Yields loss, and the gradient's norm before clipping, of each step of AdamW.
+) -> Iterator[float]:
+    """Yields the loss of each step of AdamW.
 
     Vectors do not decay: norms, and the magnitudes of DoRA.
     """
@@ -92,6 +92,6 @@ def losses(
         loss = packed_loss(model, batches(step))
         optimizer.zero_grad()
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(trained, clip_norm)
+        torch.nn.utils.clip_grad_norm_(trained, clip_norm)
         optimizer.step()
-        yield loss.item(), norm.item()
+        yield loss.item()

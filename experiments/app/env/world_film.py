@@ -125,7 +125,7 @@ def plot_lineages(frames: list[Frame], path: pathlib.Path, title: str = "") -> N
         steps,
         areas,
         path,
-        colours=[*colours.tolist(), None],
+        colours=[*map(tuple, colours.tolist()), None],
         labels=("step", "agents alive, by lineage"),
         title=title,
     )
