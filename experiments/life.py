@@ -108,7 +108,7 @@ def compose(*flags: str) -> Config:
 
 
 def make_world(config: Config, unnamed: str = "lasting") -> World:
-    """Returns the world that a configuration describes; `unnamed` are its laws where it names no usual ones."""
+    """Returns the world of a configuration; `unnamed` are its laws where it names none."""
     brain: Brain = NeatBrain(std=config.mutation)
     if config.brain == "lstm":
         brain = Lstm(config.hidden, mutation=Jitter(config.mutation))
@@ -120,10 +120,10 @@ def make_world(config: Config, unnamed: str = "lasting") -> World:
 
 
 def with_usual_laws(config: Config, folder: pathlib.Path) -> Config:
-    """Returns the configuration with the usual laws that hold in this folder; empty are those of older runs.
+    """Returns the configuration with the usual laws of this folder; empty ones are of older runs.
 
-    A run that is resumed keeps the laws that it began with. Older runs have none recorded, nor may
-    they in what identifies them, so that their checkpoints are found.
+    A resumed run keeps its first laws. Older runs have recorded none, and their identity has none,
+    so that their checkpoints are found.
     """
     if config.usual_laws:
         return config
@@ -144,7 +144,7 @@ def execute(config: Config, folder: pathlib.Path) -> Any:
 
 
 def film_saved(config: Config, folder: pathlib.Path) -> pathlib.Path:
-    """Films what comes after the newest checkpoint of the run in `config.run`; returns where the film is."""
+    """Films the steps after the newest checkpoint of `config.run`; returns the path of the film."""
     run, saved, asked = saved_run(config, ("frames",))
     check_split("agents", saved.agents, "population")
     world = make_world(saved, unnamed="first")

@@ -7,7 +7,7 @@
     python -m experiments.pomdp env=Tiger planner.leaf=zero planner.eta=1 judge=true    # and what its decisions lose
     python -m experiments.pomdp env=MARS-20-20 belief.kind=rocks budget_s=0.1 episodes=4 max_steps=90
     python -m experiments.pomdp env=Navigation-13 belief.num_particles=20000 belief.flips=0.001 budget_s=0.1 episodes=4
-    python -m experiments.pomdp env=file:tiger.POMDP planner=exact belief.kind=exact gif=false   # and its policy file
+    python -m experiments.pomdp env=file:tiger.POMDP planner=exact belief.kind=exact
     python -m experiments.pomdp env=file:tiger.POMDP planner=qmdp belief.kind=exact
     python -m experiments.pomdp env=Tiger planner=exact planner.policy=tiger.policy belief.kind=exact
     python -m experiments.pomdp mode=eval run=runs/pomdp/... seed=1 episodes=200    # the same planner, other episodes
@@ -22,7 +22,7 @@ import dataclasses
 import pathlib
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -199,7 +199,7 @@ def execute(config: Config, folder: pathlib.Path) -> Any:
 
 
 def play_saved(config: Config, folder: pathlib.Path) -> Results | pathlib.Path | None:
-    """Plans other episodes by the settings of the run in `config.run`, or with mode=film films one; returns either."""
+    """Plans other episodes by the settings of the run in `config.run`, or films one; returns either."""
     run, _, asked = saved_run(
         config, ("seed", "episodes", "max_steps", "budget_s", "judge", "at_once")
     )
@@ -222,24 +222,16 @@ def make_setting(config: Config) -> Setting:
     if kind in SOLVED or config.belief.get("kind") == "exact":
         params = tabular_of(env, params)
         env = params.environment
-    able = capabilities(env)
-    usual = {field.name: field.default for field in dataclasses.fields(PLANNERS[kind])}
-    usual |= {name: value for name, value in UNSET.items() if usual.get(name, value) is None}
+    usual = _usual_options(PLANNERS[kind])
     options = changes("planner", kind, usual, asked)
-    if (
-        options.get("leaf", usual.get("leaf")) == "heuristic"
-        and "leaf" not in asked
-        and able.heuristic is None
-    ):
-        say(
-            f"note: {config.env} has no heuristic, so leaves are valued by random play: planner.leaf=rollout."
-        )
-        options["leaf"] = "rollout"
+    has_heuristic = capabilities(env).heuristic is not None
+    if "leaf" not in asked and usual.get("leaf") == "heuristic" and not has_heuristic:
+        options["leaf"] = _leaf_by_play(config.env)
     planner = PLANNERS[kind](**options)
     if kind in SOLVED:
         _check_solved(config)
         planner = planner.solve(params)
-    if config.trees > 1:
+    elif config.trees > 1:
         planner = RootParallel(planner, trees=config.trees)
     discount_of(params, planner.discount)
     if is_adapter(env):
@@ -254,8 +246,20 @@ def make_setting(config: Config) -> Setting:
     )
 
 
+def _usual_options(planner: type) -> dict[str, Any]:
+    """Returns the default of each field of a planner, or a value of its kind where that is None."""
+    usual = {field.name: field.default for field in dataclasses.fields(planner)}
+    return usual | {name: value for name, value in UNSET.items() if usual.get(name, value) is None}
+
+
+def _leaf_by_play(env: str) -> str:
+    """Returns the kind of leaf values where there is no heuristic, and reports it."""
+    say(f"note: {env} has no heuristic, so leaves are valued by random play: planner.leaf=rollout.")
+    return "rollout"
+
+
 def _open_model(config: Config) -> tuple[Any, Any]:  # as `make_world`
-    """Returns the environment of the flags and its parameters: a named one, or a model from a file."""
+    """Returns the environment of the flags, named or from a file, and its parameters."""
     model = load_model(config.env)
     if model is None:
         return make_world(config.env, config.env_fields, config.params)
@@ -280,7 +284,7 @@ def _check_solved(config: Config) -> None:
 
 
 def run(config: Config, folder: pathlib.Path, setting: Setting) -> Results:
-    """Plans all episodes and returns what came of them, having written a line of metrics.jsonl now and then."""
+    """Plans all episodes, with lines of metrics.jsonl on the way, and returns the results."""
     writer = open_writers(
         folder, tuple(config.metrics), None, name=folder.name, config=runner.identity(config)
     )
@@ -310,7 +314,7 @@ def play(
 
 
 def batched(config: Config, setting: Setting, told: Any) -> Results:
-    """Episodes in batches of equal size, each one compiled program; episode i has the key `fold_in(key, i)`."""
+    """Plans episodes in batches of equal size by one program; episode i has `fold_in(key, i)`."""
     size = min(config.at_once, config.episodes)
     keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(config.seed), i))(
         jnp.arange(-(-config.episodes // size) * size)
@@ -359,8 +363,8 @@ def batched(config: Config, setting: Setting, told: Any) -> Results:
 
 def clocked(config: Config, setting: Setting, told: Any) -> Results:
     """Episodes one by one, each plan until `budget_s` after its start; the first plan compiles and is made twice."""
-    planner, env, params = setting.planner, setting.env, setting.params
-    assert not isinstance(planner, Exact)  # which `make_setting` lets have no budget
+    planner = cast(AnytimePlanner, setting.planner)  # `make_setting` lets no other have a budget
+    env, params = setting.env, setting.params
     discount, warm = float(discount_of(params, planner.discount)), False
 
     def plan(key: PRNGKey, belief: Belief) -> tuple:
@@ -425,7 +429,7 @@ def mean_and_error(values: np.ndarray) -> tuple[float, float]:
 
 
 def save_film(config: Config, folder: pathlib.Path, setting: Setting) -> pathlib.Path | None:
-    """Films the first episode, planned by the number of batches; returns the GIF, or None without a `render`."""
+    """Films the first episode; returns the GIF, or None where the environment has no `render`."""
     if capabilities(setting.env).render is None:
         say(f"note: no film, since {config.env} has no render.")
         return None

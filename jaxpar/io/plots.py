@@ -27,7 +27,7 @@ def plot_loss(
     """Draws `metrics_jsonl` into the PNG `out`: losses above, gradient norm and learning rate below.
 
     Reads "train/loss", "validation/loss", "train/grad_norm" and "train/learning_rate", whichever are there;
-    numbers that are not finite leave gaps. `unit` is the unit of the losses, `title` stands above.
+    numbers that are not finite leave gaps. `unit` is the unit of the losses, `title` is the text above.
 
     Raises:
       UsageError: The file is absent or holds neither loss, or matplotlib is missing.
@@ -65,7 +65,7 @@ def plot_metrics(
     """Draws `metrics_jsonl` into the PNG `out`: a panel for each entry of `panels`, from its label to its metrics.
 
     Metrics of every step are drawn with their running mean, seldom ones as points. Panels without any are left out.
-    `along` says what the steps are, `title` stands above.
+    `along` says what the steps are, `title` is the text above.
 
     Raises:
       UsageError: The file is absent or holds none of the metrics, or matplotlib is missing.
@@ -122,7 +122,7 @@ def plot_experts(metrics_jsonl: Path, loads: ArrayLike, out: Path, *, title: str
       metrics_jsonl: Of a run.
       loads: [L, E], the load of each expert over the mean one.
       out: A path.
-      title: What stands above.
+      title: Text above the panels.
 
     Raises:
       UsageError: matplotlib is missing.
@@ -188,7 +188,7 @@ def plot_fits(
       out: A path.
       along: What x is.
       value: What y is.
-      title: What stands above.
+      title: Text above the panels.
 
     Raises:
       UsageError: matplotlib is missing.
@@ -375,7 +375,7 @@ def plot_memory(
       estimates: Name -> part -> bytes; all with the same parts.
       capacity: Bytes of a device, if known.
       out: A path.
-      title: What stands above.
+      title: Text above the panels.
 
     Raises:
       UsageError: matplotlib is missing.
@@ -411,7 +411,7 @@ def plot_areas(
     labels: tuple[str, str],
     title: str = "",
 ) -> None:
-    """Draws into the PNG `out` how amounts add up over time, as stacked areas with a legend beside them.
+    """Draws into the PNG `out` how amounts add up over time, as stacked areas with a legend.
 
     Args:
       x: Increasing numbers `[N]`.
@@ -444,7 +444,7 @@ def plot_histograms(
     Args:
       panels: Label of an axis -> finite numbers `[N]`, N > 0. Bars of integers hold equally many.
       out: A path.
-      title: What stands above all panels.
+      title: Text above all panels.
       counted: What the bars count.
 
     Raises:

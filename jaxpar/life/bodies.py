@@ -97,7 +97,7 @@ class Neighbours(NamedTuple):
 
 
 def action_slice(name: str, among: Sequence[str] = tuple(ACTION_WIDTHS)) -> slice:
-    """Returns the slice that an action has of a brain's outputs, or of those of the actions `among`.
+    """Returns the slice that an action has of a brain's outputs, or of the outputs of the actions `among`.
 
     Raises:
       UsageError: No such action is among them.
@@ -114,10 +114,10 @@ def action_index(name: str, among: Sequence[str] = tuple(ACTION_WIDTHS)) -> int:
 
 
 def join_actions(parts: Mapping[str, Array]) -> Array:
-    """Returns outputs `[M, 44]` from those of some actions, by name, each `[M, width]`; others are 0.
+    """Returns outputs `[M, 44]` from some actions by name, each `[M, width]`; others are 0.
 
     Raises:
-      UsageError: A name is that of no action.
+      UsageError: A name belongs to no action.
     """
     for name in parts:
         action_slice(name)

@@ -29,7 +29,7 @@ def draw_world(state: WorldState, scale: int = 4) -> Array:
     image = _stand(image, robots.position, dark, True, scale, _mark(scale, 5))
     bright = 0.55 + 0.45 * jnp.clip(agents.energy / (64 * ONE), 0, 1)[:, None]
     colours = bright * lineage_colours(agents.lineage)
-    # A white edge, so that agents stand out from the ground whatever their colour.
+    # A white edge, so that agents of any colour differ from the ground.
     wide = _mark(scale, 9)
     white = jnp.full_like(colours, 255.0)
     image = _stand(image, agents.position, white, agents.alive, scale, wide + 2)
@@ -45,7 +45,7 @@ def lineage_colours(lineage: ArrayLike) -> Array:
 
 
 def _mark(scale: int, pixels: int) -> int:
-    """The side of a mark: as many pixels, at most two cells and at least half of one."""
+    """Returns the side of a mark in pixels: half a cell to two cells."""
     return max(scale // 2, min(pixels, 2 * scale))
 
 

@@ -73,7 +73,7 @@ def act(
     It is the largest output, the upper half of a single one, or a point of the box.
 
     Args:
-        space: `Discrete` or `Box`, of which `io_sizes` gives the number of outputs.
+        space: `Discrete` or `Box`; `io_sizes` gives its number of outputs.
         y: float32 `[O]`.
         low: the least output.
         high: the largest output.
@@ -95,7 +95,7 @@ def act(
 def _legal_outputs(y: Array, mask: Array | None) -> Array:
     if mask is None:
         return y
-    # An output of minus infinity, too, is more than that of an action which is not legal.
+    # An output of minus infinity, too, is larger than an illegal action's.
     return jnp.where(mask, jnp.maximum(y, jnp.finfo(y.dtype).min), -jnp.inf)
 
 

@@ -74,7 +74,7 @@ def check_names(names: tuple[str, ...], known: tuple[str, ...], what: str) -> No
 
 
 def check_distinct(field: str, names: tuple[str, ...]) -> None:
-    """Rejects a choice in which a name stands twice: it would be drawn twice as often."""
+    """Rejects a choice with a repeated name, which would be drawn twice as often."""
     repeated = [name for place, name in enumerate(names) if name in names[:place]]
     if repeated:
         raise UsageError(

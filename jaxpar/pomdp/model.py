@@ -83,7 +83,7 @@ def num_observations(env: Environment, params: PyTree) -> int | None:
 
 
 def discount_of(params: PyTree, discount: Scalar | None = None) -> Scalar:
-    """Returns `discount`, or else `params.discount`; `UsageError` outside [0, 1] where its value can be seen."""
+    """Returns `discount`, or else `params.discount`; `UsageError` outside [0, 1] where it is known."""
     discount = own_discount(params) if discount is None else discount
     if discount is None:
         raise UsageError(
@@ -106,7 +106,7 @@ def legal_actions(model: Model, states: PyTree) -> Array:
 
 
 def root_actions(model: Model, states: PyTree) -> tuple[Array, Array]:
-    """Returns the actions that a root of n drawn states allows, bool `[A]`, and which have ended, bool `[n]`.
+    """Returns the legal actions of a root of n drawn states, bool `[A]`, and the ended, bool `[n]`.
 
     An action is legal where every state that has not ended allows it: the mask of a state that has
     ended means nothing. Where all have ended every action is.

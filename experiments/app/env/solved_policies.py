@@ -51,7 +51,7 @@ class ExactPolicy:
 
 @dataclasses.dataclass(frozen=True)
 class QmdpPolicy:
-    """The policy of the values that a model has if every state is seen after one step.
+    """The policy of the values that a model has if every state is observed after one step.
 
     It gathers no information. Littman, Cassandra and Kaelbling (1995).
 
@@ -82,10 +82,10 @@ class QmdpPolicy:
 
 
 def load_model(env: str) -> TabularPomdp | None:
-    """Returns the model of the file that `env=file:path` names; None for the name of an environment.
+    """Returns the model of the file that `env=file:path` names; None for another name.
 
     Raises:
-      UsageError: The file cannot be read, is of another kind, or is named without `file:`.
+      UsageError: The file cannot be read, has another format, or is named without `file:`.
     """
     suffix = pathlib.PurePath(env).suffix.lower()
     if not env.startswith(FILE):
@@ -102,7 +102,7 @@ def load_model(env: str) -> TabularPomdp | None:
 
 
 def tabular_of(env: Environment, params: PyTree) -> TabularPomdp:
-    """Returns the arrays of a finite environment, whose states are their numbers then.
+    """Returns the arrays of a finite environment, in which a state is its number.
 
     Raises:
       UsageError: The environment has no arrays.

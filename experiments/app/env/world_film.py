@@ -1,4 +1,4 @@
-"""Pictures of a world that a run keeps as it goes on, and the film and lineages drawn of them at its end."""
+"""Frames of a world that a run keeps, and the film and the lineages that are drawn of them."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ NAMED_LINEAGES = 10
 
 
 class Frame(NamedTuple):
-    """A picture of a step: uint8 `[H, W, 3]`, and the lineage of each agent alive, int32 `[alive]`."""
+    """Picture of a step, uint8 `[H, W, 3]`, and the lineages of agents alive, int32 `[alive]`."""
 
     step: int
     image: np.ndarray
@@ -26,7 +26,7 @@ class Frame(NamedTuple):
 
 
 def frame_interval(steps: int, chunk: int, most: int) -> int:
-    """Returns the steps between frames: chunk times the least power of two that gives at most `most`.
+    """Returns the steps between frames: chunk times the least power of two for at most `most`.
 
     A longer run has a multiple of it, so that a run that is extended has the frames of one that was
     as long from the beginning.
@@ -43,7 +43,7 @@ class Frames:
 
     Attributes:
       folder: Where the files are.
-      interval: Steps between frames; those of other steps are dropped, but for the last.
+      interval: Steps between frames; other steps are dropped, but for the last.
       scale: Pixels of a cell's side.
     """
 
@@ -64,7 +64,7 @@ class Frames:
         os.replace(partial, self._path(step))
 
     def read(self, last: int) -> list[Frame]:
-        """Returns the frames up to step `last`, in order; deletes those that are not of this interval."""
+        """Returns the frames up to step `last`, in order; deletes other ones."""
         found = []
         for path in sorted(self.folder.glob("[0-9]*.npz")):
             step = int(path.stem)
@@ -100,10 +100,10 @@ def save_film(frames: list[Frame], path: pathlib.Path) -> None:
 
 
 def count_lineages(frames: list[Frame], most: int) -> tuple[list[int], np.ndarray]:
-    """Counts agents by lineage: of the `most` lineages with most agents over all frames, and of the rest.
+    """Counts agents of the `most` largest lineages over all frames, and of the rest.
 
     Returns:
-      Their numbers, oldest first; agents alive, int `[lineages + 1, frames]`, the last row of all others.
+      Their numbers, oldest first; agents alive, int `[lineages + 1, frames]`, others last.
     """
     numbers, totals = np.unique(np.concatenate([f.lineages for f in frames]), return_counts=True)
     largest = np.sort(numbers[np.argsort(-totals, kind="stable")[:most]])
@@ -115,7 +115,7 @@ def count_lineages(frames: list[Frame], most: int) -> tuple[list[int], np.ndarra
 
 
 def plot_lineages(frames: list[Frame], path: pathlib.Path, title: str = "") -> None:
-    """Draws agents alive by lineage, all who descend from one newcomer, as stacked areas over time."""
+    """Draws agents alive by lineage, descendants of one newcomer, as stacked areas over time."""
     numbers, counts = count_lineages(frames, NAMED_LINEAGES)
     colours = np.asarray(lineage_colours(np.asarray(numbers))) / 255
     areas = dict(zip((f"lineage {number}" for number in numbers), counts[:-1], strict=True))

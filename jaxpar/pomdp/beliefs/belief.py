@@ -191,7 +191,7 @@ class ParticleBelief:
 
     When no particle explains the observation the belief is *depleted*: `Evidence.depleted` says so, and unless
     `rejuvenate` offers weight, the belief is the prediction, as if nothing had been seen; it is never reset silently.
-    States that a hook offers without any weight are left out, too: the prediction has its own states.
+    States that a hook offers without any weight are left out: the prediction has its own.
 
     Attributes:
         num_particles: P.

@@ -112,6 +112,7 @@ class _Parser:
             elif word == "start":
                 self.read_start(line)
             elif word in ("T", "O", "R"):
+                self.need_observations(word, line)
                 self.entry(word, line)
             else:
                 self.refuse(
@@ -160,7 +161,7 @@ class _Parser:
             self.refuse(line, f"expected ':' after {after!r}, not {word!r}")
 
     def body(self) -> list[tuple[str, int]]:
-        """Returns the words up to the next statement: a word before a colon, or `start` with a mode."""
+        """Returns the words up to the next statement."""
         words = []
         while self.at < len(self.tokens) and not self.begins_statement():
             words.append(self.next())
@@ -256,6 +257,12 @@ class _Parser:
             self.observation = np.tile(np.eye(s), (a, 1, 1))
         self.is_observed = is_observed
 
+    def need_observations(self, kind: str, line: int) -> None:
+        """Rejects chances of observations that nothing counts."""
+        self.need_preamble(line, kind)
+        if kind == "O" and self.is_observed:
+            self.refuse(line, "observations must be given before O")
+
     def read_start(self, line: int) -> None:
         self.need_preamble(line, "start")
         if self.start_line:
@@ -308,8 +315,6 @@ class _Parser:
 
     def entry(self, kind: str, line: int) -> None:
         self.need_preamble(line, kind)
-        if kind == "O" and self.is_observed:
-            self.refuse(line, "observations must be given before O")
         last = {"T": ("states",), "O": ("observations",), "R": ("states", "observations")}[kind]
         axes = ("actions", "states", *last)
         self.colon(kind)

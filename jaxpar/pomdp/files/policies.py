@@ -71,7 +71,7 @@ def save_policy(policy: Exact, path: str | os.PathLike) -> None:
 
 
 def _of_text(text: str, name: str, model: TabularPomdp) -> tuple[list[int], list[np.ndarray]]:
-    """Of an action and as many numbers as there are states, again and again; `#` begins a comment."""
+    """Reads actions, each followed by a number a state; `#` begins a comment."""
     words = [
         (word, line)
         for line, content in enumerate(text.splitlines(), start=1)
@@ -86,15 +86,7 @@ def _of_text(text: str, name: str, model: TabularPomdp) -> tuple[list[int], list
     blank = [line for line, content in enumerate(text.splitlines(), start=1) if not content.strip()]
     for at in range(0, len(words), size + 1):
         (word, line), row = words[at], words[at + 1 : at + 1 + size]
-        # Vectors are divided by blank lines: words that fill up by chance are of another model.
-        end = row[-1][1] if row else line
-        after = bisect.bisect(blank, line)
-        if after < len(blank) and blank[after] < end:
-            refuse(
-                blank[after],
-                f"a vector ends here, and needs {size} numbers, one a state; expected the policy "
-                "of a model with as many states",
-            )
+        _check_whole(blank, [line, *(at for _, at in row)], size, refuse)
         if not re.fullmatch(r"\d+", word) or int(word) >= len(model.actions):
             refuse(line, f"expected an action, 0 to {len(model.actions) - 1}, not {word!r}")
         if len(row) < size:
@@ -107,6 +99,22 @@ def _of_text(text: str, name: str, model: TabularPomdp) -> tuple[list[int], list
     if not vectors:
         refuse(last, "there is no vector in it")
     return actions, vectors
+
+
+def _check_whole(
+    blank: list[int], lines: list[int], size: int, refuse: Callable[[int, str], NoReturn]
+) -> None:
+    """Rejects a vector with a blank line in it, which divides vectors.
+
+    Else vectors of another model could fill up by chance.
+    """
+    after = bisect.bisect(blank, lines[0])
+    if after < len(blank) and blank[after] < lines[-1]:
+        refuse(
+            blank[after],
+            f"a vector ends here, and needs {size} numbers, one a state; expected the policy of a "
+            "model with its number of states",
+        )
 
 
 def _of_xml(root: Element, model: TabularPomdp) -> tuple[list[int], list[np.ndarray]]:

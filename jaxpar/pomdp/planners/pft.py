@@ -162,8 +162,8 @@ class Pft:
         exploration: the constant of UCB1, in units of return.
         k_observations: of the widening to #C(ba) <= k N(ba)^alpha; positive.
         alpha_observations: in [0, 1]; k = alpha = 1 draws a new observation at every visit.
-        k_actions: of the widening to #C(b) <= k N(b)^alpha, of actions drawn without replacement; None opens all legal
-            actions at once.
+        k_actions: of the widening to #C(b) <= k N(b)^alpha, of actions drawn without
+            replacement; None opens all legal actions at once.
         alpha_actions: in [0, 1].
         keyed: whether nodes are those of observation keys, without widening; None: if observations are Discrete.
         discount: in (0, 1]; None takes `params.discount`.
@@ -245,7 +245,7 @@ class Pft:
         return upper_confidence(tree, simulations.node, rank, legal, self.exploration)
 
     def _opened(self, tree: Tree, node: Array, rank: Array, legal: Array) -> Array:
-        """Returns the legal actions that widening has opened at the nodes: drawn without replacement.
+        """Returns the legal actions that widening has opened, drawn without replacement.
 
         Each node has a random order of its actions, in which they open.
         """
@@ -258,7 +258,7 @@ class Pft:
         )
         opened = open_slots(visits + 1, self.k_actions, self.alpha_actions)
         words = random_order(tree.salt, node, legal.shape[1])
-        # Illegal actions have the largest word, so that the opened-th smallest is that of a legal one.
+        # Illegal actions have the largest word, and are opened last.
         words = jnp.where(legal, words, jnp.uint32(2**32 - 1))
         last = jnp.clip(opened - 1, 0, legal.shape[1] - 1)
         bound = jnp.take_along_axis(jnp.sort(words, axis=1), last[:, None], axis=1)

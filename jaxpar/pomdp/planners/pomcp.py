@@ -173,7 +173,10 @@ def one_deeper(k: Depth, max_depth: int) -> Depth:
 
 
 def best_mean(search: SearchState) -> tuple[Array, PlanInfo]:
-    """The action of the highest mean return, and the report; the policy is the legal visits' share."""
+    """Returns the action of the highest mean return, and the report.
+
+    The policy is the share of the visits to legal actions.
+    """
     row = search.tree.edges[0]
     tried = row != EMPTY
     visits = jnp.where(tried, search.tree.edge_visits.at[row].get(mode="clip"), 0).astype(

@@ -38,7 +38,7 @@ DefaultPolicy = int | Callable[[PRNGKey, PyTree, PyTree], Array]
 
 
 def check_default(default: object, num_actions: int | None = None) -> None:
-    """Rejects what is no default policy; an action is compared with their number where that is known.
+    """Rejects what is no default policy, or an action beyond their number where that is known.
 
     Raises:
         UsageError: it is neither None, an action nor a function.

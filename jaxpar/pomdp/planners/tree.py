@@ -270,7 +270,9 @@ def _mix(x: Array) -> Array:
 
 
 def random_order(salt: Array, nodes: Array, num_actions: int) -> Array:
-    """Returns distinct random words of the actions of n nodes, uint32 `[n, A]`, always the same of one node.
+    """Returns distinct random words of the actions of n nodes, uint32 `[n, A]`.
+
+    A node has the same words at each call.
 
     The actions with the m smallest words are m drawn without replacement. Words are distinct since
     both mixings are bijections.
