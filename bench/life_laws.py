@@ -2,7 +2,8 @@
 
 All worlds of all rows live side by side, as one program; a line of JSON a row.
 
-    python bench/life_laws.py                              # the table of docs/life.md: 7 minutes of one H200
+    python bench/life_laws.py                              # the table of docs/life.md, on a GPU
+    python bench/life_laws.py --rows lasting               # its first row: 3 minutes of one H200
     python bench/life_laws.py --small --steps 2000 --seeds 3 --rows first,lasting      # 5 minutes of a busy core
 """
 

@@ -99,10 +99,10 @@ class Config(runner.RunConfig):
       planner: A preset by its name, and changes to the planner's fields, such as planner.num_simulations=512.
       trees: Independent trees on each belief, merged at their roots: less noise, at as many times the
         cost; all planners but despot take them.
-      belief: belief.kind is "particles", "exact" for finite models, or "rocks", which is exact for RockSample and
-        MARS; of particles
-        belief.num_particles, belief.resample_below (a share of them, of effective sample size) and, on maps of
-        Navigation, belief.flips, the chance with which each unknown cell changes in each particle and step.
+      belief: belief.kind is "particles", "exact" for finite models, or "rocks", which is exact for
+        RockSample and MARS. Particles have belief.num_particles, belief.resample_below (the share of
+        them below which the effective sample size has them drawn again) and, on maps of Navigation,
+        belief.flips, the chance that an unknown cell changes in a particle and step.
       episodes: How many.
       max_steps: Most steps of each.
       budget_s: Seconds a plan; 0 makes planner.iterations batches instead.

@@ -36,7 +36,7 @@ from jaxpar.fields import AtLeast, Between, Each, Finite, check_fields, field
 from jaxpar.mesh import mesh_axes
 from jaxpar.neat._kernels import NotScalar, ScalarStep, episode_kernel, use_kernels
 from jaxpar.neat.evolution import Score
-from jaxpar.neat.hyper import CppnDecoder
+from jaxpar.neat.hyper import CppnDecoder, decode_networks
 from jaxpar.neat.network import Networks, Players
 from jaxpar.types import Array, PRNGKey, PyTree, UsageError
 
@@ -415,7 +415,7 @@ class Episodes:
         """The networks that play."""
         if self.decoder is None:
             return networks
-        return self.decoder.express(networks)
+        return decode_networks(self.decoder, networks)
 
     def __call__(self, key: PRNGKey, networks: Networks, inputs: PyTree) -> Score:
         """Scores G networks; consumes `key`."""

@@ -11,19 +11,21 @@ import dataclasses
 from typing import Protocol
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from jaxpar.fields import Between, OneOf, Positive, check_fields, field
 from jaxpar.neat.functions import ACTIVATIONS
-from jaxpar.neat.network import Networks, Players, evaluate_rows
+from jaxpar.neat.network import Networks, evaluate_rows
 from jaxpar.types import Array, PyTree, UsageError
 
 __all__ = [
     "CppnDecoder",
+    "DecodedNetworks",
     "Substrate",
-    "SubstrateNetworks",
+    "decode_networks",
     "grid",
     "substrate_apply",
     "substrate_weights",
@@ -76,61 +78,77 @@ class Substrate:
         pairs = [np.repeat(targets, len(sources), 0), np.tile(sources, (len(targets), 1))]
         return np.concatenate([pairs[1], pairs[0], np.ones((len(pairs[0]), 1))], 1)
 
-    def express(self, networks: Networks) -> "SubstrateNetworks":
-        """The networks that G CPPNs give."""
-        return SubstrateNetworks(networks.index, substrate_weights(self, networks), substrate=self)
-
-    def apply_networks(self, networks: Networks, x: Array) -> Array:
-        """Outputs `[G, B, outputs]` of the substrates that G CPPNs give, for `[G, B, inputs]`."""
-        return self.express(networks).apply((), x)[0]
-
-
-@flax.struct.dataclass
-class SubstrateNetworks:
-    """Networks that G CPPNs give on a substrate, as `jaxpar.neat.network.Players`.
-
-    Attributes:
-        index: int32 `[G]`, numbers of the genomes.
-        weights: results of `substrate_weights`.
-        substrate: static.
-    """
-
-    index: Array
-    weights: tuple[Array, ...]
-    substrate: Substrate = flax.struct.field(pytree_node=False)
-
     @property
     def io_sizes(self) -> tuple[int, int]:
         """Numbers of nodes in the first and in the last layer."""
-        return len(self.substrate.layers[0]), len(self.substrate.layers[-1])
+        return len(self.layers[0]), len(self.layers[-1])
+
+    def decode(self, networks: Networks) -> tuple[Array, ...]:
+        """Returns the weights that G CPPNs give, as `substrate_weights`."""
+        return substrate_weights(self, networks)
+
+    def apply_decoded(self, decoded: tuple[Array, ...], x: Array) -> Array:
+        """Returns outputs `[G, B, outputs]` of decoded networks for `[G, B, inputs]`."""
+        return substrate_apply(self, decoded, x)
+
+
+class CppnDecoder(Protocol):
+    """A network from a CPPN: `Substrate`, whose nodes are given, and `Quadtree`, whose nodes are found."""
+
+    @property
+    def io_sizes(self) -> tuple[int, int]:
+        """Numbers of inputs and of outputs."""
+        ...
+
+    def decode(self, networks: Networks) -> PyTree:
+        """Returns what G CPPNs give, in arrays with a leading axis G."""
+        ...
+
+    def apply_decoded(self, decoded: PyTree, x: Array) -> Array:
+        """Returns outputs `[G, B, outputs]` of decoded networks for `[G, B, inputs]`."""
+        ...
+
+
+@flax.struct.dataclass
+class DecodedNetworks:
+    """Networks that G CPPNs give, as `jaxpar.neat.network.Players`; they have no memory.
+
+    Attributes:
+        index: int32 `[G]`, numbers of the genomes.
+        decoded: result of the decoder's `decode`.
+        decoder: static.
+    """
+
+    index: Array
+    decoded: PyTree
+    decoder: CppnDecoder = flax.struct.field(pytree_node=False)
+
+    @property
+    def io_sizes(self) -> tuple[int, int]:
+        """Numbers of inputs and of outputs."""
+        return self.decoder.io_sizes
 
     @property
     def dtype(self) -> DTypeLike:
         """Type of all numbers."""
-        return self.weights[0].dtype
+        return jnp.result_type(*jax.tree.leaves(self.decoded))
 
     def init_carry(self, *batch: int) -> PyTree:
-        """Returns `()`: layers have no memory."""
+        """Returns `()`."""
         del batch
         return ()
 
     def apply(self, carry: PyTree, x: Array) -> tuple[Array, PyTree]:
         """Returns outputs `[G, O]` or `[G, B, O]` for `[G, I]` or `[G, B, I]`, and `carry`."""
         if x.ndim == 3:
-            return substrate_apply(self.substrate, self.weights, x), carry
-        return substrate_apply(self.substrate, self.weights, x[:, None])[:, 0], carry
+            return self.decoder.apply_decoded(self.decoded, x), carry
+        return self.decoder.apply_decoded(self.decoded, x[:, None])[:, 0], carry
 
 
-class CppnDecoder(Protocol):
-    """A network from a CPPN: `Substrate`, whose nodes are given, and `Quadtree`, whose nodes are found."""
-
-    def express(self, networks: Networks) -> Players:
-        """The networks that G CPPNs give."""
-        ...
-
-    def apply_networks(self, networks: Networks, x: Array) -> Array:
-        """Outputs `[G, B, outputs]` of what G CPPNs give, for `[G, B, inputs]`."""
-        ...
+def decode_networks(decoder: CppnDecoder, networks: Networks) -> DecodedNetworks:
+    """Returns the networks that G CPPNs give."""
+    decoded = decoder.decode(networks)
+    return DecodedNetworks(index=networks.index, decoded=decoded, decoder=decoder)
 
 
 def substrate_weights(substrate: Substrate, networks: Networks) -> tuple[Array, ...]:

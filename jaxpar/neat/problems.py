@@ -41,7 +41,7 @@ class Table:
             y = evaluate_rows(networks, rows)
         else:
             x = jnp.broadcast_to(rows[None], (len(networks.bias), *rows.shape))
-            y = self.decoder.apply_networks(networks, x)
+            y = self.decoder.apply_decoded(self.decoder.decode(networks), x)
         if targets.shape != y.shape[1:]:
             raise UsageError(f"targets have the shape {targets.shape}; legal is {y.shape[1:]}, a row of outputs a row "
                              "of inputs.")  # fmt: skip

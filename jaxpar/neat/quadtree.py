@@ -12,19 +12,17 @@ connectivity of neurons", Artificial Life 18(4), 2012; its algorithms 1 to 3.
 import dataclasses
 from typing import NamedTuple
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from jaxpar.fields import AtLeast, OneOf, Positive, check_fields, field
 from jaxpar.neat.functions import ACTIVATIONS
 from jaxpar.neat.hyper import Layer
 from jaxpar.neat.network import Networks, evaluate_rows
-from jaxpar.types import Array, PyTree, UsageError
+from jaxpar.types import Array, UsageError
 
-__all__ = ["Discovered", "Quadtree", "QuadtreeNetworks", "discover", "discovered_apply"]
+__all__ = ["Discovered", "Quadtree", "discover", "discovered_apply"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,13 +76,18 @@ class Quadtree:
         """Coordinates of the hidden nodes that there can be, `[H, 2]`, grid after grid, the coarsest first."""
         return np.concatenate([_grid(depth, 0) for depth in range(1, self.max_depth + 1)])
 
-    def express(self, networks: Networks) -> "QuadtreeNetworks":
-        """The networks that G CPPNs give."""
-        return QuadtreeNetworks(networks.index, discover(self, networks), quadtree=self)
+    @property
+    def io_sizes(self) -> tuple[int, int]:
+        """Numbers of inputs and of outputs."""
+        return len(self.inputs), len(self.outputs)
 
-    def apply_networks(self, networks: Networks, x: Array) -> Array:
-        """Outputs `[G, B, outputs]` of the networks that G CPPNs give, for `[G, B, inputs]`."""
-        return self.express(networks).apply((), x)[0]
+    def decode(self, networks: Networks) -> "Discovered":
+        """Returns the networks that G CPPNs give, as `discover`."""
+        return discover(self, networks)
+
+    def apply_decoded(self, decoded: "Discovered", x: Array) -> Array:
+        """Returns outputs `[G, B, outputs]` of decoded networks for `[G, B, inputs]`."""
+        return discovered_apply(self, decoded, x)
 
 
 class Discovered(NamedTuple):
@@ -101,42 +104,6 @@ class Discovered(NamedTuple):
     first: Array
     inner: Array
     last: Array
-
-
-@flax.struct.dataclass
-class QuadtreeNetworks:
-    """Networks that G CPPNs give in the plane, as `jaxpar.neat.network.Players`.
-
-    Attributes:
-        index: int32 `[G]`, numbers of the genomes.
-        found: result of `discover`.
-        quadtree: static.
-    """
-
-    index: Array
-    found: Discovered
-    quadtree: Quadtree = flax.struct.field(pytree_node=False)
-
-    @property
-    def io_sizes(self) -> tuple[int, int]:
-        """Numbers of inputs and of outputs."""
-        return len(self.quadtree.inputs), len(self.quadtree.outputs)
-
-    @property
-    def dtype(self) -> DTypeLike:
-        """Type of all numbers."""
-        return self.found.first.dtype
-
-    def init_carry(self, *batch: int) -> PyTree:
-        """Returns `()`: hidden nodes begin at 0 in every call."""
-        del batch
-        return ()
-
-    def apply(self, carry: PyTree, x: Array) -> tuple[Array, PyTree]:
-        """Returns outputs `[G, O]` or `[G, B, O]` for `[G, I]` or `[G, B, I]`, and `carry`."""
-        if x.ndim == 3:
-            return discovered_apply(self.quadtree, self.found, x), carry
-        return discovered_apply(self.quadtree, self.found, x[:, None])[:, 0], carry
 
 
 def discover(quadtree: Quadtree, networks: Networks) -> Discovered:

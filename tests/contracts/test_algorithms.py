@@ -29,7 +29,7 @@ from jaxpar.lm import (
     Trainer,
     TuningConfig,
 )
-from jaxpar.neat import CANONICAL, Neat, NeatConfig, Table, xor
+from jaxpar.neat import CANONICAL, Neat, NeatConfig, Substrate, Table, xor
 from jaxpar.nn import ImageClassifier, SequenceNetwork, SequenceTrainer
 from jaxpar.nn.attention import Attention, Visible
 from jaxpar.nn.cells.conv_embedding import ConvEmbedding
@@ -140,6 +140,7 @@ STACK = Stack(
 LAYERS = Stack(1, 4, Lmu(4, memory=3, theta=5.0), Mlp(4, "gelu"), init_std=0.5, dtype="float32")
 BOTH_WAYS = Stack(1, 4, Attention(2, 2, 2, visible=Visible(causal=False)), Mlp(4), dropout=0.1)
 TINY = {"num_envs": 2, "num_steps": 4, "epochs": 1, "minibatches": 2}
+SUBSTRATE = Substrate((((-1.0, -1.0), (0.0, -1.0), (1.0, -1.0)), ((0.0, 1.0),)))
 LIVING = {
     "num_agents": 6,
     "num_robots": 2,
@@ -201,6 +202,7 @@ ROWS = {
         ),
         xor,
     ),
+    "neat-decoded": Row(Neat(NeatConfig(5, 1, 12, 8, 14, 4), Table(decoder=SUBSTRATE)), xor),
     "life": Row(World(Reflex(Jitter(0.1), std=1.0), **LIVING)),
     "life-lstm": Row(World(Lstm(4, 4, 2), **LIVING)),
     "ppo": Row(
