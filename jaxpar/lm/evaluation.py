@@ -34,7 +34,14 @@ from jaxpar.lm.hub.keys import brief
 from jaxpar.lm.objectives import token_log_likelihoods
 from jaxpar.lm.text.batches import check_batch
 from jaxpar.lm.text.chat import open_template
-from jaxpar.lm.text.examples import chat_ml, encode_pieces, encode_prompted, object_of
+from jaxpar.lm.text.examples import (
+    chat_ml,
+    encode_pieces,
+    encode_prompted,
+    object_of,
+    with_bos,
+    with_eos,
+)
 from jaxpar.lm.text.files import (
     COLUMNS,
     Source,
@@ -237,14 +244,9 @@ def _row_of_text(source: Source, tokenizer: Tokenizer, ends: bool, special_token
     parts = encode_texts(texts, tokenizer, special_tokens=special_tokens)
     ids = np.concatenate([np.zeros(0, np.int32), *parts])
     counts = np.ones(len(ids), np.uint8)
-    bos_ids = np.array(tokenizer.bos_ids * ends, np.int32)
-    if not np.array_equal(ids[: len(bos_ids)], bos_ids):
-        ids = np.concatenate([bos_ids, ids])
-        counts = np.concatenate([np.zeros(len(bos_ids), np.uint8), counts])
     if ends:
-        end = np.array(tokenizer.eos_ids[:1], np.int32)
-        ids = np.concatenate([ids, end])
-        counts = np.concatenate([counts, np.ones(len(end), np.uint8)])
+        ids, counts = with_bos(ids, counts, tokenizer)
+        ids, counts = with_eos(ids, counts, tokenizer)
     if not counts[1:].any():
         raise UsageError(f"{source.path} has no token that counts behind another.")
     return ids, counts

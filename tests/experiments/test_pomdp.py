@@ -18,7 +18,7 @@ from experiments.app.env.pomdp_film import _draw_tree, moves, planned
 from experiments.app.env.regrets import Judge
 from experiments.app.env.rock_beliefs import RockBelief
 from jaxpar.env import reset, step
-from jaxpar.pomdp import ExactBelief, from_environment, qmdp, save_pomdp
+from jaxpar.pomdp import ExactBelief, from_environment, qmdp, save_policy, save_pomdp
 from jaxpar.pomdp.planners.outline import Branch
 from jaxpar.types import UsageError
 
@@ -257,6 +257,23 @@ def test_a_model_from_a_file_is_solved_and_its_policy_is_read_again(main, tmp_pa
     assert (tmp_path / "again" / "policy.alpha").read_text() == (
         tmp_path / "run" / "policy.alpha"
     ).read_text()
+
+
+def test_a_model_from_a_file_has_its_own_name_discount_and_policy(tmp_path):
+    model = from_environment(*envs.make("Tiger"))
+    save_pomdp(model, tmp_path / "two doors.POMDP")
+    flags = [f"env=file:{tmp_path / 'two doors.POMDP'}", "planner=exact", "params.discount=0.5"]
+    config = pomdp.compose(*flags)
+    assert config.name == "two doors"
+    short = pomdp.make_setting(config)
+    assert float(short.params.discount) == 0.5
+    np.testing.assert_allclose(short.planner.value, -2.0, atol=1e-3)  # one listens for ever
+    save_policy(short.planner, tmp_path / "short.alpha")
+    read = pomdp.make_setting(
+        pomdp.compose("env=Tiger", "planner=exact", f"planner.policy={tmp_path / 'short.alpha'}")
+    )
+    np.testing.assert_array_equal(read.planner.alphas, short.planner.alphas)
+    assert np.isinf(float(read.planner.upper))
 
 
 def test_solved_policies_are_those_of_the_library():

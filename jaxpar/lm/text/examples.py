@@ -348,7 +348,33 @@ def encode_pieces(
     ids, counts = encode_prompted(pieces, tokenizer, special_tokens=special_tokens or not ends)
     if not ends and not any(text for text, _ in pieces):
         return np.zeros(0, np.int32), np.zeros(0, np.uint8)
-    if not ends or not tokenizer.eos_ids:
+    if not ends:
+        return ids, counts
+    return with_eos(ids, counts, tokenizer)
+
+
+def with_bos(
+    ids: np.ndarray, counts: np.ndarray, tokenizer: Tokenizer
+) -> tuple[np.ndarray, np.ndarray]:
+    """Puts the tokenizer's BOS first, which does not count, unless it is there already.
+
+    Args:
+      ids: int32 [n].
+      counts: uint8 [n], 1 where a token counts as a target.
+      tokenizer: The tokenizer.
+    """
+    bos_ids = np.array(tokenizer.bos_ids, np.int32)
+    if not len(bos_ids) or np.array_equal(ids[: len(bos_ids)], bos_ids):
+        return ids, counts
+    ids = np.concatenate([bos_ids, ids])
+    return ids, np.concatenate([np.zeros(len(bos_ids), np.uint8), counts])
+
+
+def with_eos(
+    ids: np.ndarray, counts: np.ndarray, tokenizer: Tokenizer
+) -> tuple[np.ndarray, np.ndarray]:
+    """Puts the tokenizer's first EOS last, which counts; for arguments as of `with_bos`."""
+    if not tokenizer.eos_ids:
         return ids, counts
     end = np.array(tokenizer.eos_ids[:1], np.int32)
     ids = np.concatenate([ids, end])
@@ -375,10 +401,7 @@ def encode_prompted(
                 stacklevel=3,
             )
         ids, counts = _encoded_apart(pieces, tokenizer, options)
-    bos_ids = np.array(tokenizer.bos_ids, np.int32)
-    if len(bos_ids) and not np.array_equal(ids[: len(bos_ids)], bos_ids):
-        ids = np.concatenate([bos_ids, ids])
-        counts = np.concatenate([np.zeros(len(bos_ids), np.uint8), counts])
+    ids, counts = with_bos(ids, counts, tokenizer)
     return ids.astype(np.int32, copy=False), counts
 
 
