@@ -78,7 +78,7 @@ def check_distinct(field: str, names: tuple[str, ...]) -> None:
     repeated = [name for place, name in enumerate(names) if name in names[:place]]
     if repeated:
         raise UsageError(
-            f"{field}={names!r}: {repeated[0]!r} stands there twice; expected distinct names."
+            f"{field}={names!r}: {repeated[0]!r} is repeated; expected distinct names."
         )
 
 

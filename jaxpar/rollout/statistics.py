@@ -161,13 +161,20 @@ def evaluate(
     """
     groups = {"options": options or EvaluateOptions()}
     chosen: EvaluateOptions = newer_arguments("evaluate", _OLDER, groups, older)["options"]
-    lengths = num_envs, max_steps
-    return _evaluate(env, policy, lengths, key, params, policy_params, chosen)
+    return _evaluate(key, env, params, policy, policy_params, num_envs, max_steps, chosen)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _evaluate(env, policy, lengths, key, params, policy_params, options) -> EpisodeResults:
-    num_envs, max_steps = lengths
+@functools.partial(jax.jit, static_argnames=("env", "policy", "num_envs", "max_steps"))
+def _evaluate(
+    key: PRNGKey,
+    env: Environment | Adapter,
+    params: PyTree,
+    policy: Policy,
+    policy_params: PyTree,
+    num_envs: int,
+    max_steps: int,
+    options: EvaluateOptions,
+) -> EpisodeResults:
     env_state = init(key, env, params, num_envs, options.carry, prng=options.prng)
     how = RolloutOptions(reset=NoReset(), prng=options.prng)
     _, trajectory = rollout(key, env_state, env, params, policy, policy_params, max_steps, how)

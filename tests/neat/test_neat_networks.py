@@ -252,9 +252,9 @@ def test_thin_networks_are_lists_of_edges():
         (dict(widths=(50, 16)), "ascend"),
         (dict(output_activation="tanh"), "not among"),
         (dict(evolved=("weight",)), "no attribute"),
-        (dict(evolved=("bias", "bias")), "evolved=.*'bias' stands there twice"),
-        (dict(activations=("tanh", "sin", "tanh")), "activations=.*'tanh' stands there twice"),
-        (dict(aggregations=("sum", "sum")), "aggregations=.*'sum' stands there twice"),
+        (dict(evolved=("bias", "bias")), "evolved=.*'bias' is repeated"),
+        (dict(activations=("tanh", "sin", "tanh")), "activations=.*'tanh' is repeated"),
+        (dict(aggregations=("sum", "sum")), "aggregations=.*'sum' is repeated"),
         (dict(sub_steps=2), "sub_steps=2: a feedforward network is computed to its end"),
     ],
 )
