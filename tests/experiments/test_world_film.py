@@ -3,8 +3,9 @@
 import jax
 import numpy as np
 
+from experiments.app.env import world_film
 from experiments.app.env.world_film import Frame, Frames, count_lineages, frame_interval
-from jaxpar.life import Reflex, World, draw_world
+from jaxpar.life import Reflex, World, draw_world, lineage_colours
 
 
 def frame(step, *lineages):
@@ -42,6 +43,21 @@ def test_lineages_are_counted_largest_by_name_and_others_together():
     frames = [frame(1, 3, 3, 5, 7), frame(2, 5, 5, 5), frame(3)]
     numbers, counts = count_lineages(frames, 2)
     assert numbers == [3, 5] and counts.tolist() == [[2, 0, 0], [1, 3, 0], [1, 0, 0]]
+
+
+def test_lineages_are_drawn_by_name_and_in_the_films_colours(tmp_path, monkeypatch):
+    drawn = {}
+
+    def keep(x, areas, out, **rest):
+        drawn.update(rest, x=x.tolist(), areas={name: y.tolist() for name, y in areas.items()})
+
+    monkeypatch.setattr(world_film, "plot_areas", keep)
+    frames = [frame(1, 3, 3, 5), frame(4, 5, 5)]
+    world_film.plot_lineages(frames, tmp_path / "x.png", "title")
+    assert drawn["x"] == [1, 4]
+    assert drawn["areas"] == {"lineage 3": [2, 0], "lineage 5": [1, 2], "all others": [0, 0]}
+    np.testing.assert_allclose(drawn["colours"][0], lineage_colours(np.asarray(3)) / 255)
+    assert drawn["colours"][2] is None
 
 
 def test_an_agent_is_a_mark_that_one_sees():

@@ -96,6 +96,25 @@ def test_histograms_count_all_and_bars_of_integers_hold_equally_many(tmp_path, d
     assert [panel.get_yscale() for panel in panels.values()] == ["linear"] * 4 + ["log"]
 
 
+def test_areas_are_stacked_in_order_with_their_colours(tmp_path, drawn):
+    areas = {"low": [1, 2, 0], "high": [3, 0, 1]}
+    plots.plot_areas(
+        [0, 5, 10],
+        areas,
+        tmp_path / "new" / "a.png",
+        colours=[(1.0, 0.0, 0.0), None],
+        labels=("step", "count"),
+    )
+    (panel,) = drawn[0].axes
+    low, high = panel.collections
+    assert low.get_datalim(panel.transData).y1 == 2
+    assert high.get_datalim(panel.transData).y1 == 4, "on top of the lower one"
+    assert low.get_facecolor()[0][:3].tolist() == [1, 0, 0]
+    assert len(set(high.get_facecolor()[0][:3].tolist())) == 1, "gray"
+    assert [text.get_text() for text in panel.get_legend().get_texts()] == ["high", "low"]
+    assert (panel.get_xlabel(), panel.get_ylabel()) == ("step", "count")
+
+
 def test_smoothing_keeps_lines_and_skips_gaps():
     line = np.arange(500.0)
     np.testing.assert_allclose(plots._smoothed(line)[10:-10], line[10:-10])
