@@ -3,7 +3,7 @@
     git worktree add ../older d3543d0
     python bench/older.py ../older                       # a GPU or TPU: GPT-2 124M, and Llama 3.2 1B's shape
     python bench/older.py ../older --tiny                # any machine, in minutes
-    python bench/older.py ../older --what loops          # a recurrence, NEAT, a planner, PPO
+    python bench/older.py ../older --what loops          # a recurrence, NEAT, a planner, PPO, life
 
 Programs use names that both checkouts have; language models are made by `lm_models`, which knows
 the names of either. Each side is a process of its own, which compiles first and then answers a
@@ -43,10 +43,16 @@ def loops(tiny: bool) -> dict:
     import jax.numpy as jnp
 
     import envs
+    from jaxpar.life import Laws, World
     from jaxpar.neat import Neat, NeatConfig, Table, xor
     from jaxpar.pomdp import ParticleBelief, Vopp
     from jaxpar.rl import Network, Ppo, train
     from jaxpar.solve import Newton, parallel_scan
+
+    try:
+        from jaxpar.life.laws import FIRST_LAWS
+    except ImportError:  # the older checkout's only ones
+        FIRST_LAWS = Laws()
 
     key = jax.random.key(0)
     length, width = (1024, 16) if tiny else (10_000, 64)
@@ -83,11 +89,22 @@ def loops(tiny: bool) -> dict:
     ppo = Ppo(cart_pole, Network(), Ppo(cart_pole).rates, 16 if tiny else 2048, 128)
     learn = jax.jit(lambda key: train(ppo, key, None, updates))
 
+    steps = 10 if tiny else 200
+    world = World(num_agents=32 if tiny else 512, laws=FIRST_LAWS)
+
+    def live(key):
+        keys = jax.random.split(key, steps)
+        state = world.init(key)
+        return jax.lax.scan(lambda state, key: (world.step(key, state)[0], None), state, keys)[0]
+
+    live = jax.jit(live)
+
     return {
         "recurrence, gradient": (functools.partial(gradient, weights, series), 1, 0),
         "NEAT, a generation": (functools.partial(evolve, key), generations, 0),
         "Vopp, a plan": (functools.partial(plan, key), 1, 0),
         "PPO, an update": (functools.partial(learn, key), updates, 0),
+        "Life, a step": (functools.partial(live, key), steps, 0),
     }
 
 

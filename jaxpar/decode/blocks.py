@@ -25,6 +25,7 @@ from jaxpar.nn.attention import LinearCache, PositionRule, capped, merge, merge_
 from jaxpar.nn.attention.kernels import in_blocks
 from jaxpar.nn.attention.state import slopes_bias
 from jaxpar.nn.attention.visibility import Where
+from jaxpar.nn.linear import wide_einsum
 from jaxpar.nn.mixer import Context
 from jaxpar.nn.position import Rope
 from jaxpar.scan.monoid import LogSumExp
@@ -58,9 +59,9 @@ def attend_blocks(
     q = jnp.moveaxis(q.reshape(-1, batch, length, groups, heads // groups, width), (0, 3), (2, 1))
     q = q.reshape(batch, groups, q.shape[2], -1, width)  # [B, G, N or 1, T H/G, K]
     if q.shape[2] == 1:
-        scores = jnp.einsum("bgmk,bgnsk->bgnms", q[:, :, 0], k, preferred_element_type=wide)
+        scores = wide_einsum("bgmk,bgnsk->bgnms", q[:, :, 0], k, wide)
     else:
-        scores = jnp.einsum("bgnmk,bgnsk->bgnms", q, k, preferred_element_type=wide)
+        scores = wide_einsum("bgnmk,bgnsk->bgnms", q, k, wide)
     scores = scores.reshape(batch, groups, blocks, length, heads // groups, size)
     scores = capped(scores / math.sqrt(width), cap)
     if bias is not None:
@@ -71,7 +72,7 @@ def attend_blocks(
     # From a finite unit, so that no difference of infinities is made where nothing is seen.
     weights = jnp.exp(scores - jnp.where(top > -jnp.inf, top, 0)[..., None])
     flat = weights.reshape(batch, groups, blocks, -1, size).astype(v.dtype)
-    values = jnp.einsum("bgnms,bgnsk->bgnmk", flat, v, preferred_element_type=wide)
+    values = wide_einsum("bgnms,bgnsk->bgnmk", flat, v, wide)
 
     parts = LogSumExp(top, weights.sum(-1), values.reshape(*top.shape, width))
     # The blocks' axis comes first in name alone: a sum over it reads each block's values where they are.

@@ -14,6 +14,7 @@ from jaxpar.lm.text.batches import normaliser_of, token_info, valid_batch
 from jaxpar.mesh import constrain, local, mesh_axes
 from jaxpar.nn.attention import capped
 from jaxpar.nn.auxiliary import NOTHING, Aux, Sum, both
+from jaxpar.nn.linear import wide_einsum
 from jaxpar.types import PRNGKey, PyTree
 
 __all__ = [
@@ -256,7 +257,7 @@ def _on_device(x, head, targets, weights, *, options, spread, with_grads, axes):
 
     def forward(part):
         x, target, weight = part
-        logits = capped(jnp.einsum("nd,vd->nv", x, head, preferred_element_type=store), logit_cap)
+        logits = capped(wide_einsum("nd,vd->nv", x, head, store), logit_cap)
         place = target - first
         mine = (place >= 0) & (place < head.shape[0])
         chosen = jnp.take_along_axis(logits, jnp.where(mine, place, 0)[:, None], axis=1)[
@@ -290,7 +291,7 @@ def _on_device(x, head, targets, weights, *, options, spread, with_grads, axes):
         if logit_cap:  # of c tanh(z / c), told from its value
             dlogits = dlogits * (1 - jnp.square(logits.astype(wide) / logit_cap))
         dlogits = dlogits.astype(x.dtype)
-        dhead = carry[1] + jnp.einsum("nv,nd->vd", dlogits, x, preferred_element_type=wide)
+        dhead = carry[1] + wide_einsum("nv,nd->vd", dlogits, x, wide)
         return (carry[0] + value, dhead), jnp.einsum("nv,vd->nd", dlogits, head)
 
     parts = (cut(x, width), cut(targets), cut(weights.astype(wide)))

@@ -13,6 +13,7 @@ from jaxpar.mesh import constrain, gather, local, mesh_axes
 from jaxpar.nn.attention import capped
 from jaxpar.nn.auxiliary import Aux
 from jaxpar.nn.block import dropout
+from jaxpar.nn.linear import product_in_parts
 from jaxpar.nn.mixer import TRAINING, TokenInfo
 from jaxpar.nn.stack import PseudoTokens
 from jaxpar.types import PRNGKey, PyTree, UsageError
@@ -156,10 +157,7 @@ def logits(params: PyTree, x: Float[Array, "B T D"], config: LMConfig) -> Float[
     """Multiplies the last residual stream by the head, in float32 at least, and caps what it makes."""
     weight = constrain(head(params).astype(x.dtype), "vocab", None)
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    return capped(
-        jnp.einsum("btd,vd->btv", x, weight, preferred_element_type=wide),
-        config.embedding.logit_cap,
-    )
+    return capped(product_in_parts(x, weight, wide), config.embedding.logit_cap)
 
 
 def apply(

@@ -39,16 +39,21 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.lax import PrecisionLike
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from jaxpar.mesh import constrain, in_role, mesh_axes, platform
 from jaxpar.types import Array, PyTree, UsageError
 
 __all__ = [
-    "Deferred", "Frozen", "Lora", "Transposed", "Weight", "contract", "deferred_gradient", "fixed_product",
-    "on_weight", "transposed_is_faster", "whole_weight",
+    "Deferred", "Frozen", "Lora", "Transposed", "Weight", "contract", "converts_weights", "deferred_gradient",
+    "fixed_product", "on_weight", "product_in_parts", "transposed_is_faster", "whole_weight",
+    "wide_einsum",
 ]  # fmt: skip
 
 Axes = tuple[str | None, ...]
+
+ROWS = 4096
+"""Rows of a matrix whose copies in float32 are held at once."""
 
 
 @runtime_checkable
@@ -142,6 +147,48 @@ def _product(how: tuple, x: Array, weight: Array) -> Array:
     return _in_columns(
         how, 2, jnp.einsum(equation, _in_columns(how, 0, x), weight, precision=precision)
     )
+
+
+def converts_weights(dtype: DTypeLike) -> bool:
+    """Returns whether products make a float32 copy of a weight of this type, as XLA does on CPUs."""
+    return platform() == "cpu" and jnp.dtype(dtype).itemsize == 2
+
+
+def wide_einsum(equation: str, x: Array, y: Array, dtype: DTypeLike) -> Array:
+    """Multiplies two arrays with sums and a result in `dtype`, as `jnp.einsum` does.
+
+    XLA's CPU compiler refuses some products of 16 bits with sums in float32 when they run
+    ("Unsupported element type for DotThunk"), so both are converted first there.
+    """
+    if converts_weights(x.dtype) or converts_weights(y.dtype):
+        x = x.astype(dtype)
+        y = y.astype(dtype)
+    return jnp.einsum(equation, x, y, preferred_element_type=dtype)
+
+
+def product_in_parts(x: Array, weight: Array, dtype: DTypeLike, rows: int = ROWS) -> Array:
+    """Multiplies by a tall matrix a part at a time, where a copy of all of it would be made.
+
+    Many vectors are multiplied at once: their product is then larger than the copy.
+
+    Args:
+      x: [B, T, D].
+      weight: [V, D], of the type of `x`.
+      dtype: Type of the result.
+      rows: Rows of a part.
+
+    Returns:
+      The product with the transposed matrix, [B, T, V].
+    """
+    is_large = x.size >= weight.shape[1] * rows
+    if is_large or not converts_weights(weight.dtype) or mesh_axes("vocab"):
+        return wide_einsum("btd,vd->btv", x, weight, dtype)
+    parts = []
+    for begin in range(0, len(weight), rows):
+        parts.append(wide_einsum("btd,vd->btv", x, weight[begin : begin + rows], dtype))
+        # The next part is not converted before this one is multiplied.
+        parts[-1], weight = jax.lax.optimization_barrier((parts[-1], weight))
+    return jnp.concatenate(parts, -1)
 
 
 def _in_columns(how: tuple, which: int, x: Array) -> Array:

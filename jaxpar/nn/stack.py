@@ -20,7 +20,7 @@ from jaxpar.nn.auxiliary import Aux, Max, both, over_all, over_layers, with_scal
 from jaxpar.nn.block import Kind, Ladder, ResidualBlock, Stream
 from jaxpar.nn.carried import PseudoTokens, StackCache, began, moved_on
 from jaxpar.nn.leaf import Leaf, init_leaves
-from jaxpar.nn.linear import on_weight
+from jaxpar.nn.linear import converts_weights, on_weight
 from jaxpar.nn.mixer import (
     DECODING,
     TRAINING,
@@ -229,7 +229,11 @@ class Stack:
         """Returns unstacked parameters as decoding few rows reads them fastest.
 
         Products of one input are one, and ternary weights have two bits a number, where no mesh splits them.
+        A CPU that multiplies 16-bit weights in float32 leaves them stacked, so that memory holds
+        them once, and one layer in float32.
         """
+        if self._takes_turns:
+            return self.hold(params)
         params = self.unstacked(params)
 
         def small(leaf: Leaf, w: PyTree):
@@ -246,6 +250,11 @@ class Stack:
                 )
             layers.append(layer)
         return params | {"layers": tuple(layers)}
+
+    @property
+    def _takes_turns(self) -> bool:
+        """Whether decoding takes each layer from the stack when its turn comes, and not before."""
+        return self.weights == "full" and converts_weights(self.dtype)
 
     def unstacked_axes(self, axes: PyTree) -> PyTree:
         """Returns the logical axes of unstacked parameters, from those of the parameters."""
@@ -462,10 +471,19 @@ class Stack:
 
     def _unrolled(self, layers, x, context, cache, pseudo):
         """Applies one layer after the other."""
-        each = layers if isinstance(layers, tuple) else self._each(self._apart(layers))
+        in_turns = cache is not None and not isinstance(layers, tuple) and self._takes_turns
+        each = layers
+        if in_turns:
+            each = range(self.num_layers)
+        elif not isinstance(layers, tuple):
+            each = self._each(self._apart(layers))
         caches = []
         told = []
         for index, layer in enumerate(each):
+            if in_turns:
+                # Else XLA converts all layers at once, and outside of a loop over tokens.
+                x, layers = jax.lax.optimization_barrier((x, layers))
+                layer = self._layer_at(layers, index)
             if pseudo is not None and pseudo.layer == index:
                 x = pseudo.after(x)
             inside = context.until(jax.tree.leaves(x)[0].shape[1])
@@ -473,6 +491,11 @@ class Stack:
             caches.append(new)
             told.append(aux)
         return x, tuple(caches), over_all(told)
+
+    def _layer_at(self, layers: PyTree, index: int) -> PyTree:
+        """Returns one layer's own of stacked parameters."""
+        turn, place = divmod(index, self.period)
+        return jax.tree.map(operator.itemgetter(turn), self._apart(layers)[place])
 
     def _scanned(self, layers, x, context, cache):
         """Applies layers in a loop whose turn is one layer of each mixer.

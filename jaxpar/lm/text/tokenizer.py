@@ -1,5 +1,6 @@
 """Text to token ids and back: plain bytes, or byte-pair encoding by the `tokenizers` library."""
 
+import contextlib
 import hashlib
 import json
 import re
@@ -149,7 +150,10 @@ class Bpe:
         tokenizer = self._tokenizer
         if not special_tokens:
             tokenizer = self._copy(special_tokens)
-        return np.array(_encoding(tokenizer, text).ids, np.int32)
+        with _unicode_only(text):
+            # The library's only function that keeps no offsets, which takes a sixth less time.
+            (found,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(found.ids, np.int32)
 
     def encode_offsets(
         self, text: str, *, special_tokens: bool = True
@@ -174,7 +178,8 @@ class Bpe:
           `trim_offsets` says. A symbol that a normaliser adds before a text has the text's first
           character.
         """
-        found = _encoding(self._copy(special_tokens), text)
+        with _unicode_only(text):
+            found = self._copy(special_tokens).encode(text, add_special_tokens=False)
         ends = chain.from_iterable(found.offsets)  # twice as fast as an array of pairs
         spans = np.fromiter(ends, np.int64).reshape(-1, 2)
         return np.array(found.ids, np.int32), spans[:, 0], np.maximum(spans[:, 1], spans[:, 0] + 1)
@@ -236,10 +241,11 @@ def _whole(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _encoding(tokenizer: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
-    """Returns the library's encoding of a text."""
+@contextlib.contextmanager
+def _unicode_only(text: str) -> Iterator[None]:
+    """Names the half of a surrogate pair that makes the library refuse a text."""
     try:
-        return tokenizer.encode(text, add_special_tokens=False)
+        yield
     except (TypeError, UnicodeEncodeError):
         try:
             text.encode()

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxpar.nn.attention.state import capped
 from jaxpar.nn.attention.visibility import Visible, Where
+from jaxpar.nn.linear import wide_einsum
 
 __all__ = ["Done", "OutputGradient", "attend_gradient", "block_gradient"]
 
@@ -141,18 +142,18 @@ def block_gradient(
     log_sum, delta = (
         jnp.moveaxis(grouped(x), 1, -1)[..., None] for x in (known.log_sum, known.delta)
     )  # [B, G, H/G, T, 1]
-    scores = jnp.einsum("btgrk,bsgk->bgrts", q, k, preferred_element_type=wide) / math.sqrt(width)
+    scores = wide_einsum("btgrk,bsgk->bgrts", q, k, wide) / math.sqrt(width)
     slope, scores = 1 - jnp.square(jnp.tanh(scores / cap)) if cap else 1.0, capped(scores, cap)
     if bias is not None:
         scores = scores + bias.reshape(bias.shape[0], groups, -1, *bias.shape[2:]).astype(wide)
     weights = jnp.exp(scores - jnp.where(log_sum > -jnp.inf, log_sum, 0))
     weights = jnp.where(seen[:, None, None], weights, 0)
-    dv = jnp.einsum("bgrts,btgrk->bsgk", weights.astype(v.dtype), g, preferred_element_type=wide)
-    dweights = jnp.einsum("btgrk,bsgk->bgrts", g, v, preferred_element_type=wide)
+    dv = wide_einsum("bgrts,btgrk->bsgk", weights.astype(v.dtype), g, wide)
+    dweights = wide_einsum("btgrk,bsgk->bgrts", g, v, wide)
     dscores = weights * (dweights - delta)
     narrow = (dscores * slope / math.sqrt(width)).astype(q.dtype)
-    dq = jnp.einsum("bgrts,bsgk->btgrk", narrow, k, preferred_element_type=wide)
-    dk = jnp.einsum("bgrts,btgrk->bsgk", narrow, q, preferred_element_type=wide)
+    dq = wide_einsum("bgrts,bsgk->btgrk", narrow, k, wide)
+    dk = wide_einsum("bgrts,btgrk->bsgk", narrow, q, wide)
     return dq.reshape(*dq.shape[:2], -1, width), dk, dv, heads(dscores)
 
 

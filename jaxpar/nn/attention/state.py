@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxpar.nn.linear import wide_einsum
 from jaxpar.scan.monoid import LOGSUMEXP, LogSumExp
 
 __all__ = ["attend", "capped", "finish", "merge", "merge_parts", "slopes_bias"]
@@ -51,9 +52,7 @@ def attend(
     groups = k.shape[2]
     shape = (batch, length, groups, heads // groups)
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    scores = jnp.einsum(
-        "btgrk,bsgk->bgrts", q.reshape(*shape, width), k, preferred_element_type=wide
-    )
+    scores = wide_einsum("btgrk,bsgk->bgrts", q.reshape(*shape, width), k, wide)
     scores = capped(scores / math.sqrt(width), cap)
     if bias is not None:
         bias = jnp.broadcast_to(bias.astype(wide), (bias.shape[0], heads, *bias.shape[2:]))
@@ -70,9 +69,7 @@ def attend(
             jax.vmap(lambda s: jax.random.bernoulli(jax.random.key(s), 1 - dropout_rate, sizes))
         )(seeds)
         weights = jnp.where(keep.reshape(weights.shape), weights / (1 - dropout_rate), 0)
-    values = jnp.einsum(
-        "bgrts,bsgk->btgrk", weights.astype(v.dtype), v, preferred_element_type=wide
-    )
+    values = wide_einsum("bgrts,bsgk->btgrk", weights.astype(v.dtype), v, wide)
     flat = (batch, length, heads)
     top, total = (jnp.moveaxis(x, 3, 1).reshape(flat) for x in (top, total))
     return LogSumExp(top, total, values.reshape(*flat, width))
