@@ -45,15 +45,17 @@ from jaxpar.mesh import constrain, in_role, mesh_axes, platform
 from jaxpar.types import Array, PyTree, UsageError
 
 __all__ = [
-    "Deferred", "Frozen", "Lora", "Transposed", "Weight", "contract", "converts_weights", "deferred_gradient",
-    "fixed_product", "on_weight", "product_in_parts", "transposed_is_faster", "whole_weight",
-    "wide_einsum",
+    "Deferred", "Frozen", "InBlocks", "Lora", "Transposed", "Weight", "contract", "converts_weights",
+    "deferred_gradient", "fixed_product", "on_weight", "product_in_parts", "transposed_is_faster",
+    "whole_weight", "wide_einsum",
 ]  # fmt: skip
 
 Axes = tuple[str | None, ...]
 
-ROWS = 4096
-"""Rows of a matrix whose copies in float32 are held at once."""
+BLOCK = 128
+"""Contracted rows of a weight that are converted at once: the fastest of 32 to 512 on two cores."""
+PART = 256
+"""Rows of a matrix, none of them contracted, that are converted at once."""
 
 
 @runtime_checkable
@@ -166,29 +168,33 @@ def wide_einsum(equation: str, x: Array, y: Array, dtype: DTypeLike) -> Array:
     return jnp.einsum(equation, x, y, preferred_element_type=dtype)
 
 
-def product_in_parts(x: Array, weight: Array, dtype: DTypeLike, rows: int = ROWS) -> Array:
-    """Multiplies by a tall matrix a part at a time, where a copy of all of it would be made.
-
-    Many vectors are multiplied at once: their product is then larger than the copy.
+def product_in_parts(x: Array, weight: Array, dtype: DTypeLike) -> Array:
+    """Multiplies by a tall matrix, on CPUs a part at a time where all of it would be converted.
 
     Args:
       x: [B, T, D].
       weight: [V, D], of the type of `x`.
       dtype: Type of the result.
-      rows: Rows of a part.
 
     Returns:
       The product with the transposed matrix, [B, T, V].
     """
-    is_large = x.size >= weight.shape[1] * rows
-    if is_large or not converts_weights(weight.dtype) or mesh_axes("vocab"):
+    num_parts, rest = divmod(len(weight), PART)
+    is_large = math.prod(x.shape[:2]) >= PART
+    if is_large or not num_parts or not converts_weights(weight.dtype) or mesh_axes("vocab"):
         return wide_einsum("btd,vd->btv", x, weight, dtype)
-    parts = []
-    for begin in range(0, len(weight), rows):
-        parts.append(wide_einsum("btd,vd->btv", x, weight[begin : begin + rows], dtype))
-        # The next part is not converted before this one is multiplied.
-        parts[-1], weight = jax.lax.optimization_barrier((parts[-1], weight))
-    return jnp.concatenate(parts, -1)
+
+    def product(rows: Array) -> Array:
+        return wide_einsum("btd,vd->btv", x, rows, dtype)
+
+    whole = len(weight) - rest
+    parts = jax.lax.map(
+        product, weight[:whole].reshape(num_parts, PART, -1)
+    )  # [V / PART, B, T, PART]
+    y = jnp.moveaxis(parts, 0, 2).reshape(*x.shape[:2], whole)
+    if not rest:
+        return y
+    return jnp.concatenate([y, product(weight[whole:])], -1)
 
 
 def _in_columns(how: tuple, which: int, x: Array) -> Array:
@@ -494,6 +500,66 @@ class Transposed:
         each = self.weight.astype(wide) * x.reshape((1,) * len(kept) + x.shape[2:]).astype(wide)
         y = each.sum(tuple(range(len(kept), each.ndim)))
         return y.reshape(1, 1, *y.shape).astype(x.dtype)
+
+
+@flax.struct.dataclass
+class InBlocks:
+    """One layer's weight of a stack, which a CPU multiplies a block at a time.
+
+    A block of 16-bit numbers is converted to float32 and multiplied while it is in the processor's
+    cache. The weight is read once, and no copy of it is made: on two cores this takes a third of
+    the time of a product with a converted weight.
+
+    Attributes:
+      stack: W of all layers, [L, ...].
+      layer: The layer's index in it.
+    """
+
+    stack: Array
+    layer: int | Array
+
+    def contract(
+        self,
+        equation: str,
+        x: Array,
+        axes: Axes,
+        *,
+        precision: PrecisionLike = None,
+        apart: bool = False,
+    ) -> Array:
+        """Multiplies as an array would; sums are float32 at least."""
+        letters, of_weight, out = _letters(equation)
+        shared = "".join(c for c in of_weight if c not in out)
+        kept = "".join(c for c in of_weight if c in out)
+        is_plain = of_weight == shared + kept and letters[2:] == shared and out[2:] == kept
+        if not is_plain or any(mesh_axes(name) for name in axes if name):
+            return _product((equation, axes, precision, apart), x, self.whole().astype(x.dtype))
+        dtype = jnp.promote_types(x.dtype, jnp.float32)
+        sizes = self.stack.shape[1 + len(shared) :]
+        rows = x.reshape(x.shape[0] * x.shape[1], -1)
+        depth = rows.shape[1]
+        stack = self.stack.reshape(len(self.stack), depth, -1)
+
+        def product(begin: Array | int, size: int) -> Array:
+            part = jax.lax.dynamic_slice_in_dim(rows, begin, size, axis=1)
+            start = (self.layer, begin, 0)
+            block = jax.lax.dynamic_slice(stack, start, (1, size, stack.shape[2]))[0]
+            return part.astype(dtype) @ block.astype(dtype)
+
+        def add(block: Array, y: Array) -> Array:
+            return y + product(block * BLOCK, BLOCK)
+
+        num_blocks, rest = divmod(depth, BLOCK)
+        y = jnp.zeros((len(rows), stack.shape[2]), dtype)
+        if num_blocks:
+            y = jax.lax.fori_loop(0, num_blocks, add, y)
+        if rest:
+            y = y + product(depth - rest, rest)
+        return y.reshape(*x.shape[:2], *sizes).astype(x.dtype)
+
+    def whole(self) -> Array:
+        """Returns the layer's W."""
+        return jax.lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False)
 
 
 def transposed_is_faster(*weights: PyTree) -> bool:

@@ -20,7 +20,7 @@ from jaxpar.nn.auxiliary import Aux, Max, both, over_all, over_layers, with_scal
 from jaxpar.nn.block import Kind, Ladder, ResidualBlock, Stream
 from jaxpar.nn.carried import PseudoTokens, StackCache, began, moved_on
 from jaxpar.nn.leaf import Leaf, init_leaves
-from jaxpar.nn.linear import converts_weights, on_weight
+from jaxpar.nn.linear import InBlocks, converts_weights, on_weight
 from jaxpar.nn.mixer import (
     DECODING,
     TRAINING,
@@ -229,11 +229,17 @@ class Stack:
         """Returns unstacked parameters as decoding few rows reads them fastest.
 
         Products of one input are one, and ternary weights have two bits a number, where no mesh splits them.
-        A CPU that multiplies 16-bit weights in float32 leaves them stacked, so that memory holds
-        them once, and one layer in float32.
+        On CPUs, which multiply 16-bit weights in float32, these are multiplied a block at a time,
+        each taken from the stack, so that memory holds them once.
         """
-        if self._takes_turns:
-            return self.hold(params)
+        params = self.hold(params)
+        if self._has_blocks and not isinstance(params["layers"], tuple):
+            trees = self._apart(params["layers"])
+            layers = []
+            for index in range(self.num_layers):
+                turn, place = divmod(index, self.period)
+                layers.append(self._in_blocks(trees[place], place, turn))
+            return params | {"layers": tuple(layers)}
         params = self.unstacked(params)
 
         def small(leaf: Leaf, w: PyTree):
@@ -252,9 +258,20 @@ class Stack:
         return params | {"layers": tuple(layers)}
 
     @property
-    def _takes_turns(self) -> bool:
-        """Whether decoding takes each layer from the stack when its turn comes, and not before."""
+    def _has_blocks(self) -> bool:
+        """Whether decoding and prefill multiply weights a block at a time."""
         return self.weights == "full" and converts_weights(self.dtype)
+
+    def _in_blocks(self, tree: PyTree, place: int, turn: int | Array) -> PyTree:
+        """Returns a layer whose products read the stacks of its mixer's layers, `tree`."""
+
+        def one(leaf: Leaf, w: PyTree) -> PyTree:
+            if isinstance(w, jax.Array) and leaf.is_product and "experts" not in leaf.axes:
+                return InBlocks(stack=w, layer=turn)
+            return jax.tree.map(operator.itemgetter(turn), w)
+
+        declared = self._layer_leaves(self.mixers[place])
+        return jax.tree.map(one, declared, tree, is_leaf=_is_leaf)
 
     def unstacked_axes(self, axes: PyTree) -> PyTree:
         """Returns the logical axes of unstacked parameters, from those of the parameters."""
@@ -471,19 +488,10 @@ class Stack:
 
     def _unrolled(self, layers, x, context, cache, pseudo):
         """Applies one layer after the other."""
-        in_turns = cache is not None and not isinstance(layers, tuple) and self._takes_turns
-        each = layers
-        if in_turns:
-            each = range(self.num_layers)
-        elif not isinstance(layers, tuple):
-            each = self._each(self._apart(layers))
+        each = layers if isinstance(layers, tuple) else self._each(self._apart(layers))
         caches = []
         told = []
         for index, layer in enumerate(each):
-            if in_turns:
-                # Else XLA converts all layers at once, and outside of a loop over tokens.
-                x, layers = jax.lax.optimization_barrier((x, layers))
-                layer = self._layer_at(layers, index)
             if pseudo is not None and pseudo.layer == index:
                 x = pseudo.after(x)
             inside = context.until(jax.tree.leaves(x)[0].shape[1])
@@ -492,11 +500,6 @@ class Stack:
             told.append(aux)
         return x, tuple(caches), over_all(told)
 
-    def _layer_at(self, layers: PyTree, index: int) -> PyTree:
-        """Returns one layer's own of stacked parameters."""
-        turn, place = divmod(index, self.period)
-        return jax.tree.map(operator.itemgetter(turn), self._apart(layers)[place])
-
     def _scanned(self, layers, x, context, cache):
         """Applies layers in a loop whose turn is one layer of each mixer.
 
@@ -504,6 +507,7 @@ class Stack:
         and those after.
         """
         places = self._apart(layers)
+        in_blocks = cache is not None and self._has_blocks
         num, outs = self.num_layers // self.period, []
         middle = self.ladder_from // self.period, -(-self.ladder_from // self.period)
         for first, last in itertools.pairwise((0, *middle, num)):
@@ -514,6 +518,8 @@ class Stack:
 
             def turn(x, given, functions=functions):
                 trees, number = given
+                if in_blocks:
+                    trees = [self._in_blocks(tree, at, number) for at, tree in enumerate(places)]
                 out = []
                 for place, (function, tree) in enumerate(zip(functions, trees, strict=True)):
                     index = number if self.period == 1 else number * self.period + place
@@ -526,6 +532,8 @@ class Stack:
                 if last - first == num
                 else jax.tree.map(operator.itemgetter(slice(first, last)), places)
             )
+            if in_blocks:  # read where they are
+                some = None
             x, out = jax.lax.scan(turn, x, (some, jnp.arange(first, last)))
             outs.append(out)
         out = outs[0] if len(outs) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *outs)
