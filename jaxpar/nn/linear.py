@@ -532,6 +532,8 @@ class InBlocks:
         shared = "".join(c for c in of_weight if c not in out)
         kept = "".join(c for c in of_weight if c in out)
         is_plain = of_weight == shared + kept and letters[2:] == shared and out[2:] == kept
+        is_turned = out[:2] == letters[1::-1]
+        is_plain = is_plain and (is_turned or out[:2] == letters[:2])
         if not is_plain or any(mesh_axes(name) for name in axes if name):
             return _product((equation, axes, precision, apart), x, self.whole().astype(x.dtype))
         dtype = jnp.promote_types(x.dtype, jnp.float32)
@@ -555,7 +557,10 @@ class InBlocks:
             y = jax.lax.fori_loop(0, num_blocks, add, y)
         if rest:
             y = y + product(depth - rest, rest)
-        return y.reshape(*x.shape[:2], *sizes).astype(x.dtype)
+        y = y.reshape(*x.shape[:2], *sizes).astype(x.dtype)
+        if is_turned:
+            return jnp.swapaxes(y, 0, 1)
+        return y
 
     def whole(self) -> Array:
         """Returns the layer's W."""
