@@ -78,7 +78,7 @@ def assert_same_product(product, want, x, weight):
 def test_a_product_in_parts_is_the_product(rows, monkeypatch):
     monkeypatch.setattr(linear, "PART", rows)
     keys = jax.random.split(jax.random.key(rows), 2)
-    x = jax.random.normal(keys[0], (2, 1, 4), jnp.bfloat16)
+    x = jax.random.normal(keys[0], (2, 3, 4), jnp.bfloat16)
     weight = jax.random.normal(keys[1], (7, 4), jnp.bfloat16)
     assert_same_product(
         lambda x, weight: linear.product_in_parts(x, weight, jnp.float32),
