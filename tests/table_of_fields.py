@@ -462,7 +462,7 @@ TABLE = {
 """Each configuration with numbers in it: its fields, values outside of their range, and values at its ends."""
 
 RESULTS = {
-    "lm.train.AdaptedState", "nn.linear.Lora",
+    "lm.train.AdaptedState", "nn.linear.InBlocks", "nn.linear.Lora",
     "aot.job.Job", "aot.estimate.Estimate", "aot.roofline.Roofline", "aot.candidates.Finding", "aot.topology.Chip",
     "decode.trees.Tree",
     "env.capabilities.Capabilities", "env.check.Report", "env.spaces.Box", "env.spaces.Discrete",

@@ -40,7 +40,7 @@ def test_sampling_needs_no_copy_of_the_weights(monkeypatch):
     compiled = run.lower(jax.random.key(0), params, jnp.zeros((1, 4), jnp.int32)).compile()
     needs = compiled.memory_analysis().temp_size_in_bytes
     # Caches, logits, and blocks of weights; a float32 copy of the weights would be twice theirs.
-    assert needs < weights / 4
+    assert needs < weights / 10
 
 
 def test_layers_in_blocks_are_the_layers():
